@@ -1,0 +1,57 @@
+# make demo and make test need nothing before them but Python (3.10 or newer), make and a C compiler.
+# PY=... uses another Python, with everything installed, instead of making .venv.
+
+ifeq ($(origin PY), undefined)
+PY := .venv/bin/python
+READY_DEMO = scripts/bootstrap demo
+READY_TEST = scripts/bootstrap test
+endif
+
+# CRIU needs root. Whoever is not root uses sudo where it can be had, for what needs CRIU and nothing else.
+SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [ -t 0 ]; } && echo sudo -E env PATH="$$PATH" PYTHONDONTWRITEBYTECODE=1; })
+
+PYTEST = $(PY) -m pytest
+
+.PHONY: demo test test-gpu bench bench-gpu lint check clean help
+
+help:
+	@echo "make demo       a training, disturbed and undisturbed: both end with the same bits"
+	@echo "make test       what CI runs: lint and all tests that need no GPU"
+	@echo "make test-gpu   tests on the GPUs of this machine"
+	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
+
+demo:
+	@$(READY_DEMO)
+	@$(SUDO) $(PY) -m limosa demo
+
+test: lint check
+
+# Fast ones first; then those that need CRIU or take long, each process in a network of its own.
+check:
+	@$(READY_TEST)
+	$(PYTEST) -q -n 2 -m "not (gpu or criu or slow or network)"
+	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="-n 2"; fi; \
+	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or slow) and not (gpu or network)"
+	$(SUDO) $(PYTEST) -q -m "network and not gpu"
+
+lint:
+	@$(READY_TEST)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())'
+
+test-gpu:
+	@$(READY_TEST)
+	$(SUDO) env PY="$(PY)" scripts/test-gpu.sh
+
+bench:
+	@$(READY_TEST)
+	$(SUDO) $(PY) bench/host.py
+
+bench-gpu:
+	@$(READY_TEST)
+	$(SUDO) $(PY) bench/gpu.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build

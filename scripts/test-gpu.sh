@@ -1,0 +1,90 @@
+#!/bin/sh
+# The tests on the GPUs of this machine, with their output kept in docs/results/gpu-tests-<date>.txt.
+#
+#   scripts/test-gpu.sh            all of them
+#   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
+#   scripts/test-gpu.sh driver     the driver's calls, maps
+#   scripts/test-gpu.sh large      two jobs that fill their GPUs (minutes)
+#   scripts/test-gpu.sh -- ARGS    pytest with these arguments
+#
+# PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
+# JOBS=how many tests side by side (those that fill GPUs or measure always run alone).
+set -u
+cd "$(dirname "$0")/.." || exit 2
+if [ -z "${PY:-}" ]; then
+    if [ -x .venv/bin/python ]; then PY=.venv/bin/python; else PY=python3; fi
+fi
+PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+PYTHONUNBUFFERED=1
+# NVLink multicast stays off: nothing here needs it.
+NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
+export PYTHONPATH PYTHONUNBUFFERED NCCL_NVLS_ENABLE TORCH_SYMM_MEM_DISABLE_MULTICAST
+
+what=${1:-all}
+[ $# -gt 0 ] && shift
+[ "${1:-}" = -- ] && shift
+out=${OUT:-docs/results}
+mkdir -p "$out"
+log=$out/gpu-tests-$(date -u +%Y-%m-%d).txt
+commit=${COMMIT:-$(git describe --always --dirty 2>/dev/null || echo unknown)}
+limit=${LIMIT:-570}
+side=
+if "$PY" -c 'import xdist' 2>/dev/null; then side="-n ${JOBS:-4}"; fi
+failed=0
+
+head_lines() {
+    echo "=== $what, $(date -u +%Y-%m-%dT%H:%M:%SZ), commit $commit"
+    echo "$(uname -sr), $("$PY" -c 'import platform; print("Python", platform.python_version())'), $(nproc) cores"
+    nvidia-smi --query-gpu=index,name,driver_version,memory.total --format=csv,noheader 2>&1
+    "$PY" -c 'import importlib.metadata as m
+print(", ".join(f"{p} {m.version(p)}" for p in ("torch", "jax", "cuda-bindings", "cuda-core", "nvidia-ml-py")
+      if any(d.metadata["Name"] == p for d in m.distributions())))' 2>&1
+    "$PY" -c 'from limosa.process.criu.find import find; print("CRIU", find().version)' 2>&1 | tail -1
+    nvidia-smi topo -m 2>/dev/null | sed -n 2,3p
+}
+
+# One part: what is printed is kept as it comes; a part that hangs is ended, the next one runs all the same.
+part() {
+    echo "--- pytest $*"
+    timeout -k 15 "$limit" "$PY" -m pytest -v --tb=short --durations=15 "$@"
+    code=$?
+    case $code in
+        0) ;;
+        5) echo "(no tests here)" ;;
+        124 | 137) echo "NOT FINISHED within $limit s"; failed=1 ;;
+        *) failed=1 ;;
+    esac
+}
+
+run() {
+    head_lines
+    case $what in
+        driver) part -m gpu tests/gpu/test_process.py tests/gpu/test_maps.py ;;
+        core)
+            limit=${LIMIT:-290} # two parts in ten minutes
+            # shellcheck disable=SC2086 # no option or two words
+            part $side -m "gpu_core and not gpu_alone" tests/gpu
+            part -m "gpu_core and gpu_alone" tests/gpu
+            ;;
+        large) part -m "gpu and slow" tests/gpu ;;
+        all)
+            part -m "gpu and not gpu_core and not slow" tests/gpu
+            # shellcheck disable=SC2086
+            part $side -m "gpu_core and not gpu_alone" tests/gpu
+            part -m "gpu_core and gpu_alone" tests/gpu
+            part -m "gpu and slow" tests/gpu
+            ;;
+        --) part "$@" ;;
+        *) echo "test-gpu.sh: no part called $what" >&2; failed=2 ;;
+    esac
+    echo "=== $(date -u +%H:%M:%SZ): exit code $failed"
+    return $failed
+}
+
+# The exit code travels past tee in a file: POSIX sh has no pipefail.
+status=$(mktemp)
+{ run "$@" 2>&1; echo $? >"$status"; } | tee -a "$log"
+code=$(cat "$status")
+rm -f "$status"
+echo "written: $log"
+exit "${code:-1}"

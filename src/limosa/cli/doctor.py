@@ -1,0 +1,54 @@
+"""``limosa doctor``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from limosa.cli import words
+from limosa.cli.options import CriuPath, FormatOption, Quiet, Verbose
+from limosa.cli.output import Format, plain, reporting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from limosa.operation.doctor import Diagnosis
+
+_STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def command(
+    fix: Annotated[bool, typer.Option("--fix", help="Fetch a CRIU that works and build the plugin.")] = False,
+    criu: CriuPath = None,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Say what works on this machine, what does not, and what to do about it.
+
+    CRIU is tried: a small process is dumped and restored.
+
+    Exit code 0: all that this machine needs works. 24: no working CRIU.
+    12: a GPU whose driver does not do it. 11: not permitted.
+    """
+    with reporting("doctor", fmt, quiet, verbose) as report:
+        from limosa.operation.doctor import doctor
+
+        found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell)
+        checks = [{k: v for k, v in c.items() if k != "exit_code"} for c in plain(found.checks)]
+        report.result({"ok": found.ok, "checks": checks}, lambda c: _draw(c, found), exit_code=found.exit_code)
+
+
+def _draw(console: Console, found: Diagnosis) -> None:
+    """A line a check, and its way out below."""
+    from rich.text import Text
+
+    width = max(len(c.name) for c in found.checks)
+    for check in found.checks:
+        line = Text(f"{check.status:<5}", style=_STYLE[check.status])
+        line.append(f"{check.name:<{width}}  {words.clean(check.detail)}", style="default")
+        console.print(line, soft_wrap=True)
+        if check.fix and check.status != "ok":
+            console.print(Text(f"{'':<5}{'':<{width}}  → {words.clean(check.fix)}"), soft_wrap=True)
+    console.print("all that this machine needs works" if found.ok else "not everything that is needed works")

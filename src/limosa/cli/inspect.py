@@ -1,0 +1,72 @@
+"""``limosa inspect``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
+from limosa.cli.output import Format, plain, reporting
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from limosa.image import Image
+    from limosa.image.manifest import TreeProcess
+
+
+def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+    """Show what is in an image: its job, processes, GPUs and files.
+
+    Only the manifest is read; limosa verify reads every byte.
+    """
+    with reporting("inspect", fmt, quiet, verbose) as report:
+        from limosa.image import open_image
+
+        with open_image(image, trust=False) as opened:
+            facts = dict(plain(opened.manifest))
+            facts["image_schema"] = facts.pop("schema")  # "schema" at the top is the JSON contract's own
+            value = {"image": str(opened.path), "id": opened.id, "bytes": opened.manifest.bytes, **facts}
+            report.result(value, lambda console: _draw(console, opened, verbose))
+
+
+def _draw(console: Console, image: Image, verbose: int) -> None:
+    """Facts, then the processes as a tree."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    manifest, job = image.manifest, image.manifest.job
+    facts = [
+        ("image", image.path),
+        ("id", image.id),
+        ("created", f"{manifest.created} on {manifest.hostname or '?'}"),
+        ("by", f"limosa {manifest.limosa}, CRIU {manifest.criu}, kernel {manifest.kernel}"),
+        ("size", f"{words.size(manifest.bytes)} in {len(manifest.files)} files"),
+        ("job", f"{job.name or '-'} (process {job.pid}, uid {job.uid}) in {job.cwd}"),
+        ("log", job.log or "-"),
+        ("open files", str(len(manifest.open_files))),
+    ]
+    for gpu in manifest.gpus:
+        facts.append((f"GPU {gpu.index}", f"{gpu.name}, {words.size(gpu.bytes)}, driver {gpu.driver}, {gpu.uuid}"))
+    if manifest.software_gpu:
+        facts.append(("note", "taken with the driver in software, not with a real GPU"))
+    width = max(len(name) for name, _ in facts)
+    for name, text in facts:
+        console.print(Text(f"{name:<{width}}  {words.clean(text)}"), soft_wrap=True)
+    nodes: dict[int, Tree] = {}
+    for process in manifest.tree:
+        parent = nodes.get(process.ppid)
+        label = Text(_label(process))
+        nodes[process.pid] = Tree(label) if parent is None else parent.add(label)
+    console.print(nodes[job.pid])
+    if verbose:
+        rows = [(f.pid, "mapped" if f.fd is None else f.fd, words.size(f.size), f.path) for f in manifest.open_files]
+        words.table(console, ("PID", "FD", "SIZE", "PATH"), rows, right=("PID", "FD", "SIZE"))
+
+
+def _label(process: TreeProcess) -> str:
+    held = sum(process.held.values())
+    notes = [f"{len(process.threads) + 1} threads"] if process.threads else []
+    if process.cuda:
+        notes.append(f"CUDA, {words.size(held)}")
+    return f"{process.pid} {words.command_line(process.command)}{' [' + ', '.join(notes) + ']' if notes else ''}"

@@ -1,0 +1,126 @@
+"""``limosa``: finds the verb, runs it, and turns what went wrong before the verb began into words or JSON."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command as build
+
+from limosa.cli.output import Format, Report, json_wanted
+
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("limosa.cli.run", "Start a job that can be checkpointed."),
+    "gpus": ("limosa.cli.gpus", "List the GPUs and who is on them."),
+    "ps": ("limosa.cli.ps", "List jobs and whether they can be moved (also: list)."),
+    "plan": ("limosa.cli.plan", "Say what a verb would do, and touch nothing."),
+    "move": ("limosa.cli.move", "Move running jobs to other GPUs."),
+    "suspend": ("limosa.cli.suspend", "Put jobs aside in host memory; their GPUs are free."),
+    "resume": ("limosa.cli.resume", "Bring suspended jobs back, here or on other GPUs."),
+    "toggle": ("limosa.cli.toggle", "Suspend what runs, resume what is suspended."),
+    "checkpoint": ("limosa.cli.checkpoint", "Write a job to disk and end it, or let it run on."),
+    "restore": ("limosa.cli.restore", "Bring a job back from disk."),
+    "inspect": ("limosa.cli.inspect", "Show what is in an image."),
+    "verify": ("limosa.cli.verify", "Check every byte of an image."),
+    "rm": ("limosa.cli.rm", "Remove images and what unfinished ones left."),
+    "recover": ("limosa.cli.recover", "Finish or undo what a killed limosa left."),
+    "doctor": ("limosa.cli.doctor", "Say what works on this machine and how to fix the rest."),
+    "demo": ("limosa.demo.command", "Disturb a real training; compare its bits with a twin's."),
+}
+ALIASES = {"list": "ps"}
+
+# click is a dependency of older typers and a part of newer ones: its base error is found through typer's own.
+ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+class Verbs(TyperGroup):
+    """The verbs by name; a verb's module is imported when that verb is asked for and not before."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The verbs in the order in which people meet them."""
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command object of one verb, or None where there is no such verb."""
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in VERBS:
+            return None
+        return verb(name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list of verbs in ``limosa --help``, without importing one of them."""
+        with formatter.section("Verbs"):
+            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+
+
+def verb(name: str) -> Any:
+    """The command object of verb ``name`` (``KeyError`` where there is none)."""
+    module = importlib.import_module(VERBS[name][0])
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    settings = {"help_option_names": ["-h", "--help"], **getattr(module, "CONTEXT_SETTINGS", {})}
+    app.command(name, context_settings=settings)(module.command)
+    return build(app)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="limosa VERB --help tells more. JOB is a pid, or a name given to limosa run.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from limosa import __version__
+
+        sys.stdout.write(f"limosa {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _limosa(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Move, suspend and checkpoint running GPU jobs."""
+
+
+def entry(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with the code that tells what state the job is in (docs/exit-codes.md)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    report = Report("limosa", Format.json if json_wanted(args) else Format.text)
+    try:
+        code = build(app).main(args=args, prog_name="limosa", standalone_mode=False)
+    except ClickError as error:
+        code = report.usage(error)
+        if args[:1] == ["run"]:
+            code = 125  # below that may be the job's own exit code
+    except (KeyboardInterrupt, typer.Abort):
+        code = report.interrupted()
+    except BrokenPipeError:
+        code = 0
+    except SystemExit as left:  # completion, or a reader of --help that has gone away
+        code = 0 if type(sys.stdout).__name__ == "PacifyFlushWrapper" else left.code
+    except Exception as error:
+        code = report.crash(error)
+    leave(code if isinstance(code, int) else 0)
+
+
+def leave(code: int) -> NoReturn:
+    """Flush and exit; a reader that has gone away (``limosa ps | head``) is not an error."""
+    for stream, fd in ((sys.stdout, 1), (sys.__stdout__, 1), (sys.stderr, 2)):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+    sys.exit(code)

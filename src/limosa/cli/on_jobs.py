@@ -1,0 +1,158 @@
+"""What ``move``, ``suspend``, ``resume`` and ``toggle`` share: naming jobs, doing it to each, telling of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from limosa.cli import words
+from limosa.cli.output import Report, error_object, plain, worst
+from limosa.cli.signals import cancelling
+from limosa.errors import LimosaError, Reason, UsageError
+
+if TYPE_CHECKING:
+    from limosa.operation.jobs import Job
+    from limosa.operation.results import JobResult, Outcome, Plan
+
+
+class Selection(NamedTuple):
+    """Which jobs a command line names: JOB…, ``--gpu GPU`` or ``--all``."""
+
+    jobs: Sequence[str] | None
+    gpu: str | None = None
+    every: bool = False
+
+    def resolve(self) -> list[Job]:
+        """The jobs.
+
+        Raises:
+            UsageError: none, or in two ways at once.
+            NoSuchProcess: one that is not there.
+        """
+        from limosa.operation import resolve
+
+        return resolve(tuple(self.jobs or ()), on_gpu=self.gpu, everything=self.every)
+
+    @property
+    def pid(self) -> int:
+        """The pid where it is one job named by its pid, else 0."""
+        one = self.jobs[0] if self.jobs and len(self.jobs) == 1 else ""
+        return int(one) if one.isdigit() else 0
+
+
+def act(report: Report, verb: str, named: Selection, *, dry_run: bool = False, **options: Any) -> None:
+    """Do it to the jobs, or plan it, and print a result for each; the exit code is the worst one's.
+
+    Args:
+        report: where the result goes.
+        verb: "move", "suspend", "resume" or "toggle".
+        named: what to do it to.
+        dry_run: only say what would be done.
+        **options: as the function of that name in ``limosa.operation`` takes them.
+    """
+    from limosa import operation
+
+    do = {"move": operation.move, "suspend": operation.suspend, "resume": operation.resume, "toggle": operation.toggle}
+    try:
+        jobs = named.resolve()
+    except LimosaError as error:
+        if not dry_run or error.id == UsageError.id:
+            raise
+        print_plans(report, [refused(verb, error, pid=named.pid)])
+        return
+    with cancelling(report) as cancel:
+        outcomes = do[verb](jobs, dry_run=dry_run, progress=report.progress, cancel=cancel, **options)
+    if dry_run:
+        print_plans(report, [_plan_of(verb, o) for o in outcomes])
+    else:
+        tell(report, verb, outcomes)
+
+
+def tell(report: Report, verb: str, outcomes: Sequence[Outcome]) -> None:
+    """Print what became of each job."""
+    for outcome in outcomes:
+        if outcome.result is not None:
+            report.warn(*outcome.result.warnings)
+        if outcome.error is not None:
+            report.warn(*outcome.error.warnings)
+    errors = [o.error for o in outcomes if o.error is not None]
+    code = worst([int(e.exit_code) for e in errors])
+    if len(outcomes) == 1 and errors:
+        raise errors[0]
+    results = [_entry(verb, o) for o in outcomes]
+    value: dict[str, Any] = {"results": results}
+    if len(outcomes) == 1:
+        value = {**results[0], **value}
+    elif errors:
+        value["error"] = error_object(next(e for e in errors if e.exit_code == code))
+    lines = [_line(o.result) for o in outcomes if o.result is not None]
+    report.result(value, "\n".join(lines), exit_code=code)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            report.problem(outcome.error, about=f"job {outcome.pid}: ")
+
+
+def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
+    if outcome.result is not None:
+        return dict(plain(outcome.result))
+    assert outcome.error is not None
+    return {"operation": verb, "pid": outcome.pid, "error": error_object(outcome.error)}
+
+
+def _line(result: JobResult) -> str:
+    """One job in a sentence."""
+    who = f"{result.name} (process {result.pid})" if result.name else f"process {result.pid}"
+    state = "suspended" if result.state == "checkpointed" else result.state
+    if result.already:
+        return f"{who} is {state} already"
+    pause = result.timings.get("pause_seconds")
+    stood = f", stood still for {words.seconds(pause)}" if pause is not None and state == "running" else ""
+    moved = words.moves(result.map)
+    onto = f" ({moved})" if moved else ""
+    return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}"
+
+
+def _plan_of(verb: str, outcome: Outcome) -> Plan:
+    if outcome.plan is not None:
+        return outcome.plan
+    assert outcome.error is not None
+    if isinstance(outcome.error, UsageError):
+        raise outcome.error
+    return refused(verb, outcome.error, pid=outcome.pid)
+
+
+def refused(verb: str, error: LimosaError, pid: int = 0, name: str = "") -> Plan:
+    """A job that cannot even be looked at, as a plan that says so."""
+    from limosa.operation.results import Plan
+
+    reasons = getattr(error, "reasons", None) or [
+        Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint=error.hint, pid=pid)
+    ]
+    return Plan(operation=verb, pid=pid, name=name, verdict="refused", reasons=list(reasons))
+
+
+def print_plans(report: Report, plans: Sequence[Plan]) -> None:
+    """Print plans: one as itself, several in ``results``; always also in ``results``."""
+    entries = [dict(plain(p)) for p in plans]
+    value: dict[str, Any] = {"results": entries}
+    if len(plans) == 1:
+        value = {**entries[0], **value}
+    text = "\n".join(_plan_text(p) for p in plans)
+    report.result(value, text, exit_code=worst([p.exit_code for p in plans]))
+
+
+def _plan_text(plan: Plan) -> str:
+    who = f"{plan.name} (process {plan.pid})" if plan.name else f"process {plan.pid}"
+    lines = [f"{plan.operation} of {who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
+    if plan.verdict == "ok":
+        pause = plan.estimate.pause_seconds
+        if pause is not None:
+            lines.append(f"  the job would stand still for about {words.seconds(pause)}")
+        lines.append(
+            f"  {words.size(plan.estimate.bytes)} to copy, about {words.seconds(plan.estimate.seconds)} in all"
+        )
+        moved = words.moves(plan.map)
+        if moved:
+            lines.append(f"  {moved}")
+        lines += [f"  {number}. {step}" for number, step in enumerate(plan.steps, 1)]
+    return "\n".join(lines)

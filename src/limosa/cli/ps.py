@@ -1,0 +1,67 @@
+"""``limosa ps``, also ``limosa list``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, Quiet, Verbose
+from limosa.cli.output import Format, reporting
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from limosa.operation.results import Ps
+
+
+def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+    """List jobs: what they hold, what state they are in, and whether they can be moved.
+
+    A job is a process that uses CUDA, or was started by limosa run, with its
+    children. -v says why one cannot be moved, and lists its processes.
+    """
+    with reporting("ps", fmt, quiet, verbose) as report:
+        from limosa.operation import ps
+        from limosa.process import records
+
+        report.warn(*records.runtime_dir().warnings)
+        jobs = ps()
+        report.result({"jobs": jobs}, lambda console: _draw(console, jobs, verbose))
+
+
+def _state(job: Ps) -> str:
+    """The state in a word; where Limosa suspended it, since when and by whom."""
+    if job.state != "checkpointed":
+        return job.state
+    if job.suspended is None:
+        return "suspended"
+    return f"suspended {job.suspended['since']} by {words.clean(job.suspended['by'])}"
+
+
+def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
+    """A line a job; with ``-v`` its reasons and processes below."""
+    rows = [
+        (
+            job.pid,
+            job.name or "-",
+            job.user,
+            _state(job),
+            ",".join(str(g["index"]) for g in job.gpus) or "-",
+            words.size(sum(g["memory_used"] for g in job.gpus)) if job.gpus else "-",
+            "yes" if job.movable else "no",
+            words.command_line(job.command),
+        )
+        for job in jobs
+    ]
+    headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "MOVABLE", "COMMAND")
+    words.table(console, headers, rows, right=("PID", "MEMORY"))
+    for job in jobs if verbose else ():
+        console.print(f"\nprocess {job.pid}")
+        for process in job.processes:
+            text = words.command_line(process["command"])
+            held = words.size(process["memory_used"]) if process["memory_used"] else "-"
+            console.print(f"  {process['pid']} {process['state'] or 'no CUDA'} {held} {text}")
+        for line in words.reason_lines(job.reasons):
+            console.print(line)

@@ -1,0 +1,153 @@
+"""``limosa restore``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from limosa.cli import words
+from limosa.cli.options import (
+    CriuPath,
+    DryRun,
+    FileLocks,
+    Force,
+    FormatOption,
+    FromGpu,
+    ImageDir,
+    MapOption,
+    PrintStats,
+    Quiet,
+    ShellJob,
+    TcpClose,
+    TcpEstablished,
+    Timeout,
+    ToGpu,
+    Verbose,
+    check_force,
+)
+from limosa.cli.output import Format, Report, reporting
+from limosa.errors import LimosaError, UsageError
+
+if TYPE_CHECKING:
+    from limosa.operation.results import RestoreResult
+
+
+def command(
+    image: ImageDir,
+    *,
+    to: ToGpu = None,
+    source: FromGpu = None,
+    gpu_map: MapOption = None,
+    attach: Annotated[
+        bool, typer.Option("--attach", help="Show its output and pass signals on, as limosa run does.")
+    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the hashes first.")] = False,
+    rewind_files: Annotated[
+        bool, typer.Option("--rewind-files", help="Cut files back that have grown; keep their tails beside them.")
+    ] = False,
+    cgroup: Annotated[
+        str | None, typer.Option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup.")
+    ] = None,
+    tcp_established: TcpEstablished = False,
+    tcp_close: TcpClose = False,
+    shell_job: ShellJob = False,
+    file_locks: FileLocks = False,
+    print_stats: PrintStats = False,
+    criu: CriuPath = None,
+    timeout: Timeout = None,
+    force: Force = None,
+    dry_run: DryRun = False,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Bring a job back from disk, under the pids that it had.
+
+    limosa restore /data/train-1
+
+    limosa restore /data/train-1 --to 5 --attach
+
+    The image is verified first, and everything is looked at before anything
+    is started. It stays as it is and can be restored again.
+    """
+    with reporting("restore", fmt, quiet, verbose) as report:
+        if to is not None and gpu_map is not None:
+            raise UsageError(detail="name a destination (--to) or a map (--map), not both")
+        if tcp_established and tcp_close:
+            raise UsageError(detail="--tcp-established or --tcp-close, not both")
+        if attach and report.json:
+            raise UsageError(detail="-o json and --attach: while attached, stdout is the job's output")
+        options = {
+            "to": to,
+            "source": source,
+            "gpu_map": gpu_map,
+            "verify": not no_verify,
+            "rewind_files": rewind_files,
+            "cgroup": cgroup,
+            "tcp_established": tcp_established,
+            "tcp_close": tcp_close,
+            "shell_job": shell_job,
+            "file_locks": file_locks,
+            "print_stats": print_stats,
+            "criu": str(criu) if criu is not None else None,
+            "force": check_force(force),
+        }
+        if dry_run:
+            _plan(report, image, options)
+            return
+        _restore(report, image, options, timeout, attach)
+
+
+def _plan(report: Report, image: Path, options: dict[str, Any]) -> None:
+    from limosa import operation
+    from limosa.cli.on_jobs import print_plans, refused
+
+    try:
+        plan = operation.plan_restore(image, **options)
+    except UsageError:
+        raise
+    except LimosaError as error:
+        plan = refused("restore", error)
+    print_plans(report, [plan])
+
+
+def _restore(report: Report, image: Path, options: dict[str, Any], timeout: float | None, attach: bool) -> None:
+    from limosa import operation
+    from limosa.cli.signals import cancelling
+
+    begin = _end_of_log(image) if attach else 0
+    with cancelling(report) as cancel:
+        done = operation.restore(
+            image, timeout=timeout, progress=report.progress, cancel=cancel, adopt=attach, **options
+        )
+    report.warn(*done.warnings)
+    if not attach:
+        report.result(done, _text(done, options["print_stats"]))
+        return
+    from limosa.cli.run import follow
+    from limosa.process.follow import child
+
+    report.close()
+    report.tell(_text(done, False))
+    report.exit_code = follow(child(done.pid), done.log, report, offset=begin)
+
+
+def _end_of_log(image: Path) -> int:
+    """Where the job's output will begin: it may have written much before we come to look."""
+    from limosa.image import open_image
+    from limosa.process.follow import log_end
+
+    with open_image(image) as opened:
+        return log_end(opened.manifest.job.log or "")
+
+
+def _text(done: RestoreResult, stats: bool) -> str:
+    who = f"{done.name} (process {done.pid})" if done.name else f"process {done.pid}"
+    moved = words.moves(done.map)
+    onto = f" ({moved})" if moved else ""
+    lines = [f"{who} runs{onto}" + (f"; its output goes to {words.clean(done.log)}" if done.log else "")]
+    if stats:
+        lines += [f"  {name}: {value}" for name, value in done.stats.items()]
+    return "\n".join(lines)

@@ -1,0 +1,49 @@
+"""``limosa suspend``."""
+
+from __future__ import annotations
+
+from limosa.cli.options import (
+    AllJobs,
+    DryRun,
+    Force,
+    FormatOption,
+    Jobs,
+    MaxPause,
+    OnGpu,
+    Quiet,
+    Timeout,
+    Verbose,
+    check_force,
+)
+from limosa.cli.output import Format, reporting
+
+
+def command(
+    jobs: Jobs = None,
+    *,
+    gpu: OnGpu = None,
+    every: AllJobs = False,
+    max_pause: MaxPause = None,
+    timeout: Timeout = None,
+    force: Force = None,
+    dry_run: DryRun = False,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Put jobs aside in host memory; their GPUs are free for others.
+
+    limosa suspend train
+
+    limosa suspend --gpu 3        everything on GPU 3
+
+    The job's memory stays in the job itself: it lives as long as its
+    processes do. What must outlive the machine: limosa checkpoint.
+    Suspending a suspended job succeeds.
+    """
+    with reporting("suspend", fmt, quiet, verbose) as report:
+        from limosa.cli.on_jobs import Selection, act
+
+        named = Selection(jobs, gpu, every)
+        options = {"force": check_force(force), "max_pause": max_pause}
+        act(report, "suspend", named, **options, timeout=timeout, dry_run=dry_run)

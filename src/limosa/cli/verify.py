@@ -1,0 +1,55 @@
+"""``limosa verify``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
+from limosa.cli.output import Format, plain, reporting
+from limosa.errors import DamagedImage, NoSuchImage
+
+if TYPE_CHECKING:
+    from limosa.image.verify import VerifyResult
+
+
+def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+    """Check every byte of an image against its hashes.
+
+    Damaged, missing, extra, swapped and truncated files are named.
+
+    Exit code 0: whole. 16: not.
+    """
+    with reporting("verify", fmt, quiet, verbose) as report:
+        from limosa.cli.signals import cancelling
+        from limosa.image import open_image
+        from limosa.image.verify import verify
+
+        try:
+            opened = open_image(image, trust=False)
+        except NoSuchImage:
+            raise
+        except DamagedImage as error:
+            report.result(_nothing(os.path.abspath(image), error), f"damaged: {error.message}", exit_code=16)
+            return
+        with opened, cancelling(report, "the image is only read") as cancel:
+            result = verify(opened, report.progress, cancel=cancel)
+        report.result(result, _text(result), exit_code=0 if result.ok else 16)
+
+
+def _nothing(path: str, error: DamagedImage) -> dict[str, Any]:
+    """The result where not even the manifest can be read."""
+    problem = {"path": "manifest.json", "problem": "damaged", "text": error.message}
+    if error.id == "unfinished-image":
+        problem["problem"] = "missing"
+    return {"image": path, "id": "", "ok": False, "files": [], "problems": [problem], "bytes": 0, "seconds": 0.0}
+
+
+def _text(result: VerifyResult) -> str:
+    rate = f"{result.bytes / result.seconds / 1e9:.2f} GB/s" if result.seconds > 0.001 else "at once"
+    if result.ok:
+        return f"whole: {len(result.files)} files, {words.size(result.bytes)}, {rate}\nid {result.id}"
+    lines = [f"damaged: {len(result.problems)} problem(s)"]
+    lines += [f"  {p['problem']}: {words.clean(p['text'])}" for p in plain(result.problems)]
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""Numbers, tables and reasons in words, for the text output."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from limosa.errors import Reason
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def clean(text: Any) -> str:
+    """Text that came from elsewhere (a command line, an image), so that it cannot drive the terminal."""
+    plain = str(text).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), plain)
+
+
+def size(number: float | None) -> str:
+    """Bytes as people read them: 1.50 GiB."""
+    if number is None:
+        return "?"
+    value = float(number)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return (
+                f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}" if value < 10 else f"{value:.0f} {unit}"
+            )
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def seconds(number: float | None) -> str:
+    """Seconds as people read them."""
+    if number is None:
+        return "?"
+    if number < 1:
+        return f"{number * 1000:.0f} ms"
+    if number < 120:
+        return f"{number:.2f} s"
+    return f"{number / 60:.1f} min"
+
+
+def command_line(command: Sequence[str]) -> str:
+    """A command line on one line."""
+    return clean(" ".join(command))
+
+
+def table(on: Console, headers: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
+    """Draw a table without lines: easy on people, easy on awk.
+
+    On a terminal the last column is cut at the edge; where a program reads, nothing is.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for header in headers:
+        drawn.add_column(
+            header,
+            justify="right" if header in right else "left",
+            no_wrap=True,
+            overflow="ellipsis" if header == headers[-1] and sys.stdout.isatty() else "fold",
+        )
+    for row in rows:
+        drawn.add_row(*(Text(clean(cell)) for cell in row))
+    on.print(drawn)
+
+
+def reason_lines(reasons: Iterable[Reason]) -> list[str]:
+    """Refusals and warnings, each with its id and its way out."""
+    lines = []
+    for reason in reasons:
+        lines.append(f"  {'refused' if reason.refuses else 'warning'} [{reason.id}]: {clean(reason.text)}")
+        if reason.hint:
+            lines.append(f"    → {clean(reason.hint)}")
+        if reason.refuses and reason.forceable:
+            lines.append(f"    → or --force={reason.id}, knowing that")
+    return lines
+
+
+def timing_line(timings: dict[str, float]) -> str:
+    """Timings of the steps on one line, without the pause (which is said by itself)."""
+    return ", ".join(f"{step} {seconds(value)}" for step, value in timings.items() if step != "pause_seconds")
+
+
+def moves(gpu_map: Mapping[str, str]) -> str:
+    """What a map changes: GPU 0 → GPU 1, or by UUID where the numbers cannot be had; "" where nothing."""
+    changed = {a: b for a, b in gpu_map.items() if a != b}
+    if not changed:
+        return ""
+    from limosa import gpu
+    from limosa.errors import LimosaError
+
+    try:
+        index = {g.uuid: f"GPU {g.index}" for g in gpu.inventory().gpus}
+    except LimosaError:
+        index = {}
+    return ", ".join(f"{index.get(a, clean(a))} → {index.get(b, clean(b))}" for a, b in changed.items())

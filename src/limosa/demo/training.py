@@ -1,0 +1,217 @@
+"""One run of the training job: starting it, following its steps, reading its losses, ending it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from limosa.errors import LimosaError, UsageError
+from limosa.process.identity import Identity, read_stat
+from limosa.process.launch import launch
+from limosa.process.tree import snapshot
+
+PROGRAM = Path(__file__).with_name("train.py")
+_START_SECONDS = 180.0  # importing PyTorch from a cold network disk takes a minute and more
+_STEP_SECONDS = 60.0
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """What the training is run with.
+
+    Attributes:
+        python: the interpreter.
+        framework: "torch" or "numpy".
+        device: "cuda" or "cpu".
+        why: why not the better one, or "".
+    """
+
+    python: str
+    framework: str
+    device: str = "cpu"
+    why: str = ""
+
+
+def find_stack(gpus: int, only_numpy: bool = False) -> Stack:
+    """Looks for PyTorch in this Python and in those on PATH (it need not be in Limosa's own environment), else NumPy.
+
+    Args:
+        gpus: how many GPUs there are; with some, a PyTorch that can use them is preferred.
+        only_numpy: do not look for PyTorch.
+
+    Raises:
+        UsageError: there is neither.
+    """
+    best: Stack | None = None
+    names = [sys.executable, "python3", "python", "/usr/bin/python3"]
+    for python in dict.fromkeys(p for name in names if (p := shutil.which(name))):
+        if only_numpy or not _answers(python, "import torch, torch.utils.data"):
+            continue
+        if not gpus:
+            return Stack(python, "torch")
+        if _answers(python, "import torch; assert torch.cuda.is_available(); torch.zeros(1, device='cuda')"):
+            return Stack(python, "torch", "cuda")
+        best = best or Stack(python, "torch", why="the PyTorch that is installed cannot use the GPU")
+    if best is not None:
+        return best
+    if _answers(sys.executable, "import numpy"):
+        return Stack(sys.executable, "numpy", why="PyTorch is not installed")
+    raise UsageError(detail="the demo needs NumPy or PyTorch", hint="pip install 'limosa[demo]'")
+
+
+def _answers(python: str, program: str) -> bool:
+    try:
+        done = subprocess.run(
+            [python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+class Training:
+    """A run of the training in a folder of its own. Use as a context manager: it is ended on the way out.
+
+    Args:
+        folder: made; the losses and the log are kept in it.
+        stack: what to run it with.
+        steps: how many.
+        pace: seconds of sleep after each.
+        gpu: uuid of the GPU it is to see, or "" for all.
+    """
+
+    def __init__(self, folder: Path, stack: Stack, steps: int, pace: float, gpu: str = ""):
+        self.folder = folder
+        self.steps = steps
+        folder.mkdir()
+        command = [stack.python, str(PROGRAM), str(folder), "--framework", stack.framework]
+        command += ["--device", stack.device, "--steps", str(steps), "--pace", str(pace)]
+        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        self.root: Identity = launch(command, folder / "log", cwd=folder, env=env).identity
+        self._session = self.root.pid  # a restored one has the same
+        self._codes: dict[int, int] = {}
+        self._closing = threading.Event()
+        self._reaper = threading.Thread(target=self._reap, daemon=True)
+        self._reaper.start()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _attempt in range(100):
+            left = [stat.pid for stat in snapshot().values() if stat.sid == self._session]
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                break
+            time.sleep(0.05)
+        self._closing.set()
+        self._reaper.join(5)
+
+    def _reap(self) -> None:
+        """Reaps what is ours of the job, and nothing else: whoever calls waitpid(-1) steals others' exit codes.
+
+        While the demo is the nearest subreaper that includes orphans, which some containers' init never reaps, and a
+        pid that is not reaped is a pid that cannot be restored.
+        """
+        while not self._closing.wait(0.02):
+            for pid in _children():
+                with contextlib.suppress(OSError, LimosaError):
+                    stat = read_stat(pid)
+                    if stat.sid == self._session and stat.ended:
+                        self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def restored(self, pid: int) -> None:
+        """Says that the job is a new process now."""
+        self.root = Identity.of(pid)
+        self._codes.pop(pid, None)
+
+    def lines(self) -> list[list[str]]:
+        """Step, loss (hex float) and time stamp of each finished step.
+
+        Raises:
+            LimosaError: a step is missing or there twice.
+        """
+        try:
+            text = (self.folder / "losses").read_text()
+        except FileNotFoundError:
+            return []
+        found = [line.split() for line in text.rpartition("\n")[0].splitlines()]
+        if [line[0] for line in found] != [str(n) for n in range(len(found))]:
+            raise LimosaError(detail=f"steps are missing or double in {self.folder / 'losses'}")
+        return found
+
+    def losses(self) -> list[str]:
+        """The losses so far, as hex floats."""
+        return [line[1] for line in self.lines()]
+
+    def longest_gap(self, since: float) -> float:
+        """The longest time without a step since ``since`` (CLOCK_MONOTONIC), by the job's own clock, in seconds."""
+        times = [float(line[2]) for line in self.lines()]
+        return max((b - a for a, b in itertools.pairwise(times) if b >= since), default=0.0)
+
+    def wait_for(self, step: int, seen: Callable[[int], None]) -> None:
+        """Waits until ``step`` steps are done.
+
+        Args:
+            step: how many.
+            seen: told how many there are, several times a second; may raise.
+
+        Raises:
+            LimosaError: the job ended, or made no step for a long time.
+        """
+        done, limit = -1, time.monotonic() + _START_SECONDS
+        while True:
+            alive = self.root.alive()
+            now = len(self.lines())
+            seen(now)
+            if now != done:
+                done, limit = now, time.monotonic() + (_STEP_SECONDS if now else _START_SECONDS)
+            if now >= step:
+                return
+            if not alive or time.monotonic() > limit:
+                what = "has ended" if not alive else "makes no steps any more"
+                raise LimosaError(f"the training {what} at step {now}: {self._last_words()}", job_state="unknown")
+            time.sleep(0.05)
+
+    def wait_for_end(self, seen: Callable[[int], None]) -> None:
+        """Waits until it has done all steps and ended well.
+
+        Raises:
+            LimosaError: it did not.
+        """
+        self.wait_for(self.steps, seen)
+        limit = time.monotonic() + _STEP_SECONDS
+        while self.root.pid not in self._codes and time.monotonic() < limit:
+            if not self.root.alive():
+                time.sleep(0.2)  # the reaper's turn; a restored job that init has adopted never comes
+                break
+            time.sleep(0.02)
+        if self.root.alive() or self._codes.get(self.root.pid, 0) != 0:
+            raise LimosaError(f"the training did not end well: {self._last_words()}", job_state="unknown")
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            return (self.folder / "log").read_text(errors="replace").strip()[-500:] or "it said nothing"
+        return "it left no log"
+
+
+def _children() -> list[int]:
+    """Pids of this process's children (proc_pid_children(5)), of all its threads."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):
+                found += map(int, Path(f"/proc/self/task/{thread}/children").read_text().split())
+    return found

@@ -1,0 +1,153 @@
+"""The GPUs of this machine and who is on them, by NVML (``nvidia-ml-py``).
+
+NVML counts every GPU of the machine in PCI order whatever CUDA_VISIBLE_DEVICES says. A checkpointed job holds nothing
+on a GPU and is therefore not among its processes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from limosa.errors import BindingsTooOld, DriverTooOld, GpuUnavailable, SymbolMissing
+from limosa.gpu.gpus import Gpu, GpuProcess, Inventory
+from limosa.gpu.names import normal_pci
+
+T = TypeVar("T")
+SOFTWARE_PREFIX = "Soft GPU"
+_COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
+_nvml_lock = threading.Lock()
+_nvml: Any = None
+
+
+def inventory() -> Inventory:
+    """Ask NVML for all GPUs.
+
+    Returns:
+        What is there now.
+
+    Raises:
+        DriverTooOld: there is no NVIDIA driver, or it is not loaded.
+        BindingsTooOld: ``nvidia-ml-py`` is missing.
+        SymbolMissing: NVML lacks a function that is needed.
+        GpuUnavailable: NVML fails in another way.
+    """
+    nvml = _load()
+    try:
+        driver_version = _text(nvml.nvmlSystemGetDriverVersion())
+        cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
+        gpus = [_read(nvml, index) for index in range(int(nvml.nvmlDeviceGetCount()))]
+    except nvml.NVMLError as error:
+        raise _unavailable(nvml, error) from error
+    return Inventory(
+        driver_version=driver_version,
+        cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
+        gpus=gpus,
+        mps=_mps_running(),
+        software=any(gpu.name.startswith(SOFTWARE_PREFIX) for gpu in gpus),
+    )
+
+
+def _load() -> Any:
+    """Return pynvml, initialised once for this process (a driver without persistence mode stays awake that way)."""
+    global _nvml
+    with _nvml_lock:
+        if _nvml is not None:
+            return _nvml
+        try:
+            import pynvml
+        except ImportError as error:
+            raise BindingsTooOld(detail=f"the Python package nvidia-ml-py cannot be loaded ({error})") from error
+        try:
+            pynvml.nvmlInit()
+        except pynvml.NVMLError as error:
+            raise _unavailable(pynvml, error) from error
+        _nvml = pynvml
+        return pynvml
+
+
+def _unavailable(nvml: Any, error: Any) -> GpuUnavailable:
+    """Turn an NVML error into one of the kinds of "not available"."""
+    code = int(getattr(error, "value", -1))
+    if code == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return DriverTooOld(detail="there is no NVIDIA driver here (libnvidia-ml.so.1 is not found)")
+    if code == nvml.NVML_ERROR_DRIVER_NOT_LOADED:
+        return DriverTooOld(detail="the NVIDIA driver is not loaded (NVML: driver not loaded)")
+    if code == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        return DriverTooOld(
+            detail="the NVIDIA driver's library and kernel module are of different versions", hint="restart the machine"
+        )
+    if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
+        return SymbolMissing(detail=f"this driver's NVML lacks a function ({error})")
+    return GpuUnavailable(detail=f"NVML answers: {error}")
+
+
+def _read(nvml: Any, index: int) -> Gpu:
+    """Read one GPU; what a chip or a driver does not support is left at its default."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    total, used, free = _memory(nvml, handle)
+    mode = int(_optional(nvml, lambda: nvml.nvmlDeviceGetComputeMode(handle), 0))
+    return Gpu(
+        index=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)).lower().replace("gpu-", "GPU-"),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_total=total,
+        memory_used=used,
+        memory_free=free,
+        minor=_optional(nvml, lambda: int(nvml.nvmlDeviceGetMinorNumber(handle)), None),
+        pci_bus_id=normal_pci(_optional(nvml, lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")) or "",
+        mig=bool(_optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)),
+        persistence=bool(_optional(nvml, lambda: nvml.nvmlDeviceGetPersistenceMode(handle), 0)),
+        compute_mode=_COMPUTE_MODES[mode] if 0 <= mode < len(_COMPUTE_MODES) else str(mode),
+        processes=_processes(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
+        mps_processes=_processes(nvml, lambda: nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)),
+    )
+
+
+def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
+    """Return total, used and free bytes; v1 counts what the driver reserves as used, so v2 is asked first."""
+    try:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+    except nvml.NVMLError:
+        info = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(info.total), int(info.used), int(info.free)
+
+
+def _processes(nvml: Any, ask: Callable[[], Any]) -> list[GpuProcess]:
+    """Read a list of processes, several entries of one pid (MIG instances) added up."""
+    found: dict[int, int] = {}
+    entries: list[Any] = _optional(nvml, ask, [])
+    for entry in entries:
+        found[int(entry.pid)] = found.get(int(entry.pid), 0) + int(entry.usedGpuMemory or 0)
+    return [GpuProcess(pid, used) for pid, used in sorted(found.items())]
+
+
+def _optional(nvml: Any, ask: Callable[[], Any], default: T) -> T:
+    """Ask something that not every GPU or driver answers."""
+    try:
+        return ask()  # type: ignore[no-any-return]
+    except nvml.NVMLError as error:
+        kinds = (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_FUNCTION_NOT_FOUND, nvml.NVML_ERROR_NO_PERMISSION)
+        if int(getattr(error, "value", -1)) in kinds:
+            return default
+        raise
+
+
+def _text(value: str | bytes) -> str:
+    """NVML's strings are bytes in some releases of nvidia-ml-py."""
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _mps_running() -> bool:
+    """Look for nvidia-cuda-mps-control or -server (``/proc/PID/comm`` keeps 15 characters of a name)."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/comm", "rb") as file:
+                    if file.read().startswith(b"nvidia-cuda-mps"):
+                        return True
+            except OSError:
+                continue
+    return False

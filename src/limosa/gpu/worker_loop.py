@@ -1,0 +1,133 @@
+"""The worker's side of the protocol: reads requests, runs each in a thread of its own, ends with its controller.
+
+The table of calls is given, so that tests run this loop with calls that are slow, fail or never come back.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from limosa.gpu.wire import Frames, Reply, Request, Sender, pack_error
+
+SET_WILL = "set_will"
+PING = "ping"
+Table = Mapping[str, Callable[..., Any]]
+
+
+def serve(connection: socket.socket, table: Table, controller: int | None = None) -> list[str] | None:
+    """Serve one controller until it is gone, then let the calls under way finish.
+
+    Args:
+        connection: the worker's end of the socketpair.
+        table: call → function; what it returns must be something msgpack can hold.
+        controller: a pidfd of the controller. Its death ends the loop also where a child that it forked still
+            holds the other end of the socketpair.
+
+    Returns:
+        The will: the command that is to run now, None where none was left.
+    """
+    loop = _Loop(connection, table)
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    if controller is not None:
+        poller.register(controller, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poller.poll()}
+        dead = controller in ready
+        # What the controller said before it died still counts: above all its last word on the will.
+        if not loop.read(until_empty=dead) or dead:
+            break
+    loop.finish()
+    return loop.will
+
+
+class _Loop:
+    """The state of one worker: its will and the calls under way."""
+
+    def __init__(self, connection: socket.socket, table: Table):
+        self.will: list[str] | None = None
+        self._connection = connection
+        self._table = table
+        self._frames = Frames(replies=False)
+        self._sender = Sender(connection)
+        self._running: set[threading.Thread] = set()
+        self._changed = threading.Condition()
+
+    def read(self, *, until_empty: bool) -> bool:
+        """Take what has arrived.
+
+        Args:
+            until_empty: go on until nothing is left.
+
+        Returns:
+            False at the end of the stream.
+        """
+        while True:
+            try:
+                data = self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not data:
+                return False
+            try:
+                requests = self._frames.feed(data)
+            except Exception:
+                return False  # nobody who speaks like this is our controller: end as if it were gone
+            for request in requests:
+                self._take(request)
+            if not until_empty:
+                return True
+
+    def finish(self) -> None:
+        """Wait for every call under way, however long it takes: none can be broken off."""
+        with self._changed:
+            while self._running:
+                self._changed.wait()
+
+    def _take(self, request: Request) -> None:
+        """Answer at once what concerns the worker itself; start a thread for the rest."""
+        if request.call == SET_WILL:
+            argv = request.args[0] if request.args else None
+            self.will = [str(part) for part in argv] if argv else None
+            self._reply(Reply(request.number))
+        elif request.call == PING:
+            self._reply(Reply(request.number, "pong"))
+        else:
+            thread = threading.Thread(target=self._run, args=(request,), name=request.call, daemon=True)
+            with self._changed:
+                self._running.add(thread)
+            thread.start()
+
+    def _run(self, request: Request) -> None:
+        """Make one call and answer."""
+        try:
+            function = self._table.get(request.call)
+            if function is None:
+                raise LookupError(f"this worker has no call {request.call!r}")
+            reply = Reply(request.number, function(*request.args))
+        except BaseException as error:
+            reply = Reply(request.number, None, pack_error(error))
+        try:
+            self._reply(reply)
+        finally:
+            with self._changed:
+                self._running.discard(threading.current_thread())
+                self._changed.notify_all()
+
+    def _reply(self, reply: Reply) -> None:
+        """Send a reply; a controller that is gone needs none."""
+        try:
+            self._sender.send(reply)
+        except OSError:
+            pass
+        except Exception as error:  # a value that msgpack cannot hold: say so instead of never answering
+            try:
+                self._sender.send(Reply(reply.number, None, pack_error(error)))
+            except OSError:
+                pass

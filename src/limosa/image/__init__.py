@@ -1,0 +1,42 @@
+"""What is on disk: writing an image, opening it, checking it, removing it (``docs/image-format.md``)."""
+
+from limosa.image.draft import Draft, free_bytes
+from limosa.image.manifest import (
+    GpuRecord,
+    ImageFile,
+    JobRecord,
+    Manifest,
+    OpenFile,
+    TreeProcess,
+    now,
+)
+from limosa.image.read import Image, open_image
+from limosa.image.remove import remove
+from limosa.image.sync import CommitTimings
+from limosa.image.trust import destination_problem, trusted_uids
+from limosa.image.unfinished import Unfinished, unfinished
+from limosa.image.verify import FileCheck, Problem, VerifyResult, verify
+
+__all__ = [
+    "CommitTimings",
+    "Draft",
+    "FileCheck",
+    "GpuRecord",
+    "Image",
+    "ImageFile",
+    "JobRecord",
+    "Manifest",
+    "OpenFile",
+    "Problem",
+    "TreeProcess",
+    "Unfinished",
+    "VerifyResult",
+    "destination_problem",
+    "free_bytes",
+    "now",
+    "open_image",
+    "remove",
+    "trusted_uids",
+    "unfinished",
+    "verify",
+]

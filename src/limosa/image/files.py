@@ -1,0 +1,181 @@
+"""The few ways in which this room touches the disk, each relative to an open folder and never through a symlink.
+
+``Files`` is every change in one place, so that tests can make the n-th one fail or die; reading needs no such seam.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from limosa.errors import LimosaError, NoRoomOnHost, PermissionDenied
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: a FIFO put where a file should be must not stop us; it means nothing for regular files.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class Files:
+    """Every change this room makes to a disk. Names are single components relative to ``dir_fd``."""
+
+    def mkdir(self, name: str, dir_fd: int) -> int:
+        """Make a folder with mode 0700 whatever the umask, and open it.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        os.mkdir(name, FOLDER_MODE, dir_fd=dir_fd)
+        fd = open_folder(name, dir_fd)
+        os.fchmod(fd, FOLDER_MODE)
+        return fd
+
+    def write(self, name: str, data: bytes, dir_fd: int) -> None:
+        """Make a new file with mode 0600 and this content, on disk when it returns (its name not yet).
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(name, flags, FILE_MODE, dir_fd=dir_fd)
+        try:
+            os.fchmod(fd, FILE_MODE)
+            view = memoryview(data)
+            while view:
+                view = view[os.write(fd, view) :]
+            self.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def fsync(self, fd: int) -> None:
+        """Put a file's content, or a folder's names, on disk."""
+        os.fsync(fd)
+
+    def chmod(self, fd: int, mode: int) -> None:
+        """Set the mode of an open file or folder."""
+        os.fchmod(fd, mode)
+
+    def rename(self, old: str, new: str, dir_fd: int) -> None:
+        """Rename within a folder. A folder replaces an empty folder and nothing else (rename(2))."""
+        os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        """Remove a name that is not a folder's."""
+        os.unlink(name, dir_fd=dir_fd)
+
+    def rmdir(self, name: str, dir_fd: int) -> None:
+        """Remove an empty folder."""
+        os.rmdir(name, dir_fd=dir_fd)
+
+
+def open_folder(name: str, dir_fd: int | None = None) -> int:
+    """Open a folder; OSError (ELOOP, ENOTDIR) where it is a symlink or no folder."""
+    return os.open(name, _FOLDER, dir_fd=dir_fd)
+
+
+def open_file(name: str, dir_fd: int) -> int:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: ELOOP for a symlink, EINVAL for anything else that is no regular file.
+    """
+    fd = os.open(name, _FILE, dir_fd=dir_fd)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    return fd
+
+
+def read_file(name: str, dir_fd: int, limit: int) -> bytes:
+    """A regular file's content.
+
+    Raises:
+        OSError: as ``open_file``; EFBIG where it is longer than ``limit`` bytes.
+    """
+    fd = open_file(name, dir_fd)
+    try:
+        if os.fstat(fd).st_size > limit:
+            raise OSError(errno.EFBIG, f"longer than {limit} bytes", name)
+        parts = []
+        left = limit + 1  # it may grow while it is read
+        while left and (part := os.read(fd, min(left, 1 << 20))):
+            parts.append(part)
+            left -= len(part)
+        if not left:
+            raise OSError(errno.EFBIG, f"longer than {limit} bytes", name)
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
+def remove_tree(name: str, dir_fd: int, files: Files, *, depth: int = 8) -> int:
+    """Remove a folder and all in it, never following a symlink; gone already is fine.
+
+    Args:
+        name: of the folder, one component.
+        dir_fd: the folder it is in.
+        files: does the removing.
+        depth: how deep folders may be nested.
+
+    Returns:
+        Bytes that its files had.
+    """
+    if depth == 0:
+        raise OSError(errno.ELOOP, "folders nested too deep", name)
+    try:
+        fd = open_folder(name, dir_fd)
+    except FileNotFoundError:
+        return 0
+    try:
+        freed = clear_folder(fd, files, depth=depth)
+    finally:
+        os.close(fd)
+    try:
+        files.rmdir(name, dir_fd)
+    except FileNotFoundError:
+        pass
+    return freed
+
+
+def clear_folder(fd: int, files: Files, *, depth: int = 8) -> int:
+    """Remove all that is in an open folder, as ``remove_tree`` does; returns the bytes."""
+    freed = 0
+    for entry in os.listdir(fd):
+        try:
+            info = os.stat(entry, dir_fd=fd, follow_symlinks=False)
+            if stat.S_ISDIR(info.st_mode):
+                freed += remove_tree(entry, fd, files, depth=depth - 1)
+            else:
+                files.unlink(entry, fd)
+                freed += info.st_size
+        except FileNotFoundError:  # somebody else cleans up too
+            continue
+    return freed
+
+
+@contextmanager
+def typed_errors(what: str) -> Iterator[None]:
+    """Turn the OSErrors that have a meaning to users into ours; others pass.
+
+    Raises:
+        NoRoomOnHost: no room or no quota.
+        PermissionDenied: not permitted, or read-only.
+    """
+    try:
+        yield
+    except OSError as e:
+        raise _typed(e, what) from e
+
+
+def _typed(e: OSError, what: str) -> LimosaError | OSError:
+    if e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoRoomOnHost(detail=f"{what}: {e.strerror}")
+    if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        where = f" ({e.filename})" if e.filename else ""
+        return PermissionDenied(detail=f"{what}: {e.strerror}{where}")
+    return e

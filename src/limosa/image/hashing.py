@@ -1,0 +1,75 @@
+"""BLAKE3 of files, at the speed of memory.
+
+Files are read, not mapped: a file that is cut short while it is hashed then ends early instead of ending the process
+with SIGBUS. Reading into a buffer that stays in the cache was measured to be as fast as mapping, if the buffer begins
+at a page: one that malloc hands out begins 16 bytes behind it, and the kernel's copy (``rep movsb``) is then four to
+five times slower on some AMD processors (2 instead of 10 GB/s; with the hash 1.3 instead of 2.8 GB/s).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import blake3
+
+_BUFFER_ONE = 1 << 20  # stays in a core's second-level cache
+_BUFFER_MANY = 8 << 20  # enough for several threads to share
+
+
+class Cancel(Protocol):
+    """What ``cancel=`` takes; a ``threading.Event`` is one."""
+
+    def is_set(self) -> bool:
+        """Whether to stop."""
+        ...
+
+
+class Stopped(Exception):
+    """``cancel`` was set while a file was hashed; callers turn it into their own error."""
+
+
+def threads_here() -> int:
+    """How many threads hashing uses: the processors this process may run on, at most eight."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def hash_fd(
+    fd: int,
+    *,
+    threads: int | None = None,
+    advance: Callable[[int], None] | None = None,
+    cancel: Cancel | None = None,
+) -> tuple[str, int]:
+    """BLAKE3 of an open file from its beginning to its end.
+
+    Args:
+        fd: open for reading; its offset is not used.
+        threads: how many to use; None for ``threads_here()``.
+        advance: called with the bytes of each part that is done.
+        cancel: looked at between parts.
+
+    Returns:
+        64 hexadecimal digits, and the bytes that were read.
+
+    Raises:
+        Stopped: ``cancel`` was set.
+        OSError: reading failed.
+    """
+    threads = threads or threads_here()
+    size = os.fstat(fd).st_size
+    if size <= _BUFFER_ONE:
+        threads = 1
+    hasher = blake3.blake3(max_threads=threads)
+    buffer = memoryview(mmap.mmap(-1, min(size + 1, _BUFFER_ONE if threads == 1 else _BUFFER_MANY)))
+    done = 0
+    while got := os.preadv(fd, [buffer], done):
+        if cancel is not None and cancel.is_set():
+            raise Stopped
+        hasher.update(buffer[:got])
+        done += got
+        if advance is not None:
+            advance(got)
+    return hasher.hexdigest(), done

@@ -1,0 +1,342 @@
+"""What an image says about itself: the records of ``manifest.json`` and how they are read and written.
+
+The bytes of a manifest are hostile input. They are compared with ``manifest.blake3`` first, then decoded into typed
+records whose every number and length has a bound; names of files have one fixed form (``criu/NAME``), so that nothing
+is ever opened by a path that an image made up. Fields that this version does not know are ignored; a schema number it
+does not know is refused.
+
+Text from the kernel (paths, command lines) need not be UTF-8, which JSON must be. A byte that is not is held in
+memory as Python's ``surrogateescape`` has it and written as NUL and its two hexadecimal digits: NUL itself can be in
+no path and no command line, so nothing is lost either way (``docs/image-format.md``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Annotated, Any
+
+import blake3
+import msgspec
+
+from limosa.errors import DamagedImage
+
+SCHEMA = 1
+"""The schema number that this version writes, and the highest it reads."""
+
+MANIFEST_NAME = "manifest.json"
+DIGEST_NAME = "manifest.blake3"
+CRIU_NAME = "criu"
+LOG_NAME = "log"
+
+MANIFEST_LIMIT = 64 << 20
+"""Most bytes a manifest may have; looked at before it is read."""
+
+_FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}"
+_FILE_PATH = rf"^{CRIU_NAME}/{_FILE_NAME}\Z"
+_FILE_PATH_RE = re.compile(_FILE_PATH)
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**22)]
+Fd = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Uid = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Flags = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+PathText = Annotated[str, msgspec.Meta(max_length=8192)]
+Argument = Annotated[str, msgspec.Meta(max_length=4 << 20)]
+Uuid = Annotated[str, msgspec.Meta(max_length=96, pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]*\Z")]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+FilePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_FILE_PATH)]
+Rfc3339 = Annotated[
+    str,
+    msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", max_length=40),
+]
+Option = bool | int | float | str | list[str] | None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("limosa")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        return "unknown"
+
+
+class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One file of ``criu/``.
+
+    Attributes:
+        path: ``criu/NAME``, nothing else.
+        size: bytes.
+        blake3: 64 hexadecimal digits over the whole content.
+    """
+
+    path: FilePath
+    size: Size
+    blake3: Digest
+
+
+class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the job as a whole.
+
+    Attributes:
+        pid: of its root process.
+        name: the name given to ``limosa run``, else the program's.
+        cwd: the root's working folder.
+        log: the file that ``limosa run`` writes its output to, or None.
+        run: whether ``limosa run`` started it.
+        uid, gid: whom it ran as.
+        cgroup: its cgroup (v2 path) when it was checkpointed, or "".
+    """
+
+    pid: Pid
+    name: Text = ""
+    cwd: PathText = "/"
+    log: PathText | None = None
+    run: bool = False
+    uid: Uid = 0
+    gid: Uid = 0
+    cgroup: PathText = ""
+
+
+class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the job tree; the root comes first, each parent before its children.
+
+    Attributes:
+        pid, ppid: as they were, and as a restore makes them again (the root's parent changes).
+        start_time: field 22 of ``/proc/PID/stat``, clock ticks since boot.
+        command: its arguments.
+        cuda: whether it held CUDA state.
+        threads: ids of its other threads; a restore needs these free too.
+        openable: uuids of the GPUs whose device nodes it could open: the left sides of every map for it.
+        held: bytes it held on each GPU, by uuid.
+    """
+
+    pid: Pid
+    ppid: Annotated[int, msgspec.Meta(ge=0, le=2**22)]
+    start_time: Size
+    command: Annotated[list[Argument], msgspec.Meta(max_length=1_000_000)] = []
+    cuda: bool = False
+    threads: Annotated[list[Pid], msgspec.Meta(max_length=1_000_000)] = []
+    openable: Annotated[list[Uuid], msgspec.Meta(max_length=1024)] = []
+    held: Annotated[dict[Uuid, Size], msgspec.Meta(max_length=1024)] = {}
+
+
+class GpuRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU on which the job held state, or that it could open.
+
+    Attributes:
+        index, uuid, name: as NVML has them; ``name`` is the chip that a restore compares.
+        bytes: device memory that the job held on it.
+        memory_total: bytes it has.
+        driver: version of the NVIDIA driver.
+        pci_bus_id: its address when the image was taken.
+    """
+
+    index: Index
+    uuid: Uuid
+    name: Text
+    bytes: Size = 0
+    memory_total: Size = 0
+    driver: Text = ""
+    pci_bus_id: Text = ""
+
+
+class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
+    """One regular file that the job had open or mapped; CRIU compares its size at restore.
+
+    Attributes:
+        path: as the job had it.
+        size: bytes when the job was checkpointed.
+        pid: who had it.
+        fd: the descriptor, or None where it was only mapped.
+        flags: of ``open(2)``, 0 where it was only mapped.
+        position: offset in bytes where it was open for writing, else None.
+        mapped: whether it was mapped.
+        deleted: whether it had no name any more (then it is inside the image).
+        inode: number of its inode, 0 where it was not looked at.
+    """
+
+    path: PathText
+    size: Size
+    pid: Pid
+    fd: Fd | None = None
+    flags: Flags = 0
+    position: Size | None = None
+    mapped: bool = False
+    deleted: bool = False
+    inode: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything ``manifest.json`` says; the table in ``docs/image-format.md`` is the same list.
+
+    Attributes:
+        created: when, RFC 3339 with a time zone.
+        limosa, python: versions that wrote it.
+        criu, kernel, machine, driver: versions and architecture it was taken with; ``driver`` is "" without a GPU.
+        hostname: where.
+        job: the job as a whole.
+        tree: its processes.
+        options: what the checkpoint was asked to do, and with what CRIU was run.
+        gpus: GPUs it held state on or could open.
+        files: every file of ``criu/``; filled in by ``Draft.commit``.
+        open_files: regular files it had open or mapped.
+        nft_table: the name of the nftables table CRIU left for connected sockets, or None.
+        software_gpu: whether the driver was the one in software.
+        schema: see SCHEMA.
+    """
+
+    created: Rfc3339
+    criu: Text
+    kernel: Text
+    job: JobRecord
+    tree: Annotated[list[TreeProcess], msgspec.Meta(min_length=1, max_length=1_000_000)]
+    limosa: Text = _version()
+    python: Text = platform.python_version()
+    machine: Text = ""
+    driver: Text = ""
+    hostname: Text = ""
+    options: Annotated[dict[Text, Option], msgspec.Meta(max_length=1000)] = {}
+    gpus: Annotated[list[GpuRecord], msgspec.Meta(max_length=1024)] = []
+    files: Annotated[list[ImageFile], msgspec.Meta(max_length=100_000)] = []
+    open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
+    nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
+    software_gpu: bool = False
+    schema: int = SCHEMA
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files of ``criu/``."""
+        return sum(f.size for f in self.files)
+
+
+def now() -> str:
+    """The time as ``Manifest.created`` has it: RFC 3339, UTC, seconds."""
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether ``name`` may stand behind ``criu/`` in an image."""
+    return _FILE_PATH_RE.match(f"{CRIU_NAME}/{name}") is not None
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The exact bytes of ``manifest.json``.
+
+    Raises:
+        ValueError: if a field is out of its bounds: what would not be read must not be written.
+    """
+    plain = {"schema": manifest.schema} | _each_text(msgspec.to_builtins(manifest), _to_json_text)
+    data = msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
+    if len(data) > MANIFEST_LIMIT:
+        raise ValueError(f"the manifest would have {len(data)} bytes, more than {MANIFEST_LIMIT}")
+    _parse(data)
+    return data
+
+
+def decode(data: bytes, digest: bytes, path: str | os.PathLike[str]) -> tuple[Manifest, str]:
+    """Read a manifest: its hash first, then its text.
+
+    Args:
+        data: bytes of ``manifest.json``.
+        digest: bytes of ``manifest.blake3``: 64 hexadecimal digits and a newline.
+        path: the image's, for messages.
+
+    Returns:
+        The manifest and the image's id (the hash, 64 hexadecimal digits).
+
+    Raises:
+        DamagedImage: the two disagree, or the text is not a manifest of a schema known here.
+    """
+    found = digest_of(data)
+    if digest != digest_line(found):
+        raise DamagedImage(path=path, detail=f"{MANIFEST_NAME} and {DIGEST_NAME} do not belong together")
+    try:
+        return _parse(data), found
+    except ValueError as e:  # msgspec.DecodeError and ValidationError are ValueErrors
+        raise DamagedImage(path=path, detail=f"{MANIFEST_NAME}: {e}") from e
+    except RecursionError as e:
+        raise DamagedImage(path=path, detail=f"{MANIFEST_NAME} is nested too deep") from e
+
+
+def digest_of(data: bytes) -> str:
+    """BLAKE3 of ``data``, 64 hexadecimal digits."""
+    return blake3.blake3(data).hexdigest()
+
+
+def digest_line(digest: str) -> bytes:
+    """The exact content of ``manifest.blake3``."""
+    return digest.encode("ascii") + b"\n"
+
+
+# --- inside --------------------------------------------------------------------------------------------------
+
+
+class _SchemaOnly(msgspec.Struct):
+    schema: int
+
+
+_SCHEMA_DECODER = msgspec.json.Decoder(_SchemaOnly)
+_DECODER = msgspec.json.Decoder(Manifest)
+
+
+def _parse(data: bytes) -> Manifest:
+    """Bytes to a checked manifest; ValueError says what is wrong."""
+    schema = _SCHEMA_DECODER.decode(data).schema
+    if schema != SCHEMA:
+        newer = "a newer Limosa wrote it; " if schema > SCHEMA else ""
+        raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA})")
+    manifest = _DECODER.decode(data)
+    if rb"\u0000" in data:  # the only way a NUL can stand in JSON
+        manifest = msgspec.convert(_each_text(msgspec.to_builtins(manifest), _from_json_text), Manifest)
+    _check(manifest)
+    return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """What the types cannot say."""
+    paths = [f.path for f in manifest.files]
+    if len(set(paths)) != len(paths):
+        raise ValueError("a file is named twice")
+    pids = [p.pid for p in manifest.tree]
+    if len(set(pids)) != len(pids):
+        raise ValueError("a process is named twice")
+    if pids[0] != manifest.job.pid:
+        raise ValueError("the first process of the tree is not the job's root")
+    seen: set[int] = set()
+    for process in manifest.tree:
+        if seen and process.ppid not in seen:
+            raise ValueError(f"process {process.pid} comes before its parent {process.ppid}")
+        seen.add(process.pid)
+
+
+def _each_text(value: Any, change: Any) -> Any:
+    """``value`` with ``change`` applied to every string in it, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_each_text(v, change) for v in value]
+    if isinstance(value, dict):
+        return {_each_text(k, change): _each_text(v, change) for k, v in value.items()}
+    return value
+
+
+def _to_json_text(text: str) -> str:
+    """``surrogateescape``d bytes as NUL and two digits."""
+    if text.isascii() and "\0" not in text:
+        return text
+    if "\0" in text:
+        raise ValueError("a NUL in a text")
+    return re.sub("[\udc80-\udcff]", lambda m: f"\0{ord(m[0]) - 0xDC00:02x}", text)
+
+
+def _from_json_text(text: str) -> str:
+    """The reverse; any other NUL is refused."""
+    plain = re.sub("\0([89a-f][0-9a-f])", lambda m: chr(0xDC00 + int(m[1], 16)), text)
+    if "\0" in plain:
+        raise ValueError("a NUL in a text")
+    return plain

@@ -1,0 +1,106 @@
+"""Removing an image, or what an unfinished checkpoint left; nothing else, and never through a symlink."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from limosa.errors import Busy, NoSuchImage, UsageError
+from limosa.image.files import Files, clear_folder, open_folder, typed_errors
+from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME
+from limosa.image.read import MARKER_NAME, is_partial_name, partial_name
+from limosa.image.unfinished import describe, this_process
+
+_FILES = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME})
+_FOLDERS = frozenset({CRIU_NAME, LOG_NAME})
+
+
+def remove(path: str | os.PathLike[str], *, files: Files | None = None) -> int:
+    """Remove an image, damaged or not, or an unfinished folder.
+
+    It is first renamed to a new unfinished folder's name: a crash on the way leaves litter that is recognised as such,
+    never half an image under its own name, and whoever still writes the folder can no longer commit it.
+
+    Args:
+        path: of its folder, not of a symlink to it.
+        files: how the disk is changed; for tests.
+
+    Returns:
+        Bytes freed.
+
+    Raises:
+        NoSuchImage: there is nothing at ``path``.
+        UsageError: it is no image: what it has in it is not what an image has.
+        Busy: another living process is writing it.
+        PermissionDenied: it may not be removed.
+    """
+    files = files or Files()
+    absolute = Path(os.path.abspath(path))
+    with typed_errors(f"removing {absolute}"):
+        try:
+            parent_fd = os.open(absolute.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as e:
+            raise NoSuchImage(path=absolute) from e
+        try:
+            return _remove(absolute, parent_fd, files)
+        finally:
+            os.close(parent_fd)
+
+
+def _remove(path: Path, parent_fd: int, files: Files) -> int:
+    try:
+        fd = open_folder(path.name, parent_fd)
+    except FileNotFoundError as e:
+        raise NoSuchImage(path=path) from e
+    except OSError as e:
+        if e.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise UsageError(detail=f"{path} is not an image's folder") from e
+        raise
+    try:
+        name = path.name
+        names = _known_names(fd, path)
+        if is_partial_name(name) or MARKER_NAME in names:
+            owner = describe(path, name, parent_fd)
+            if owner is not None and owner.state == "alive" and owner.owner != this_process():
+                pid = owner.owner.partition("@")[0]
+                raise Busy(f"{path} is being written by process {pid}", pid=int(pid), by=owner.operation)
+        elif not (CRIU_NAME in names and {MANIFEST_NAME, DIGEST_NAME} & names):
+            raise UsageError(detail=f"{path} is not an image: it has no {CRIU_NAME}/ with a manifest")
+        # Renaming takes it from everybody else: a writer who is alive after all fails to commit it, and never commits
+        # what is being removed.
+        name = partial_name(name, secrets.token_hex(8))
+        try:
+            files.rename(path.name, name, parent_fd)
+        except FileNotFoundError as e:
+            raise NoSuchImage(path=path) from e
+        files.fsync(parent_fd)
+        freed = clear_folder(fd, files)
+        try:
+            files.rmdir(name, parent_fd)
+        except FileNotFoundError:
+            pass
+        return freed
+    finally:
+        os.close(fd)
+
+
+def _known_names(fd: int, path: Path) -> set[str]:
+    """The names in an image's folder; UsageError if there is anything that no image has."""
+    names = set(os.listdir(fd))
+    for name in sorted(names):
+        is_folder = stat.S_ISDIR(os.lstat(name, dir_fd=fd).st_mode)
+        if name not in (_FOLDERS if is_folder else _FILES | _FOLDERS):
+            raise UsageError(detail=f"{path} holds {name!r}, which is no part of an image: nothing was removed")
+        if is_folder:
+            inner = open_folder(name, fd)
+            try:
+                folders = [p for p in os.listdir(inner) if stat.S_ISDIR(os.lstat(p, dir_fd=inner).st_mode)]
+            finally:
+                os.close(inner)
+            if folders:
+                where = f"the folder {name}/{folders[0]}"
+                raise UsageError(detail=f"{path} holds {where}, which is no part of an image: nothing was removed")
+    return names

@@ -1,0 +1,217 @@
+"""Whether anybody else could have written an image, or could swap it for another while it is used.
+
+Whoever can write an image can run code as whoever restores it: CRIU makes processes from it. So as root an image is
+refused unless root or the user who called ``sudo`` (SUDO_UID) made it; for anybody else, unless he or root did. Those
+are the *trusted* users below.
+
+The argument, which ``docs/image-format.md`` repeats for users:
+
+1. The path is walked one component at a time from ``/``, each opened relative to the one before without following
+   symlinks; a symlink is read and its target walked the same way. What is checked is therefore what is used: the
+   descriptor at the end of the walk is the image, and no path is looked up a second time.
+2. Every folder on the way must be owned by a trusted user (an owner can always write, or make it writable) and not be
+   writable to group or others; then only trusted users can put, take or rename what is in it.
+3. The exception is a sticky folder (``/tmp``, 1777): others may add names to it, but rename and remove only what they
+   own (rename(2), unlink(2): EPERM/EACCES), and it is itself owned by a trusted user. So a component in it that is
+   owned by a trusted user was put there by one and stays. That is what rule 2 asks of the next component
+   anyway, so nothing more has to be checked. The same goes for a symlink in it: its owner wrote its target.
+4. An access list that lets a named user write shows as the group's write bit in the mode (acl(5): the mask), so
+   rule 2 covers it.
+5. A file system that a user serves himself (FUSE with ``allow_other``) can claim any owner and mode; its mount names
+   the user (``user_id=`` in ``/proc/self/mountinfo``), who must be a trusted one.
+6. The image's folder and everything in it are owned by trusted users, not writable to group or others (sticky or not)
+   and neither symlinks nor anything but files and folders. Then what was verified is what CRIU reads.
+
+What this cannot see: a trusted user who made an untrusted one's folder his own (``chown -R``), and descriptors opened
+for writing before that.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections import deque
+from pathlib import Path
+
+from limosa.errors import DamagedImage, UntrustedImage
+from limosa.image.files import open_folder
+
+_MOST_LINKS = 40
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def trusted_uids() -> frozenset[int]:
+    """Whose images are trusted: root's, the caller's, and as root those of the user who called ``sudo``."""
+    uids = {0, os.geteuid()}
+    sudo = os.environ.get("SUDO_UID", "")
+    if os.geteuid() == 0 and sudo.isascii() and sudo.isdigit():
+        uids.add(int(sudo))
+    return frozenset(uids)
+
+
+def open_path(path: str | os.PathLike[str], trusted: frozenset[int] | None) -> int:
+    """Open a folder component by component; see the module's text.
+
+    Args:
+        path: relative ones start at the working folder, which is walked from ``/`` too.
+        trusted: user ids, or None to check nothing.
+
+    Returns:
+        A descriptor of the folder, opened for reading; the caller closes it.
+
+    Raises:
+        UntrustedImage: somebody else could have written what stands at ``path``.
+        OSError: ENOENT, ENOTDIR, EACCES, ELOOP … as open(2).
+    """
+    shown = os.fspath(path)
+    text = shown if shown.startswith("/") else os.path.join(os.getcwd(), shown)
+    pending = deque(_components(text))
+    served = _served_by() if trusted is not None else {}
+    at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    where, links = "/", 0
+    try:
+        _check_folder(os.fstat(at), where, shown, trusted, served)
+        while pending:
+            name = pending.popleft()
+            new = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            info = os.fstat(new)
+            if stat.S_ISLNK(info.st_mode):
+                try:
+                    links += 1
+                    if links > _MOST_LINKS:
+                        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), shown)
+                    _check_owner(info, os.path.join(where, name), shown, trusted, served)
+                    target = os.readlink("", dir_fd=new)
+                finally:
+                    os.close(new)
+                pending.extendleft(reversed(_components(target)))
+                if target.startswith("/"):
+                    os.close(at)
+                    at = -1
+                    at, where = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), "/"
+                continue
+            os.close(at)
+            at, where = new, os.path.join(where, name)
+            if not stat.S_ISDIR(info.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
+            _check_folder(info, where, shown, trusted, served)
+        return open_folder(".", at)
+    finally:
+        if at >= 0:
+            os.close(at)
+
+
+def check_parts(fd: int, path: str | os.PathLike[str], trusted: frozenset[int]) -> None:
+    """Rule 6: the open image folder and all that is in it.
+
+    Raises:
+        UntrustedImage: a part is somebody else's, or others may write to it.
+        DamagedImage: a part is neither a file nor a folder.
+        OSError: a folder cannot be read.
+    """
+    shown = os.fspath(path)
+    _check_part(os.fstat(fd), shown, shown, trusted)
+    for name in sorted(os.listdir(fd)):
+        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        where = os.path.join(shown, name)
+        _check_part(info, where, shown, trusted)
+        if stat.S_ISDIR(info.st_mode):
+            inner = open_folder(name, fd)
+            try:
+                for part in sorted(os.listdir(inner)):
+                    part_info = os.stat(part, dir_fd=inner, follow_symlinks=False)
+                    _check_part(part_info, os.path.join(where, part), shown, trusted)
+            finally:
+                os.close(inner)
+
+
+def destination_problem(dest: str | os.PathLike[str]) -> str | None:
+    """Why an image written to ``dest`` would be refused at restore, or None: something for ``plan`` to warn of.
+
+    Raises:
+        OSError: the folder that ``dest`` is to be in cannot be reached.
+    """
+    parent = Path(os.path.abspath(dest)).parent
+    try:
+        os.close(open_path(parent, trusted_uids()))
+    except UntrustedImage as e:
+        return str(e.fields["detail"])
+    return None
+
+
+# --- inside --------------------------------------------------------------------------------------------------
+
+
+def _components(path: str) -> list[str]:
+    """Names of a path, ``..`` among them (it is walked like any other), without the empty and ``.``."""
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def _check_folder(
+    info: os.stat_result, where: str, shown: str, trusted: frozenset[int] | None, served: dict[int, int]
+) -> None:
+    """Rules 2, 3 and 5 for a folder on the way."""
+    if trusted is None:
+        return
+    _check_owner(info, where, shown, trusted, served)
+    if info.st_mode & _OTHERS_WRITE and not info.st_mode & stat.S_ISVTX:
+        raise _refused(
+            shown, f"others may write to {where} (mode {stat.S_IMODE(info.st_mode):o})", f"chmod go-w {where}"
+        )
+
+
+def _check_owner(
+    info: os.stat_result, where: str, shown: str, trusted: frozenset[int] | None, served: dict[int, int]
+) -> None:
+    if trusted is None:
+        return
+    if info.st_uid not in trusted:
+        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")
+    if (server := served.get(info.st_dev)) is not None and server not in trusted:
+        raise _refused(shown, f"{where} lies on a file system that user {server} serves")
+
+
+def _check_part(info: os.stat_result, where: str, shown: str, trusted: frozenset[int]) -> None:
+    if info.st_uid not in trusted:
+        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")
+    if not (stat.S_ISREG(info.st_mode) or stat.S_ISDIR(info.st_mode)):  # CRIU would follow a symlink
+        raise DamagedImage(path=shown, detail=f"{where} is neither a file nor a folder")
+    if info.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(info.st_mode)
+        raise _refused(shown, f"others may write to {where} (mode {mode:o})", f"chmod -R go-w {shown}")
+
+
+def _refused(shown: str, detail: str, hint: str | None = None) -> UntrustedImage:
+    if hint is None:
+        hint = "whoever can write an image can run code as whoever restores it; copy it if you trust where it is from"
+    return UntrustedImage(path=shown, detail=detail, hint=hint)
+
+
+def _names(trusted: frozenset[int]) -> str:
+    return " or ".join("root" if uid == 0 else f"user {uid}" for uid in sorted(trusted))
+
+
+def _served_by() -> dict[int, int]:
+    """Device numbers of mounted file systems that are served by a user's process, and the user's id."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
+            return parse_served(f.read())
+    except OSError:
+        return {}
+
+
+def parse_served(mountinfo: str) -> dict[int, int]:
+    """``/proc/self/mountinfo`` (proc_pid_mountinfo(5)) to {st_dev: user id} for mounts with ``user_id=``."""
+    served: dict[int, int] = {}
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, super_fields = left.split(" "), right.split(" ")
+        if len(fields) < 3 or len(super_fields) < 3 or not super_fields[0].startswith("fuse"):
+            continue
+        for option in super_fields[2].split(","):
+            key, _, value = option.partition("=")
+            if key == "user_id" and value.isdigit():
+                major, _, minor = fields[2].partition(":")
+                served[os.makedev(int(major), int(minor))] = int(value)
+    return served

@@ -1,0 +1,206 @@
+"""Whether every file of an image is what its manifest says, through the descriptor that CRIU will be handed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from limosa.errors import CancelledUndone, DamagedImage
+from limosa.image.files import open_file, typed_errors
+from limosa.image.hashing import Cancel, Stopped, hash_fd
+from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile
+from limosa.image.read import MARKER_NAME, Image
+from limosa.progress import Progress, ProgressFn, silent
+
+_WHAT = "verifying the image"
+_OURS = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME, CRIU_NAME, LOG_NAME})
+
+Kind = Literal["damaged", "missing", "extra", "swapped", "truncated"]
+
+
+class FileCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found of one file that the manifest names.
+
+    Attributes:
+        path: ``criu/NAME``.
+        size: bytes that it should have.
+        ok: whether it has the content that was committed.
+    """
+
+    path: str
+    size: int
+    ok: bool
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong.
+
+    Attributes:
+        path: of the file, relative to the image.
+        problem: "damaged" (other content, or no file), "missing", "extra" (not in the manifest), "swapped" (it has the
+            content of another file which is wrong too), "truncated" (shorter than it was).
+        text: a sentence.
+    """
+
+    path: str
+    problem: Kind
+    text: str
+
+
+class VerifyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer.
+
+    Attributes:
+        image: path of the image.
+        id: of the image.
+        ok: whether nothing is wrong.
+        files: every file of the manifest.
+        problems: what is wrong; empty where ``ok``.
+        bytes: that were hashed.
+        seconds: that it took.
+    """
+
+    image: Path
+    id: str
+    ok: bool
+    files: list[FileCheck]
+    problems: list[Problem]
+    bytes: int
+    seconds: float
+
+    def check(self) -> None:
+        """Do nothing if all is well.
+
+        Raises:
+            DamagedImage: naming what is wrong (the first five).
+        """
+        if self.ok:
+            return
+        detail = "; ".join(p.text for p in self.problems[:5])
+        if len(self.problems) > 5:
+            detail += f"; and {len(self.problems) - 5} more"
+        raise DamagedImage(path=self.image, detail=detail)
+
+
+class _Found(msgspec.Struct):
+    """One file as it is: ``digest`` is None where its size alone says that it is wrong."""
+
+    size: int = 0
+    digest: str | None = None
+    problem: Problem | None = None
+
+
+def verify(
+    image: Image, progress: ProgressFn = silent, *, cancel: Cancel | None = None, threads: int | None = None
+) -> VerifyResult:
+    """Compare every file with the manifest.
+
+    Args:
+        image: open; its descriptor of ``criu/`` is the one that is used.
+        progress: told of the step "verify" in bytes.
+        cancel: looked at between parts of files.
+        threads: for hashing; None for as many as there are processors, at most eight.
+
+    Returns:
+        What was found; damage is a result, never an exception (``VerifyResult.check`` makes it one).
+
+    Raises:
+        CancelledUndone: ``cancel`` was set.
+        PermissionDenied: a file may not be read.
+    """
+    begin = time.monotonic()
+    wanted = image.manifest.files
+    total, done = sum(f.size for f in wanted), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(Progress("verify", done, total))
+
+    hasher = functools.partial(hash_fd, threads=threads, advance=advance, cancel=cancel)
+    sizes = {f.size for f in wanted}
+    found: dict[str, _Found] = {}
+    try:
+        with typed_errors(_WHAT):
+            for file in wanted:
+                if cancel is not None and cancel.is_set():
+                    raise Stopped
+                found[file.path] = _look(file, sizes, image.criu_fd, hasher)
+            extra = _extra(image)
+    except Stopped:
+        raise CancelledUndone(what=_WHAT)
+    _name_problems(wanted, found)
+    problems = [f.problem for f in found.values() if f.problem is not None] + extra
+    return VerifyResult(
+        image=image.path,
+        id=image.id,
+        ok=not problems,
+        files=[FileCheck(path=f.path, size=f.size, ok=found[f.path].problem is None) for f in wanted],
+        problems=problems,
+        bytes=done,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _look(file: ImageFile, sizes: set[int], criu_fd: int, hasher: Callable[[int], tuple[str, int]]) -> _Found:
+    """Open and hash one file, unless its size is no file's of this image."""
+    try:
+        fd = open_file(file.path.removeprefix(f"{CRIU_NAME}/"), criu_fd)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EPERM):
+            raise
+        if e.errno == errno.ENOENT:
+            return _Found(problem=Problem(path=file.path, problem="missing", text=f"{file.path} is missing"))
+        text = f"{file.path} is not a regular file that can be opened ({e.strerror})"
+        return _Found(problem=Problem(path=file.path, problem="damaged", text=text))
+    try:
+        size = os.fstat(fd).st_size
+        if size != file.size and size not in sizes:  # not this file, and no other file of the image either
+            return _Found(size=size)
+        digest, size = hasher(fd)
+        return _Found(size=size, digest=digest)
+    except OSError as e:
+        text = f"{file.path} cannot be read ({e.strerror})"
+        return _Found(problem=Problem(path=file.path, problem="damaged", text=text))
+    finally:
+        os.close(fd)
+
+
+def _name_problems(wanted: list[ImageFile], found: dict[str, _Found]) -> None:
+    """Say of each file that is not as it should be what has happened to it."""
+    wrong = [f for f in wanted if found[f.path].problem is None and found[f.path].digest != f.blake3]
+    wrong_paths = {f.path for f in wrong}
+    by_digest: dict[str, list[str]] = {}
+    for f in wanted:
+        by_digest.setdefault(f.blake3, []).append(f.path)
+    for f in wrong:
+        have = found[f.path]
+        others = by_digest.get(have.digest, []) if have.digest else []
+        kind: Kind
+        if others:
+            other = next((path for path in others if path in wrong_paths), None)
+            kind = "swapped" if other else "damaged"
+            text = f"{f.path} has the content of {other or others[0]}"
+        elif have.size < f.size:
+            kind, text = "truncated", f"{f.path} has {have.size} bytes instead of {f.size}"
+        elif have.size > f.size:
+            kind, text = "damaged", f"{f.path} has {have.size} bytes instead of {f.size}"
+        else:
+            kind, text = "damaged", f"{f.path} has another content than was written"
+        have.problem = Problem(path=f.path, problem=kind, text=text)
+
+
+def _extra(image: Image) -> list[Problem]:
+    """What is in the folder and not in the manifest."""
+    known = {f.path for f in image.manifest.files}
+    paths = [name for name in sorted(os.listdir(image.fd)) if name not in _OURS]
+    paths += [path for name in sorted(os.listdir(image.criu_fd)) if (path := f"{CRIU_NAME}/{name}") not in known]
+    shown = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in paths]
+    return [Problem(path=path, problem="extra", text=f"{path} is not in the manifest") for path in shown]

@@ -1,0 +1,432 @@
+"""``checkpoint``: a job becomes an image on disk, and ends there or runs on.
+
+lock → checkpoint → criu dump. What is hashed, synced and renamed when:
+
+- The job is to end: in CRIU's ``post-dump`` action, while the tree is frozen and CRIU waits for the answer. Only after
+  the rename (the commit point) does CRIU end the tree; whoever fails or dies before leaves a job that runs on.
+- The job runs on (``leave_running``): CRIU lets it go, the driver brings its device memory back, and only then is
+  the image hashed and committed, so that the pause does not pay for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from limosa.errors import (
+    CriuFailed,
+    FailedUndone,
+    LimosaError,
+    NoRoomOnHost,
+    NoSuchProcess,
+    Reason,
+)
+from limosa.image import Draft, GpuRecord, Image, JobRecord, Manifest, OpenFile, TreeProcess, now
+from limosa.operation import driver_steps, estimate
+from limosa.operation.checkpoint_plan import Options, dump_options, look_at
+from limosa.operation.claims import Claim
+from limosa.operation.frozen import tree_and_files
+from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.journal import Header
+from limosa.operation.kept_logs import keep_log
+from limosa.operation.leftovers import end_rest, release_network
+from limosa.operation.move import TRIES, Grew, refuse_stale, stand_still
+from limosa.operation.prepare import Prepared
+from limosa.operation.results import CheckpointResult
+from limosa.operation.work import Work, myself
+from limosa.process.candidates import may_use_cuda
+from limosa.process.criu.find import find as find_criu
+from limosa.process.criu.program import Criu
+from limosa.process.criu.run import DUMP_LOG, dump, nft_table
+from limosa.process.criu.stats import DumpStats
+from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.procfs import read_maps
+from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
+from limosa.progress import Progress, ProgressFn, silent
+
+_REAP_SECONDS = 10.0
+
+
+def checkpoint(
+    like: JobLike,
+    output: str | os.PathLike[str],
+    *,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+    **options: Any,
+) -> CheckpointResult:
+    """Writes a job to disk; see :class:`Options` for the rest of the arguments.
+
+    Raises:
+        Refused: something stands against it; nothing was touched.
+        FailedUndone: it failed and the job runs on; ``fields["image"]`` where an image was committed all the same.
+        LimosaError: others, each with its exit code.
+    """
+    chosen = Options(output=output, **options)
+    which = job(like)
+    for attempt in range(TRIES):
+        try:
+            return _try(which, chosen, timeout, progress, cancel)
+        except Grew:
+            if attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _try(
+    which: Job,
+    chosen: Options,
+    timeout: float | None,
+    progress: ProgressFn,
+    cancel: threading.Event | None,
+) -> CheckpointResult:
+    with Work("checkpoint", timeout=timeout, max_pause=chosen.max_pause, progress=progress, cancel=cancel) as work:
+        work.driver.start()  # it comes up while we look; the will needs it in any case
+        with work.timed("plan", "looking"):
+            prepared = look_at(which, work.driver, chosen)
+            prepared.refuse()
+            program = find_criu(chosen.criu)
+        result = _Checkpoint(work, prepared, chosen, program).run()
+    result.timings = work.timings
+    return result
+
+
+class _Checkpoint:
+    """One checkpoint under way: what its steps share."""
+
+    def __init__(self, work: Work, prepared: Prepared, options: Options, program: Criu):
+        self.work, self.prepared, self.options, self.program = work, prepared, options, program
+        self.members = prepared.members
+        self.root = prepared.root
+        self.dest = Path(os.path.abspath(options.output))
+        self.draft: Draft
+        self.image: Image | None = None
+        self.open_files: list[OpenFile] = []
+        self.tree: list[TreeProcess] = []
+        self.nft_table: str | None = None
+        assert prepared.observation is not None
+        self.dump_options = dump_options(options, prepared.observation)
+
+    def run(self) -> CheckpointResult:
+        work = self.work
+        work.check()
+        self._begin()
+        if self.members:
+            refuse_stale(work, [self.prepared])
+            work.push("driver", self._bring_back)
+            stand_still(work, [self.prepared], self.members)
+            work.check_pause(
+                estimate.DUMP_FIXED
+                + (self.prepared.host_bytes + estimate.device_bytes(self.members)) / estimate.DUMP_RATE
+                + estimate.restore_seconds(self.members),
+                estimate.restore_seconds(self.members),
+            )
+        stats = self._dump()
+        unreaped: dict[int, int] = {}
+        if self.options.leave_running:
+            self._let_run()
+            self._commit()
+        else:
+            work.drop("driver")
+            unreaped = self._wait_until_gone()
+        work.drop("draft")
+        assert self.image is not None
+        with contextlib.suppress(OSError):
+            self.draft.secure_log()
+        result = self._result(self.image, stats, unreaped)
+        self.image.close()
+        self.draft.close()
+        return result
+
+    def _begin(self) -> None:
+        work = self.work
+        header = Header(
+            id=work.id,
+            operation="checkpoint",
+            roots=[self.root],
+            members=self.members,
+            tree=self.prepared.tree,
+            controller=myself(),
+            image=str(self.dest),
+            leave_running=self.options.leave_running,
+        )
+        claim = Claim(
+            id=work.id,
+            operation="checkpoint",
+            holder=header.controller,
+            pids=header.tree,
+            paths=[str(self.dest)],
+        )
+        # The journal first: a folder that nobody's journal knows of would never be cleaned up.
+        journal = work.begin(header, claim)
+        self.draft = Draft.create(self.dest, operation=work.id)
+        work.push("draft", self._discard)
+        journal.header.draft = str(self.draft.path)
+        journal.rewrite_header()
+
+    def _discard(self) -> None:
+        if self.image is None:
+            self.draft.discard()
+
+    def _bring_back(self) -> None:
+        driver_steps.bring_back(self.work.driver, self.members, self.work.journal, self.work.id, self.work.progress)
+
+    # -- CRIU --------------------------------------------------------------------------------------------------
+
+    def _dump(self) -> DumpStats:
+        work = self.work
+        work.note("dump", "begin", self.root.pid)
+        try:
+            with work.timed("dump", "criu dump", total=self.prepared.host_bytes or None):
+                stats = dump(
+                    self.program,
+                    self.root.pid,
+                    self.draft.criu_fd,
+                    self.draft.log_fd,
+                    self.dump_options,
+                    on_action=self._on_action,
+                    on_start=lambda who: work.note("dump", "note", who.pid, criu=who.to_str()),
+                    timeout=work.left,
+                    cancel=work.cancel,
+                    on_tick=self._tell_written,
+                )
+        except BaseException as error:
+            work.try_note("dump", "failed", self.root.pid)
+            if self.image is not None:
+                self._give_it_time_to_end()
+            if self.image is not None and not self.root.alive():
+                # CRIU died after the commit, while it ended the tree: what is left to do is to end the rest.
+                end_rest(self.prepared.tree)
+                return DumpStats()
+            self._give_network_back()
+            if self.image is not None:
+                # CRIU died between the commit and the end of the tree: the job lives, and so does a whole image.
+                self._forget_ended()
+                raise FailedUndone(
+                    f"{error}; the image was committed all the same: {self.dest}", image=str(self.dest)
+                ) from error
+            if not self.root.alive():
+                text = f"process {self.root.pid} ended while it was dumped ({error})"
+                raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
+            work.check()  # where that is the reason, say it of the whole operation
+            if isinstance(error, CriuFailed):
+                # The folder goes with the undo; what CRIU said stays.
+                kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
+                if error.fields.get("kind") == "no-space":
+                    raise NoRoomOnHost(detail=f"{error.fields['reason']} in {self.dest.parent}") from error
+                raise CriuFailed(what=error.fields["what"], reason=error.fields["reason"], log=kept) from error
+            raise
+        if self.options.leave_running:
+            work.note("dump", "done", self.root.pid, nft_table=stats.nft_table)
+        else:  # the job has ended and the image is whole: nothing that goes wrong from here on changes that
+            work.try_note("dump", "done", self.root.pid, nft_table=stats.nft_table)
+        if not self.members and self.options.leave_running:
+            work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
+        return stats
+
+    def _tell_written(self) -> None:
+        """How much CRIU has written: it says nothing itself, its files do."""
+        total = self.prepared.host_bytes + estimate.device_bytes(self.members)
+        with contextlib.suppress(OSError), os.scandir(self.draft.criu_fd) as files:
+            done = sum(file.stat(follow_symlinks=False).st_size for file in files)
+            self.work.progress(Progress("dump", done=min(done, total), total=total))
+
+    def _give_it_time_to_end(self) -> None:
+        """A large tree that CRIU has killed takes a while to be gone."""
+        with contextlib.suppress(LimosaError), Handle(self.root) as handle:
+            handle.wait(2.0)
+
+    def _give_network_back(self) -> None:
+        """A CRIU that was killed has left the job's connections shut; one that failed has opened them itself."""
+        if self.dump_options.tcp_established:
+            release_network(self.prepared.tree, self.draft.log_fd, self.root.pid, self.program)
+
+    def _on_action(self, action: str) -> bool:
+        """CRIU has written everything and holds the tree frozen: the last moment to say no."""
+        if action != "post-dump":
+            return True
+        self.work.check()
+        self.work.armed()
+        self._refuse_new_cuda_state()
+        self.prepared.tree = tree_of(self.root)  # what it has started since it was looked at belongs to it
+        assert self.work.journal is not None
+        self.work.journal.header.tree = self.prepared.tree
+        self.work.journal.rewrite_header()
+        self.tree, self.open_files = tree_and_files(self.prepared)
+        self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
+        self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
+        if not self.options.leave_running:
+            self._commit()
+        return True
+
+    def _refuse_new_cuda_state(self) -> None:
+        """The tree is frozen: what has got a context since it was looked at would be dumped without its device memory.
+
+        The driver is not asked (it does not answer for a frozen process); its mapping of /dev/nvidia-uvm tells. A child
+        that a member has forked inherits that mapping and is none.
+        """
+        assert self.prepared.observation is not None
+        before = {p.pid: p.n_uvm_maps for p in self.prepared.observation.processes}
+        members = {m.pid for m in self.members}
+        for identity in tree_of(self.root):
+            pid = identity.pid
+            if pid in members or before.get(pid) or not may_use_cuda(pid):
+                continue
+            if read_maps(f"/proc/{pid}").uvm and read_stat(pid).ppid not in members:
+                raise FailedUndone(what="checkpoint", detail=f"process {pid} began to use CUDA in the middle of it")
+
+    # -- commit ------------------------------------------------------------------------------------------------
+
+    def _commit(self) -> None:
+        work = self.work
+        with work.timed("commit", "hash and sync"):
+            self.draft.prepare(self._manifest(), work.progress, cancel=work.cancel)
+            image_id = self.draft.id
+            try:
+                if not self.options.leave_running:
+                    # Before the rename, so that an attached `limosa run` finds it however we end.
+                    EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
+                work.note("commit", "begin", self.root.pid, image_id=image_id)
+                work.check()
+                self.image = self.draft.publish()
+            except BaseException:
+                self._forget_ended()
+                raise
+            work.try_note("commit", "done", self.root.pid, image_id=image_id)
+        work.timings["hash"], work.timings["sync"] = self.draft.timings.hash, self.draft.timings.sync
+
+    def _forget_ended(self) -> None:
+        with contextlib.suppress(OSError, LimosaError):
+            EndedRecord(root=self.root, image="").forget()
+
+    def _manifest(self) -> Manifest:
+        record = RunRecord.of(self.root)
+        inventory = self.prepared.inventory
+        held: dict[str, int] = {}
+        for m in self.members:
+            for uuid, size in m.held.items():
+                held[uuid] = held.get(uuid, 0) + size
+        first = self.prepared.observation.processes[0] if self.prepared.observation else None
+        return Manifest(
+            created=now(),
+            criu=self.program.version,
+            kernel=platform.release(),
+            machine=platform.machine(),
+            hostname=socket.gethostname(),
+            driver=inventory.driver_version if inventory else "",
+            job=JobRecord(
+                pid=self.root.pid,
+                name=self.prepared.job.name,
+                cwd=_cwd(self.root.pid),
+                log=(record.log or None) if record else None,
+                run=record is not None,
+                uid=first.uid if first else 0,
+                gid=first.gid if first else 0,
+                cgroup=first.cgroup.path if first else "",
+            ),
+            tree=self.tree,
+            options={
+                "leave_running": self.dump_options.leave_running,
+                "tcp_established": self.dump_options.tcp_established,
+                "tcp_close": self.dump_options.tcp_close,
+                "shell_job": self.dump_options.shell_job,
+                "file_locks": self.dump_options.file_locks,
+                "link_remap": self.dump_options.link_remap,
+                "ghost_limit": self.dump_options.ghost_limit or 0,
+                "network_lock": self.dump_options.network_lock or self.program.network_lock,
+                "force": ",".join(sorted(self.options.force)),
+            },
+            gpus=[
+                GpuRecord(
+                    index=g.index,
+                    uuid=g.uuid,
+                    name=g.name,
+                    bytes=held.get(g.uuid, 0),
+                    memory_total=g.memory_total,
+                    driver=inventory.driver_version if inventory else "",
+                    pci_bus_id=g.pci_bus_id,
+                )
+                for g in (inventory.gpus if inventory and self.members else [])
+            ],
+            open_files=self.open_files,
+            nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
+            software_gpu=inventory.software if inventory else False,
+        )
+
+    # -- after -------------------------------------------------------------------------------------------------
+
+    def _let_run(self) -> None:
+        """Device memory goes back and the job runs; hashing comes later."""
+        awake = [m for m in self.members if m.was != "checkpointed"]
+        if awake:
+            driver_steps.restore(self.work, awake)
+            driver_steps.unlock(self.work, awake)
+        if self.work.claim is not None:  # its memory is its own again: nothing is to be kept free for it
+            self.work.claim.gpus = {}
+            self.work.claim.save()
+        self.work.drop("driver")
+
+    def _wait_until_gone(self) -> dict[int, int]:
+        """Waits until the job's pids are free; whoever has not reaped them after ten seconds is named."""
+        self.work.paused_at = None
+        SuspendRecord(root=self.root).forget()
+        waiting = [i.pid for i in self.prepared.tree]
+        deadline = time.monotonic() + _REAP_SECONDS
+        with self.work.timed("reap", "waiting until the pids are free"):
+            while True:
+                waiting = [pid for pid in waiting if _same_process(pid, self.prepared.tree)]
+                if not waiting or time.monotonic() > deadline:
+                    break
+                time.sleep(0.01)
+        unreaped = {}
+        for pid in waiting:
+            with contextlib.suppress(LimosaError, OSError):
+                unreaped[pid] = read_stat(pid).ppid
+        for pid, parent in unreaped.items():
+            text = f"process {pid} has ended and its parent {parent} has not reaped it: a restore must wait for that"
+            self.work.warnings.append(Reason(id="unreaped", text=text, pid=pid))
+        return unreaped
+
+    def _result(self, image: Image, stats: DumpStats, unreaped: dict[int, int]) -> CheckpointResult:
+        state = "running" if self.options.leave_running else "ended"
+        if self.options.leave_running and self.prepared.states == {"checkpointed"}:
+            state = "checkpointed"
+        self.work.progress(Progress("done", message=f"image {self.dest}"))
+        return CheckpointResult(
+            image=str(self.dest),
+            id=image.id,
+            bytes=image.manifest.bytes,
+            pid=self.root.pid,
+            name=self.prepared.job.name,
+            left_running=self.options.leave_running,
+            state=state,
+            warnings=[*self.work.warnings, *self.prepared.warnings()],
+            unreaped=unreaped,
+            stats=msgspec.to_builtins(stats) if self.options.print_stats else {},
+        )
+
+
+def _same_process(pid: int, tree: Sequence[Identity]) -> bool:
+    """Whether the pid still belongs to the job, a zombie included."""
+    try:
+        start = read_stat(pid).start_time
+    except (LimosaError, OSError):
+        return False
+    return any(i.pid == pid and i.start_time == start for i in tree)
+
+
+def _cwd(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd")
+    except OSError:
+        return "/"

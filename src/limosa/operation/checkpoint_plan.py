@@ -1,0 +1,160 @@
+"""What stands against writing a job to disk, and what it will take."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import NoWorkingCriu, Reason
+from limosa.image import free_bytes
+from limosa.image.trust import destination_problem
+from limosa.operation import estimate
+from limosa.operation.jobs import Job
+from limosa.operation.journal import Member
+from limosa.operation.move import pause_reason
+from limosa.operation.prepare import Prepared, apply_force, as_reason, look
+from limosa.process import hazards
+from limosa.process.criu.find import find as find_criu
+from limosa.process.criu.run import DumpOptions
+from limosa.process.observe import JobObservation
+
+
+class Options(msgspec.Struct, kw_only=True, frozen=True):
+    """What ``checkpoint`` can be told; names as CRIU and podman have them.
+
+    Attributes:
+        output: the image's folder.
+        leave_running: the job runs on.
+        tcp_established: connections to processes outside the tree are kept in the image (and cut until restored).
+        tcp_close: such connections are closed in the restored job.
+        shell_job: the job is attached to a terminal.
+        file_locks: dump file locks.
+        ghost_limit: largest deleted file, in bytes, that goes into the image; None: as large as the job has them.
+        link_remap: give deleted-but-linked files a name; None: where the folders are ours to write.
+        criu: CRIU's path.
+        print_stats: fill in the result's ``stats``.
+        max_pause, force: as for ``move``.
+    """
+
+    output: str | os.PathLike[str]
+    leave_running: bool = False
+    tcp_established: bool = False
+    tcp_close: bool = False
+    shell_job: bool = False
+    file_locks: bool = False
+    ghost_limit: int | None = None
+    link_remap: bool | None = None
+    criu: str | None = None
+    print_stats: bool = False
+    max_pause: float | None = None
+    force: Collection[str] = ()
+
+
+def look_at(which: Job, driver: gpu.Driver, options: Options) -> Prepared:
+    """Plans a checkpoint."""
+
+    def more(observation: JobObservation, members: Sequence[Member]) -> list[Reason]:
+        found: list[Reason] = []
+        plugin = True  # without CRIU the plugin is no question
+        try:
+            plugin = find_criu(options.criu).plugin_dir is not None
+        except NoWorkingCriu as error:
+            found.append(as_reason(error))
+        return found + hazards.checkpoint_hazards(
+            observation,
+            tcp_established=options.tcp_established,
+            tcp_close=options.tcp_close,
+            shell_job=options.shell_job,
+            file_locks=options.file_locks,
+            ghost_limit=options.ghost_limit,
+            link_remap=_may_link(observation) if options.link_remap is None else options.link_remap,
+            plugin=plugin,
+            cuda_pids=[m.pid for m in members],
+        )
+
+    prepared = look(
+        "checkpoint", which, driver=driver, force=options.force, more=more, leave_running=options.leave_running
+    )
+    extra = _destination_reasons(options, prepared)
+    cost = estimate.of("checkpoint", prepared.members, prepared.host_bytes, options.leave_running)
+    if options.max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > options.max_pause:
+        extra.append(pause_reason(cost.pause_seconds, options.max_pause))
+    prepared.reasons += apply_force(extra, options.force)
+    awake = ", ".join(str(m.pid) for m in prepared.members if m.was != "checkpointed")
+    pids = ", ".join(str(m.pid) for m in prepared.members)
+    steps = [f"lock {awake}", f"checkpoint {awake}: device memory to host memory"] if awake else []
+    steps.append(f"criu dump of {len(prepared.tree)} processes")
+    tail = ["hash and sync", f"commit: rename to {options.output}"]
+    if options.leave_running:
+        back = [f"restore {pids}", f"unlock {pids}"] if awake else []
+        prepared.steps = [*steps, *back, *tail]
+    else:
+        prepared.steps = [*steps, *tail, "end the job"]
+    return prepared
+
+
+def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
+    """What stands against the folder: it exists, it could not be trusted later, there is no room."""
+    output = Path(os.path.abspath(options.output))
+    reasons = []
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and _is_empty(output))):
+        text = f"{output} exists already"
+        reasons.append(Reason(id="destination-exists", text=text, exit_code=17, hint="name another folder"))
+    if not output.parent.is_dir():
+        reasons.append(Reason(id="usage", text=f"there is no folder {output.parent}", exit_code=2))
+        return reasons
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        reasons.append(Reason(id="permission", text=f"not permitted to write in {output.parent}", exit_code=11))
+    problem = destination_problem(output)
+    if problem:
+        text = f"an image there could not be restored later: {problem}"
+        reasons.append(Reason(id="untrusted-place", text=text))
+    need = prepared.host_bytes + estimate.device_bytes([m for m in prepared.members if m.was != "checkpointed"])
+    need += 16 << 20  # CRIU's tables
+    free = free_bytes(output)
+    if free < need:
+        text = f"{output.parent} has {free / 2**30:.2f} GiB free and about {need / 2**30:.2f} GiB are needed"
+        reasons.append(Reason(id="disk-room", text=text, exit_code=15, hint="choose another disk", forceable=True))
+    return reasons
+
+
+def _is_empty(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not any(path.iterdir())
+    return False
+
+
+def _may_link(observation: JobObservation) -> bool:
+    """Whether every file that lost the name it was opened by was in a folder that is there and that we may write to."""
+    folders = {
+        os.path.dirname(f.target)
+        for p in observation.processes
+        for f in p.fds
+        if f.kind == "file" and f.deleted and f.links > 0
+    }
+    return all(os.access(folder, os.W_OK | os.X_OK) for folder in folders)
+
+
+def dump_options(options: Options, observation: JobObservation) -> DumpOptions:
+    """What CRIU is told: the user's options and what the job needs without anybody's permission.
+
+    The limit for files without a name is what the job has; the user's value is a cap on it.
+    """
+    needs = hazards.checkpoint_needs(observation)
+    limit = needs.ghost_limit
+    if options.ghost_limit is not None:
+        limit = min(limit, options.ghost_limit)
+    return DumpOptions(
+        leave_running=options.leave_running,
+        tcp_established=options.tcp_established or (needs.tcp_established and not options.tcp_close),
+        tcp_close=options.tcp_close,
+        shell_job=options.shell_job or needs.shell_job,
+        file_locks=options.file_locks,
+        ghost_limit=limit,
+        link_remap=needs.link_remap and _may_link(observation) if options.link_remap is None else options.link_remap,
+    )

@@ -1,0 +1,232 @@
+"""What works on this machine, what does not, and what to type about it.
+
+Each check looks at one thing and never raises: what it cannot find out it says. Nothing is changed unless ``fix`` is
+asked for, and then only what Limosa itself brings along: a CRIU that works, the CRIU plugin, the runtime folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from limosa.errors import LimosaError, NoWorkingCriu
+from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
+
+if TYPE_CHECKING:
+    from limosa.process.criu.program import Criu
+
+Log = Callable[[str], None]
+
+CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_CHECKPOINT_RESTORE": 40, "CAP_SYS_PTRACE": 19, "CAP_NET_ADMIN": 12}
+"""Bit numbers from capability.h. CRIU needs the first or the second, and the third; the fourth for connected TCP."""
+
+_GIB = 1 << 30
+
+
+class Diagnosis(msgspec.Struct, kw_only=True):
+    """All checks. ``ok`` means that everything needed on this machine works (warnings may remain)."""
+
+    ok: bool
+    checks: list[Check]
+
+    @property
+    def exit_code(self) -> int:
+        """0, or 24 (no working CRIU), 12 (driver), 11 (permission), the first of them that applies."""
+        codes = [c.exit_code for c in self.checks if c.status == "fail"]
+        return next((c for c in (24, 12, 11) if c in codes), codes[0] if codes else 0)
+
+
+def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: None) -> Diagnosis:
+    """Look at the machine.
+
+    Args:
+        fix: fetch a working CRIU and build the CRIU plugin where they are missing.
+        criu: path of the criu program to look at instead of the one that would be found.
+        log: told in words what is being fixed.
+
+    Returns:
+        The checks, those that stop something first where they depend on each other.
+    """
+    present = gpu_present()
+    *checks, persistence = driver_checks(facts_of(present))
+    rights = _capabilities()
+    works, trial = _criu(criu, fix, rights, log)
+    checks += [trial, _plugin(works, present, fix, log), rights, _ptrace_scope(), _nftables(works)]
+    checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _stale(), _runtime_dir()]
+    return Diagnosis(ok=not any(c.status == "fail" for c in checks), checks=checks)
+
+
+# --- the host's side -----------------------------------------------------------------------------------------
+
+
+def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Criu | None, Check]:
+    """The check "criu": dumps and restores a small process, or says why that does not work."""
+    from limosa.process.criu.fetch import fetch
+    from limosa.process.criu.find import find
+
+    try:
+        try:
+            found = find(explicit, use_cache=not fix)
+        except NoWorkingCriu:
+            if not fix or explicit:
+                raise
+            fetch(log)
+            found = find(explicit, use_cache=False)
+    except LimosaError as error:
+        if rights.status == "fail":  # nothing would pass: what is missing is the right, not the program
+            return None, fail("criu", 11, f"{error.message}; {rights.detail}", rights.fix)
+        return None, fail("criu", 24, error.message, error.hint or "limosa doctor --fix")
+    except Exception as error:
+        return None, fail("criu", 24, f"looking for CRIU failed: {error}", "limosa doctor --fix")
+    where = "private" if found.private else "the system's"
+    return found, Check(
+        name="criu", status="ok", detail=f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial"
+    )
+
+
+def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
+    """The check "plugin": ours, for what forked children inherit of /dev/nvidia*."""
+    from limosa.operation import plugin_build
+    from limosa.process.criu.program import plugin_dir
+
+    why = ""
+    if plugin_dir() is None and fix:
+        log("building the CRIU plugin")
+        why = plugin_build.build()
+    found = plugin_dir()
+    if found is not None:
+        return ok("plugin", f"built: {found}/limosa_plugin.so")
+    text = "not built: GPU jobs with forked children (DataLoader workers) cannot be checkpointed"
+    text += f" ({why})" if why else ""
+    fixing = "install a C compiler (gcc), then limosa doctor --fix"
+    return fail("plugin", 24, text, fixing) if present and works is not None else warn("plugin", text, fixing)
+
+
+def _capabilities(status: Path = Path("/proc/self/status")) -> Check:
+    """The check "capabilities": what CRIU needs of the caller."""
+    bits = next(int(line.split()[1], 16) for line in status.read_text().splitlines() if line.startswith("CapEff:"))
+    has = {name for name, bit in CAPABILITIES.items() if bits >> bit & 1}
+    missing = []
+    if not has & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}:
+        missing.append("CAP_CHECKPOINT_RESTORE (or CAP_SYS_ADMIN)")
+    if "CAP_SYS_PTRACE" not in has:
+        missing.append("CAP_SYS_PTRACE")
+    if missing:
+        text = f"uid {os.geteuid()} lacks {' and '.join(missing)}: CRIU may not run"
+        fix = "use sudo" if os.geteuid() else "give the container these capabilities (--cap-add)"
+        return fail("capabilities", 11, text, fix)
+    if "CAP_NET_ADMIN" not in has:
+        text = "no CAP_NET_ADMIN: jobs with connected TCP sockets cannot be checkpointed"
+        return warn("capabilities", text, "use sudo, or --cap-add NET_ADMIN")
+    return ok("capabilities", ", ".join(sorted(has)))
+
+
+def _ptrace_scope(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Check:
+    try:
+        scope = int(path.read_text())
+    except (OSError, ValueError):
+        return ok("ptrace_scope", "this kernel does not restrict ptrace")
+    if scope >= 3:
+        text = "3: nobody may attach to a process until the machine is started again, CRIU neither"
+        return fail("ptrace_scope", 11, text, "remove kernel.yama.ptrace_scope=3 from sysctl.d and reboot")
+    if scope == 2 and os.geteuid():
+        return warn("ptrace_scope", "2: only root may attach to processes", "use sudo")
+    return ok("ptrace_scope", str(scope))
+
+
+def _nftables(works: Criu | None) -> Check:
+    """The check "nftables": CRIU shuts connected sockets off with it while it dumps them."""
+    program = shutil.which("nft")
+    argv = works.nft if works is not None and works.nft else [program] if program else None
+    if argv is None:
+        return warn(
+            "nftables",
+            "no nft program: jobs with connected TCP need --tcp-close",
+            "install nftables, or limosa doctor --fix",
+        )
+    try:
+        ran = subprocess.run([*argv, "list", "tables"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return warn("nftables", f"nft does not run: {error}")
+    if ran.returncode:
+        why = (ran.stderr.strip().splitlines() or ["?"])[0]
+        return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
+    left = [line.split()[-1] for line in ran.stdout.splitlines() if " CRIU-" in line]
+    if left:
+        text = (
+            f"nft lists tables; {len(left)} of CRIU's are there ({', '.join(left)}): limosa rm removes an image's own"
+        )
+        return ok("nftables", text)
+    return ok("nftables", "nft lists tables")
+
+
+def _memory(present: bool, meminfo: Path = Path("/proc/meminfo")) -> Check:
+    values = {k: int(v.split()[0]) << 10 for k, v in (line.split(":") for line in meminfo.read_text().splitlines())}
+    free, total = values["MemAvailable"], values["MemTotal"]
+    text = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB available"
+    used = _most_used() if present else 0
+    if used > free:
+        text += f", less than the {used / _GIB:.1f} GiB in use on one GPU (some machines grow on first use)"
+        return warn("memory", text, "suspend smaller jobs, or free host memory first")
+    return ok("memory", text)
+
+
+def _most_used() -> int:
+    """Bytes in use on the fullest GPU; 0 where that is not known."""
+    from limosa import gpu
+
+    try:
+        return max((g.memory_used for g in gpu.inventory().gpus), default=0)
+    except (LimosaError, OSError):
+        return 0
+
+
+def _cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Check:
+    line = next((x for x in own.read_text().splitlines() if x.startswith("0::")), None)
+    if line is None or not (root / "cgroup.controllers").exists():
+        return warn("cgroup", "no unified (v2) hierarchy: memory limits of jobs cannot be looked at")
+    folder = root / line[3:].lstrip("/")
+    for level in (folder, *folder.parents):
+        with contextlib.suppress(OSError, ValueError):
+            limit = (level / "memory.max").read_text().strip()
+            if limit != "max":
+                text = f"this shell's cgroup may use {int(limit) / _GIB:.1f} GiB; what is restored from it shares that"
+                return ok("cgroup", text)
+        if level == root:
+            break
+    return ok("cgroup", "v2, no memory limit on this shell")
+
+
+def _stale() -> Check:
+    """The check "stale": journals and claims of operations that nobody works on any more."""
+    from limosa.operation import claims, journal
+
+    try:
+        dead = [s for s in journal.under_way() if not s.alive]
+        litter = claims.stale()
+    except (LimosaError, OSError) as error:
+        return warn("stale", f"the runtime folder cannot be read: {error}")
+    if dead:
+        return warn("stale", f"left in the middle: {'; '.join(s.text for s in dead)}", "limosa recover")
+    if litter:
+        return warn("stale", f"{len(litter)} claim(s) of operations that died", "limosa recover")
+    return ok("stale", "no operation was left in the middle")
+
+
+def _runtime_dir() -> Check:
+    from limosa.process import records
+
+    try:
+        found = records.runtime_dir()
+    except (LimosaError, OSError) as error:
+        return fail("runtime_dir", 11, str(error), getattr(error, "hint", ""))
+    if found.warnings:
+        return warn("runtime_dir", found.warnings[0].text, found.warnings[0].hint)
+    return ok("runtime_dir", str(found.path))

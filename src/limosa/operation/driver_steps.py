@@ -1,0 +1,334 @@
+"""The driver's half of every operation: lock in order, checkpoint in parallel, restore in parallel, unlock in order.
+
+And the way back, :func:`bring_back`, which asks the driver what state each process is in and leads it to the state it
+had before. Undo and ``recover`` both use it, so that what a crash leaves and what a failure leaves are brought back by
+the same code. Order and parallelism: facts measured in ``docs/caveats.md`` (ranks one after another cost three times
+as much).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from limosa import gpu
+from limosa.errors import (
+    DriverError,
+    DriverHung,
+    DriverTimeout,
+    LeftSuspended,
+    LimosaError,
+    NoCudaState,
+    NoSuchProcess,
+    UndoFailed,
+)
+from limosa.operation import room
+from limosa.operation.jobs import user_of
+from limosa.operation.journal import Journal, Member
+from limosa.operation.work import Work
+from limosa.process.identity import Identity
+from limosa.process.records import SuspendRecord
+from limosa.progress import Progress, ProgressFn, silent
+
+LOCK_SECONDS = 10.0
+"""How long a lock may take by default: a process at work is locked in milliseconds, one in a collective never."""
+
+CALL_SECONDS = 30.0
+"""What a checkpoint or restore may take beside its copying before it counts as hung."""
+
+_PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
+
+SLOWEST_RATE = 0.3e9
+"""Bytes a second under which a driver copy counts as hung; a cold machine was measured at 1.7e9 and more."""
+
+
+def call_limit(member: Member) -> float:
+    """Seconds after which a checkpoint or restore of that process counts as hung."""
+    return CALL_SECONDS + sum(member.held.values()) / SLOWEST_RATE
+
+
+def lock(work: Work, members: Sequence[Member]) -> None:
+    """Locks in order; the members' undo must be on the stack before.
+
+    Raises:
+        DriverTimeout: one could not be locked in time.
+        DriverError: the driver refused.
+    """
+    with work.timed("lock", "locking"):
+        for member in members:
+            if member.was != "running":
+                continue
+            work.check()
+            member.identity.check()
+            seconds = LOCK_SECONDS if work.left is None else min(LOCK_SECONDS, max(work.left, 0.001))
+            work.note("lock", "begin", member.pid)
+            if work.paused_at is None:
+                work.pause_begins()
+            result = work.driver.lock(member.pid, timeout_ms=max(1, int(seconds * 1000)), limit=seconds + 10)
+            if result is gpu.LockResult.TIMED_OUT:
+                raise DriverTimeout(
+                    call="cuCheckpointProcessLock",
+                    pid=member.pid,
+                    result="CUDA_ERROR_NOT_READY",
+                    code=600,
+                    meaning=f"not locked within {seconds:g} s",
+                )
+            work.note("lock", "done", member.pid)
+
+
+def checkpoint(work: Work, members: Sequence[Member]) -> None:
+    """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
+    total = sum(sum(m.held.values()) for m in members)
+    todo = [m for m in members if m.was != "checkpointed"]
+    with work.timed("checkpoint", "device memory → host memory", total=total or None):
+        _parallel(
+            work,
+            "checkpoint",
+            todo,
+            lambda m: work.driver.checkpoint(m.pid, limit=call_limit(m)),
+            total=total,
+            rate=2.6e9,
+        )
+
+
+def restore(work: Work, members: Sequence[Member]) -> None:
+    """Restores in parallel with each member's map; looks at the room on the GPUs right before (facts §7).
+
+    Raises:
+        NoRoomOnGpu: the memory does not fit; restore was not called.
+    """
+    with work.timed("restore", "host memory → device memory", total=sum(sum(m.held.values()) for m in members) or None):
+        room.check(gpu.inventory(), members, work.id)
+        total = sum(sum(m.held.values()) for m in members)
+        _parallel(
+            work,
+            "restore",
+            members,
+            lambda m: work.driver.restore(m.pid, m.map or None, limit=call_limit(m)),
+            total=total,
+            rate=7e9,
+            data=lambda m: {"map": m.map},
+        )
+
+
+def unlock(work: Work, members: Sequence[Member]) -> None:
+    """Unlocks in order."""
+    with work.timed("unlock", "unlocking"):
+        for member in members:
+            work.note("unlock", "begin", member.pid)
+            work.driver.unlock(member.pid, limit=CALL_SECONDS)
+            work.note("unlock", "done", member.pid)
+    work.pause_ends()
+
+
+def _parallel(
+    work: Work,
+    step: str,
+    members: Sequence[Member],
+    call: Callable[[Member], object],
+    *,
+    total: int,
+    rate: float,
+    data: Callable[[Member], dict[str, Any]] = lambda _: {},
+) -> None:
+    """Makes one call for each member, all at once; every one is waited for, then the first error is raised."""
+    if not members:
+        return
+    for member in members:
+        member.identity.check()
+        work.note(step, "begin", member.pid, **data(member))
+    errors: list[BaseException] = []
+    begun = time.monotonic()
+    asked = False
+    with ThreadPoolExecutor(len(members), thread_name_prefix=f"limosa-{step}") as pool:
+        pending = {pool.submit(call, m): m for m in members}
+        while pending:
+            for future in [f for f in pending if f.done()]:
+                member = pending.pop(future)
+                error = future.exception()
+                work.note(step, "failed" if error else "done", member.pid)
+                if error is not None:
+                    errors.append(error)
+            if not pending:
+                break
+            if work.stop_asked() and not asked:
+                asked = True
+                text = f"stopping: waiting for the driver's {step}, which cannot be broken off"
+                work.progress(Progress(step, message=text))
+            elif total:
+                # The driver tells nothing while it copies: bytes by the rate it was measured at.
+                guess = min(total, int((time.monotonic() - begun) * rate))
+                work.progress(Progress(step, done=guess, total=total))
+            wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+    if errors:
+        raise errors[0]
+    if total:
+        work.progress(Progress(step, done=total, total=total))
+
+
+# --- the way back ---------------------------------------------------------------------------------------------
+
+
+def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, patience: float = _PATIENCE) -> str:
+    """The state of a process once no call on it is under way any more; "gone" or "" (no CUDA state) included.
+
+    A state query blocks while a checkpoint or restore is in flight (facts §7), also one by a dead controller.
+
+    Raises:
+        DriverHung: the driver has not answered within ``patience`` seconds.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            state = driver.state(pid, timeout=5.0)
+        except NoCudaState:
+            return ""
+        except NoSuchProcess:
+            return "gone"
+        except DriverHung:
+            if time.monotonic() > deadline:
+                raise
+            progress(Progress("undo", message=f"waiting for the driver to finish with process {pid}"))
+            continue
+        except DriverError:
+            if not Path(f"/proc/{pid}").exists():
+                return "gone"
+            raise
+        if str(state) in ("checkpointing", "restoring"):
+            time.sleep(0.05)
+            continue
+        return str(state)
+
+
+def bring_back(
+    driver: gpu.Driver,
+    members: Sequence[Member],
+    journal: Journal | None,
+    operation_id: str = "",
+    progress: ProgressFn = silent,
+) -> None:
+    """Leads every member to the state and the GPU it had before the operation, whatever state it is in now.
+
+    Where a process stands is told by the journal (each restore notes where it leads to, and how it ended) and by its
+    state: a restore of which no end is known has happened if the process is not checkpointed any more.
+
+    Raises:
+        LeftSuspended: there is no room for it on its GPU any more; it stays checkpointed, with a record.
+        UndoFailed: the driver's state afterwards is not what it was.
+    """
+    alive = [m for m in members if m.identity.alive()]
+    for member in alive:
+        driver.wait_under_way(member.pid, _PATIENCE)  # a call that was given up on may still be taken
+    states = {m.pid: settled_state(driver, m.pid, progress) for m in alive}
+    alive = [m for m in alive if states[m.pid] not in ("gone", "")]
+    away = [m for m in alive if _is_away(m, states[m.pid], journal)]
+
+    again = [m for m in alive if states[m.pid] != "checkpointed" and (m in away or m.was == "checkpointed")]
+    _hold(driver, again, states)
+    back = [m for m in alive if states[m.pid] == "checkpointed" and m.was != "checkpointed"]
+    short = room.shortage(gpu.inventory(), back, operation_id, home=True) if back else ""
+    if short:
+        _hold(driver, [m for m in alive if states[m.pid] == "locked"], states)  # suspended as a whole, or not at all
+        leave_suspended(alive, away)
+        raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state="checkpointed")
+    for member in back:
+        if journal is not None:
+            journal.try_note("restore-home", "begin", member.pid)
+    _each(back, lambda m: _restore_home(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home))
+    for member in back:
+        if journal is not None:
+            journal.try_note("restore-home", "done", member.pid)
+    for member in alive:
+        if member.was == "running" and settled_state(driver, member.pid, progress) == "locked":
+            driver.unlock(member.pid, limit=CALL_SECONDS)
+    still = [m for m in away if m.was == "checkpointed"]
+    if still:  # suspended as before, on the GPU that it was being resumed on: the driver knows it there now
+        leave_suspended(alive, still)
+    wrong = {
+        m.pid: now
+        for m in alive
+        if m.identity.alive() and (now := settled_state(driver, m.pid, progress)) not in (m.was, "gone")
+    }
+    if wrong:
+        told = ", ".join(f"process {pid} is {state}" for pid, state in wrong.items())
+        raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
+
+
+def _hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) -> None:
+    """Brings members that run or are locked to "checkpointed"."""
+    for member in members:
+        if states[member.pid] == "running":
+            result = driver.lock(member.pid, timeout_ms=int(LOCK_SECONDS * 1000), limit=LOCK_SECONDS + 10)
+            if result is gpu.LockResult.TIMED_OUT:
+                raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
+    _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
+    states.update({m.pid: "checkpointed" for m in members})
+
+
+def _is_away(member: Member, state: str, journal: Journal | None) -> bool:
+    """Whether the driver knows the process on its destination rather than where it was."""
+    if journal is None or not member.changes_gpu:
+        return False
+    away, open_step = False, ""
+    for record in journal.records:
+        if record.pid != member.pid or record.step not in ("restore", "restore-home"):
+            continue
+        if record.phase == "done":
+            away, open_step = record.step == "restore", ""
+        else:  # begun, or failed: a call that was given up on may have been done later
+            open_step = record.step
+    if open_step and state in ("locked", "running"):
+        away = open_step == "restore"
+        journal.try_note(open_step, "done", member.pid)
+    return away
+
+
+def _restore_home(driver: gpu.Driver, member: Member, mapping: dict[str, str]) -> None:
+    """Restores with an explicit map, or with none where the driver does not accept it.
+
+    A device cgroup can hide what the job can really open; no map means "where it was". After a refused map the process
+    is still whole (facts §2).
+    """
+    try:
+        driver.restore(member.pid, mapping or None, limit=call_limit(member))
+    except DriverError as error:
+        if error.result != "CUDA_ERROR_INVALID_VALUE" or any(a != b for a, b in mapping.items()):
+            raise
+        driver.restore(member.pid, None, limit=call_limit(member))
+
+
+def _each(members: Sequence[Member], call: Callable[[Member], object]) -> None:
+    if not members:
+        return
+    with ThreadPoolExecutor(len(members), thread_name_prefix="limosa-undo") as pool:
+        futures = [pool.submit(call, m) for m in members]
+    for future in futures:
+        future.result()
+
+
+def leave_suspended(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
+    """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
+
+    Args:
+        members: of one or several jobs.
+        away: those that stand on the GPU they were moved to.
+    """
+    for root in {m.root or m.pid for m in members}:
+        of_root = [m for m in members if (m.root or m.pid) == root]
+        held: dict[str, int] = {}
+        by_pid: dict[str, dict[str, int]] = {}
+        for m in of_root:
+            placed = {m.map.get(u, u) if m in away else u: size for u, size in m.held.items()}
+            by_pid[str(m.pid)] = placed
+            for uuid, size in placed.items():
+                held[uuid] = held.get(uuid, 0) + size
+        try:
+            identity = Identity.of(root)
+        except LimosaError:
+            continue
+        by = user_of(os.getpid())
+        SuspendRecord(root=identity, by=by, bytes=held, members=[m.identity for m in of_root], held=by_pid).save()

@@ -1,0 +1,69 @@
+"""What an operation will cost, by the rates measured on two H200 (docs/caveats.md has the table and the date)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa.operation.journal import Member
+from limosa.operation.results import Estimate
+
+CHECKPOINT_FIXED, CHECKPOINT_RATE = 0.45, 2.4e9
+"""Seconds of tearing a context down; bytes a second out, one thread of the driver (cold 1.7, warm 2.7 GB/s)."""
+RESTORE_FIXED, RESTORE_RATE = 0.30, 6.8e9
+CONTEXT = 0.55e9
+"""Bytes that NVML counts for a context beside the application's memory; their time is in the fixed costs."""
+LOCK_FIXED = 0.005
+DUMP_FIXED, DUMP_RATE = 0.15, 2.0e9
+"""CRIU: starting and freezing; bytes of host memory a second into a file system that keeps up."""
+CRIU_RESTORE_FIXED, CRIU_RESTORE_RATE = 0.2, 1.7e9
+HASH_RATE = 2.5e9
+
+
+def checkpoint_seconds(members: Sequence[Member]) -> float:
+    """The driver's checkpoint of all members at once: the largest decides."""
+    todo = [m for m in members if m.was != "checkpointed"]
+    return max((CHECKPOINT_FIXED + _beside_context(m) / CHECKPOINT_RATE for m in todo), default=0.0)
+
+
+def restore_seconds(members: Sequence[Member]) -> float:
+    """The driver's restore of all members at once."""
+    return max((RESTORE_FIXED + _beside_context(m) / RESTORE_RATE for m in members), default=0.0)
+
+
+def _beside_context(member: Member) -> float:
+    return sum(max(0.0, size - CONTEXT) for size in member.held.values())
+
+
+def device_bytes(members: Sequence[Member]) -> int:
+    """Bytes of device memory the members hold together."""
+    return sum(sum(m.held.values()) for m in members)
+
+
+def of(operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False) -> Estimate:
+    """The estimate for a verb.
+
+    Args:
+        operation: "move", "suspend", "resume", "checkpoint" or "restore".
+        members: the processes with CUDA state.
+        host_bytes: memory of all processes that an image takes, device memory excluded.
+        leave_running: a checkpoint's option.
+    """
+    size = device_bytes(members)
+    out, back = checkpoint_seconds(members), restore_seconds(members)
+    dump = DUMP_FIXED + (host_bytes + size) / DUMP_RATE
+    hashing = (host_bytes + size) / HASH_RATE
+    if operation == "move":
+        return Estimate(pause_seconds=LOCK_FIXED + out + back, seconds=LOCK_FIXED + out + back, bytes=size)
+    if operation == "suspend":
+        return Estimate(pause_seconds=LOCK_FIXED + out, seconds=LOCK_FIXED + out, bytes=size)
+    if operation == "resume":
+        return Estimate(pause_seconds=back, seconds=back, bytes=size)
+    if operation == "checkpoint":
+        pause = LOCK_FIXED * bool(members) + out + dump + back
+        return Estimate(
+            pause_seconds=pause if leave_running else None,
+            seconds=(pause if leave_running else out + dump) + hashing,
+            bytes=size + host_bytes,
+        )
+    seconds = hashing + CRIU_RESTORE_FIXED + (host_bytes + size) / CRIU_RESTORE_RATE + back
+    return Estimate(pause_seconds=None, seconds=seconds, bytes=size + host_bytes)

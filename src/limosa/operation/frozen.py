@@ -1,0 +1,83 @@
+"""What a manifest says of a job, read while CRIU holds it frozen: its processes and its open files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+
+from limosa.errors import LimosaError
+from limosa.image import OpenFile, TreeProcess
+from limosa.operation.jobs import command_of
+from limosa.operation.prepare import Prepared
+from limosa.process.identity import read_stat
+
+
+def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile]]:
+    """The frozen tree's processes and its regular files: sizes, and positions in those open for writing.
+
+    Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of
+    mappings would be paid for by the pause), their sizes are read now.
+    """
+    cuda = {m.pid: m for m in prepared.members}
+    tree, files = [], []
+    for identity in prepared.tree:
+        member = cuda.get(identity.pid)
+        with contextlib.suppress(LimosaError, OSError):
+            tree.append(
+                TreeProcess(
+                    pid=identity.pid,
+                    ppid=read_stat(identity.pid).ppid,
+                    start_time=identity.start_time,
+                    command=command_of(identity.pid),
+                    cuda=member is not None,
+                    threads=sorted(int(t) for t in os.listdir(f"/proc/{identity.pid}/task") if t != str(identity.pid)),
+                    openable=list(member.home) if member else [],
+                    held=member.held if member else {},
+                )
+            )
+            files += _open_files(identity.pid)
+    seen = {(f.path, f.inode) for f in files}
+    for process in prepared.observation.processes if prepared.observation else []:
+        for m in process.maps:
+            if m.path.startswith("/") and m.inode and not m.deleted and (m.path, m.inode) not in seen:
+                seen.add((m.path, m.inode))
+                with contextlib.suppress(OSError):
+                    info = os.stat(m.path)
+                    if stat.S_ISREG(info.st_mode) and info.st_ino == m.inode:
+                        files.append(
+                            OpenFile(path=m.path, size=info.st_size, pid=process.pid, mapped=True, inode=m.inode)
+                        )
+    return tree, files
+
+
+def _open_files(pid: int) -> list[OpenFile]:
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            info = os.stat(f"/proc/{pid}/fd/{name}")
+            target = os.readlink(f"/proc/{pid}/fd/{name}")
+            if not stat.S_ISREG(info.st_mode) or not target.startswith("/") or target.startswith("/memfd:"):
+                continue
+            fields = dict(line.split(":\t", 1) for line in _lines(f"/proc/{pid}/fdinfo/{name}") if ":\t" in line)
+            flags = int(fields["flags"], 8)
+            writes = flags & os.O_ACCMODE != os.O_RDONLY
+            deleted = info.st_nlink == 0
+            found.append(
+                OpenFile(
+                    path=target.removesuffix(" (deleted)") if deleted else target,
+                    size=info.st_size,
+                    pid=pid,
+                    fd=int(name),
+                    flags=flags,
+                    position=int(fields["pos"]) if writes else None,
+                    deleted=deleted,
+                    inode=info.st_ino,
+                )
+            )
+    return found
+
+
+def _lines(path: str) -> list[str]:
+    with open(path) as file:
+        return file.read().splitlines()

@@ -1,0 +1,166 @@
+"""Which job is meant: a pid, a name given to ``run``, everything on a GPU, everything."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import GpuUnavailable, LimosaError, NoCudaState, NoSuchProcess, UsageError
+from limosa.process import records
+from limosa.process.candidates import candidates
+from limosa.process.identity import Identity, ancestors
+from limosa.process.tree import group_by_topmost, job_tree
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A job: its topmost process, and the name it was given, if any."""
+
+    root: Identity
+    name: str = ""
+
+
+JobLike = int | str | Identity | Job
+"""What functions take for a job: pid, name or pid as text, identity, or a Job."""
+
+
+def job(like: JobLike) -> Job:
+    """The job that is meant.
+
+    Raises:
+        NoSuchProcess: no such pid or name.
+    """
+    if isinstance(like, Job):
+        return like
+    if isinstance(like, Identity):
+        return Job(like, _name_of(like))
+    if isinstance(like, int) or like.isdigit():
+        identity = Identity.of(int(like))
+        return Job(identity, _name_of(identity))
+    record = records.job_named(like)
+    return Job(record.root, record.name)
+
+
+def _name_of(identity: Identity) -> str:
+    record = records.RunRecord.of(identity)
+    return record.name if record else ""
+
+
+def resolve(specs: Sequence[JobLike] = (), *, on_gpu: str | None = None, everything: bool = False) -> list[Job]:
+    """The jobs that a command line names.
+
+    Args:
+        specs: pids and names.
+        on_gpu: all jobs that hold memory on this GPU (also suspended ones that came from there).
+        everything: all jobs that hold CUDA state.
+
+    Raises:
+        UsageError: nothing named, or the same job twice.
+        NoSuchProcess: no such pid or name, or no job there.
+        GpuUnavailable: ``on_gpu`` without a driver.
+    """
+    if sum((bool(specs), on_gpu is not None, everything)) != 1:
+        raise UsageError(detail="name jobs, or --gpu GPU, or --all (one of the three)")
+    if specs:
+        found = [job(s) for s in specs]
+        if len({j.root for j in found}) != len(found):
+            raise UsageError(detail="the same job is named twice")
+        return found
+    wanted: set[int] = set()
+    if on_gpu is not None:
+        inventory = gpu.inventory()
+        uuid = gpu.find_gpu(inventory, on_gpu).uuid
+        wanted = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes}
+        wanted |= {m.pid for r in records.SuspendRecord.all() if uuid in r.bytes for m in r.members}
+    else:
+        wanted = set(cuda_states())  # jobs on the CPU alone have nothing to move, and are no reason to fail
+    jobs = [j for j in map(_as_job, roots_of(wanted)) if j is not None]
+    if not jobs:
+        raise NoSuchProcess(f"no job on GPU {on_gpu}" if on_gpu is not None else "no job here holds CUDA state", pid=0)
+    return jobs
+
+
+def roots_of(pids: Iterable[int]) -> list[int]:
+    """The topmost ancestors, among these and the roots of ``run`` jobs, of these processes.
+
+    Limosa's own ancestors are no jobs: a notebook that uses CUDA and starts ``limosa`` on its children is not in the
+    way of seeing them.
+    """
+    own = {a.pid for a in ancestors()} | {os.getpid()}
+    wanted = set(pids) - own
+    runs = {r.root.pid for r in records.RunRecord.all()} - own
+    cuda = (set(cuda_states()) | wanted) - own
+    groups = group_by_topmost(cuda | runs, runs)
+    return sorted(root for root, members in groups.items() if wanted & ({root} | set(members)))
+
+
+def _as_job(pid: int) -> Job | None:
+    try:
+        return job(pid)
+    except NoSuchProcess:
+        return None
+
+
+def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
+    """State of every process that holds CUDA state; "unknown" where the driver does not answer; empty without one.
+
+    NVML does not show suspended ones, so the driver is asked about each process that has libcuda mapped.
+    """
+    pids = candidates()
+    if not pids:
+        return {}
+    own = driver if driver is not None else gpu.Driver()
+    found: dict[int, str] = {}
+    try:
+        own.available()
+        for pid in pids:
+            if pid == os.getpid():
+                continue
+            try:
+                found[pid] = str(own.state(pid, timeout=2.0))
+            except (NoCudaState, NoSuchProcess):
+                continue
+            except LimosaError:
+                found[pid] = "unknown"
+    except GpuUnavailable:
+        return {}
+    finally:
+        if driver is None:
+            own.close()
+    return found
+
+
+def user_of(pid: int) -> str:
+    """The process's owner by name (or uid where it has none)."""
+    try:
+        uid = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def command_of(pid: int) -> list[str]:
+    """The argument vector, or the kernel's name for it in brackets."""
+    try:
+        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [part.decode(errors="replace") for part in data.rstrip(b"\0").split(b"\0")] if data else []
+
+
+def rfc3339(seconds: float) -> str:
+    """A time in seconds since the epoch as RFC 3339 in UTC."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def tree_of(root: Identity) -> list[Identity]:
+    """The job's processes, root first."""
+    return job_tree(root)

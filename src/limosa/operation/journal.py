@@ -1,0 +1,309 @@
+"""The journal: what an operation is about to do and has done, on disk before it is done.
+
+One file an operation (``<runtime>/<uid>/journals/<id>.jsonl``, 0600), a JSON line each: first the :class:`Header`,
+then a :class:`Record` for each begin and end of a step, each fsynced. Its writer holds an exclusive ``flock`` on it; a
+journal that can be locked has lost its operation, and ``recover`` works from what it says and from what the driver
+says. A finished operation removes its journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from limosa.process import records
+from limosa.process.identity import Identity
+
+_KIND = "journals"
+_LIMIT = 16 << 20  # bytes of a journal that are read
+
+
+class Member(msgspec.Struct, kw_only=True):
+    """A process of a job that holds CUDA state.
+
+    Attributes:
+        identity: pid and start time.
+        was: its state before the operation: "running", "locked" or "checkpointed".
+        home: the full identity map over the GPUs it can open (UUID → the same UUID).
+        map: the full map it is to be restored with; equal to ``home`` where nothing changes.
+        held: device memory in bytes by GPU UUID (context included), as NVML saw it.
+        root: the pid of the job it belongs to.
+    """
+
+    identity: Identity
+    was: str = "running"
+    home: dict[str, str] = {}
+    map: dict[str, str] = {}
+    held: dict[str, int] = {}
+    root: int = 0
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.identity.pid
+
+    @property
+    def changes_gpu(self) -> bool:
+        """Whether the map moves it to another GPU."""
+        return any(a != b for a, b in self.map.items())
+
+
+class Header(msgspec.Struct, kw_only=True):
+    """The first line of a journal.
+
+    Attributes:
+        id: the operation's id, also the journal's and the claim's file name.
+        operation: the verb.
+        roots: the jobs' topmost processes.
+        members: the processes that hold CUDA state, in locking order.
+        tree: every process of the job (for images).
+        controller: the process that works on it.
+        since: seconds since the epoch.
+        image: the image folder to be written or restored, or "".
+        draft: the temporary folder of a checkpoint, or "".
+        leave_running: a checkpoint's option.
+        boot: the kernel's boot id.
+    """
+
+    id: str
+    operation: str
+    roots: list[Identity]
+    members: list[Member] = []
+    tree: list[Identity] = []
+    controller: Identity
+    since: float = msgspec.field(default_factory=time.time)
+    image: str = ""
+    draft: str = ""
+    leave_running: bool = False
+    boot: str = ""
+
+
+class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One line: a step begins, is done, or has failed.
+
+    Attributes:
+        step: "lock", "checkpoint", "criu-dump", "commit", "criu-restore", "restore", "unlock", "undo" …
+        phase: "begin", "done", "failed" or "note".
+        pid: the process, or 0 for the whole job.
+        data: what recover needs to know ("criu": its identity, "nft_table", "image_id" …).
+    """
+
+    step: str
+    phase: str
+    pid: int = 0
+    time: float = 0.0
+    data: dict[str, Any] = {}
+
+
+class Journal:
+    """An operation's journal, open and locked by its writer."""
+
+    def __init__(self, path: Path, fd: int, header: Header, entries: list[Record]):
+        self.path, self._fd, self.header, self.records = path, fd, header, entries
+
+    @classmethod
+    def create(cls, header: Header) -> Journal:
+        """Writes the header of a new journal.
+
+        Raises:
+            OSError: no room, no permission.
+        """
+        header.boot = _boot()
+        path = records.own_folder(_KIND) / f"{header.id}.jsonl"
+        # Made and locked under another name: one that recover could find is locked from its first moment on.
+        part = path.with_suffix(".new")
+        fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            journal = cls(path, fd, header, [])
+            journal._write(header)
+            os.rename(part, path)
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except BaseException:
+            for name in (part, path):
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+            os.close(fd)
+            raise
+        return journal
+
+    @classmethod
+    def take(cls, path: Path) -> Journal | None:
+        """Opens the journal of a dead operation of the caller's own; None where somebody works on it, or it is gone.
+
+        A file that is not the caller's, no regular file, or not called what it says it is, is none.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            info = os.fstat(fd)
+            if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                parsed = _parse(os.pread(fd, _LIMIT, 0))
+                if parsed is not None and parsed[0].id == path.stem and path.exists():
+                    return cls(path, fd, *parsed)
+        except OSError:
+            pass
+        os.close(fd)
+        return None
+
+    @property
+    def of_another_boot(self) -> bool:
+        """Whether the machine was started again since: no process that it names lives."""
+        return self.header.boot != _boot()
+
+    def note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
+        """Appends a record and syncs it.
+
+        Raises:
+            OSError: the journal cannot be written: the operation must not go on.
+        """
+        record = Record(step=step, phase=phase, pid=pid, time=time.time(), data=data)
+        self._write(record)
+        self.records.append(record)
+
+    def try_note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
+        """As ``note``, for what is done whether it can be written down or not."""
+        with contextlib.suppress(OSError):
+            self.note(step, phase, pid, **data)
+
+    def rewrite_header(self) -> None:
+        """Appends the header again after a change; the last one counts."""
+        self._write(self.header)
+
+    def _write(self, line: Header | Record) -> None:
+        tag = {"header": line} if isinstance(line, Header) else line
+        data = msgspec.json.encode(tag) + b"\n"
+        if (written := os.write(self._fd, data)) != len(data):
+            # Half a line would hide all that come after it.
+            os.ftruncate(self._fd, os.fstat(self._fd).st_size - written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        os.fsync(self._fd)
+
+    def last(self, step: str, pid: int | None = None) -> Record | None:
+        """The newest record of that step (of that process)."""
+        return next((r for r in reversed(self.records) if r.step == step and pid in (None, r.pid)), None)
+
+    def began(self, step: str, pid: int | None = None) -> bool:
+        """Whether that step was begun (of that process)."""
+        return self.last(step, pid) is not None
+
+    def finish(self) -> None:
+        """Removes the journal: nothing is left to recover."""
+        try:
+            os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the journal and leaves it for ``recover``."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """A journal in a sentence, for people and for ``-o json``."""
+
+    id: str
+    operation: str
+    pids: list[int]
+    step: str
+    text: str
+    alive: bool
+    owner: int
+
+
+def under_way() -> list[Summary]:
+    """Every journal that the caller may read, with what it says was done last."""
+    found = []
+    for owner, folder in records.folders(_KIND):
+        for path in sorted(folder.glob("*.jsonl")):
+            data = records.read_owned(path, owner)
+            parsed = _parse(data) if data else None
+            if parsed is None or parsed[0].id != path.stem:
+                continue
+            header, entries = parsed
+            last = entries[-1] if entries else None
+            step = f"{last.step} {last.phase}" if last else "planned"
+            pids = [r.pid for r in header.roots]
+            where = f", image {header.image}" if header.image else ""
+            text = f"{header.operation} of {', '.join(map(str, pids)) or 'an image'}: last step {step}{where}"
+            found.append(
+                Summary(
+                    id=header.id,
+                    operation=header.operation,
+                    pids=pids,
+                    step=step,
+                    text=text,
+                    alive=header.boot == _boot() and header.controller.alive(),
+                    owner=owner,
+                )
+            )
+    return found
+
+
+def dead(only: str | None = None) -> Iterator[Journal]:
+    """The journals, taken one at a time, of the caller's operations that nobody works on any more.
+
+    Root's own as well: what another user's journal says is not believed with root's rights (``recover`` has that user
+    look at it).
+
+    Args:
+        only: the id of the one to look for.
+    """
+    folder = records.own_folder(_KIND)
+    for path in sorted(folder.glob("*.jsonl")):
+        if only is None or path.stem == only:
+            journal = Journal.take(path)
+            if journal is not None:
+                yield journal
+
+
+def dead_of_others() -> list[Summary]:
+    """What other users' dead operations left, for root."""
+    return [s for s in under_way() if not s.alive and s.owner != os.geteuid()] if os.geteuid() == 0 else []
+
+
+def path_of(operation_id: str) -> Path:
+    """Where the caller's journal of that id lies."""
+    return records.own_folder(_KIND) / f"{operation_id}.jsonl"
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class _HeaderLine(msgspec.Struct):
+    header: Header
+
+
+def _parse(data: bytes) -> tuple[Header, list[Record]] | None:
+    """Header and records; a last line torn by a crash is dropped."""
+    header: Header | None = None
+    entries: list[Record] = []
+    for line in data.split(b"\n"):
+        try:
+            if line.startswith(b'{"header"'):
+                header = msgspec.json.decode(line, type=_HeaderLine).header
+            elif line:
+                entries.append(msgspec.json.decode(line, type=Record))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            break
+    return (header, entries) if header is not None else None

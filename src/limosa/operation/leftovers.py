@@ -1,0 +1,80 @@
+"""What a CRIU that was killed leaves: its nftables table, connected sockets in repair mode, the rest of a tree.
+
+A CRIU that fails by itself takes both away. One that is killed cannot: the job's connections would stand still, each
+call on them answered with EPERM, until somebody does it in its place. Its log names the run from its first line on, so
+nothing has to be written down for this beforehand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Iterable
+
+from limosa.errors import LimosaError
+from limosa.process.criu import network
+from limosa.process.criu.find import find as find_criu
+from limosa.process.criu.program import Criu
+from limosa.process.criu.run import DUMP_LOG
+from limosa.process.criu.stats import read_at
+from limosa.process.identity import Handle, Identity
+
+_RUN_ID = re.compile(rb"CRIU run id = ([0-9A-Za-z-]{8,40})")
+_SHORTEST = 8  # characters of a run id that tell one run from all others
+_FAMILY = "inet "  # CRIU's tables are of this family; manifests name them without it
+
+
+def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: Criu | None = None) -> None:
+    """Gives a living job its network back after a dump that did not end by itself; harmless after any other.
+
+    Args:
+        tree: the job's processes.
+        log_fd: the folder with CRIU's log of that dump, or -1 where there is none any more.
+        root_pid: the job's topmost process.
+        criu: whose ``nft`` to use; None: one that works here.
+    """
+    for table in tables_of(log_fd, root_pid, criu):
+        remove_table(table, criu)
+    for identity in tree:
+        if identity.alive():
+            with contextlib.suppress(LimosaError, OSError):
+                network.leave_repair(identity.pid)
+
+
+def end_rest(tree: Iterable[Identity]) -> None:
+    """Ends what lives on of a job whose root CRIU has ended after its image was committed: the image is the copy."""
+    for identity in tree:
+        with contextlib.suppress(LimosaError), Handle(identity) as handle:
+            handle.signal(signal.SIGKILL)
+
+
+def remove_table(table: str, criu: Criu | None = None) -> None:
+    """Removes a table that CRIU left in nftables; one that is not there is no error.
+
+    Args:
+        table: its name, with or without "inet".
+        criu: whose ``nft`` to use; None: one that works here.
+    """
+    with contextlib.suppress(LimosaError, OSError):
+        name = table if table.startswith(_FAMILY) else _FAMILY + table
+        network.remove_table(criu or find_criu(), name)
+
+
+def tables_of(log_fd: int, root_pid: int = 0, criu: Criu | None = None) -> list[str]:
+    """The tables there are of the run that wrote this log: its id is cut short in their name; before 4.2 the pid.
+
+    Args:
+        log_fd: the folder with the log, or -1.
+        root_pid: the job's topmost process; 0 where it is not known.
+        criu: whose ``nft`` to use; None: one that works here.
+    """
+    said = _RUN_ID.search(read_at(log_fd, DUMP_LOG, 1 << 12)) if log_fd >= 0 else None
+    run_id = said[1].decode() if said else ""
+    found = []
+    with contextlib.suppress(LimosaError, OSError):
+        for table in network.tables(criu or find_criu()):
+            name = table.removeprefix(f"{_FAMILY}CRIU-")
+            if name == str(root_pid) or (len(name) >= _SHORTEST and run_id.startswith(name)):
+                found.append(table)
+    return found

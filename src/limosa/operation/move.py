@@ -1,0 +1,552 @@
+"""``move``, ``suspend``, ``resume`` and ``toggle``: the verbs that need nothing but the driver.
+
+move: lock → checkpoint → restore(map) → unlock. suspend: its first half. resume: its second half. Several jobs are
+planned together and done one after another, each with a result of its own; ``swap`` does two as one, because neither
+fits before the other has left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from limosa import gpu
+from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, PauseTooLong, Reason, Refused, UsageError
+from limosa.operation import driver_steps, estimate, room
+from limosa.operation.claims import Claim, machine_lock
+from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.journal import Header, Member
+from limosa.operation.prepare import Prepared, Where, apply_force, as_reason, find_members, look
+from limosa.operation.results import JobResult, Outcome, Plan
+from limosa.operation.work import Work, myself
+from limosa.process.candidates import may_use_cuda
+from limosa.process.identity import Identity
+from limosa.process.records import SuspendRecord
+from limosa.progress import ProgressFn, silent
+
+TRIES = 3
+"""How often a job is tried that grows while it is being locked."""
+
+
+class _How(NamedTuple):
+    """What all verbs can be told, in one piece."""
+
+    max_pause: float | None
+    force: Collection[str]
+    dry_run: bool
+    timeout: float | None
+    progress: ProgressFn
+    cancel: threading.Event | None
+
+    def work(self, operation: str) -> Work:
+        return Work(
+            operation, timeout=self.timeout, max_pause=self.max_pause, progress=self.progress, cancel=self.cancel
+        )
+
+
+class Grew(LimosaError):
+    """The job is not what was looked at: a process of it got a CUDA context, or somebody has suspended or moved it."""
+
+    id, exit_code, template = "grew", 19, "the job keeps changing while it is looked at: processes {pids}"
+
+
+def move(
+    jobs: JobLike | Sequence[JobLike],
+    *,
+    to: str | None = None,
+    source: str | None = None,
+    gpu_map: str | Mapping[str, str] | None = None,
+    swap: bool = False,
+    max_pause: float | None = None,
+    force: Collection[str] = (),
+    dry_run: bool = False,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+) -> list[Outcome]:
+    """Moves jobs to other GPUs; they go on where they were, on the new GPU, with the same addresses and data.
+
+    Args:
+        jobs: one job or several; with ``swap`` exactly two.
+        to: the destination GPU: index, UUID or PCI bus id.
+        source: the GPU to clear, where a job is on several.
+        gpu_map: instead of ``to``: what changes, "0=1,1=0" or a mapping; completed to the full permutation.
+        swap: two jobs change places, also when both GPUs are full.
+        max_pause: seconds a job may stand still; refused beforehand by estimate.
+        force: ids of reasons to treat as warnings.
+        dry_run: only plan; outcomes carry plans.
+        timeout: seconds for each job; then everything is undone.
+        progress: told of steps and bytes.
+        cancel: set it to stop and undo.
+
+    Returns:
+        An outcome a job. With several jobs an error is in ``Outcome.error``.
+
+    Raises:
+        LimosaError: with one job, whatever kept it from being moved; the exit code says what state it is in.
+    """
+    where = Where(to=to, source=source, gpu_map=gpu_map)
+    if swap:
+        if to or source or gpu_map is not None:
+            raise InvalidMap(detail="--swap takes no destination and no map")
+        return _swap(jobs, _How(max_pause, force, dry_run, timeout, progress, cancel))
+    if to is None and gpu_map is None:
+        raise UsageError(detail="where to? name a GPU with --to, or a map with --map")
+    return _each("move", jobs, where, _How(max_pause, force, dry_run, timeout, progress, cancel))
+
+
+def suspend(
+    jobs: JobLike | Sequence[JobLike],
+    *,
+    max_pause: float | None = None,
+    force: Collection[str] = (),
+    dry_run: bool = False,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+) -> list[Outcome]:
+    """Puts jobs aside: their device memory goes to host memory, the GPUs are free for others. See :func:`move`.
+
+    Suspending a suspended job succeeds with ``already``.
+    """
+    return _each("suspend", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel))
+
+
+def resume(
+    jobs: JobLike | Sequence[JobLike],
+    *,
+    to: str | None = None,
+    source: str | None = None,
+    gpu_map: str | Mapping[str, str] | None = None,
+    max_pause: float | None = None,
+    force: Collection[str] = (),
+    dry_run: bool = False,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+) -> list[Outcome]:
+    """Brings suspended jobs back, on their GPU or on another. See :func:`move`.
+
+    Where the memory does not fit nothing is tried and the job stays suspended (14). Resuming a running job succeeds
+    with ``already``.
+    """
+    where = Where(to=to, source=source, gpu_map=gpu_map)
+    return _each("resume", jobs, where, _How(max_pause, force, dry_run, timeout, progress, cancel))
+
+
+def toggle(
+    jobs: JobLike | Sequence[JobLike],
+    *,
+    max_pause: float | None = None,
+    force: Collection[str] = (),
+    dry_run: bool = False,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+) -> list[Outcome]:
+    """Suspends running jobs and resumes suspended ones; a tree of which a part runs is suspended. See :func:`move`."""
+    return _each("toggle", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel))
+
+
+def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
+    """The exit code for several jobs: 40, else 41, else 1, else the first failure's, else 0."""
+    codes = [o.error.exit_code if o.error else (o.plan.exit_code if o.plan else 0) for o in outcomes]
+    for code in (40, 41, 1):
+        if code in codes:
+            return code
+    return next((c for c in codes if c), 0)
+
+
+# --- planning -------------------------------------------------------------------------------------------------
+
+
+def look_at(
+    verb: str,
+    which: Job,
+    driver: gpu.Driver,
+    where: Where,
+    *,
+    force: Collection[str],
+    max_pause: float | None = None,
+    check_room: bool = True,
+    freed: Mapping[str, int] | None = None,
+) -> Prepared:
+    """Plans one verb for one job.
+
+    Args:
+        verb: "move", "suspend", "resume" or "toggle".
+        which: the job.
+        driver: asked for states.
+        where: where it is to go.
+        force: ids of reasons that become warnings.
+        max_pause: seconds.
+        check_room: False for a swap, where room is looked at for both together.
+        freed: bytes by GPU UUID that jobs planned before this one will have freed (negative: taken).
+    """
+    common = {"driver": driver, "where": where, "force": force, "check_room": check_room, "freed": freed}
+    prepared = look(verb, which, **common)  # type: ignore[arg-type]
+    if verb == "toggle":
+        prepared = look(_toggled(prepared), which, **common)  # type: ignore[arg-type]
+    operation = prepared.operation
+    extra: list[Reason] = []
+    if not prepared.members and not any(r.refuses for r in prepared.reasons):
+        text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {operation}"
+        hint = "limosa checkpoint writes it to disk"
+        extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))
+    for member in prepared.members:
+        if member.was == "locked":
+            text = f"process {member.pid} is locked by somebody; it will be unlocked"
+            extra.append(Reason(id="locked", text=text, pid=member.pid))
+    cost = estimate.of(operation, prepared.members)
+    too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
+    if too_long and not is_done(operation, prepared):
+        extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
+    prepared.reasons += apply_force(extra, force)
+    if is_done(operation, prepared):
+        prepared.steps = []
+        # Nothing will be touched, so nothing can stand against it but not being allowed to look.
+        prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
+    else:
+        prepared.steps = steps_of(operation, prepared)
+    return prepared
+
+
+def pause_reason(estimated: float, limit: float) -> Reason:
+    """``--max-pause`` refuses by estimate."""
+    error = PauseTooLong(estimate=estimated, limit=limit)
+    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
+
+
+def _toggled(prepared: Prepared) -> str:
+    return "resume" if prepared.states == {"checkpointed"} else "suspend"
+
+
+def is_done(operation: str, prepared: Prepared) -> bool:
+    """Whether the job is already as the verb wants it."""
+    if not prepared.members:
+        return False
+    if operation == "suspend":
+        return prepared.states == {"checkpointed"}
+    if prepared.inventory is None:
+        return False  # where it is cannot be told
+    if operation == "resume":
+        return prepared.states == {"running"} and not any(m.changes_gpu for m in prepared.members)
+    return prepared.states == {"running"} and not any(_leaves(m) for m in prepared.members)
+
+
+def _leaves(member: Member) -> bool:
+    return any(member.map.get(u, u) != u for u in member.held)
+
+
+def steps_of(operation: str, prepared: Prepared) -> list[str]:
+    """The steps in words."""
+    awake = [m.pid for m in prepared.members if m.was != "checkpointed"]
+    pids = ", ".join(str(m.pid) for m in prepared.members)
+    steps = []
+    if operation in ("move", "suspend") and awake:
+        asleep = ", ".join(map(str, awake))
+        steps += [f"lock {asleep}", f"checkpoint {asleep}: device memory to host memory"]
+    if operation in ("move", "resume"):
+        changed = {a: b for m in prepared.members for a, b in m.map.items() if a != b}
+        index = {g.uuid: g.index for g in prepared.inventory.gpus} if prepared.inventory else {}
+        told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
+        steps += [f"restore {pids}" + (f" with {told}" if told else ""), f"unlock {pids}"]
+    return steps
+
+
+# --- doing ----------------------------------------------------------------------------------------------------
+
+
+def _each(verb: str, jobs: JobLike | Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
+    single = isinstance(jobs, (int, str)) or not isinstance(jobs, Sequence)
+    likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
+
+    if single:
+        return [_one(verb, job(likes[0]), where, how) if not how.dry_run else _plans(verb, likes, where, how)[0]]
+    plans = _plans(verb, likes, where, how)
+    if how.dry_run:
+        return plans
+    # All are planned before one is touched: what cannot be done is refused now, the others are done in turn.
+    return [_planned(verb, like, where, how, planned) for like, planned in zip(likes, plans, strict=True)]
+
+
+def _planned(verb: str, like: JobLike, where: Where, how: _How, planned: Outcome) -> Outcome:
+    """Does what was planned for one of several jobs; its error is a part of the result."""
+    if planned.error is not None:
+        return Outcome(pid=planned.pid, error=planned.error)
+    assert planned.plan is not None
+    if planned.plan.verdict != "ok":
+        return Outcome(pid=planned.pid, error=Refused(planned.plan.reasons))
+    try:
+        return _one(verb, job(like), where, how)
+    except LimosaError as error:
+        return Outcome(pid=planned.pid, error=error)
+
+
+def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
+    """Plans all jobs in their order, each knowing what those before it free and take."""
+    freed: dict[str, int] = {}
+    outcomes = []
+    driver = gpu.Driver()
+    try:
+        for like in likes:
+            try:
+                which = job(like)
+                prepared = look_at(verb, which, driver, where, force=how.force, max_pause=how.max_pause, freed=freed)
+            except LimosaError as error:
+                refused = Plan(operation=verb, pid=_pid_of(like), verdict="refused", reasons=[as_reason(error)])
+                outcomes.append(Outcome(pid=_pid_of(like), error=None if how.dry_run else error, plan=refused))
+                continue
+            plan = prepared.as_plan()
+            outcomes.append(Outcome(pid=which.root.pid, plan=plan))
+            if plan.verdict == "ok" and not is_done(prepared.operation, prepared):
+                for uuid, size in room.held_now(prepared.members).items():
+                    freed[uuid] = freed.get(uuid, 0) + size
+                if prepared.operation != "suspend":
+                    for uuid, size in room.needs(prepared.members).items():
+                        freed[uuid] = freed.get(uuid, 0) - size
+    finally:
+        driver.close()
+    return outcomes
+
+
+def _pid_of(like: JobLike) -> int:
+    """The pid that was named; 0 for a name that nobody has."""
+    if isinstance(like, Job):
+        return like.root.pid
+    if isinstance(like, Identity):
+        return like.pid
+    return int(like) if str(like).isdigit() else 0
+
+
+def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:
+    for attempt in range(TRIES):
+        try:
+            with how.work(verb) as work:
+                with work.timed("plan", "looking"):
+                    prepared = look_at(verb, which, work.driver, where, force=how.force, max_pause=how.max_pause)
+                    prepared.refuse()
+                work.operation = prepared.operation
+                if is_done(prepared.operation, prepared):
+                    result = result_of(work, prepared, already=True)
+                else:
+                    transfer(work, [prepared])
+                    result = result_of(work, prepared)
+            result.timings = work.timings
+            return Outcome(pid=which.root.pid, result=result)
+        except Grew:
+            if attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
+    likes = list(jobs) if isinstance(jobs, Sequence) and not isinstance(jobs, str) else []
+    if len(likes) != 2:
+        raise UsageError(detail="--swap takes two jobs")
+    pair = [job(likes[0]), job(likes[1])]
+    try:
+        return _exchange(pair, how)
+    except LimosaError as error:
+        return [Outcome(pid=which.root.pid, error=error) for which in pair]
+
+
+def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
+    """Two jobs as one operation: both change places, or both are as they were."""
+    for attempt in range(TRIES):
+        try:
+            with how.work("move") as work:
+                with work.timed("plan", "looking"):
+                    prepared = _look_at_swap(pair, work.driver, how)
+                if how.dry_run:
+                    return [Outcome(pid=p.root.pid, plan=p.as_plan()) for p in prepared]
+                for p in prepared:
+                    p.refuse()
+                transfer(work, prepared)
+                results = [result_of(work, p) for p in prepared]
+            for result in results:
+                result.timings = dict(work.timings)
+            return [Outcome(pid=r.pid, result=r) for r in results]
+        except Grew:
+            if attempt == TRIES - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _look_at_swap(pair: Sequence[Job], driver: gpu.Driver, how: _How) -> list[Prepared]:
+    """Plans two jobs changing places: each goes where the other is; room counts what the other leaves."""
+    first = [look("move", which, driver=driver, force=how.force, check_room=False) for which in pair]
+    sides = [{u for m in p.members for u in m.held} for p in first]
+    if any(len(side) != 1 for side in sides) or sides[0] == sides[1]:
+        error = InvalidMap(detail="--swap needs two jobs, each holding memory on one GPU, not on the same")
+        for p in first:
+            p.reasons.append(as_reason(error))
+        return first
+    a, b = next(iter(sides[0])), next(iter(sides[1]))
+    change = {a: b, b: a}
+    where = Where(gpu_map=change)
+    prepared = [
+        look_at("move", w, driver, where, force=how.force, max_pause=how.max_pause, check_room=False) for w in pair
+    ]
+    inventory = prepared[0].inventory
+    members = [m for p in prepared for m in p.members]
+    if inventory is not None:
+        vacated = room.held_now(members)
+        short = room.shortage(inventory, members, "", vacated=vacated)
+        if short:
+            hint = "make room there (limosa ps shows who holds it)"
+            prepared[0].reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
+    return prepared
+
+
+def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
+    """Does ``move``, ``suspend`` or ``resume`` for one job, or for several as one."""
+    operation = prepared[0].operation
+    members = [m for p in prepared for m in p.members]
+    begin(work, prepared, members)
+    refuse_stale(work, prepared)
+    work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
+    if operation in ("move", "suspend"):
+        stand_still(work, prepared, members)
+    else:
+        work.pause_begins()
+    if operation == "suspend":
+        work.check()
+        driver_steps.leave_suspended(members)
+        work.pause_ends()
+        work.drop("driver")
+        return
+    # A resume is all of its pause; a move has spent the larger part: from here going on is the shorter way.
+    work.check()
+    asleep = [m for m in members if operation == "move" or m.was == "checkpointed"]
+    driver_steps.restore(work, asleep)
+    driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
+    work.drop("driver")
+    for p in prepared:
+        record = SuspendRecord.of(p.root)
+        if record is not None:
+            record.forget()
+
+
+def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
+    """Claims the jobs and their destination, and opens the journal."""
+    header = Header(
+        id=work.id,
+        operation=prepared[0].operation,
+        roots=[p.root for p in prepared],
+        members=list(members),
+        tree=[i for p in prepared for i in p.tree],
+        controller=myself(),
+    )
+    coming = prepared[0].operation in ("move", "resume")
+    claim = Claim(
+        id=work.id,
+        operation=prepared[0].operation,
+        holder=header.controller,
+        pids=header.tree,
+        gpus=room.needs(members) if coming else {},
+    )
+
+    def room_is_there() -> None:
+        if coming and members:
+            short = room.shortage(gpu.inventory(), members, work.id, vacated=room.held_now(members))
+            if short:
+                raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+
+    work.begin(header, claim, room_is_there)
+
+
+def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
+    """Looks, with the claim and before there is anything to undo, whether somebody worked on it since it was looked at.
+
+    Call it before the driver's undo is registered: that would undo what the other has done.
+
+    Raises:
+        Grew: a process has another state, or is suspended on another GPU, than it was planned from.
+    """
+    for p in prepared:
+        record = SuspendRecord.of(p.root)
+        for member in p.members:
+            if driver_steps.settled_state(work.driver, member.pid, work.progress) != member.was:
+                raise Grew(pids=str(member.pid))
+            if (
+                member.was == "checkpointed"
+                and record is not None
+                and record.held.get(str(member.pid), {}) != member.held
+            ):
+                raise Grew(pids=str(member.pid))
+
+
+def stand_still(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
+    """Locks all, looks whether a job has grown, and checkpoints all."""
+    driver_steps.lock(work, members)
+    for p in prepared:
+        refuse_growth(work.driver, p)
+    if members:
+        _weigh_again(work, prepared[0].operation, members)
+    work.check()
+    work.check_pause(estimate.checkpoint_seconds(members) + estimate.restore_seconds(members), estimate.LOCK_FIXED)
+    if work.claim is not None:  # the way back is spoken for as well, from the moment others could take it
+        for uuid, size in room.needs(members, home=True).items():
+            work.claim.gpus[uuid] = max(work.claim.gpus.get(uuid, 0), size)
+        work.claim.save()
+    driver_steps.checkpoint(work, members)
+
+
+def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
+    """Looks whether more processes of the job hold CUDA state than when it was planned.
+
+    Any process that has libcuda mapped is asked, also one that was there before. What has none does not count: a
+    DataLoader may start workers at any time.
+
+    Raises:
+        Grew: naming them.
+    """
+    known = {m.identity for m in prepared.members}
+    others = [i for i in tree_of(prepared.root) if i not in known and may_use_cuda(i.pid)]
+    grown = find_members(driver, prepared.root, others, None)[0] if others else []
+    if grown:
+        raise Grew(pids=", ".join(str(m.pid) for m in grown))
+
+
+def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
+    """A locked job can allocate nothing more: what it holds now must fit, and be where it was planned from.
+
+    Raises:
+        Grew: it has changed GPUs since it was looked at.
+        NoRoomOnGpu: it has grown, and does not fit any more.
+    """
+    inventory = gpu.inventory()
+    for member in members:
+        if member.was != "checkpointed":
+            held = inventory.held({member.pid})
+            if set(held) != set(member.held):
+                raise Grew(pids=str(member.pid))
+            member.held = held
+    if work.journal is not None:
+        work.journal.rewrite_header()
+    if operation == "move" and work.claim is not None:
+        with machine_lock():
+            short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
+            if short:
+                raise NoRoomOnGpu(detail=short, hint="the job has grown since it was looked at")
+            work.claim.gpus = room.needs(members)
+            work.claim.save()
+
+
+def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobResult:
+    """The result for one job."""
+    operation = prepared.operation
+    map_ = {a: b for m in prepared.members for a, b in m.map.items()}
+    return JobResult(
+        operation=operation,
+        pid=prepared.root.pid,
+        name=prepared.job.name,
+        state="checkpointed" if operation == "suspend" else "running",
+        map={} if already or operation == "suspend" else map_,
+        timings=work.timings,
+        bytes=0 if already else estimate.device_bytes(prepared.members),
+        already=already,
+        warnings=[*work.warnings, *prepared.warnings()],
+    )

@@ -1,0 +1,30 @@
+"""What the driver's worker starts when its controller has died in the middle: recover that one operation, silently."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from limosa.operation import claims, journal
+from limosa.operation.recover import recover
+
+
+def main() -> int:
+    """Waits until the dead controller's journal can be taken (moments), then recovers it."""
+    operation_id = sys.argv[1]
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        results = recover(only=operation_id)
+        if results:
+            return max(r.exit_code for r in results)
+        if not journal.path_of(operation_id).exists():
+            for claim in claims.stale():  # died between the end of its journal and that of its claim
+                if claim.id == operation_id:
+                    claim.release()
+            return 0
+        time.sleep(0.05)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

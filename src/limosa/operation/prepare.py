@@ -1,0 +1,355 @@
+"""``plan``: look at everything that could go wrong before anything is touched, and say it in words.
+
+:func:`look` reads the job, the driver and NVML and returns a :class:`Prepared`: who the members are, their maps, every
+reason against the operation, its steps and its cost. All verbs start from it; ``plan`` shows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import (
+    GpuUnavailable,
+    InvalidMap,
+    LimosaError,
+    NoCudaState,
+    NoSuchProcess,
+    OwnAncestor,
+    PermissionDenied,
+    Reason,
+    Refused,
+    UsageError,
+)
+from limosa.operation import claims, estimate, room
+from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.journal import Member
+from limosa.operation.refusals import gpu_refusals
+from limosa.operation.results import Plan
+from limosa.process import hazards, records
+from limosa.process.identity import Identity, refuse_ancestor
+from limosa.process.observe import JobObservation, observe
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job is to go: at most one of ``to`` and ``gpu_map``.
+
+    Attributes:
+        to: a GPU (index, UUID, PCI bus id).
+        source: the GPU to clear (``--from``), needed where the job is on several.
+        gpu_map: what changes, "0=1,1=0" or a mapping.
+    """
+
+    to: str | None = None
+    source: str | None = None
+    gpu_map: str | Mapping[str, str] | None = None
+
+
+class Prepared(msgspec.Struct, kw_only=True):
+    """What ``look`` found out about one job and one verb."""
+
+    operation: str
+    job: Job
+    tree: list[Identity]
+    members: list[Member] = []
+    observation: JobObservation | None = None
+    inventory: gpu.Inventory | None = None
+    reasons: list[Reason] = []
+    steps: list[str] = []
+    host_bytes: int = 0
+    leave_running: bool = False
+
+    @property
+    def states(self) -> set[str]:
+        """The states of its members before the operation."""
+        return {m.was for m in self.members}
+
+    @property
+    def root(self) -> Identity:
+        """The job's topmost process."""
+        return self.job.root
+
+    def refuse(self) -> None:
+        """Raises what forbids the operation, if anything does.
+
+        Raises:
+            Refused: with id and exit code of the first reason.
+        """
+        if any(r.refuses for r in self.reasons):
+            error = Refused(self.reasons)
+            error.job_state = (
+                next(iter(self.states)) if len(self.states) == 1 else "mixed" if self.states else "running"
+            )
+            raise error
+
+    def warnings(self) -> list[Reason]:
+        """What was found and does not forbid it."""
+        return [r for r in self.reasons if not r.refuses]
+
+    def as_plan(self) -> Plan:
+        """The result of ``plan`` and ``--dry-run``."""
+        refused = any(r.refuses for r in self.reasons)
+        maps = {a: b for m in self.members for a, b in m.map.items()}
+        return Plan(
+            operation=self.operation,
+            pid=self.root.pid,
+            name=self.job.name,
+            verdict="refused" if refused else "ok",
+            reasons=sorted(self.reasons, key=lambda r: not r.refuses),
+            steps=self.steps,
+            estimate=estimate.of(self.operation, self.members, self.host_bytes, self.leave_running),
+            map=maps,
+            way="driver" if self.members else "host",
+        )
+
+
+def plan(verb: str, like: JobLike, **options: Any) -> Plan:
+    """What a verb would do to a job, and what stands against it. Touches nothing.
+
+    Args:
+        verb: "move", "suspend", "resume", "toggle" or "checkpoint".
+        like: the job.
+        **options: the verb's own (``to``, ``source``, ``gpu_map``, ``force``; for checkpoint ``output``,
+            ``leave_running`` and CRIU's).
+
+    Raises:
+        NoSuchProcess: there is no such job.
+        UsageError: no such verb or option.
+    """
+    from limosa.operation.checkpoint_plan import Options
+    from limosa.operation.checkpoint_plan import look_at as look_at_checkpoint
+    from limosa.operation.move import look_at
+
+    which = job(like)
+    driver = gpu.Driver()
+    try:
+        if verb == "checkpoint":
+            return look_at_checkpoint(which, driver, Options(**options)).as_plan()
+        if verb not in ("move", "suspend", "resume", "toggle"):
+            raise UsageError(detail=f"no plan for {verb!r}: move, suspend, resume, toggle or checkpoint")
+        where = Where(**{k: options.pop(k, None) for k in ("to", "source", "gpu_map")})
+        force, limit = options.pop("force", ()), options.pop("max_pause", None)
+        if options:
+            raise UsageError(detail=f"{verb} has no option {', '.join(options)}")
+        return look_at(verb, which, driver, where, force=force, max_pause=limit).as_plan()
+    finally:
+        driver.close()
+
+
+def plan_restore(image: str | os.PathLike[str], **options: Any) -> Plan:
+    """What restoring an image would do, and what stands against it."""
+    from limosa.operation.restore_plan import Options, look_at
+
+    return look_at(image, Options(**options))
+
+
+def look(
+    operation: str,
+    which: Job,
+    *,
+    driver: gpu.Driver,
+    where: Where = Where(),  # noqa: B008 - frozen
+    force: Collection[str] = (),
+    more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: (),
+    leave_running: bool = False,
+    check_room: bool = True,
+    probe_memory: bool = True,
+    freed: Mapping[str, int] | None = None,
+) -> Prepared:
+    """Reads everything about one job for one verb; raises only where the job itself cannot be read.
+
+    Args:
+        operation: the verb.
+        which: the job.
+        driver: asked for states.
+        where: where it is to go.
+        force: ids of reasons that become warnings.
+        more: further reasons from the observation and the members (an image's).
+        leave_running: a checkpoint's option.
+        check_room: False where several jobs change places and room is looked at for all of them together.
+        freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
+        probe_memory: where host memory looks short, touch and free what is missing and look again.
+
+    Raises:
+        NoSuchProcess: it is gone, or a zombie.
+        PermissionDenied: it cannot be read.
+    """
+    which.root.check()
+    try:
+        refuse_ancestor(which.root)
+    except OwnAncestor as error:
+        return Prepared(operation=operation, job=which, tree=[which.root], reasons=[as_reason(error)])
+    tree = tree_of(which.root)
+    observation = observe(which.root)
+    prepared = Prepared(operation=operation, job=which, tree=tree, observation=observation, leave_running=leave_running)
+    reasons: list[Reason] = list(hazards.common_hazards(observation))
+    reasons += busy(tree)
+    prepared.members, asked = find_members(driver, which.root, tree, observation)
+    reasons += asked
+    if prepared.members:
+        try:
+            prepared.inventory = gpu.inventory()
+            fill_in(prepared, where)
+            reasons += gpu_refusals(
+                prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
+            )
+        except (GpuUnavailable, InvalidMap, UsageError) as error:
+            reasons.append(as_reason(error))
+        branch = prepared.inventory.driver_major if prepared.inventory is not None else None
+        reasons += hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
+        if operation != "resume":
+            needed = {m.pid: sum(m.held.values()) for m in prepared.members if m.was != "checkpointed"}
+            reasons += hazards.memory_hazards(observation, needed, probe=probe_memory)
+        if operation in ("move", "resume") and check_room and prepared.inventory is not None:
+            vacated = room.held_now(prepared.members)
+            for uuid, size in (freed or {}).items():
+                vacated[uuid] = vacated.get(uuid, 0) + size
+            short = room.shortage(prepared.inventory, prepared.members, "", vacated=vacated)
+            if short:
+                hint = "make room there (limosa ps shows who holds it), or choose another GPU"
+                reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
+    prepared.host_bytes = max(0, sum(p.rss_anon + p.shm_bytes for p in observation.processes))
+    reasons += more(observation, prepared.members)
+    prepared.reasons = apply_force(reasons, force)
+    return prepared
+
+
+def find_members(
+    driver: gpu.Driver, root: Identity, tree: Sequence[Identity], observation: JobObservation | None
+) -> tuple[list[Member], list[Reason]]:
+    """Asks the driver which processes of the tree hold CUDA state.
+
+    One that cannot be asked is kept as a reason: what the others hold is known all the same.
+    """
+    loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
+    members: list[Member] = []
+    reasons: list[Reason] = []
+    for identity in tree:
+        if identity.pid not in loaded:
+            continue
+        try:
+            state = str(driver.state(identity.pid, timeout=5.0))
+        except (NoCudaState, NoSuchProcess):
+            continue
+        except LimosaError as error:
+            reasons.append(
+                Reason(
+                    id="cannot-be-asked",
+                    text=f"the driver does not tell the state of process {identity.pid}: {error}",
+                    exit_code=11 if isinstance(error, PermissionDenied) else 12,
+                    hint="limosa doctor",
+                    pid=identity.pid,
+                )
+            )
+            continue
+        if state not in ("running", "locked", "checkpointed"):
+            reasons.append(
+                Reason(
+                    id="state",
+                    text=f"process {identity.pid} is {state}: the driver can do nothing with it",
+                    exit_code=12,
+                    pid=identity.pid,
+                )
+            )
+        members.append(Member(identity=identity, was=state, root=root.pid))
+    return members, reasons
+
+
+def fill_in(prepared: Prepared, where: Where) -> None:
+    """Completes the members: what they hold, which GPUs they can open, where they go.
+
+    Raises:
+        InvalidMap: the map cannot be.
+        UnknownGpu: no such GPU.
+        UsageError: the source is not clear.
+    """
+    inventory = prepared.inventory
+    assert inventory is not None
+    record = records.SuspendRecord.of(prepared.root)
+    for member in prepared.members:
+        openable = gpu.openable(inventory, member.pid)
+        member.held = inventory.held({member.pid})
+        member.home = {g.uuid: g.uuid for g in openable}
+        if member.was == "checkpointed" and record is not None:
+            member.held = dict(record.held.get(str(member.pid), {}))
+        elif member.was == "checkpointed":
+            prepared.reasons.append(_unknown_size(member))
+        member.map = dict(member.home)
+    job_held: dict[str, int] = {}
+    for member in prepared.members:
+        for uuid, size in member.held.items():
+            job_held[uuid] = job_held.get(uuid, 0) + size
+    changes = changes_of(inventory, where, job_held)
+    if not changes:
+        return
+    for member in prepared.members:
+        openable = gpu.openable(inventory, member.pid)
+        names = {g.uuid for g in openable}
+        own = {a: b for a, b in changes.items() if a in names or b in names}
+        if own:
+            full = gpu.complete_map(own, openable, job_held, inventory.gpus)
+            member.map = {a: full.get(b, b) for a, b in member.home.items()}
+
+
+def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
+    """What the user wants changed, as GPU UUIDs.
+
+    Raises:
+        InvalidMap: both a destination and a map, or the job is on several GPUs and none was named, or on none.
+    """
+    if where.gpu_map is not None and (where.to is not None or where.source is not None):
+        raise InvalidMap(detail="name a destination (--to) or a map (--map), not both")
+    if where.gpu_map is not None:
+        if isinstance(where.gpu_map, str):
+            return gpu.parse_map(where.gpu_map, inventory)
+        pairs = where.gpu_map.items()
+        return {gpu.find_gpu(inventory, a).uuid: gpu.find_gpu(inventory, b).uuid for a, b in pairs}
+    if where.to is None:
+        return {}
+    source = gpu.find_gpu(inventory, where.source) if where.source is not None else None
+    changes = gpu.changes_to(gpu.find_gpu(inventory, where.to), held, inventory.gpus, source)
+    return {a: b for a, b in changes.items() if a != b}
+
+
+def _unknown_size(member: Member) -> Reason:
+    text = f"process {member.pid} was suspended by another tool: how much device memory it needs is not known"
+    return Reason(id="unknown-size", text=text, hint="see that its GPU is free before you resume it", pid=member.pid)
+
+
+def busy(tree: Sequence[Identity]) -> list[Reason]:
+    """A reason where another operation, living or dead, has its hands on one of these processes."""
+    pids = set(tree)
+    for claim in claims.everybodys():
+        if pids & set(claim.pids):
+            if claims.lives(claim.holder):
+                text = f"{claim.operation} by process {claim.holder.pid} works on this job"
+                return [Reason(id="busy", text=text, exit_code=19, hint="wait for it")]
+            text = f"a {claim.operation} that died has left this job in the middle"
+            return [Reason(id="busy", text=text, exit_code=19, hint="limosa recover")]
+    return []
+
+
+def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reason]:
+    """Turns the named refusals into warnings.
+
+    Raises:
+        UsageError: a name that forces nothing, or a reason that cannot be forced.
+    """
+    result = []
+    for reason in reasons:
+        if reason.refuses and reason.id in force:
+            if not reason.forceable:
+                raise UsageError(detail=f"--force={reason.id}: this cannot be forced: {reason.text}")
+            result.append(reason.as_warning())
+        else:
+            result.append(reason)
+    return result
+
+
+def as_reason(error: LimosaError) -> Reason:
+    """An error as a refusal."""
+    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint=error.hint)

@@ -1,0 +1,110 @@
+"""``ps``: every job on this machine, suspended ones included, and whether it could be moved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from limosa import gpu
+from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
+from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, tree_of, user_of
+from limosa.operation.prepare import look
+from limosa.operation.refusals import gpu_refusals
+from limosa.operation.results import Ps
+from limosa.process import records
+
+
+def ps() -> list[Ps]:
+    """All jobs that hold CUDA state or were started by ``limosa run``.
+
+    NVML does not show a suspended job; those are found by asking the driver about every process that has libcuda
+    mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
+    """
+    driver = gpu.Driver()
+    try:
+        states = cuda_states(driver)
+        runs = {r.root.pid for r in records.RunRecord.all()}
+        try:
+            inventory = gpu.inventory() if states else None
+        except GpuUnavailable:
+            inventory = None
+        found = []
+        for pid in roots_of(set(states) | runs):
+            try:
+                found.append(_one(job(pid), states, inventory, driver, pid in runs))
+            except NoSuchProcess:
+                continue  # it ended while we looked
+            except LimosaError as error:
+                found.append(_unreadable(pid, error))
+        return found
+    finally:
+        driver.close()
+
+
+def _unreadable(pid: int, error: LimosaError) -> Ps:
+    """A job that is there and cannot be looked at."""
+    reason = Reason(id=error.id, text=error.message, exit_code=error.exit_code or 1, hint=error.hint, pid=pid)
+    return Ps(pid=pid, user=user_of(pid), command=command_of(pid), state="unknown", movable=False, reasons=[reason])
+
+
+def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
+    pids = [p.pid for p in tree_of(which.root)]
+    held = {
+        (g.uuid, p.pid): g.used_by(p.pid)
+        for g in (inventory.gpus if inventory else [])
+        for p in g.processes
+        if p.pid in pids
+    }
+    index = {g.uuid: g.index for g in (inventory.gpus if inventory else [])}
+    record = records.SuspendRecord.of(which.root)
+    in_tree = [states[p] for p in pids if p in states]
+    suspended = bool(in_tree) and all(s == "checkpointed" for s in in_tree)
+    bytes_of: dict[str, int] = {}
+    for (uuid, _), size in held.items():
+        bytes_of[uuid] = bytes_of.get(uuid, 0) + size
+    if suspended and record is not None:
+        bytes_of = dict(record.bytes)
+    processes: list[dict[str, Any]] = [
+        {
+            "pid": p,
+            "command": command_of(p),
+            "state": states.get(p, ""),
+            "memory_used": sum(size for (_, q), size in held.items() if q == p)
+            or (sum(record.held.get(str(p), {}).values()) if suspended and record else 0),
+        }
+        for p in pids
+    ]
+    reasons: list[Reason]
+    if in_tree:
+        prepared = look("resume" if suspended else "suspend", which, driver=driver, probe_memory=False)
+        reasons = prepared.reasons
+        if prepared.inventory is not None and not suspended:
+            known = {r.id for r in reasons}
+            moving = gpu_refusals(prepared.inventory, prepared.members, moves=True)
+            reasons = [*reasons, *(r for r in moving if r.id not in known)]
+    else:
+        reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
+    return Ps(
+        pid=which.root.pid,
+        name=which.name,
+        user=user_of(which.root.pid),
+        command=command_of(which.root.pid),
+        state=_overall(in_tree),
+        gpus=[{"index": index.get(u, -1), "uuid": u, "memory_used": size} for u, size in sorted(bytes_of.items())],
+        processes=processes,
+        movable=bool(in_tree) and not any(r.refuses for r in reasons),
+        reasons=reasons,
+        suspended={"since": rfc3339(record.since), "by": record.by} if suspended and record else None,
+        started_by_run=by_run,
+    )
+
+
+def _overall(states: list[str]) -> str:
+    """One word for a tree: the state they share, else the one that needs looking at most."""
+    if not states:
+        return "running"
+    for state in ("failed", "unknown", "locked"):
+        if state in states:
+            return state
+    if len(set(states)) == 1:
+        return states[0]
+    return "checkpointed" if "running" not in states else "mixed"

@@ -1,0 +1,100 @@
+"""Refusals that need what NVML says: pure functions from an inventory and the members to reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa.errors import Reason
+from limosa.gpu import Gpu, Inventory
+from limosa.operation.journal import Member
+
+SUSPEND_DRIVER, MOVE_DRIVER = 570, 580
+"""The oldest driver branches with ``cuCheckpointProcess*``, and with ``gpuPairs`` (facts §7)."""
+
+PEER_BYTES = (512 + 480) << 20
+"""From this much on a GPU (NVML's figure, so with a context of 480 MiB or more) an allocation of 512 MiB is possible.
+
+Measured on two H200 with driver 580.159.04, 2026-11-21: a process whose GPUs have peer access to one another and that
+made one cudaMalloc of 512 MiB or more is checkpointed and then cannot be restored, by no map: INVALID_VALUE, then 304
+for ever. 510 MiB are restored, so are any number of smaller ones, cuMemCreate memory, and any size without peer access.
+Neither peer access nor the sizes of allocations can be seen from outside."""
+
+
+def gpu_refusals(inventory: Inventory, members: Sequence[Member], *, moves: bool) -> list[Reason]:
+    """Everything about the driver and the GPUs that forbids the operation.
+
+    Args:
+        inventory: what NVML says.
+        members: the processes, with what they hold and where they go.
+        moves: whether the operation changes GPUs.
+    """
+    found: list[Reason] = []
+    needed = MOVE_DRIVER if moves else SUSPEND_DRIVER
+    if inventory.driver_major < needed:
+        what = "changing GPUs" if moves else "suspending"
+        found.append(
+            Reason(
+                id="driver-too-old",
+                text=f"driver {inventory.driver_version} is too old for {what}: {needed} or newer is needed",
+                exit_code=12,
+                hint="install a newer NVIDIA driver",
+            )
+        )
+    involved = {u for m in members for u in m.held} | {m.map.get(u, u) for m in members for u in m.held}
+    by_uuid = {g.uuid: g for g in inventory.gpus}
+    for uuid in sorted(involved):
+        if uuid in by_uuid and by_uuid[uuid].mig:
+            index = by_uuid[uuid].index
+            found.append(
+                Reason(
+                    id="mig",
+                    text=f"GPU {index} is in MIG mode, which the driver cannot checkpoint",
+                    exit_code=12,
+                    hint="turn MIG off on that GPU, or move to another",
+                )
+            )
+    for member in members:
+        largest = max(member.held.values(), default=0)
+        if member.was != "checkpointed" and len(member.held) > 1 and largest >= PEER_BYTES:
+            found.append(
+                Reason(
+                    id="peer-access",
+                    text=f"process {member.pid} holds memory on {len(member.held)} GPUs: if they have peer access to "
+                    "one another and one of its allocations has 512 MiB or more, the driver cannot restore it "
+                    "and the job would be lost",
+                    exit_code=13,
+                    hint="if its GPUs do not copy to one another, or PyTorch runs with expandable_segments: "
+                    "--force=peer-access",
+                    pid=member.pid,
+                    forceable=True,
+                )
+            )
+    if inventory.mps:
+        found.append(
+            Reason(
+                id="mps-server",
+                text="an MPS server runs here; its clients cannot be checkpointed",
+                exit_code=12,
+                hint="--force=mps-server if this job is no client of it",
+                forceable=True,
+            )
+        )
+    for member in members:
+        for source, target in member.map.items():
+            a, b = by_uuid.get(source), by_uuid.get(target)
+            if source != target and source in member.held and a and b and not same_chip(a, b):
+                found.append(
+                    Reason(
+                        id="chip",
+                        text=f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
+                        "the driver restores on the same chip only",
+                        exit_code=12,
+                        pid=member.pid,
+                    )
+                )
+    return list({(r.id, r.text): r for r in found}.values())
+
+
+def same_chip(a: Gpu, b: Gpu) -> bool:
+    """Whether the driver would restore from one onto the other: equal name and equal memory size."""
+    return a.name == b.name and a.memory_total == b.memory_total

@@ -1,0 +1,285 @@
+"""``restore``: an image becomes a running job again, under its old pids.
+
+verify → criu restore → restore(map) → unlock. Everything that can be looked at is looked at before anything starts.
+Until the job is seen running its image is the copy: what fails ends the half-restored tree and leaves the image as it
+was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import (
+    CriuFailed,
+    FailedUndone,
+    LimosaError,
+    NoRoomOnGpu,
+    Refused,
+    UndoFailed,
+)
+from limosa.image import Image, open_image
+from limosa.image.verify import verify as verify_image
+from limosa.operation import driver_steps, room
+from limosa.operation.claims import Claim
+from limosa.operation.journal import Header, Member
+from limosa.operation.restore_plan import Options, Ready, look
+from limosa.operation.results import RestoreResult
+from limosa.operation.work import Work, myself
+from limosa.process.criu import leftovers
+from limosa.process.criu.find import find as find_criu
+from limosa.process.criu.program import Criu
+from limosa.process.criu.run import RestoreOptions
+from limosa.process.criu.run import restore as criu_restore
+from limosa.process.criu.stats import restore_stats
+from limosa.process.identity import Handle, Identity
+from limosa.process.records import EndedRecord, RunRecord
+from limosa.process.tree import job_tree
+from limosa.progress import ProgressFn, silent
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def restore(
+    image: str | os.PathLike[str],
+    *,
+    timeout: float | None = None,
+    progress: ProgressFn = silent,
+    cancel: Any = None,
+    **options: Any,
+) -> RestoreResult:
+    """Brings a job back from its image; see :class:`Options` for the rest of the arguments.
+
+    Returns once the job runs.
+
+    Raises:
+        DamagedImage, UntrustedImage: the image is not whole, or could be anybody's; nothing was started.
+        Refused: something stands against it; nothing was started.
+        NoRoomOnGpu: no room once CRIU had restored it: the tree was ended again, the image is the copy.
+        LimosaError: others, each with its exit code.
+    """
+    chosen = Options(**options)
+    with Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work, open_image(image) as opened:
+        work.driver.start()  # it comes up while we look; the will needs it in any case
+        if chosen.verify:
+            with work.timed("verify", "verifying", total=opened.manifest.bytes):
+                verify_image(opened, progress, cancel=work.cancel).check()
+        work.check()
+        with work.timed("plan", "looking"):
+            ready = look(opened.manifest, chosen, stop=work.stop_asked)
+            work.check()
+            if any(r.refuses for r in ready.reasons):
+                raise Refused(ready.reasons)
+            program = find_criu(chosen.criu)
+        result = _Restore(work, opened, ready, chosen, program).run()
+    result.timings = work.timings
+    return result
+
+
+# --- doing ----------------------------------------------------------------------------------------------------
+
+
+class _Restore:
+    """One restore under way."""
+
+    def __init__(self, work: Work, image: Image, ready: Ready, options: Options, program: Criu):
+        self.work, self.image, self.ready, self.options, self.program = work, image, ready, options, program
+        self.manifest = image.manifest
+        self.members = ready.members
+        self.root: Identity | None = None
+        self.criu: Identity | None = None
+        self.stats: dict[str, float] = {}
+
+    def run(self) -> RestoreResult:
+        work = self.work
+        header = Header(
+            id=work.id,
+            operation="restore",
+            roots=[],
+            members=self.members,
+            controller=myself(),
+            image=str(self.image.path),
+        )
+        claim = Claim(
+            id=work.id,
+            operation="restore",
+            holder=header.controller,
+            gpus=room.needs(self.members),
+            paths=[str(self.image.path)],
+        )
+        work.begin(header, claim, lambda: room.check(gpu.inventory(), self.members, work.id) if self.members else None)
+        for rewind in self.ready.rewind:
+            work.push("rewind", rewind.undo)
+            work.note("rewind", "begin", **msgspec.to_builtins(rewind))
+            rewind.do()
+        work.push("tree", self._end_tree)
+        self._criu()
+        if self.members:
+            self._device_memory()
+        work.check()
+        self._keep_record()
+        work.drop("tree")
+        for _ in self.ready.rewind:
+            work.drop("rewind")
+        assert self.root is not None
+        return RestoreResult(
+            pid=self.root.pid,
+            id=self.image.id,
+            image=str(self.image.path),
+            name=self._name(),
+            log=self.manifest.job.log or "",
+            map={a: b for m in self.members for a, b in m.map.items()},
+            stats=self.stats,
+            warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
+        )
+
+    def _criu(self) -> None:
+        work, given = self.work, self.manifest.options
+        options = RestoreOptions(
+            tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
+            tcp_close=bool(given.get("tcp_close")) or self.options.tcp_close,
+            shell_job=bool(given.get("shell_job")) or self.options.shell_job,
+            file_locks=bool(given.get("file_locks")) or self.options.file_locks,
+            cgroup=self.options.cgroup,
+        )
+        if self.options.adopt:
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if self.members:
+            work.driver.warm()  # cuInit takes half a second; CRIU works meanwhile
+        log_fd = self.image.open_log()
+        work.note("criu-restore", "begin", self.manifest.job.pid)
+        try:
+            with work.timed("criu", "criu restore", total=self.manifest.bytes):
+                pid = criu_restore(
+                    self.program,
+                    self.image.criu_fd,
+                    log_fd,
+                    options,
+                    on_start=self._started,
+                    timeout=work.left,
+                    cancel=work.cancel,
+                )
+        except CriuFailed as error:
+            work.check()
+            error.hint = "nothing was started; the image is as it was"
+            raise
+        finally:
+            self.stats = restore_stats(log_fd) if self.options.print_stats else {}
+            os.close(log_fd)
+        work.armed()
+        try:
+            self.root = Identity.of(pid)
+        except LimosaError:
+            raise FailedUndone(
+                what="restore", detail=f"process {pid} was restored and ended at once", hint="see the job's own log"
+            ) from None
+        for member in self.members:
+            member.identity = Identity.of(member.pid)
+        work.note("criu-restore", "done", pid, root=self.root.to_str())
+        assert work.journal is not None
+        work.journal.header.roots = [self.root]
+        work.journal.rewrite_header()
+        assert work.claim is not None
+        work.claim.pids = job_tree(self.root)
+        work.claim.save()
+
+    def _started(self, who: Identity) -> None:
+        self.criu = who
+        self.work.note("criu-restore", "note", who.pid, criu=who.to_str())
+
+    def _device_memory(self) -> None:
+        work = self.work
+        for member in self.members:
+            state = driver_steps.settled_state(work.driver, member.pid, work.progress)
+            if state != "checkpointed":
+                raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
+        work.check()
+        try:
+            driver_steps.restore(work, self.members)
+        except NoRoomOnGpu as error:
+            error.hint = f"the tree was ended again; {self.image.path} is the copy"
+            raise
+        driver_steps.unlock(work, self.members)
+
+    def _end_tree(self) -> None:
+        with open_image(self.image.path, trust=False):
+            pass  # it is the copy: without it nothing is ended
+        if self.root is not None:
+            end_tree(self.work.driver, self.root.pid, self.members, self.work.started, self.root)
+        elif self.criu is not None:
+            # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
+            leftovers.end_unfinished(self.criu, [p.pid for p in self.manifest.tree])
+
+    def _name(self) -> str:
+        name = self.manifest.job.name
+        return name if name and not any(r.name == name for r in RunRecord.all() if r.root != self.root) else ""
+
+    def _keep_record(self) -> None:
+        """The job is known by its name again, and its end is not news any more."""
+        assert self.root is not None
+        job = self.manifest.job
+        with contextlib.suppress(OSError, LimosaError):
+            if job.run or job.name:
+                command = list(self.manifest.tree[0].command)
+                name = self._name() or f"restored-{self.root.pid}"
+                RunRecord(root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd).save()
+            EndedRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), image="").forget()
+
+
+def end_tree(
+    driver: gpu.Driver, root_pid: int, members: Sequence[Member], not_before: float, root: Identity | None
+) -> None:
+    """Ends a restored tree while its image is the copy.
+
+    A process whose CUDA state runs is checkpointed before it is killed (facts §7: killing a live restored process hung
+    the host on driver 595).
+
+    Args:
+        driver: for those that hold CUDA state.
+        root_pid: the topmost process.
+        members: its processes with CUDA state.
+        not_before: monotonic seconds; an older process under this pid is somebody else and is left alone.
+        root: who it is, where known.
+
+    Raises:
+        UndoFailed: some of it lives on.
+    """
+    try:
+        found = root or Identity.of(root_pid)
+    except LimosaError:
+        return
+    if not found.alive() or (root is None and started_at(found) < not_before - 1):
+        return
+    tree = job_tree(found)
+    for member in members:
+        if member.identity.start_time and member.identity.alive():
+            state = driver_steps.settled_state(driver, member.pid)
+            if state == "running":
+                driver.lock(member.pid, timeout_ms=10_000, limit=20)
+                state = "locked"
+            if state == "locked":
+                driver.checkpoint(member.pid, limit=driver_steps.call_limit(member))
+    for identity in tree:
+        with contextlib.suppress(LimosaError), Handle(identity) as handle:
+            handle.signal(9)
+    deadline = time.monotonic() + 10
+    while any(i.alive() for i in tree):
+        if time.monotonic() > deadline:
+            left = ", ".join(str(i.pid) for i in tree if i.alive())
+            raise UndoFailed(what="restore", detail="", undo_detail=f"processes {left} live on after SIGKILL")
+        time.sleep(0.01)
+    with contextlib.suppress(ChildProcessError, OSError):
+        os.waitpid(found.pid, os.WNOHANG)  # ours to reap where we adopted it
+
+
+def started_at(identity: Identity) -> float:
+    """When a process was started, on the monotonic clock (clock ticks since boot, without time suspended)."""
+    boot = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return identity.start_time / os.sysconf("SC_CLK_TCK") - boot

@@ -1,0 +1,337 @@
+"""What stands against restoring an image: looked at before anything is started.
+
+Pids that are taken, files that are gone or have changed, GPUs of another chip or without room, another driver, an older
+CRIU; and which GPU of this machine each GPU of the image becomes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu
+from limosa.image import Manifest, open_image
+from limosa.image.verify import verify
+from limosa.operation import estimate, room
+from limosa.operation.journal import Member
+from limosa.operation.prepare import Where, apply_force, as_reason
+from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
+from limosa.operation.results import Plan
+from limosa.operation.rewind import Rewind, changed_files
+from limosa.process.cgroups import memory_levels
+from limosa.process.criu.cgroup import entry_files
+from limosa.process.criu.find import find as find_criu
+from limosa.process.identity import Identity, read_stat
+from limosa.process.memory import grow_host_memory, host_memory
+
+_PID_SECONDS = 10.0
+
+
+class Options(msgspec.Struct, kw_only=True, frozen=True):
+    """What ``restore`` can be told.
+
+    Attributes:
+        to, source, gpu_map: as for ``move``; GPUs on the left are the image's.
+        verify: check every hash first.
+        rewind_files: cut files that have grown since back to the size they had, keeping the tail beside them.
+        cgroup: control group for the job; None for the caller's.
+        tcp_established, tcp_close, shell_job, file_locks: as CRIU's; what the image was made with is taken by itself.
+        criu: CRIU's path.
+        adopt: become the restored process's parent (to follow it).
+        force: ids of reasons to treat as warnings.
+    """
+
+    to: str | None = None
+    source: str | None = None
+    gpu_map: str | Mapping[str, str] | None = None
+    verify: bool = True
+    rewind_files: bool = False
+    cgroup: str | None = None
+    tcp_established: bool = False
+    tcp_close: bool = False
+    shell_job: bool = False
+    file_locks: bool = False
+    criu: str | None = None
+    adopt: bool = False
+    print_stats: bool = False
+    force: Collection[str] = ()
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """What looking at an image found."""
+
+    manifest: Manifest
+    members: list[Member] = []
+    inventory: gpu.Inventory | None = None
+    reasons: list[Reason] = []
+    rewind: list[Rewind] = []
+
+
+def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
+    """The result of ``plan restore``."""
+    try:
+        with open_image(image) as opened:
+            manifest = opened.manifest
+            if options.verify:
+                verify(opened).check()
+            ready = look(manifest, options)
+    except LimosaError as error:
+        if error.exit_code not in (11, 16):
+            raise
+        return Plan(operation="restore", pid=0, verdict="refused", reasons=[as_reason(error)])
+    pids = ", ".join(str(m.pid) for m in ready.members)
+    steps = ["verify every hash"] if options.verify else []
+    steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
+    steps.append(f"criu restore of {len(manifest.tree)} processes")
+    steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
+    size = estimate.device_bytes(ready.members)
+    return Plan(
+        operation="restore",
+        pid=manifest.job.pid,
+        name=manifest.job.name,
+        verdict="refused" if any(r.refuses for r in ready.reasons) else "ok",
+        reasons=sorted(ready.reasons, key=lambda r: not r.refuses),
+        steps=steps,
+        estimate=estimate.of("restore", ready.members, max(0, manifest.bytes - size)),
+        map={a: b for m in ready.members for a, b in m.map.items()},
+        way="driver" if ready.members else "host",
+    )
+
+
+# --- looking --------------------------------------------------------------------------------------------------
+
+
+def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | None = None) -> Ready:
+    """Looks at everything; with ``stop``, gives pids ten seconds to become free, or less where that says so."""
+    ready = Ready(manifest=manifest)
+    reasons: list[Reason] = []
+    reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
+    changed, ready.rewind = changed_files(manifest, options.rewind_files)
+    reasons += changed
+    reasons += _host_reasons(manifest, options)
+    reasons += memory_reasons(manifest.bytes, options.cgroup)
+    if any(p.cuda for p in manifest.tree):
+        reasons += _gpu_reasons(ready, options)
+    ready.reasons = apply_force(reasons, options.force)
+    return ready
+
+
+def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | None = None) -> list[Reason]:
+    """Waits for the image's pids and thread ids to become free; names who holds them after that."""
+    wanted = {p.pid for p in manifest.tree} | {t for p in manifest.tree for t in p.threads}
+    deadline = time.monotonic() + patience
+    while True:
+        taken = sorted(n for n in wanted if os.path.exists(f"/proc/{n}"))
+        if not taken or time.monotonic() > deadline or (stop is not None and stop()):
+            break
+        time.sleep(0.02)
+    found = []
+    for number in taken[:5]:
+        try:
+            stat = read_stat(number)
+            who = f"{stat.name}, state {stat.state}, parent {stat.ppid}"
+        except LimosaError:
+            who = "it has just ended"
+        hint = "wait until it has ended; a zombie goes when its parent reaps it"
+        found.append(Reason(id="pid-taken", text=f"pid {number} is taken ({who})", exit_code=23, hint=hint, pid=number))
+    return found
+
+
+def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
+    """Kernel, machine, CRIU, cgroup."""
+    found: list[Reason] = []
+    if manifest.machine and manifest.machine != platform.machine():
+        text = f"the image is from a {manifest.machine} machine, this is {platform.machine()}"
+        found.append(Reason(id="machine", text=text, exit_code=12))
+    if manifest.kernel != platform.release():
+        text = f"the image was made on kernel {manifest.kernel}, this is {platform.release()}"
+        found.append(Reason(id="kernel", text=text))
+    try:
+        program = find_criu(options.criu)
+        if _version(program.version) < _version(manifest.criu):
+            text = f"the image was made by CRIU {manifest.criu}, here is the older {program.version}"
+            hint = "limosa doctor --fix, or --criu"
+            found.append(Reason(id="criu-older", text=text, exit_code=24, hint=hint, forceable=True))
+    except NoWorkingCriu as error:
+        found.append(as_reason(error))
+    if manifest.job.uid and os.geteuid() not in (0, manifest.job.uid):
+        text = f"the job belongs to uid {manifest.job.uid}"
+        found.append(Reason(id="permission", text=text, exit_code=11, hint="restore it as that user or as root"))
+    return found
+
+
+def memory_reasons(needed: int, group: str | None) -> list[Reason]:
+    """Whether the machine, and the control group the job will be in, have room for what the image holds.
+
+    Args:
+        needed: bytes; an image is about as large as what its processes will have resident.
+        group: ``--cgroup``, or None for the caller's.
+    """
+    found: list[Reason] = []
+    try:
+        entry_files(group)
+    except LimosaError as error:
+        return [as_reason(error)]
+    relative = (group or "").removeprefix("/sys/fs/cgroup")
+    levels = memory_levels(f"1:memory:{relative}\n0::{relative}" if group else Path("/proc/self/cgroup").read_text())
+    for level in levels:
+        if level.room is not None and level.room < needed:
+            text = (
+                f"the control group {level.path} has {_gib(level.room)} of its memory limit left "
+                f"and about {_gib(needed)} are needed"
+            )
+            hint = "raise its limit, or name another with --cgroup"
+            found.append(Reason(id="cgroup", text=text, exit_code=15, hint=hint, forceable=True))
+            break
+    if not found and host_memory()[1] < needed and (available := grow_host_memory(needed)) < needed:
+        text = f"the machine has {_gib(available)} of memory available and about {_gib(needed)} are needed"
+        found.append(Reason(id="host-memory", text=text, exit_code=15, hint="end something", forceable=True))
+    return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("-", maxsplit=1)[0].split(".") if part.isdigit())
+
+
+def _gpu_reasons(ready: Ready, options: Options) -> list[Reason]:
+    """Driver, chip, map and room; fills in the members."""
+    manifest = ready.manifest
+    try:
+        inventory = ready.inventory = gpu.inventory()
+    except GpuUnavailable as error:
+        return [as_reason(error)]
+    found: list[Reason] = []
+    if inventory.software != manifest.software_gpu:
+        kinds = ("software", "real") if manifest.software_gpu else ("real", "software")
+        text = f"the image is from a {kinds[0]} GPU, here are {kinds[1]} ones"
+        return [Reason(id="chip", text=text, exit_code=12)]
+    if inventory.driver_version != manifest.driver:
+        text = f"the image was made with driver {manifest.driver}, here is {inventory.driver_version}"
+        hint = "the driver restores its own images only; --force=driver-version tries it"
+        found.append(Reason(id="driver-version", text=text, exit_code=12, hint=hint, forceable=True))
+    try:
+        ready.members = restored_members(manifest, inventory, options)
+    except LimosaError as error:
+        return [*found, as_reason(error)]
+    moves = any(m.changes_gpu for m in ready.members)
+    if inventory.driver_major < (MOVE_DRIVER if moves else SUSPEND_DRIVER):
+        text = f"driver {inventory.driver_version} is too old for this"
+        found.append(Reason(id="driver-too-old", text=text, exit_code=12))
+    short = room.shortage(inventory, ready.members, "")
+    if short:
+        hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
+        found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
+    return found
+
+
+def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Options) -> list[Member]:
+    """The image's CUDA processes with the maps that put them on this machine's GPUs.
+
+    The driver wants exactly the GPUs that each process could open when it was checkpointed on the left. Those that are
+    here too stay where they were unless told otherwise; those that are not (another machine) must be told, and only
+    those on which the job held something.
+
+    Raises:
+        InvalidMap: a GPU that is neither here nor mapped, two on one, another chip.
+    """
+    then = {g.uuid: g for g in manifest.gpus}
+    here = inventory.by_uuid()
+    held: dict[str, int] = {}
+    for process in manifest.tree:
+        for uuid, size in process.held.items():
+            held[uuid] = held.get(uuid, 0) + size
+    changes = _changes(manifest, inventory, Where(to=options.to, source=options.source, gpu_map=options.gpu_map), held)
+    members = []
+    for process in manifest.tree:
+        if not process.cuda:
+            continue
+        full = _placed(list(process.openable), changes, held, inventory)
+        for source, target in full.items():
+            if source in process.held and source in then:
+                a, b = then[source], here[target]
+                if a.name != b.name or (a.memory_total and a.memory_total != b.memory_total):
+                    raise InvalidMap(detail=f"the image's GPU {a.index} is a {a.name}, GPU {b.index} here a {b.name}")
+        members.append(
+            Member(
+                identity=Identity(process.pid, 0),
+                was="checkpointed",
+                home=full,
+                map=full,
+                held=dict(process.held),
+                root=manifest.job.pid,
+            )
+        )
+    return members
+
+
+def _changes(manifest: Manifest, inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
+    """What the user wants, left sides being GPUs of the image (its index, or a UUID), right sides GPUs of here."""
+    then = {str(g.index): g.uuid for g in manifest.gpus} | {g.uuid: g.uuid for g in manifest.gpus}
+
+    def left(spec: str) -> str:
+        spec = spec.strip()
+        if spec in then:
+            return then[spec]
+        raise UnknownGpu(f"{spec!r} is no GPU of the image", hint="limosa inspect lists the image's", spec=spec)
+
+    if where.gpu_map is not None:
+        if where.to is not None or where.source is not None:
+            raise InvalidMap(detail="name a destination (--to) or a map (--map), not both")
+        pairs: Sequence[tuple[str, str]]
+        if isinstance(where.gpu_map, str):
+            parts = [part.partition("=") for part in where.gpu_map.split(",")]
+            if any(not sep for _, sep, _ in parts):
+                raise InvalidMap(detail=f"{where.gpu_map!r} is no map", hint="--map 0=1, or --map 0=1,1=0")
+            pairs = [(a, b) for a, _, b in parts]
+        else:
+            pairs = list(where.gpu_map.items())
+        wanted = [(left(a), gpu.find_gpu(inventory, b.strip()).uuid) for a, b in pairs]
+        if len({a for a, _ in wanted}) != len(wanted):
+            raise InvalidMap(detail="a GPU of the image is named twice")
+        return dict(wanted)
+    if where.to is None:
+        return {}
+    target = gpu.find_gpu(inventory, where.to).uuid
+    sources = [left(where.source)] if where.source is not None else [u for u in held if u != target] or list(held)
+    if len(sources) > 1:
+        raise InvalidMap(detail="the job held memory on several GPUs", hint="name every change with --map")
+    return {sources[0]: target} if sources else {}
+
+
+def _placed(
+    openable: list[str], changes: Mapping[str, str], held: Mapping[str, int], inventory: gpu.Inventory
+) -> dict[str, str]:
+    """The full map for one process: told changes, then GPUs that stay, then fillers on what is free."""
+    here = [g.uuid for g in inventory.gpus]
+    full = {a: b for a, b in changes.items() if a in openable}
+    if len(set(full.values())) != len(full):
+        raise InvalidMap(detail="two GPUs are mapped to one")
+    for uuid in openable:
+        if uuid in full:
+            continue
+        if uuid in here and uuid not in full.values():
+            full[uuid] = uuid
+        elif held.get(uuid):
+            what = "gives way to another" if uuid in here else "is not in this machine"
+            raise InvalidMap(
+                detail=f"the job held memory on {uuid}, which {what}", hint="say where it goes: --to or --map"
+            )
+    for uuid in openable:
+        if uuid not in full:
+            free = [g for g in here if g not in full.values() and g not in openable] or [
+                g for g in here if g not in full.values()
+            ]
+            if not free:
+                raise InvalidMap(detail="this machine has fewer GPUs than the job could open")
+            full[uuid] = free[0]
+    return {uuid: full[uuid] for uuid in openable}

@@ -1,0 +1,182 @@
+"""What operations return: typed results that the command line prints as JSON field by field (``docs/json.md``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from limosa.errors import LimosaError, Reason
+
+
+class Estimate(msgspec.Struct, kw_only=True):
+    """What an operation is expected to cost.
+
+    Attributes:
+        pause_seconds: how long the job will stand still; None where the job does not go on afterwards.
+        seconds: the whole operation.
+        bytes: what must be copied (device memory, and host memory where an image is written).
+    """
+
+    pause_seconds: float | None = None
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What an operation would do to one job, and whether it would.
+
+    Attributes:
+        operation: "move", "suspend", "resume", "toggle", "checkpoint" or "restore".
+        pid: the job's root process (for restore: the pid it will have).
+        verdict: "ok" or "refused".
+        reasons: refusals first, then warnings.
+        steps: the steps in their order, in words.
+        map: what each GPU (by UUID) becomes, full permutation; empty for jobs without CUDA state.
+        way: how the job's state is held: "driver" or "host" (no CUDA state: CRIU alone).
+    """
+
+    operation: str
+    pid: int
+    name: str = ""
+    verdict: str = "ok"
+    reasons: list[Reason] = []
+    steps: list[str] = []
+    estimate: Estimate = msgspec.field(default_factory=Estimate)
+    map: dict[str, str] = {}
+    way: str = "driver"
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the first refusal's exit code."""
+        return next((r.exit_code for r in self.reasons if r.refuses), 0)
+
+
+class JobResult(msgspec.Struct, kw_only=True):
+    """What ``move``, ``suspend``, ``resume`` or ``toggle`` did to one job.
+
+    Attributes:
+        state: the job's state now: "running" or "checkpointed" (suspended).
+        map: GPU UUID → GPU UUID, the full map that was used; empty where nothing was restored.
+        timings: seconds for each step ("plan", "lock", "checkpoint", "restore", "unlock", "total") and
+            "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
+        bytes: device memory that was moved.
+        already: True where nothing had to be done.
+    """
+
+    operation: str
+    pid: int
+    name: str = ""
+    state: str = "running"
+    map: dict[str, str] = {}
+    timings: dict[str, float] = {}
+    bytes: int = 0
+    already: bool = False
+    way: str = "driver"
+    warnings: list[Reason] = []
+
+
+class CheckpointResult(msgspec.Struct, kw_only=True):
+    """What ``checkpoint`` wrote.
+
+    Attributes:
+        image: the folder's absolute path.
+        id: the image's id, the BLAKE3 of its manifest (hex).
+        bytes: size of all files in the image.
+        left_running: whether the job runs on.
+        timings: seconds per step and "pause_seconds" (absent where the job was ended).
+        unreaped: pids that had ended and whose parent had not reaped them after 10 s, with that parent's pid.
+        stats: CRIU's own statistics (``--print-stats``).
+    """
+
+    image: str
+    id: str
+    bytes: int
+    pid: int
+    name: str = ""
+    left_running: bool = False
+    state: str = "ended"
+    timings: dict[str, float] = {}
+    warnings: list[Reason] = []
+    unreaped: dict[int, int] = {}
+    stats: dict[str, Any] = {}
+    operation: str = "checkpoint"
+
+
+class RestoreResult(msgspec.Struct, kw_only=True):
+    """What ``restore`` brought back.
+
+    Attributes:
+        pid: the job's root process.
+        id: the image's id.
+        map: GPU UUID (in the image) → GPU UUID (here).
+        log: the job's log file where it was started by ``limosa run``, else "".
+    """
+
+    pid: int
+    id: str
+    image: str = ""
+    name: str = ""
+    log: str = ""
+    map: dict[str, str] = {}
+    timings: dict[str, float] = {}
+    warnings: list[Reason] = []
+    stats: dict[str, Any] = {}
+    operation: str = "restore"
+
+
+class Recovered(msgspec.Struct, kw_only=True):
+    """What ``recover`` did about one thing that a dead operation left.
+
+    Attributes:
+        kind: "operation" (a journal), "folder" (an unfinished image), "record" (a stale claim).
+        did: what was done, in words ("brought process 4711 back to running").
+        state: the job's state now, or "".
+        error: why it could not be done, or "".
+        exit_code: 0, 40 or 41; for a folder also what kept it from being removed (11, 19).
+    """
+
+    kind: str
+    id: str = ""
+    operation: str = ""
+    pid: int = 0
+    state: str = ""
+    image: str = ""
+    did: str = ""
+    error: str = ""
+    exit_code: int = 0
+
+
+class Ps(msgspec.Struct, kw_only=True):
+    """One job as ``ps`` shows it.
+
+    Attributes:
+        state: "running", "locked", "checkpointed" (suspended), "failed", or the driver's number as text.
+        gpus: one entry for each GPU on which it holds memory: index, uuid, memory_used (bytes). For a suspended job the
+            GPU it came from and the bytes it had there.
+        processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used.
+        movable: whether ``plan move`` finds nothing against it.
+        reasons: refusals and warnings.
+        suspended: since (RFC 3339), by (user), or None.
+    """
+
+    pid: int
+    name: str = ""
+    user: str = ""
+    command: list[str] = []
+    state: str = "running"
+    gpus: list[dict[str, Any]] = []
+    processes: list[dict[str, Any]] = []
+    movable: bool = True
+    reasons: list[Reason] = []
+    suspended: dict[str, Any] | None = None
+    started_by_run: bool = False
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """One job's part of an operation on several: a result or an error."""
+
+    pid: int
+    result: JobResult | None = None
+    error: LimosaError | None = None
+    plan: Plan | None = None

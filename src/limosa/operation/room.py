@@ -1,0 +1,81 @@
+"""Room on the GPUs: whether what is to be restored fits.
+
+A restore that runs out of device memory leaves its target checkpointed for ever (facts §7), so this is looked at when
+planning and again right before every restore, counting what other operations have claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from limosa.errors import NoRoomOnGpu
+from limosa.gpu import Inventory
+from limosa.operation import claims
+from limosa.operation.journal import Member
+
+MARGIN = 64 << 20
+"""Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs."""
+
+
+def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
+    """Bytes by GPU UUID that these members need where their maps (or, with ``home``, their old GPUs) put them."""
+    wanted: dict[str, int] = {}
+    for member in members:
+        for uuid, size in member.held.items():
+            target = uuid if home else member.map.get(uuid, uuid)
+            wanted[target] = wanted.get(target, 0) + size + MARGIN
+    return wanted
+
+
+def shortage(
+    inventory: Inventory,
+    members: Sequence[Member],
+    operation_id: str,
+    *,
+    home: bool = False,
+    vacated: Mapping[str, int] | None = None,
+) -> str:
+    """What does not fit, in a sentence; "" where everything fits.
+
+    Args:
+        inventory: as NVML sees it now.
+        members: what is to be restored.
+        operation_id: whose own claims do not count.
+        home: ask for the way back instead of the map.
+        vacated: bytes by GPU UUID that the same operation will have let go of by then.
+    """
+    free = {g.uuid: (g.index, g.memory_free) for g in inventory.gpus}
+    told = []
+    for uuid, need in needs(members, home=home).items():
+        index, available = free.get(uuid, (-1, 0))
+        spoken_for = claims.reserved(uuid, but=operation_id)
+        available += (vacated or {}).get(uuid, 0) - spoken_for
+        if need > available:
+            others = f" ({_gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
+            told.append(f"GPU {index} has {_gib(max(0, available))} free{others} and {_gib(need)} are needed")
+    return "; ".join(told)
+
+
+def check(inventory: Inventory, members: Sequence[Member], operation_id: str) -> None:
+    """Refuses to go on where the members do not fit right now.
+
+    Raises:
+        NoRoomOnGpu: naming the GPU, what is free and what is needed.
+    """
+    short = shortage(inventory, members, operation_id)
+    if short:
+        raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def held_now(members: Sequence[Member]) -> dict[str, int]:
+    """Bytes by GPU UUID that members still on the GPUs will let go of."""
+    found: dict[str, int] = {}
+    for member in members:
+        if member.was != "checkpointed":
+            for uuid, size in member.held.items():
+                found[uuid] = found.get(uuid, 0) + size
+    return found

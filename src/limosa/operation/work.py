@@ -1,0 +1,320 @@
+"""One operation under way: its clock, its journal and claim, its undo stack, the worker that makes its driver calls.
+
+Each step pushes its undo before it acts. When a step fails, runs out of time or is cancelled, the stack is unwound
+newest first and the error that started it is raised again, its exit code saying that the job is as it was. When an
+undo fails as well, everything is left where it is, the journal stays for ``recover``, and
+:class:`UndoFailed` (40) is raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from limosa import gpu
+from limosa.errors import (
+    CancelledUndone,
+    CannotBeMoved,
+    DriverError,
+    DriverHung,
+    DriverTimeout,
+    FailedUndone,
+    LeftSuspended,
+    LimosaError,
+    NoRoomOnHost,
+    NoSuchProcess,
+    NotSupported,
+    PauseTooLong,
+    PermissionDenied,
+    Reason,
+    TimedOutUndone,
+    UndoFailed,
+)
+from limosa.operation.claims import Claim, make
+from limosa.operation.journal import Header, Journal
+from limosa.process import records
+from limosa.process.identity import Identity
+from limosa.progress import Progress, ProgressFn, silent
+
+
+class Work:
+    """An operation under way; a context manager that undoes on the way out of an exception.
+
+    Args:
+        operation: the verb.
+        timeout: seconds for the whole operation, or None.
+        max_pause: seconds the job may stand still, or None.
+        progress: told of steps and bytes.
+        cancel: set by the caller to stop; looked at between steps.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        timeout: float | None = None,
+        max_pause: float | None = None,
+        progress: ProgressFn = silent,
+        cancel: threading.Event | None = None,
+    ):
+        self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
+        self.operation = operation
+        self.started = time.monotonic()
+        self.timeout = timeout
+        self.max_pause = max_pause
+        self.progress = _harmless(progress)
+        self.cancel = cancel if cancel is not None else threading.Event()
+        self.timings: dict[str, float] = {}
+        self.warnings: list[Reason] = list(records.runtime_dir().warnings)
+        self.journal: Journal | None = None
+        self.claim: Claim | None = None
+        self.paused_at: float | None = None
+        self.state_before = ""
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self._driver: gpu.Driver | None = None
+
+    # -- time, cancel ------------------------------------------------------------------------------------------
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the time limit, at least 0; None without one."""
+        if self.timeout is None:
+            return None
+        return max(0.0, self.started + self.timeout - time.monotonic())
+
+    def stop_asked(self) -> bool:
+        """Whether the caller has cancelled or the time is up."""
+        return self.cancel.is_set() or self.left == 0.0
+
+    def check(self) -> None:
+        """Stops here if cancelled or out of time; called between steps, where everything can be undone.
+
+        Raises:
+            CancelledUndone: the caller asked for it.
+            TimedOutUndone: the time limit is reached.
+        """
+        if self.cancel.is_set():
+            raise CancelledUndone(what=self.operation)
+        if self.left == 0.0:
+            raise TimedOutUndone(what=self.operation, seconds=self.timeout)
+
+    def check_pause(self, to_come: float, undo_costs: float) -> None:
+        """Stops here if the job would stand still for too long and turning back is the shorter way.
+
+        Args:
+            to_come: estimated seconds until the job runs again if the operation goes on.
+            undo_costs: estimated seconds until it runs again if everything is undone.
+
+        Raises:
+            PauseTooLong: the operation is to be undone.
+        """
+        if self.max_pause is None or self.paused_at is None or undo_costs >= to_come:
+            return
+        estimate = time.monotonic() - self.paused_at + to_come
+        if estimate > self.max_pause:
+            raise PauseTooLong(estimate=estimate, limit=self.max_pause)
+
+    @contextlib.contextmanager
+    def timed(self, step: str, message: str = "", total: int | None = None) -> Iterator[None]:
+        """Times a step under its name (seconds, added up) and reports its beginning."""
+        self.progress(Progress(step, done=0 if total else None, total=total, message=message))
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self.timings[step] = self.timings.get(step, 0.0) + time.monotonic() - begun
+
+    def pause_begins(self) -> None:
+        """The job stands still from here."""
+        self.paused_at = time.monotonic()
+
+    def pause_ends(self) -> None:
+        """The job runs again."""
+        if self.paused_at is not None:
+            self.timings["pause_seconds"] = time.monotonic() - self.paused_at
+            self.paused_at = None
+
+    # -- driver, journal, claim --------------------------------------------------------------------------------
+
+    @property
+    def driver(self) -> gpu.Driver:
+        """The client of this operation's driver worker, started at first use."""
+        if self._driver is None:
+            self._driver = gpu.Driver()
+        return self._driver
+
+    def begin(self, header: Header, claim: Claim, check: Callable[[], None] = lambda: None) -> Journal:
+        """Claims the job, opens the journal, and leaves the worker its will: undo if this process dies.
+
+        Args:
+            header: the journal's.
+            claim: the jobs and the room on GPUs.
+            check: looks, under the lock of all claims, whether that room is there.
+
+        Raises:
+            Busy: somebody else works on the job.
+        """
+        states = {m.was for m in header.members}
+        self.state_before = states.pop() if len(states) == 1 else "mixed" if states else "running"
+        if header.operation == "restore":
+            self.state_before = "gone"
+        self.claim = make(claim, check)
+        self.push("claim", self._release)
+        self.journal = Journal.create(header)
+        # The worker may still be coming up: a job that CRIU alone works on need not stand in line for that.
+        self.driver.set_will(self._will(), wait=False)
+        return self.journal
+
+    def armed(self) -> None:
+        """Makes sure that the worker has its will, before what cannot be taken back.
+
+        Raises:
+            DriverHung: there is no worker that could undo for us.
+        """
+        self.driver.set_will(self._will())
+
+    def _will(self) -> list[str]:
+        return [sys.executable, "-m", "limosa.operation.orphan", self.id]
+
+    def note(self, step: str, phase: str, pid: int = 0, **data: object) -> None:
+        """Journals a record, where there is a journal."""
+        if self.journal is not None:
+            self.journal.note(step, phase, pid, **data)
+
+    def try_note(self, step: str, phase: str, pid: int = 0, **data: object) -> None:
+        """Journals a record of what cannot be changed any more: going on without it is better than stopping."""
+        if self.journal is not None:
+            self.journal.try_note(step, phase, pid, **data)
+
+    def _release(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
+            self.claim = None
+
+    # -- undo --------------------------------------------------------------------------------------------------
+
+    def push(self, name: str, undo: Callable[[], None]) -> None:
+        """Registers how to undo the step that comes next."""
+        self._undo.append((name, undo))
+
+    def drop(self, name: str) -> None:
+        """Forgets the newest undo of that name: its step is past undoing, or undone."""
+        for i in range(len(self._undo) - 1, -1, -1):
+            if self._undo[i][0] == name:
+                del self._undo[i]
+                return
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._end()
+                return
+            touched = bool(self._undo)
+            roots = self.journal.header.roots if self.journal is not None else []
+            if touched:
+                self.progress(Progress("undo", message=f"{self.operation}: {error}; undoing"))
+                self._unwind(error)
+            self._end()
+            raised = self.translated(error)
+            if touched and roots and self.operation != "restore" and not any(r.alive() for r in roots):
+                gone = ", ".join(str(r.pid) for r in roots)
+                raised = NoSuchProcess(f"process {gone} has ended in the middle: {error}", pid=roots[0].pid)
+                raised.job_state = "gone"
+            if touched and isinstance(raised, LimosaError) and not raised.job_state:
+                raised.job_state = self.state_before
+            if raised is not error:
+                raise raised from error
+        finally:
+            if self._driver is not None:
+                self._driver.close()
+
+    def _unwind(self, error: BaseException) -> None:
+        suspended: LeftSuspended | None = None
+        while self._undo:
+            name, undo = self._undo.pop()
+            try:
+                self.try_note("undo", "begin", name=name)  # the driver's state tells recover as much
+                undo()
+                self.try_note("undo", "done", name=name)
+            except LeftSuspended as left:
+                suspended = left  # the rest is undone all the same: folders, claims
+            except BaseException as undo_error:
+                self.try_note("undo", "failed", name=name)
+                if self.journal is not None:
+                    self.journal.close()
+                if self._driver is not None:
+                    with contextlib.suppress(DriverHung):
+                        self._driver.set_will(None)
+                raise UndoFailed(
+                    what=self.operation, detail=str(error), undo_detail=f"{name}: {undo_error}", job_state="unknown"
+                ) from undo_error
+        if suspended is not None:
+            self._end()
+            raise suspended
+
+    def _end(self) -> None:
+        """Nothing is left to undo: forget the will, the journal and the claim."""
+        self._undo.clear()
+        if self.journal is not None:
+            self.journal.finish()
+            self.journal = None
+        self._release()
+        # Last, so that there is no moment at which we could die and nobody would tidy up; without a journal the will
+        # does nothing. A worker that has died has no will any more.
+        if self._driver is not None:
+            with contextlib.suppress(DriverHung):
+                self._driver.set_will(None)
+        self.timings["total"] = time.monotonic() - self.started
+
+    def translated(self, error: BaseException) -> BaseException:
+        """The error as the caller of the operation sees it, after the undo."""
+        if isinstance(error, DriverTimeout):
+            return TimedOutUndone(
+                f"process {error.fields.get('pid')} could not be locked in time, and everything was undone: "
+                "it waits for another process (a collective?) or its threads do not come back from the driver",
+                hint="several NCCL ranks cannot be held one by one; try again, or raise --timeout",
+                what=self.operation,
+                seconds=self.timeout or 0,
+            )
+        if isinstance(error, NotSupported):
+            return CannotBeMoved(
+                detail=f"the driver cannot checkpoint process {error.fields.get('pid')} ({error.result}); it runs on",
+                hint="managed memory, or CUDA IPC before driver 610, does this",
+            )
+        if isinstance(error, KeyboardInterrupt):
+            return CancelledUndone(what=self.operation)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+            return NoRoomOnHost(detail=f"{self.operation}: {error}")
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
+            return PermissionDenied(detail=str(error))
+        if isinstance(error, (DriverError, DriverHung, OSError)):
+            return FailedUndone(what=self.operation, detail=str(error))
+        if isinstance(error, LimosaError) or not isinstance(error, Exception):
+            return error
+        return LimosaError(detail=f"{type(error).__name__}: {error}")
+
+
+def _harmless(progress: ProgressFn) -> ProgressFn:
+    """A progress function whose failure is its own affair: it must not keep an undo from being done."""
+
+    def told(message: Progress) -> None:
+        with contextlib.suppress(Exception):
+            progress(message)
+
+    return told
+
+
+def myself() -> Identity:
+    """The identity of the process that works on the operation."""
+    return Identity.of(os.getpid())

@@ -1,0 +1,38 @@
+"""The whole machine at a glance: which processes could hold CUDA state at all.
+
+NVML does not list a suspended job, so ``limosa ps`` asks the driver about each process that has libcuda mapped.
+"""
+
+from __future__ import annotations
+
+import os
+
+from limosa.process.slurp import slurp
+
+
+def may_use_cuda(pid: int) -> bool:
+    """Return whether a process has libcuda mapped; True where it may not be looked at, False where it is gone."""
+    try:
+        return b"/libcuda.so" in slurp(f"/proc/{pid}/maps", 1 << 16)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
+def candidates() -> list[int]:
+    """Return the pids of all processes that have libcuda mapped, ascending.
+
+    Processes whose mappings may not be read (other users', without root) are left out: the driver would not let
+    their state be asked either.
+    """
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16):
+                found.append(int(name))
+        except OSError:
+            continue
+    return sorted(found)

@@ -1,0 +1,175 @@
+"""Finding a CRIU that works here: what the caller names, the setting, the system's, the private folder's.
+
+Each must pass the trial. The answer is kept in the user's cache folder, under a name made of all that it depends on:
+kernel, build, user, capabilities. A kept answer counts only where nobody else could have written it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from limosa.errors import NoWorkingCriu
+from limosa.process import settings
+from limosa.process.criu import fetch
+from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
+from limosa.process.criu.trial import TrialResult, effective_capabilities, trial
+
+NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
+ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """A kept answer: to which question, since when (seconds since 1970), and what."""
+
+    key: str
+    since: float
+    result: TrialResult
+
+
+def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
+    """Return a CRIU that works here.
+
+    Args:
+        explicit: a program, or a private folder; then no other is looked at.
+        use_cache: take a kept answer where there is one.
+
+    Returns:
+        The first that passes the trial, of: ``explicit``; else the setting ``criu``; else the system's, then the
+        private folders (``docs/criu.md``).
+
+    Raises:
+        NoWorkingCriu: none does; says of each why.
+        UsageError: a settings file is broken.
+    """
+    reasons: list[str] = []
+    permitted = True
+    for name, place in _candidates(explicit):
+        try:
+            criu = from_folder(place) if place.is_dir() else from_program(str(place))
+            _check_owner(Path(criu.path))
+        except NoWorkingCriu as error:
+            reasons.append(f"{name}: {error.fields.get('detail', error.message)}")
+            continue
+        result = tried(criu, use_cache=use_cache)
+        if result.ok:
+            return msgspec.structs.replace(criu, network_lock=result.network_lock)
+        permitted = permitted and result.permitted
+        reasons.append(f"{name} ({criu.version}): {result.reason}")
+        if not result.permitted:
+            break  # it is not about this CRIU
+    if not reasons:
+        reasons = ["none is installed, and there is no private folder"]
+    hint = None if permitted else "CRIU needs root: sudo, or a container with those capabilities"
+    raise NoWorkingCriu(detail="; ".join(reasons), hint=hint)
+
+
+def _candidates(explicit: str | None) -> list[tuple[str, Path]]:
+    """Return what to try, each with a name for messages."""
+    chosen = explicit or settings.text("criu")
+    if chosen:
+        return [("--criu" if explicit else "the setting criu", Path(chosen).expanduser().absolute())]
+    system = system_program("criu")
+    found = [(f"the system's {system}", Path(system))] if system else []
+    return found + [(f"the private folder {place}", place) for place in fetch.folders() if place.is_dir()]
+
+
+def _check_owner(program: Path) -> None:
+    """Refuse a program that somebody else could have put there: root's, ours, or whoever installed Limosa may."""
+    trusted = {0, os.geteuid(), Path(__file__).stat().st_uid}
+    for path in (program, program.parent):
+        info = path.stat()
+        sticky_or_safe = not info.st_mode & stat.S_IWOTH
+        if info.st_uid not in trusted or not sticky_or_safe:
+            raise NoWorkingCriu(detail=f"{path} may be written to by others (owner {info.st_uid})")
+
+
+def tried(criu: Criu, *, use_cache: bool = True) -> TrialResult:
+    """Return how the trial of this CRIU went, the kept answer where there is one.
+
+    Args:
+        criu: the one.
+        use_cache: False for a new trial in any case (its answer is kept).
+    """
+    key = _key(criu)
+    if use_cache and (kept := _read(key)) is not None:
+        return kept
+    result = trial(criu)
+    _write(key, result)
+    return result
+
+
+def _key(criu: Criu) -> str:
+    """Return all that the answer depends on, as a text."""
+    system = os.uname()
+    with contextlib.suppress(OSError):
+        return "\n".join(
+            [
+                "2",  # raise where the trial changes
+                system.release,
+                system.version,
+                build_identity(criu),
+                f"uid {os.geteuid()} caps {effective_capabilities():x}",
+                *(os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid")),
+            ]
+        )
+    return ""
+
+
+def cache_folder() -> Path | None:
+    """Return where answers are kept: ``$XDG_CACHE_HOME/limosa``; None where no folder is safely ours."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    user = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    for place in (user, ROOT_CACHE) if os.geteuid() == 0 else (user,):
+        folder = place / "limosa"
+        with contextlib.suppress(OSError):
+            nearest = next(path for path in (place, *place.parents) if path.exists())
+            if nearest.stat().st_uid != os.geteuid():
+                continue
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = folder.lstat()
+            if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
+                return folder
+    return None
+
+
+def _file(key: str) -> Path | None:
+    folder = cache_folder()
+    return folder and folder / f"criu-trial-{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _read(key: str) -> TrialResult | None:
+    """Return the kept answer; None where there is none, it is too old, or somebody else could have written it."""
+    file = _file(key) if key else None
+    if file is None:
+        return None
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as opened:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
+                return None
+            kept = msgspec.json.decode(opened.read(1 << 16), type=_Kept)
+        fresh = kept.result.ok or 0 <= time.time() - kept.since < NO_KEPT
+        if kept.key == key and fresh:
+            return kept.result
+    return None
+
+
+def _write(key: str, result: TrialResult) -> None:
+    """Keep an answer; a cache that cannot be written to is no error."""
+    file = _file(key) if key else None
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        fd, name = tempfile.mkstemp(prefix=".criu-trial-", dir=file.parent)  # mode 0600
+        with open(fd, "wb") as opened:
+            opened.write(msgspec.json.encode(_Kept(key=key, since=time.time(), result=result)))
+        os.replace(name, file)

@@ -1,0 +1,143 @@
+"""What CRIU leaves behind in the network: its nftables tables, and sockets in repair mode.
+
+While it dumps connected sockets CRIU keeps packets away by a table ``inet CRIU-…`` and holds the sockets in TCP's
+repair mode. A dump that ends the job leaves the table in place for the restore (otherwise the peer's packets would
+reset the connection), and a CRIU that is killed leaves both; a socket in repair mode answers calls with EPERM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import socket
+import subprocess
+
+from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
+from limosa.process.criu.program import Criu
+from limosa.process.identity import Identity
+
+TCP_REPAIR = 19  # linux/tcp.h
+_PIDFD_GETFD = 438  # the same number on every architecture (pidfd_getfd(2), Linux 5.6)
+_TABLE = re.compile(r"inet CRIU-[0-9A-Za-z-]{1,40}")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class NetworkError(LimosaError):
+    """nftables could not be read or changed."""
+
+    id, template = "network", "{detail}"
+
+
+def tables(criu: Criu) -> list[str]:
+    """Return the tables of CRIU runs that are there now, e.g. ``inet CRIU-1b4e28ba-2fa1-11d2-8``.
+
+    Args:
+        criu: whose ``nft`` to use.
+
+    Raises:
+        NetworkError: there is no ``nft``, or it failed.
+        PermissionDenied: it may not look.
+    """
+    found = json.loads(_nft(criu, "--json", "list", "tables"))["nftables"]
+    names = [f"{entry['table']['family']} {entry['table']['name']}" for entry in found if "table" in entry]
+    return [name for name in names if _TABLE.fullmatch(name)]
+
+
+def remove_table(criu: Criu, name: str) -> bool:
+    """Remove a table that CRIU left.
+
+    Args:
+        criu: whose ``nft`` to use.
+        name: as :func:`tables` returns it; it may come from an image, so anything else is refused.
+
+    Returns:
+        Whether it was there.
+
+    Raises:
+        NetworkError: the name is not that of such a table, there is no ``nft``, or it failed.
+        PermissionDenied: it may not be changed.
+    """
+    if not _TABLE.fullmatch(name):
+        raise NetworkError(detail=f"{name!r} is not the name of a table of CRIU's")
+    if name not in tables(criu):
+        return False
+    _nft(criu, "delete", "table", *name.split(" "))
+    return True
+
+
+def _nft(criu: Criu, *arguments: str) -> str:
+    if criu.nft is None:
+        raise NetworkError(
+            detail="there is no nft program", hint="limosa doctor --fix fetches one, or install nftables"
+        )
+    try:
+        done = subprocess.run(
+            [*criu.nft, *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NetworkError(detail=f"nft cannot be run: {error}") from None
+    if done.returncode != 0:
+        text = done.stderr.decode(errors="replace").strip()
+        if "Operation not permitted" in text:
+            raise PermissionDenied(detail=f"nftables (nft {' '.join(arguments)})")
+        raise NetworkError(detail=f"nft {' '.join(arguments)}: {text}")
+    return done.stdout.decode(errors="replace")
+
+
+def leave_repair(pid: int) -> int:
+    """Take every TCP socket of a living process out of repair mode.
+
+    Each socket is fetched by pidfd_getfd(2) and given TCP_REPAIR = 0 (tcp(7)); the process itself is not stopped.
+
+    Args:
+        pid: the process. Its descendants are not looked at; sockets it shares with them are the same.
+
+    Returns:
+        How many sockets were in repair mode.
+
+    Raises:
+        NoSuchProcess: it is gone.
+        PermissionDenied: no right to take its descriptors (ptrace) or to change them (CAP_NET_ADMIN).
+    """
+    Identity.of(pid)
+    count = 0
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise NoSuchProcess(pid=pid) from None
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                    continue
+            except FileNotFoundError:
+                continue
+            fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
+            if fd < 0:
+                number = ctypes.get_errno()
+                if number == 9:  # EBADF: closed since
+                    continue
+                raise OSError(number, os.strerror(number))
+            with socket.socket(fileno=fd) as taken:
+                count += _off(taken)
+    except FileNotFoundError:
+        raise NoSuchProcess(pid=pid) from None
+    except ProcessLookupError:
+        raise NoSuchProcess(pid=pid) from None
+    except PermissionError as error:
+        raise PermissionDenied(detail=f"taking the sockets of process {pid} out of repair mode: {error}") from None
+    finally:
+        os.close(pidfd)
+    return count
+
+
+def _off(taken: socket.socket) -> bool:
+    """Take one socket out of repair mode; False where it was not in it."""
+    if taken.family not in (socket.AF_INET, socket.AF_INET6) or taken.proto != socket.IPPROTO_TCP:
+        return False
+    if taken.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR) != 1:
+        return False
+    taken.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
+    return True

@@ -1,0 +1,14 @@
+# Becomes CRIU, once the caller has written down who we are. Arguments: a count, so many files to write our pid into
+# (control groups), then the command. Signals set to be ignored here stay so in CRIU and its action script; what CRIU
+# restores gets the dispositions it had.
+trap '' HUP INT QUIT TERM PIPE XFSZ USR1 USR2 TSTP TTIN TTOU
+IFS= read -r go <"/proc/self/fd/$LIMOSA_ANSWER" || exit 125
+[ "$go" = yes ] || exit 125
+count=$1
+shift
+while [ "$count" -gt 0 ]; do
+    echo $$ >"$1" || exit 126
+    shift
+    count=$((count - 1))
+done
+exec "$@"

@@ -1,0 +1,136 @@
+"""A process's open descriptors: what each refers to, from ``/proc/PID/fd`` and ``/proc/PID/fdinfo``."""
+
+from __future__ import annotations
+
+import os
+import stat as stat_bits
+
+from limosa.process.observation import FdObservation
+from limosa.process.slurp import slurp
+
+_DELETED = " (deleted)"
+_ANONYMOUS = {
+    "eventfd": "eventfd",
+    "eventpoll": "epoll",
+    "io_uring": "io_uring",
+    "inotify": "inotify",
+    "fanotify": "fanotify",
+    "signalfd": "signalfd",
+    "timerfd": "timerfd",
+    "pidfd": "pidfd",
+}
+_FILE_LIKE = ("file", "dir", "fifo", "device", "block", "path")
+# Size that a POSIX message queue's inode always shows (FILENT_SIZE in the kernel's ipc/mqueue.c).
+_MQUEUE_SIZE = 80
+
+
+def _character_device(target: str, rdev: int) -> str:
+    major, minor = os.major(rdev), os.minor(rdev)
+    if 136 <= major <= 143 or (major, minor) == (5, 2):  # Unix98 pty slaves, /dev/ptmx
+        return "pty"
+    # 4: virtual consoles and ttyS; 5: /dev/tty and /dev/console (the kernel's admin-guide/devices.txt); others by name.
+    if major in (4, 5) or target.startswith(("/dev/tty", "/dev/console", "/dev/hvc")):
+        return "tty"
+    return "device"
+
+
+def kind_of(target: str, info: os.stat_result | None) -> str:
+    """Return the kind of a descriptor (see :class:`FdObservation`) from its link's text and stat."""
+    if target.startswith("pipe:["):
+        return "pipe"
+    if target.startswith("anon_inode:"):
+        return _ANONYMOUS.get(target[11:].strip("[]"), "anon")
+    if target.startswith("pidfd:["):
+        return "pidfd"
+    if target.startswith("/memfd:"):
+        return "memfd"
+    if target.startswith("/secretmem"):
+        return "secretmem"
+    if info is None:
+        return "anon"
+    mode = info.st_mode
+    if stat_bits.S_ISREG(mode):
+        # Files of nsfs are regular and called "net:[4026531840]".
+        return "namespace" if not target.startswith("/") and ":[" in target else "file"
+    if stat_bits.S_ISDIR(mode):
+        return "dir"
+    if stat_bits.S_ISFIFO(mode):
+        return "fifo"
+    if stat_bits.S_ISSOCK(mode):
+        return "socket"
+    if stat_bits.S_ISCHR(mode):
+        return _character_device(target, info.st_rdev)
+    return "block" if stat_bits.S_ISBLK(mode) else "anon"
+
+
+def _fill_from_fdinfo(entry: FdObservation, folder: str) -> None:
+    for line in slurp(f"{folder}/fdinfo/{entry.fd}").splitlines():
+        key, _, value = line.partition(b":")
+        if key == b"pos":
+            entry.position = int(value)
+        elif key == b"flags":
+            entry.flags = int(value, 8)
+        elif key == b"mnt_id":
+            entry.mount_id = int(value)
+        elif key == b"lock":
+            entry.locks.append(" ".join(value.decode(errors="replace").split()))
+        elif key == b"tty-index":
+            entry.tty_index = int(value)
+        elif key == b"Pid":
+            entry.watched_pid = int(value)
+        elif key not in (b"ino", b"size"):
+            break  # what follows is long and not used (epoll's targets, io_uring's rings)
+
+
+def mount_ids(folder: str) -> set[int]:
+    """Return the ids of the mounts that ``/proc/PID`` sees (first field of its mountinfo)."""
+    return {int(line.split(None, 1)[0]) for line in slurp(f"{folder}/mountinfo").splitlines()}
+
+
+def read_descriptors(folder: str, mounts: set[int]) -> list[FdObservation]:
+    """Return all descriptors of a process, ascending.
+
+    Args:
+        folder: ``/proc/PID``.
+        mounts: ids of the mounts it sees.
+
+    Raises:
+        PermissionError: it is somebody else's.
+        FileNotFoundError, ProcessLookupError: it has gone.
+    """
+    found = []
+    for name in sorted(os.listdir(f"{folder}/fd"), key=int):
+        path = f"{folder}/fd/{name}"
+        try:
+            target = os.readlink(path)
+            entry = FdObservation(fd=int(name), target=target)
+            if target.startswith("socket:["):
+                # All that matters of a socket is in the kernel's tables; jobs have hundreds of them.
+                entry.kind, entry.inode = "socket", int(target[8:-1])
+                found.append(entry)
+                continue
+            _fill_from_fdinfo(entry, folder)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # closed since
+        try:
+            info: os.stat_result | None = os.stat(path)
+        except OSError:
+            info = None
+        if target.endswith(_DELETED):
+            entry.target, entry.deleted = target[: -len(_DELETED)], True
+        entry.kind = kind_of(target, info)
+        if info is not None:
+            entry.inode, entry.links = info.st_ino, info.st_nlink
+            entry.dev = f"{os.major(info.st_dev)}:{os.minor(info.st_dev)}"
+            if stat_bits.S_ISREG(info.st_mode) and entry.kind != "namespace":
+                entry.size = info.st_size
+            if stat_bits.S_ISCHR(info.st_mode) or stat_bits.S_ISBLK(info.st_mode):
+                entry.device = f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
+        if entry.flags & os.O_PATH:
+            entry.kind = "path"
+        if entry.kind in _FILE_LIKE:
+            entry.mounted = entry.mount_id in mounts
+            if entry.kind == "file" and not entry.mounted and entry.size == _MQUEUE_SIZE and target.count("/") == 1:
+                entry.kind = "mqueue"
+        found.append(entry)
+    return found

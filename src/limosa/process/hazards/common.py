@@ -1,0 +1,97 @@
+"""What stands against any operation: who the job belongs to, and whether it runs at all."""
+
+from __future__ import annotations
+
+from limosa.errors import Reason
+from limosa.process.observation import JobObservation
+
+_CAP_SYS_PTRACE = 1 << 19
+_CAP_SYS_ADMIN = 1 << 21
+
+
+def may_trace_anyone(obs: JobObservation) -> bool:
+    """Return whether Limosa may look into every process (capabilities(7): CAP_SYS_PTRACE)."""
+    return bool(obs.host.caps & _CAP_SYS_PTRACE)
+
+
+def common_hazards(obs: JobObservation) -> list[Reason]:
+    """Return what stands against any operation on a job.
+
+    Args:
+        obs: the job.
+
+    Returns:
+        ``own-ancestor`` (2), ``wrong-user`` and ``permission`` (11), ``stopped``, ``frozen`` (13).
+    """
+    found = [*_own(obs), *_access(obs)]
+    # The driver hangs on a stopped process past every time limit; CRIU alone would dump it as it is.
+    cpu_only = not any(process.has_libcuda or process.unreadable for process in obs.processes)
+    for process in obs.processes:
+        if process.state in "Tt":
+            traced = process.state == "t" and process.tracer_pid
+            how = (
+                f"held by the debugger {process.tracer_pid} ({process.tracer_name})" if traced else "stopped (state T)"
+            )
+            found.append(
+                Reason(
+                    id="stopped",
+                    text=f"process {process.title} is {how}: the driver would hang until it goes on",
+                    exit_code=13,
+                    hint="let the debugger go" if traced else f"kill -CONT {process.pid}",
+                    pid=process.pid,
+                    forceable=cpu_only,
+                )
+            )
+        elif process.frozen:
+            found.append(
+                Reason(
+                    id="frozen",
+                    text=f"process {process.title} is frozen by its cgroup {process.frozen}",
+                    exit_code=13,
+                    hint="thaw the cgroup (docker unpause, systemctl thaw)",
+                    pid=process.pid,
+                )
+            )
+    return found
+
+
+def _own(obs: JobObservation) -> list[Reason]:
+    own = obs.host.ancestors
+    if own and (obs.root in own or own[0] in obs.pids):
+        return [
+            Reason(
+                id="own-ancestor",
+                text=f"limosa was itself started from process {obs.root}: stopping it would stop limosa",
+                exit_code=2,
+                hint="run limosa from another terminal, outside of that job",
+                pid=obs.root,
+            )
+        ]
+    return []
+
+
+def _access(obs: JobObservation) -> list[Reason]:
+    found: list[Reason] = []
+    for process in obs.processes:
+        if process.uid != obs.host.uid and not may_trace_anyone(obs):
+            found.append(
+                Reason(
+                    id="wrong-user",
+                    text=f"process {process.title} belongs to user {process.uid}, and limosa runs as {obs.host.uid}",
+                    exit_code=11,
+                    hint="run limosa as that user or with sudo",
+                    pid=process.pid,
+                )
+            )
+        elif process.unreadable:
+            what = ", ".join(process.unreadable)
+            found.append(
+                Reason(
+                    id="permission",
+                    text=f"process {process.title} may not be looked into ({what} of /proc/{process.pid})",
+                    exit_code=11,
+                    hint="run limosa with sudo",
+                    pid=process.pid,
+                )
+            )
+    return found

@@ -1,0 +1,150 @@
+"""Descriptors and mappings that CRIU cannot dump by themselves: io_uring, devices, odd anonymous inodes, terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from limosa.errors import Reason
+from limosa.process.observation import FdObservation, JobObservation, MapObservation, ProcessObservation
+
+_RUN = "start the job with limosa run"
+# anon inodes and special kinds that CRIU 4.2.1 dumps and restores; each was tried.
+_DUMPED = {"eventfd", "epoll", "inotify", "fanotify", "signalfd", "timerfd", "memfd", "namespace", "path"}
+_ANON_WORDS = {
+    "[userfaultfd]": "a userfaultfd",
+    "[perf_event]": "a performance counter",
+    "bpf-map": "a BPF map",
+    "bpf-prog": "a BPF program",
+    "[fscontext]": "a file system context",
+    "[infinibandevent]": "an InfiniBand event channel",
+    "kvm-vm": "a virtual machine",
+}
+
+
+def terminals(obs: JobObservation) -> list[tuple[ProcessObservation, FdObservation]]:
+    """Return the descriptors that are terminals of somebody outside: ttys, and ptys whose master is not in the tree."""
+    masters = {fd.tty_index for p in obs.processes for fd in p.fds if fd.kind == "pty" and fd.tty_index >= 0}
+    return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(fd, masters)]
+
+
+def _is_terminal(fd: FdObservation, masters: set[int]) -> bool:
+    if fd.kind == "tty":
+        return True
+    number = fd.target.rpartition("/")[2]
+    return fd.kind == "pty" and fd.tty_index < 0 and number.isdigit() and int(number) not in masters
+
+
+def descriptor_hazards(obs: JobObservation) -> list[Reason]:
+    """Return the descriptors and mappings that CRIU cannot dump, each kind once for a process.
+
+    Returns:
+        ``io-uring``, ``anonymous-inode``, ``device``, ``pidfd-outside``, ``message-queue``, ``unmounted-file`` (13).
+    """
+    found: list[Reason] = []
+    for process in obs.processes:
+        found += _io_uring(process)
+        for fd in process.fds:
+            reason = _descriptor(process, fd, obs)
+            if reason is not None:
+                found.append(reason)
+        for mapping in process.maps:
+            reason = _mapping(process, mapping)
+            if reason is not None:
+                found.append(reason)
+    return found
+
+
+def _io_uring(process: ProcessObservation) -> Iterator[Reason]:
+    fds = [str(fd.fd) for fd in process.fds if fd.kind == "io_uring"]
+    mapped = any("[io_uring]" in mapping.path for mapping in process.maps)
+    if fds or mapped:
+        what = f"descriptor {', '.join(fds)}" if fds else "a mapping"
+        yield Reason(
+            id="io-uring",
+            text=f"{what} of process {process.title} is an io_uring, which CRIU cannot dump",
+            exit_code=13,
+            hint=f"{_RUN}: it keeps io_uring away, and libuv and torchrun fall back to epoll",
+            pid=process.pid,
+        )
+
+
+def _descriptor(process: ProcessObservation, fd: FdObservation, obs: JobObservation) -> Reason | None:
+    where = f"descriptor {fd.fd} of process {process.title}"
+    if fd.kind in _DUMPED:
+        return None
+    if fd.kind in ("anon", "secretmem"):
+        name = fd.target.removeprefix("anon_inode:")
+        what = _ANON_WORDS.get(name, fd.target)
+        return _refuse("anonymous-inode", f"{where} is {what}, which CRIU cannot dump", "", process)
+    if fd.kind == "pidfd" and fd.watched_pid > 0 and fd.watched_pid not in obs.pids:
+        text = f"{where} watches process {fd.watched_pid}, which is not part of the job (a pidfd)"
+        return _refuse("pidfd-outside", text, "", process)
+    if fd.kind == "mqueue":
+        text = f"{where} is the POSIX message queue {fd.target}, which CRIU cannot dump"
+        return _refuse("message-queue", text, "use another kind of queue (multiprocessing's is fine)", process)
+    if fd.kind in ("device", "block") and not fd.target.startswith("/dev/nvidia"):
+        # Major 1 are the memory devices (null, zero, full, random, urandom, kmsg): all were tried.
+        if fd.kind == "device" and fd.device.partition(":")[0] == "1":
+            return None
+        return _refuse("device", f"{where} is the device {fd.target}, which CRIU cannot dump", "", process)
+    if fd.kind == "tty" and fd.device.partition(":")[0] == "4" and int(fd.device.partition(":")[2] or 0) >= 64:
+        return _refuse("device", f"{where} is the serial line {fd.target}, which CRIU cannot dump", _RUN, process)
+    # In a mount namespace of its own (refused as such) what it inherited is on mounts that it does not see.
+    own = obs.host.namespaces.get("mnt", 0)
+    if not fd.mounted and process.namespaces.get("mnt", own) == own:
+        text = f"{where} is {fd.target} on a file system that is no longer (or not here) mounted"
+        return _refuse("unmounted-file", text, "", process)
+    return None
+
+
+def _mapping(process: ProcessObservation, mapping: MapObservation) -> Reason | None:
+    path = mapping.path
+    if path.startswith("/secretmem"):
+        text = f"process {process.title} maps secret memory (memfd_secret), which CRIU cannot dump"
+        return _refuse("anonymous-inode", text, "", process)
+    if path.startswith(("anon_inode:", "/dmabuf:")) and "[io_uring]" not in path:
+        return _refuse("anonymous-inode", f"process {process.title} maps {path}, which CRIU cannot dump", "", process)
+    harmless = ("/dev/zero", "/dev/shm/", "/dev/nvidia", "/dev/hugepages/", "/dev/mqueue/")  # noqa: S108
+    if path.startswith("/dev/") and not path.startswith(harmless):
+        return _refuse("device", f"process {process.title} maps the device {path}, which CRIU cannot dump", "", process)
+    return None
+
+
+def _refuse(id_: str, text: str, hint: str, process: ProcessObservation) -> Reason:
+    return Reason(id=id_, text=text, exit_code=13, hint=hint, pid=process.pid)
+
+
+def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: bool) -> list[Reason]:
+    """Return what stands against dumping a process's regular files without the options that allow it.
+
+    Returns:
+        ``file-locks``, ``link-remap`` (13).
+    """
+    found = []
+    locked = [fd for fd in process.fds if fd.locks]
+    if locked and not file_locks:
+        names = ", ".join(f"{fd.target} (descriptor {fd.fd})" for fd in locked[:3])
+        text = f"process {process.title} holds locks on {names}"
+        found.append(
+            Reason(
+                id="file-locks",
+                text=text,
+                exit_code=13,
+                hint="--file-locks, if nobody else waits for them",
+                pid=process.pid,
+            )
+        )
+    if not link_remap:
+        for fd in process.fds:
+            if fd.kind == "file" and fd.deleted and fd.links > 0:
+                text = f"descriptor {fd.fd} of process {process.title} is {fd.target}, whose name is gone"
+                found.append(
+                    Reason(
+                        id="link-remap",
+                        text=f"{text}; it has others",
+                        exit_code=13,
+                        hint="--link-remap",
+                        pid=process.pid,
+                    )
+                )
+    return found

@@ -1,0 +1,167 @@
+"""Starts a job so that it can be checkpointed: own session, no terminal, no pipes, output on a file, no io_uring."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFailed
+from limosa.process.identity import Identity
+
+_TRAMPOLINE = Path(__file__).with_name("trampoline.py")
+_ABOVE = 64  # sources are moved up here first, so that filling 0..4 never overwrites one of them
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """A job that has just been started.
+
+    Attributes:
+        identity: its process.
+        log: absolute path of the file that its standard output and error go to.
+        log_start: size of that file before, in bytes: its output begins here.
+        warnings: what the user should know (no_new_privs).
+    """
+
+    identity: Identity
+    log: str
+    log_start: int
+    warnings: tuple[Reason, ...] = ()
+
+
+def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
+    """Opens a job's log the way CRIU can follow its growth (O_WRONLY | O_APPEND), new ones with mode 0600.
+
+    Returns:
+        The descriptor, and whether the file is new.
+
+    Raises:
+        RunFailed: it cannot be opened, or is not a regular file.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    new = False
+    try:
+        try:
+            fd, new = os.open(path, flags | os.O_EXCL, 0o600), True
+        except FileExistsError:
+            fd = os.open(path, flags, 0o600)
+    except OSError as e:
+        raise RunFailed(
+            detail=f"cannot open the log {os.fspath(path)}: {e.strerror}", hint="limosa run --log FILE"
+        ) from e
+    if not os.path.isfile(f"/proc/self/fd/{fd}"):
+        os.close(fd)
+        raise RunFailed(detail=f"the log {os.fspath(path)} is not a regular file")
+    os.set_blocking(fd, True)
+    return fd, new
+
+
+def launch(
+    command: Sequence[str],
+    log: str | os.PathLike[str],
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    *,
+    seccomp: bool = True,
+    detach: bool = False,
+) -> Launched:
+    """Starts ``command`` and returns once it has been exec'ed.
+
+    The job is in a session of its own, with stdin /dev/null, stdout and stderr appended to ``log``, no other
+    descriptor, no blocked, ignored or handled signal, PYTHONUNBUFFERED=1, and (``seccomp``) ``io_uring_setup``
+    answered with ENOSYS.
+
+    Args:
+        command: argument vector; the first is searched for in the job's PATH.
+        log: file for its output, made (0600) where missing.
+        cwd: its working folder, else the caller's.
+        env: its environment, else the caller's; PYTHONUNBUFFERED=1 is added.
+        seccomp: answer io_uring_setup with ENOSYS.
+        detach: let init be its parent. Otherwise it is the caller's child, and the caller must ``waitpid`` it.
+
+    Raises:
+        CommandNotFound: there is no such program.
+        CommandNotExecutable: it cannot be executed.
+        RunFailed: anything else: the log, the folder, the filter.
+    """
+    path = Path(log).absolute()
+    job_env = {**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"}
+    folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
+    spec = {"command": list(command), "env": job_env, "cwd": folder, "seccomp": seccomp, "detach": detach}
+    with contextlib.ExitStack() as stack:
+
+        def own(fd: int) -> int:
+            stack.callback(os.close, fd)
+            return fd
+
+        log_fd, log_is_new = open_log(path)
+        own(log_fd)
+        log_start = os.fstat(log_fd).st_size
+        null = own(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        spec_fd = own(os.memfd_create("limosa-run", os.MFD_CLOEXEC))
+        with open(os.dup(spec_fd), "wb") as file:
+            file.write(json.dumps(spec).encode())
+            file.seek(0)
+        answer, answer_end = os.pipe2(os.O_CLOEXEC)
+        reader = stack.enter_context(open(answer, "rb"))
+        try:
+            started = _spawn([null, log_fd, log_fd, spec_fd, answer_end])
+        finally:
+            os.close(answer_end)
+        said: dict[str, Any] = {}
+        for line in reader:
+            said.update(json.loads(line))
+    if detach or "failed" in said or "exec" not in said:
+        os.waitpid(started, 0)  # the first half of the double fork, or what is left of a start that failed
+    if "failed" in said or "exec" not in said:
+        if log_is_new:
+            path.unlink(missing_ok=True)
+        raise _failure(command, said)
+    # Told by the trampoline: a job that is quicker than we are has ended by now.
+    identity = Identity(said["pid"], said["start_time"])
+    return Launched(identity, str(path), log_start, _warnings(said))
+
+
+def _spawn(sources: Sequence[int]) -> int:
+    """Starts the trampoline with ``sources`` as descriptors 0, 1, 2, … and returns its pid.
+
+    ``posix_spawn`` and not ``subprocess``: a forgotten ``Popen`` is reaped by the next one, with its exit code.
+    """
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for fd in sources]
+    try:
+        actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(moved)]
+        argv = [sys.executable, "-I", "-S", str(_TRAMPOLINE)]
+        defaults = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
+        return os.posix_spawn(
+            sys.executable, argv, dict(os.environ), file_actions=actions, setsigmask=[], setsigdef=defaults
+        )
+    finally:
+        for fd in moved:
+            os.close(fd)
+
+
+def _warnings(said: dict[str, Any]) -> tuple[Reason, ...]:
+    if not said.get("no_new_privs"):
+        return ()
+    text = "without root the filter against io_uring needs no_new_privs: sudo and the like do not work inside the job"
+    return (Reason(id="no-new-privs", text=text, hint="limosa run --no-seccomp"),)
+
+
+def _failure(command: Sequence[str], said: dict[str, Any]) -> RunFailed:
+    number, text, step = said.get("errno"), said.get("text", ""), said.get("failed", "")
+    if step == "exec" and number in (errno.ENOENT, errno.ENOTDIR):
+        return CommandNotFound(command=command[0])
+    if step == "exec":
+        return CommandNotExecutable(command=command[0], detail=os.strerror(number) if number else text)
+    if step == "seccomp":
+        return RunFailed(detail=f"the filter against io_uring: {text}", hint="limosa run --no-seccomp")
+    return RunFailed(detail=f"{step}: {text}" if step else "the process ended before it could become the command")

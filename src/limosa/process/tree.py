@@ -1,0 +1,103 @@
+"""The job tree: a process and all its descendants, read from ``/proc`` while they go on forking and ending."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+
+from limosa.errors import NoSuchProcess, PermissionDenied
+from limosa.process.identity import Identity, Stat, read_stat
+
+_TRIES = 5
+
+
+def snapshot() -> dict[int, Stat]:
+    """Return ``/proc/PID/stat`` of every process that can be seen and has not ended, by pid."""
+    found: dict[int, Stat] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                stat = read_stat(int(name))
+            except (NoSuchProcess, PermissionDenied):
+                continue  # ended while we looked, or hidden: either way not ours to move
+            if not stat.ended:
+                found[stat.pid] = stat
+    return found
+
+
+def descendants(root: int, processes: Mapping[int, Stat]) -> list[int]:
+    """Return ``root`` and all its descendants, each parent before its children.
+
+    Args:
+        root: a pid.
+        processes: a snapshot.
+
+    Returns:
+        Pids; brothers and sisters in the order in which they were started.
+    """
+    children: dict[int, list[Stat]] = {}
+    for stat in processes.values():
+        children.setdefault(stat.ppid, []).append(stat)
+    order, seen = [root], {root}
+    for pid in order:  # grows while we go: breadth first
+        for child in sorted(children.get(pid, []), key=lambda stat: (stat.start_time, stat.pid)):
+            if child.pid not in seen:
+                seen.add(child.pid)
+                order.append(child.pid)
+    return order
+
+
+def job_tree(root: Identity) -> list[Identity]:
+    """Return a process and all its descendants, root first, each parent before its children.
+
+    One pass over ``/proc`` can miss a child that is born behind the reader's back, so passes are made until two agree
+    (five at most: a tree that forks all the time has no right answer, and whoever acts on it looks again after
+    locking). Zombies are not part of the answer.
+
+    Args:
+        root: the job's first process.
+
+    Raises:
+        NoSuchProcess, Zombie, PidReused: the root is not what it was.
+    """
+    last: list[Identity] = []
+    for _ in range(_TRIES):
+        root.check()
+        processes = snapshot()
+        if root.pid not in processes:
+            continue  # it ended between the two looks: check() says so next
+        now = [Identity(pid, processes[pid].start_time) for pid in descendants(root.pid, processes)]
+        if now == last:
+            return now
+        last = now
+    root.check()
+    return last
+
+
+def group_by_topmost(
+    pids: Iterable[int], run_roots: Iterable[int], parents: Mapping[int, int] | None = None
+) -> dict[int, list[int]]:
+    """Group processes into jobs: each under its topmost ancestor that is itself in one of the two sets.
+
+    Args:
+        pids: processes that hold CUDA state.
+        run_roots: roots of jobs that ``limosa run`` started.
+        parents: pid → parent's pid; read from ``/proc`` where None.
+
+    Returns:
+        Root pid → the ``pids`` in that job, ascending. Roots of ``run`` jobs without any of ``pids`` are left out.
+    """
+    wanted = set(pids)
+    heads = wanted | set(run_roots)
+    if parents is None:
+        parents = {pid: stat.ppid for pid, stat in snapshot().items()}
+    groups: dict[int, list[int]] = {}
+    for pid in sorted(wanted):
+        top, current, seen = pid, pid, set[int]()
+        while current > 0 and current not in seen:
+            seen.add(current)
+            if current in heads:
+                top = current
+            current = parents.get(current, 0)
+        groups.setdefault(top, []).append(pid)
+    return dict(sorted(groups.items()))

@@ -1,0 +1,194 @@
+"""What doctor makes of a machine: pure functions over made-up machines; the exit code; what --fix builds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import limosa
+from limosa.gpu import DriverFacts
+from limosa.operation import doctor as module
+from limosa.operation import plugin_build
+from limosa.operation.doctor import Diagnosis
+from limosa.operation.doctor_gpu import Check, driver_checks, gpu_present, huge_pages
+
+SYMBOLS = dict.fromkeys(("cuCheckpointProcessLock", "cuCheckpointProcessRestore"), True)
+GOOD = {
+    "driver_version": "580.159.04",
+    "cuda_version": "13.0",
+    "bindings_version": "13.3.1",
+    "bindings_ok": True,
+    "available": True,
+    "symbols": {**SYMBOLS, "cuCheckpointOperationComplete": False},
+    "can_suspend": True,
+    "can_change_gpus": True,
+    "persistence": {0: True, 1: True},
+    "gpus": 2,
+}
+
+
+def statuses(facts: DriverFacts | None) -> dict[str, tuple[str, int]]:
+    return {c.name: (c.status, c.exit_code) for c in driver_checks(facts)}
+
+
+def test_without_a_gpu_no_driver_is_needed():
+    assert set(statuses(None).values()) == {("ok", 0)}
+
+
+def test_a_good_driver_is_good_also_without_the_newest_calls():
+    assert set(statuses(DriverFacts(**GOOD)).values()) == {("ok", 0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "status"),
+    [
+        ({"driver_version": "", "problem": "no libcuda"}, "driver", "fail"),
+        ({"driver_version": "550.1", "can_suspend": False, "can_change_gpus": False}, "driver", "fail"),
+        ({"driver_version": "570.1", "can_change_gpus": False}, "driver", "warn"),
+        ({"mps": True}, "driver", "warn"),
+        ({"mig": [1]}, "driver", "warn"),
+        ({"available": False, "problem": "cuInit fails"}, "driver", "fail"),
+        ({"bindings_ok": False, "bindings_detail": "too old"}, "bindings", "fail"),
+        ({"symbols": {"cuCheckpointProcessLock": False}}, "symbols", "fail"),
+        ({"symbols": {}}, "symbols", "warn"),
+        ({"persistence": {0: True, 1: False}}, "persistence", "warn"),
+    ],
+)
+def test_what_is_wrong_with_a_driver_is_named(change, name, status):
+    found = statuses(DriverFacts(**{**GOOD, **change}))
+    assert found[name] == (status, 12 if status == "fail" else 0)
+
+
+def test_a_gpu_is_seen_on_the_bus_or_by_its_node(tmp_path):
+    bus, dev = tmp_path / "bus", tmp_path / "dev"
+    for name, vendor, kind in (("00", "0x8086", "0x030000"), ("01", "0x10de", "0x068000")):
+        (bus / name).mkdir(parents=True)
+        (bus / name / "vendor").write_text(vendor + "\n")
+        (bus / name / "class").write_text(kind + "\n")
+    dev.mkdir()
+    (dev / "nvidiactl").touch()
+    assert not gpu_present(bus, dev)  # another vendor's GPU, NVIDIA's bridge, a driver without a GPU
+    (dev / "nvidia0").touch()
+    assert gpu_present(bus, dev)
+    (dev / "nvidia0").unlink()
+    (bus / "01" / "class").write_text("0x030200\n")
+    assert gpu_present(bus, dev)
+
+
+@pytest.mark.parametrize(
+    ("bits", "status", "word"),
+    [
+        (1 << 21 | 1 << 19 | 1 << 12, "ok", "CAP_SYS_ADMIN"),
+        (1 << 40 | 1 << 19 | 1 << 12, "ok", "CAP_CHECKPOINT_RESTORE"),
+        (1 << 21 | 1 << 19, "warn", "CAP_NET_ADMIN"),
+        (1 << 21, "fail", "CAP_SYS_PTRACE"),
+        (0, "fail", "CAP_CHECKPOINT_RESTORE"),
+    ],
+)
+def test_capabilities(tmp_path, bits, status, word):
+    (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{bits:016x}\n")
+    check = module._capabilities(tmp_path / "status")
+    assert (check.status, check.exit_code) == (status, 11 if status == "fail" else 0)
+    assert word in check.detail
+
+
+@pytest.mark.parametrize(("scope", "status"), [("0", "ok"), ("1", "ok"), ("3", "fail")])
+def test_ptrace_scope(tmp_path, scope, status):
+    (tmp_path / "scope").write_text(scope + "\n")
+    assert module._ptrace_scope(tmp_path / "scope").status == status
+
+
+def test_ptrace_scope_2_is_roots(tmp_path, monkeypatch):
+    (tmp_path / "scope").write_text("2\n")
+    for uid, status in ((0, "ok"), (1000, "warn")):
+        monkeypatch.setattr(os, "geteuid", lambda uid=uid: uid)
+        assert module._ptrace_scope(tmp_path / "scope").status == status
+
+
+def test_a_kernel_without_yama_does_not_restrict(tmp_path):
+    assert module._ptrace_scope(tmp_path / "no").status == "ok"
+
+
+def test_huge_pages_matter_with_a_gpu_only(tmp_path):
+    path = tmp_path / "enabled"
+    path.write_text("always [madvise] never\n")
+    assert huge_pages(True, path).status == "warn"
+    assert huge_pages(False, path).status == "ok"
+    path.write_text("[always] madvise never\n")
+    assert huge_pages(True, path).status == "ok"
+
+
+def test_the_cgroups_limit_is_found_on_the_way_up(tmp_path):
+    root = tmp_path / "cgroup"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "cgroup.controllers").touch()
+    (root / "a" / "memory.max").write_text("2147483648\n")
+    (root / "a" / "b" / "memory.max").write_text("max\n")
+    own = tmp_path / "own"
+    own.write_text("1:cpu:/x\n0::/a/b\n")
+    assert "2.0 GiB" in module._cgroup(root, own).detail
+    own.write_text("1:cpu:/x\n")
+    assert module._cgroup(root, own).status == "warn"
+
+
+def test_memory_is_told(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 4194304 kB\nMemAvailable: 2097152 kB\n")
+    assert module._memory(False, tmp_path / "meminfo").detail == "2.0 of 4.0 GiB available"
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"), [([], 0), ([11], 11), ([11, 12], 12), ([11, 12, 24], 24), ([12, 24], 24), ([11, 24], 24)]
+)
+def test_the_exit_code_is_criu_then_driver_then_permission(codes, code):
+    checks = [Check(name="x", status="fail", detail="", exit_code=c) for c in codes]
+    checks.append(Check(name="y", status="warn", detail=""))
+    assert Diagnosis(ok=not codes, checks=checks).exit_code == code
+
+
+def test_no_working_criu_is_24_and_names_the_way_out():
+    _, check = module._criu("/bin/false", False, Check(name="capabilities", status="ok", detail=""), lambda _: None)
+    assert (check.status, check.exit_code) == ("fail", 24)
+    assert check.fix
+
+
+def test_without_the_right_criu_is_not_what_is_missing():
+    rights = Check(name="capabilities", status="fail", detail="lacks X", fix="use sudo", exit_code=11)
+    _, check = module._criu("/bin/false", False, rights, lambda _: None)
+    assert (check.status, check.exit_code, check.fix) == ("fail", 11, "use sudo")
+
+
+def test_an_operation_that_died_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "r"))
+    from limosa.operation.journal import Header, Journal
+    from limosa.process.identity import Identity
+
+    assert module._stale().status == "ok"
+    gone = Identity(pid=os.getpid(), start_time=1)  # this pid, of a process that started at boot: nobody
+    Journal.create(Header(id="move-1", operation="move", roots=[Identity.of(1)], controller=gone)).close()
+    check = module._stale()
+    assert (check.status, check.fix) == ("warn", "limosa recover")
+    assert "move of 1" in check.detail
+
+
+def test_the_plugin_is_built_as_the_package_builds_it(tmp_path):
+    import native_build
+
+    assert plugin_build.FLAGS == native_build.FLAGS
+    source = Path(limosa.__file__).parent / "native" / "criu" / "limosa_plugin.c"
+    (tmp_path / "limosa_plugin.c").write_bytes(source.read_bytes())
+    for header in source.parent.glob("*.h"):
+        (tmp_path / header.name).write_bytes(header.read_bytes())
+    assert plugin_build.build(tmp_path) == ""
+    assert (tmp_path / "limosa_plugin.so").read_bytes()[:4] == b"\x7fELF"
+    assert len(list(tmp_path.glob("limosa_plugin.so*"))) == 1
+
+
+def test_why_the_plugin_cannot_be_built_is_said(tmp_path, monkeypatch):
+    assert "missing" in plugin_build.build(tmp_path)
+    (tmp_path / "limosa_plugin.c").write_text("this is not C")
+    assert plugin_build.build(tmp_path) not in ("", "there is no C compiler (cc, gcc, clang or tcc)")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert plugin_build.build(tmp_path) == "there is no C compiler (cc, gcc, clang or tcc)"

@@ -1,0 +1,268 @@
+"""stdout is the result and nothing else; colours and progress only on a terminal; a reader may go away."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from limosa.cli.output import Format, Report, error_object, plain, reporting, worst
+from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoSuchProcess, Reason, Refused, UndoFailed
+
+REASON = Reason(id="memory-cgroup", text="too little", exit_code=15, hint="more", pid=7, forceable=True)
+WARNING = Reason(id="unknown", text="cannot be known")
+
+
+def run_on_terminal(script: str, env: dict[str, str], *, stdout_too: bool = False) -> str:
+    """Runs a script with stderr (and stdout) on a terminal of 100 columns; returns what came there."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**env, "TERM": "xterm-256color", "COLUMNS": "100"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs if stdout_too else subprocess.DEVNULL,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # EIO: the other side has closed
+                break
+            if not data:
+                break
+            seen += data
+        assert process.wait(timeout=30) == 0
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+    return seen.decode()
+
+
+TABLE = """
+from limosa.cli.output import console
+from limosa.cli import words
+words.table(console(), ("PID", "COMMAND"), [(1, "x" * 300)], right=("PID",))
+"""
+
+
+def test_a_pipe_gets_no_colours_and_nothing_is_cut(environment):
+    ran = subprocess.run([sys.executable, "-c", TABLE], env=environment, capture_output=True, text=True, check=True)
+    assert "\x1b" not in ran.stdout
+    assert "x" * 300 in ran.stdout
+
+
+def test_a_terminal_gets_colours_unless_no_color(environment):
+    assert "\x1b[1m" in run_on_terminal(TABLE, environment, stdout_too=True)
+    plain_text = run_on_terminal(TABLE.replace("300", "20"), {**environment, "NO_COLOR": "1"}, stdout_too=True)
+    assert not [code for code in ("\x1b[3", "\x1b[9", "\x1b[4") if code in plain_text]
+
+
+PROGRESS = """
+import time
+from limosa.cli.output import Report, Format
+from limosa.progress import Progress
+report = Report("checkpoint", Format.text, quiet={quiet})
+for done in range(0, 11):
+    report.progress(Progress("dump", done * 500_000_000, 5_000_000_000))
+    time.sleep(0.03)
+report.progress(Progress("unlock"))
+report.close()
+"""
+
+
+def test_progress_on_a_terminal_has_bytes_rate_and_time_left(environment):
+    seen = run_on_terminal(PROGRESS.format(quiet=False), environment)
+    assert "dump" in seen
+    assert "GB/s" in seen
+    assert "s left" in seen
+    assert "5.0 GB" in seen
+
+
+def test_quiet_is_quiet(environment):
+    assert run_on_terminal(PROGRESS.format(quiet=True), environment) == ""
+
+
+def test_no_progress_where_stderr_is_no_terminal(environment):
+    script = PROGRESS.format(quiet=False)
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert (ran.stdout, ran.stderr) == ("", "")
+
+
+@pytest.mark.parametrize("args", [["--help"], ["doctor"], ["doctor", "-o", "json"]], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_error(environment, args):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    try:
+        argv = [sys.executable, "-m", "limosa", *args]
+        ran = subprocess.run(
+            argv, env=environment, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    finally:
+        os.close(theirs)
+    assert "Traceback" not in ran.stderr
+    assert "BrokenPipe" not in ran.stderr
+    assert ran.returncode in (0, 11, 12, 24)
+
+
+def test_json_has_schema_first_and_warnings_always(capsys):
+    report = Report("x", Format.json, quiet=True)
+    report.warn(WARNING)
+    report.result({"ok": True, "warnings": [plain(WARNING)]}, "")
+    out = capsys.readouterr().out
+    assert out.startswith('{"schema":1,')
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"schema": 1, "ok": True, "warnings": [plain(WARNING)]}
+
+
+def test_warnings_are_said_once_on_stderr(capsys):
+    report = Report("x")
+    report.warn(WARNING, WARNING)
+    report.result({}, "done")
+    seen = capsys.readouterr()
+    assert seen.out == "done\n"
+    assert seen.err == "limosa: warning: cannot be known\n"
+
+
+def code_of(error: BaseException, capsys, fmt: Format = Format.json) -> tuple[int, dict]:
+    import typer
+
+    with pytest.raises(typer.Exit) as left, reporting("move", fmt):
+        raise error
+    out = capsys.readouterr().out
+    return left.value.exit_code, json.loads(out) if out else {}
+
+
+def test_an_error_is_its_exit_code_and_object(capsys):
+    code, said = code_of(NoSuchProcess(pid=4711), capsys)
+    assert code == 10
+    assert said["error"] == {
+        "id": "no-such-process",
+        "exit_code": 10,
+        "message": "there is no process 4711",
+        "hint": "limosa ps lists the jobs",
+        "job_state": "",
+    }
+
+
+def test_an_error_with_an_image_names_it(capsys):
+    error = FailedUndone(what="checkpoint", detail="CRIU died", image="/data/x", job_state="running")
+    code, said = code_of(error, capsys)
+    assert code == 21
+    assert said["error"]["image"] == "/data/x"
+    assert said["error"]["job_state"] == "running"
+
+
+def test_a_refusal_gives_every_reason_and_keeps_warnings(capsys):
+    other = Reason(id="mig", text="is MIG", exit_code=12)
+    code, said = code_of(Refused([REASON, WARNING, other]), capsys)
+    assert code == 15
+    assert said["error"]["id"] == "memory-cgroup"
+    assert [r["id"] for r in said["error"]["reasons"]] == ["memory-cgroup", "mig"]
+    assert [w["id"] for w in said["warnings"]] == ["unknown"]
+
+
+def test_what_nobody_foresaw_is_exit_1_and_tells_the_state(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "r"))
+    code, said = code_of(ZeroDivisionError("oh"), capsys)
+    assert (code, said["error"]["id"], said["error"]["exit_code"]) == (1, "internal", 1)
+    assert "ZeroDivisionError: oh" in said["error"]["message"]
+    assert "no job was touched" in said["error"]["message"]
+
+
+def test_the_state_comes_from_the_journal(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "r"))
+    from limosa.operation.journal import Header, Journal
+    from limosa.process.identity import Identity
+
+    me = Identity.of(os.getpid())
+    journal = Journal.create(Header(id="suspend-1", operation="suspend", roots=[Identity.of(1)], controller=me))
+    try:
+        journal.note("lock", "done", 1)
+        journal.note("checkpoint", "done", 1)
+        _, said = code_of(ZeroDivisionError("oh"), capsys)
+        assert said["error"]["job_state"] == "checkpointed"
+        assert "suspend of 1: last step checkpoint done" in said["error"]["message"]
+        journal.note("restore", "begin", 1)
+        _, said = code_of(ZeroDivisionError("oh"), capsys)
+        assert said["error"]["job_state"] == "unknown"
+    finally:
+        journal.finish()
+
+
+def test_the_trace_comes_with_v_only(capsys):
+    import typer
+
+    for verbose in (0, 1):
+        with pytest.raises(typer.Exit), reporting("move", Format.text, verbose=verbose):
+            raise ZeroDivisionError
+        assert ("Traceback" in capsys.readouterr().err) is bool(verbose)
+
+
+def test_the_worst_exit_code_of_several():
+    assert worst([0, 0]) == 0
+    assert worst([0, 13, 10]) == 13
+    assert worst([13, 1, 10]) == 1
+    assert worst([13, 1, 41]) == 41
+    assert worst([41, 10, 40]) == 40
+
+
+def test_several_jobs_have_results_and_the_worst_error(capsys):
+    from limosa.cli.on_jobs import tell
+    from limosa.operation.results import JobResult, Outcome
+
+    good = Outcome(pid=1, result=JobResult(operation="move", pid=1, timings={"pause_seconds": 0.5}, warnings=[WARNING]))
+    bad = Outcome(pid=2, error=NoSuchProcess(pid=2))
+    worse = Outcome(pid=3, error=LeftSuspended(detail="full", pid=3, job_state="suspended"))
+    report = Report("move", Format.json, quiet=True)
+    tell(report, "move", [good, bad, worse])
+    said = json.loads(capsys.readouterr().out)
+    assert report.exit_code == 41
+    assert [r["pid"] for r in said["results"]] == [1, 2, 3]
+    assert said["error"]["id"] == "left-suspended"
+    assert said["results"][1]["error"]["exit_code"] == 10
+    assert [w["id"] for w in said["warnings"]] == ["unknown"]
+
+
+def test_one_job_is_itself_and_in_results(capsys):
+    from limosa.cli.on_jobs import tell
+    from limosa.operation.results import JobResult, Outcome
+
+    report = Report("suspend", Format.json)
+    tell(report, "suspend", [Outcome(pid=1, result=JobResult(operation="suspend", pid=1, state="checkpointed"))])
+    said = json.loads(capsys.readouterr().out)
+    assert (said["pid"], said["state"]) == (1, "checkpointed")
+    assert said["results"][0]["pid"] == 1
+
+
+def test_one_jobs_error_is_the_commands(capsys):
+    from limosa.cli.on_jobs import tell
+    from limosa.operation.results import Outcome
+
+    error = UndoFailed(what="move", detail="a", undo_detail="b")
+    with pytest.raises(UndoFailed):
+        tell(Report("move"), "move", [Outcome(pid=1, error=error)])
+
+
+def test_text_that_is_not_unicode_becomes_json_all_the_same(capsys):
+    Report("x", Format.json).result({"path": os.fsdecode(b"/tmp/\xff")}, "")
+    assert json.loads(capsys.readouterr().out)["path"] == "/tmp/\ufffd"
+
+
+def test_text_from_elsewhere_cannot_drive_the_terminal():
+    from limosa.cli.words import clean
+
+    assert clean("a\x1b[2Jb\n\x07\u202e") == "a\\x1b[2Jb\\n\\x07\\u202e"
+    assert clean(os.fsdecode(b"\xff")) == "\\xff"
+    assert clean("Größe – 漢字") == "Größe – 漢字"
+
+
+def test_error_object_has_the_contracts_keys():
+    assert set(error_object(LimosaError(detail="x"))) == {"id", "exit_code", "message", "hint", "job_state"}

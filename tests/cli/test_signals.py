@@ -1,0 +1,115 @@
+"""The first signal cancels, a second Ctrl-C stops at once and says what is where. Real processes, real signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+SCRIPT = """
+import os, signal, sys, time
+{before}
+from limosa.cli.output import Format, Report
+from limosa.cli.signals import cancelling
+from limosa.operation.journal import Header, Journal
+from limosa.process.identity import Identity
+me = Identity.of(os.getpid())
+journal = Journal.create(Header(id="move-1", operation="move", roots=[me], controller=me))
+journal.note("lock", "done", me.pid)
+with cancelling(Report("move", Format({fmt!r}))) as cancel:
+    print("ready", file=sys.stderr, flush=True)
+    while not cancel.is_set():
+        time.sleep(0.01)
+    print("undoing", file=sys.stderr, flush=True)
+    end = time.monotonic() + {undo}
+    while time.monotonic() < end:
+        time.sleep(0.01)
+journal.finish()
+sys.exit(22)
+"""
+
+
+@contextmanager
+def started(environment, fmt="text", undo=0.0, before="") -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(fmt=fmt, undo=undo, before=before)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_cancels_and_says_that_it_waits(environment, number):
+    with started(environment) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 22
+    assert out == ""
+    assert number.name in err
+    assert "waiting for it" in err
+
+
+@pytest.mark.parametrize("fmt", ["text", "json"])
+def test_a_second_ctrl_c_stops_now_and_says_what_is_where(environment, fmt):
+    with started(environment, fmt=fmt, undo=60) as process:
+        process.send_signal(signal.SIGTERM)
+        lines = iter(process.stderr.readline, "")
+        assert any(line == "undoing\n" for line in lines)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert time.monotonic() - begin < 5
+    assert process.returncode == 1
+    assert f"move of {process.pid}: last step lock done" in err
+    assert "limosa recover" in err
+    if fmt == "json":
+        error = json.loads(out)["error"]
+        assert (error["id"], error["exit_code"], error["job_state"]) == ("stopped", 1, "locked")
+    else:
+        assert out == ""
+
+
+def test_sighup_and_sigterm_after_the_first_do_not_stop_the_undo(environment):
+    with started(environment, undo=0.5) as process:
+        process.send_signal(signal.SIGHUP)
+        lines = iter(process.stderr.readline, "")
+        assert any(line == "undoing\n" for line in lines)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=30)
+    assert process.returncode == 22
+
+
+def test_a_signal_that_is_ignored_stays_ignored(environment):
+    with started(environment, before="signal.signal(signal.SIGHUP, signal.SIG_IGN)") as process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 22
+
+
+def test_handlers_are_put_back():
+    from limosa.cli.output import Report
+    from limosa.cli.signals import SIGNALS, cancelling
+
+    before = [signal.getsignal(n) for n in SIGNALS]
+    with cancelling(Report("move")):
+        assert [signal.getsignal(n) for n in SIGNALS] != before
+    assert [signal.getsignal(n) for n in SIGNALS] == before

@@ -1,0 +1,157 @@
+"""Fixtures that all tests share: ``start`` (real victims, ended for sure), ``limosa`` (the command line), ``runtime``.
+
+Order: fast tests first, then those that need CRIU, slow ones last. Skips are counted and printed (``-ra``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support import VICTIMS, Victim, end_marked, end_session, own_network
+
+
+def pytest_configure() -> None:
+    """Side by side (``-n 2``) each process gets a network of its own: nftables are one to a network namespace."""
+    if "PYTEST_XDIST_WORKER" in os.environ and os.environ.get("LIMOSA_TEST_NETWORKS"):
+        own_network()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast first, CRIU after, slow last; otherwise as collected."""
+    items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("criu"))))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests were skipped, also where it is none: a skip that nobody sees is an answer that nobody has."""
+    terminalreporter.write_line(f"skipped: {len(terminalreporter.stats.get('skipped', []))}")
+
+
+Start = Callable[..., Victim]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts victims: ``start("counter")``, ``start("train_numpy", 50, 0.01)``, ``start(["sleep", "60"], ready=None)``.
+
+    Args of the function: a name in ``tests/victims`` (gets its folder as first argument) or an argument vector; more
+    arguments; ``ready`` (text in its log to wait for, or None), ``limit`` (seconds to wait), ``folder``, ``env``,
+    ``via`` (an argument vector to put before the program, as torchrun).
+    """
+    victims: list[Victim] = []
+
+    def go(
+        program: str | Sequence[str],
+        *arguments: object,
+        ready: str | None = "READY",
+        limit: float = 60,
+        folder: Path | None = None,
+        env: dict[str, str] | None = None,
+        via: Sequence[str] = (sys.executable,),
+    ) -> Victim:
+        place = folder or tmp_path / f"victim{len(victims)}"
+        argv = [*via, str(VICTIMS / f"{program}.py"), str(place)] if isinstance(program, str) else list(program)
+        victim = Victim([*argv, *map(str, arguments)], place, env)
+        victims.append(victim)
+        if ready:
+            victim.wait_for(ready, limit)
+        return victim
+
+    try:
+        yield go
+    finally:
+        for victim in victims:
+            victim.kill()
+
+
+@pytest.fixture
+def torchrun() -> list[str]:
+    """What to put before a program to run it as two ranks on this machine, with a port of its own."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+# --- the command line --------------------------------------------------------------------------------------------
+
+
+class Result(NamedTuple):
+    """What a ``limosa`` command answered."""
+
+    rc: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def json(self) -> Any:
+        """The one object on stdout."""
+        return json.loads(self.stdout)
+
+
+Limosa = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder for this test alone, instead of /run/limosa; its name also marks all that the test starts.
+
+    What is still there afterwards is ended, whatever session or parent it has by then (torchrun gives each rank a
+    session of its own, and they outlive an agent that was killed).
+    """
+    path = tmp_path_factory.mktemp("run") / "limosa"
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(path))
+    yield path
+    end_marked(f"LIMOSA_RUNTIME_DIR={path}")
+
+
+@pytest.fixture
+def limosa(runtime: Path, tmp_path: Path) -> Iterator[Limosa]:
+    """Runs the command line as a process: ``limosa("ps", "-o", "json")`` → rc, stdout, stderr, json.
+
+    Args of the function: arguments; ``limit`` in seconds (a time-out is a failure), ``env``, ``cwd``, ``rc`` (what the
+    exit code has to be), ``wait=False`` for the ``Popen`` itself (ended at the end of the test).
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def go(
+        *arguments: object,
+        limit: float = 60,
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        rc: int | None = None,
+        wait: bool = True,
+    ) -> Any:
+        begin = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "limosa", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd or tmp_path,
+            env={**os.environ, "NO_COLOR": "1", **(env or {})},
+        )
+        started.append(process)
+        if not wait:
+            return process
+        stdout, stderr = process.communicate(timeout=limit)
+        result = Result(process.returncode, stdout, stderr, time.monotonic() - begin)
+        if rc is not None:
+            assert result.rc == rc, f"limosa {arguments} exited {result.rc}, not {rc}:\n{stdout}\n{stderr}"
+        return result
+
+    try:
+        yield go
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for record in runtime.glob("*/jobs/*.json"):
+            end_session(json.loads(record.read_bytes())["root"]["pid"])

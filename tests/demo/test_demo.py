@@ -1,0 +1,214 @@
+"""The demo: shows the same bits where they are, says so where they are not, and says what it could not show."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from support import pids, stat_of
+
+from limosa import gpu
+from limosa.demo import disturb
+from limosa.demo.disturb import CHECKPOINT, MOVE, SUSPEND, Did, NotDone, Show, compare, reasons, usable_gpus
+from limosa.demo.training import Stack, Training, find_stack
+from limosa.errors import DriverTooOld, LimosaError, NoWorkingCriu
+
+CPU = Stack(sys.executable, "numpy", why="PyTorch is not installed")
+CUDA = Stack(sys.executable, "torch", "cuda")
+DID = [Did(operation=CHECKPOINT, step=1, seconds=1.0)]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """What the demo writes is removed with the test's folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
+def quiet():
+    return Show(tell=lambda _: None, steps=lambda *_: None, progress=lambda _: None)
+
+
+def commands():
+    """The command lines of all processes."""
+    for pid in pids():
+        with contextlib.suppress(OSError):
+            yield Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+
+
+def processes_of(session):
+    return [pid for pid in pids() if (stat := stat_of(pid)) is not None and stat[1] == session and stat[2] != "Z"]
+
+
+def test_one_bit_in_one_loss_is_a_difference():
+    losses = [(0.1 * n).hex() for n in range(10)]
+    same = compare(CPU, [], losses, list(losses), did=DID, not_done=[])
+    assert same.same_bits
+    assert same.exit_code == 0
+    bent = list(losses)
+    bent[7] = bent[7][:-4] + ("0" if bent[7][-4] != "0" else "1") + bent[7][-3:]
+    other = compare(CPU, [], losses, bent, did=DID, not_done=[])
+    assert not other.same_bits
+    assert other.first_difference == 7
+    assert other.exit_code == 1
+
+
+@pytest.mark.parametrize("found", [[], ["0x1p+0"], ["0x1p+0"] * 3])
+def test_missing_and_additional_losses_are_a_difference(found):
+    result = compare(CPU, [], ["0x1p+0"] * 2, found, did=DID, not_done=[])
+    assert not result.same_bits
+    assert result.exit_code == 1
+
+
+def test_where_nothing_could_be_disturbed_the_exit_code_says_why():
+    not_done = [NotDone(operation=MOVE, why="no GPU"), NotDone(operation=CHECKPOINT, why="no CRIU", exit_code=24)]
+    result = compare(CPU, [], ["0x1p+0"], ["0x1p+0"], did=[], not_done=not_done)
+    assert result.same_bits
+    assert result.exit_code == 24
+
+
+def card(index, name="NVIDIA H200", free=100 << 30, **more):
+    total = 140 << 30
+    return gpu.Gpu(
+        index=index, uuid=f"GPU-{index}", name=name, memory_total=total, memory_used=0, memory_free=free, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("cards", "chosen", "why"),
+    [
+        ([], [], "no NVIDIA GPU"),
+        ([card(0)], [0], "one GPU only"),
+        ([card(0), card(1)], [0, 1], ""),
+        ([card(0, free=5 << 30), card(1), card(2, free=50 << 30)], [1, 2], ""),
+        ([card(0), card(1, free=1 << 30)], [0], "fewer than two"),
+        ([card(0), card(1, mig=True)], [0], "fewer than two"),
+        ([card(0), card(1, name="NVIDIA L4", free=9 << 30)], [0], "fewer than two"),
+        ([card(0, free=0)], [], "one GPU"),
+    ],
+)
+def test_which_gpus_take_part(monkeypatch, cards, chosen, why):
+    monkeypatch.setattr(gpu, "inventory", lambda: gpu.Inventory(driver_version="580", cuda_version="13", gpus=cards))
+    found, said = usable_gpus()
+    assert [g.index for g in found] == chosen
+    assert why in said
+    assert bool(said) == bool(why)
+
+
+def test_a_machine_without_a_driver_has_no_gpus(monkeypatch):
+    def none():
+        raise DriverTooOld(detail="there is no driver")
+
+    monkeypatch.setattr(gpu, "inventory", none)
+    assert usable_gpus() == ([], "there is no driver")
+
+
+def test_what_can_be_shown_and_why_not_the_rest():
+    assert reasons(2, "", CUDA) == {}
+    assert {n: r.why for n, r in reasons(1, "one GPU only", CUDA).items()} == {MOVE: "one GPU only"}
+    assert {n: r.why for n, r in reasons(0, "no GPU", CPU).items()} == {MOVE: "no GPU", SUSPEND: "no GPU"}
+    assert set(reasons(2, "", CPU)) == {MOVE, SUSPEND}
+    assert reasons(2, "", CPU)[MOVE].why == "PyTorch is not installed"
+
+
+def test_numpy_is_taken_where_pytorch_is_not_wanted():
+    assert find_stack(0, only_numpy=True).framework == "numpy"
+
+
+def test_a_bent_bit_in_a_real_run_fails_the_demo(monkeypatch):
+    def bend(_name, job, *_):
+        path = job.folder / "losses"
+        text = path.read_bytes()
+        at = text.index(b"p-") - 1  # the last digit of the first loss
+        fd = os.open(path, os.O_WRONLY)
+        os.pwrite(fd, b"1" if text[at : at + 1] != b"1" else b"2", at)
+        os.close(fd)
+        return DID
+
+    monkeypatch.setattr(disturb, "_disturb", bend)
+    result = disturb.run(quiet(), steps=50, pace=0.0, only_numpy=True)
+    assert not result.same_bits
+    assert result.first_difference == 0
+    assert result.exit_code == 1
+
+
+def test_a_machine_without_criu_is_told_so_and_ends_with_its_exit_code(monkeypatch):
+    def fail(*_, **__):
+        raise NoWorkingCriu(detail="none found")
+
+    monkeypatch.setattr(disturb.operation, "checkpoint", fail)
+    result = disturb.run(quiet(), steps=50, pace=0.0, only_numpy=True)
+    assert result.same_bits
+    assert result.exit_code == 24
+    assert next(n for n in result.not_done if n.operation == CHECKPOINT).why == "no working CRIU: none found"
+
+
+def test_a_disturbance_that_fails_is_no_excuse(monkeypatch):
+    def fail(*_, **__):
+        raise LimosaError(detail="broken")
+
+    monkeypatch.setattr(disturb.operation, "checkpoint", fail)
+    with pytest.raises(LimosaError, match="broken"):
+        disturb.run(quiet(), steps=50, pace=0.0, only_numpy=True)
+
+
+def test_a_training_that_is_killed_is_noticed_and_nothing_of_it_is_left(tmp_path):
+    with Training(tmp_path / "run", CPU, 10_000, 0.01) as job:
+        job.wait_for(3, lambda _: None)
+        assert len(processes_of(job.root.pid)) == 3
+        os.kill(job.root.pid, signal.SIGKILL)
+        with pytest.raises(LimosaError, match="has ended"):
+            job.wait_for(10_000, lambda _: None)
+    assert processes_of(job.root.pid) == []
+
+
+def test_the_pause_is_the_longest_gap_in_the_trainings_own_stamps(tmp_path):
+    with Training(tmp_path / "run", CPU, 10_000, 0.01) as job:
+        job.wait_for(3, lambda _: None)
+        before = time.monotonic()
+        os.kill(job.root.pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(job.root.pid, signal.SIGCONT)
+        stopped = time.monotonic() - before
+        job.wait_for(len(job.lines()) + 3, lambda _: None)
+        assert 0.45 < job.longest_gap(before) < stopped + 0.1
+
+
+def test_ctrl_c_ends_the_demo_and_leaves_nothing(limosa, tmp_path):
+    process = limosa("demo", "--numpy", wait=False)
+    end = time.monotonic() + 30
+    while not list(tmp_path.glob("limosa-demo-*/undisturbed/losses")):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 22
+    assert list(tmp_path.glob("limosa-demo-*")) == []
+    assert not any(str(tmp_path) in command for command in commands())
+
+
+@pytest.mark.criu
+def test_the_demo_as_people_run_it_with_numpy(limosa):
+    result = limosa("demo", "--numpy", "--steps", 150, "-o", "json", rc=0)
+    shown = result.json
+    assert shown["schema"] == 1
+    assert shown["same_bits"] is True
+    assert shown["steps"] == 150
+    assert shown["last_loss"][0] == shown["last_loss"][1]
+    assert [d["operation"] for d in shown["did"]] == [CHECKPOINT]
+    assert 0 < shown["did"][0]["pause_seconds"] <= shown["did"][0]["seconds"] + 0.1
+    assert {n["operation"] for n in shown["not_done"]} == {MOVE, SUSPEND}
+
+
+@pytest.mark.criu
+@pytest.mark.slow
+def test_the_demo_as_people_run_it_with_pytorch(limosa):
+    result = limosa("demo", "--steps", 80, rc=0, limit=100)
+    assert "all 80 losses are the same to the bit" in result.stdout
+    assert "torch training" in result.stdout
+    assert CHECKPOINT in result.stdout

@@ -1,0 +1,358 @@
+"""move, suspend, resume, toggle: the step engine and its undo, on real processes and a driver double."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver_double import GB, DriverDouble, failure
+
+from limosa import operation
+from limosa.errors import (
+    CancelledUndone,
+    FailedUndone,
+    InvalidMap,
+    LeftSuspended,
+    LimosaError,
+    NoRoomOnGpu,
+    NotSupported,
+    Refused,
+    TimedOutUndone,
+    UndoFailed,
+    UsageError,
+)
+from limosa.gpu import LockResult
+from limosa.operation import claims, journal
+from limosa.process.identity import Identity
+from limosa.process.records import SuspendRecord
+
+GpuLike = Callable[..., int]
+
+
+def names(double: DriverDouble) -> list[str]:
+    return [name for name, _ in double.calls]
+
+
+def nothing_left() -> bool:
+    return not journal.under_way() and not claims.everybodys()
+
+
+def test_move_runs_the_four_steps_in_order_and_leaves_nothing_behind(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0)
+    (outcome,) = operation.move(pid, to="1")
+    assert outcome.result is not None
+    assert names(double) == ["lock", "checkpoint", "restore", "unlock"]
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [1]
+    assert outcome.result.map == {double.uuids[0]: double.uuids[1], double.uuids[1]: double.uuids[0]}
+    assert outcome.result.timings["pause_seconds"] > 0
+    assert outcome.result.bytes == GB
+    assert nothing_left()
+    assert double.will is None
+
+
+def test_move_to_where_it_is_touches_nothing(gpu_like: GpuLike, double: DriverDouble) -> None:
+    (outcome,) = operation.move(gpu_like(on=1), to="1")
+    assert outcome.result is not None
+    assert outcome.result.already
+    assert names(double) == []
+
+
+def test_suspend_resume_and_both_again(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0)
+    assert operation.suspend(pid)[0].result.state == "checkpointed"  # type: ignore[union-attr]
+    again = operation.suspend(pid)[0].result
+    assert again is not None
+    assert again.already
+    record = SuspendRecord.of(Identity.of(pid))
+    assert record is not None
+    assert record.bytes == {double.uuids[0]: GB}
+    (listed,) = operation.ps()
+    assert (listed.state, listed.gpus[0]["memory_used"]) == ("checkpointed", GB)
+    assert listed.suspended is not None
+    assert operation.resume(pid)[0].result.state == "running"  # type: ignore[union-attr]
+    assert operation.resume(pid)[0].result.already  # type: ignore[union-attr]
+    assert SuspendRecord.of(Identity.of(pid)) is None
+    assert double.where(pid) == [0]
+
+
+def test_an_ancestor_of_limosa_that_uses_cuda_does_not_hide_its_children(
+    gpu_like: GpuLike, double: DriverDouble
+) -> None:
+    pid = gpu_like(on=0)
+    double.adopt(os.getpid(), 1)
+    double.adopt(os.getppid(), 1)
+    assert [job.pid for job in operation.ps()] == [pid]
+    assert [job.root.pid for job in operation.resolve(everything=True)] == [pid]
+
+
+def test_a_suspended_job_is_resumed_on_another_gpu_by_move(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0)
+    operation.suspend(pid)
+    operation.move(pid, to="1")
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [1]
+
+
+def test_toggle_suspends_and_resumes(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    assert operation.toggle(pid)[0].result.operation == "suspend"  # type: ignore[union-attr]
+    assert double.states[pid] == "checkpointed"
+    assert operation.toggle(pid)[0].result.operation == "resume"  # type: ignore[union-attr]
+    assert double.states[pid] == "running"
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint", "restore", "unlock"])
+def test_each_step_that_fails_is_undone(gpu_like: GpuLike, double: DriverDouble, call: str) -> None:
+    pid = gpu_like(on=0)
+    double.faults[call, 0] = failure(call, pid)
+    with pytest.raises(FailedUndone) as caught:
+        operation.move(pid, to="1")
+    assert caught.value.exit_code == 21
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [0]
+    assert nothing_left()
+    operation.move(pid, to="1")  # and the same command without the fault succeeds
+    assert double.where(pid) == [1]
+
+
+def test_what_the_driver_cannot_checkpoint_runs_on(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    double.faults["checkpoint", 0] = NotSupported(
+        call="checkpoint", pid=pid, result="CUDA_ERROR_NOT_SUPPORTED", code=801, meaning="managed memory"
+    )
+    with pytest.raises(LimosaError) as caught:
+        operation.suspend(pid)
+    assert caught.value.exit_code == 13
+    assert double.states[pid] == "running"
+
+
+def test_when_the_undo_fails_too_everything_is_left_for_recover(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0)
+    double.faults["restore", 0] = failure("restore", pid)
+    double.faults["restore", 1] = failure("restore", pid)
+    with pytest.raises(UndoFailed) as caught:
+        operation.move(pid, to="1")
+    assert caught.value.exit_code == 40
+    assert double.states[pid] == "checkpointed"
+    (left,) = journal.under_way()
+    assert left.pids == [pid]
+    (entry,) = operation.recover()
+    assert (entry.exit_code, entry.state) == (0, "running")
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [0]
+    assert nothing_left()
+
+
+def test_a_lock_that_times_out_is_undone_with_18(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = gpu_like()
+    monkeypatch.setattr(double, "lock", lambda *a, **k: LockResult.TIMED_OUT)
+    with pytest.raises(TimedOutUndone):
+        operation.suspend(pid)
+    assert double.states[pid] == "running"
+
+
+def test_a_cancel_during_the_checkpoint_is_undone_with_22(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    cancel = threading.Event()
+    double.after_checkpoint = cancel.set
+    with pytest.raises(CancelledUndone):
+        operation.move(pid, to="1", cancel=cancel)
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [0]
+
+
+def test_a_destination_filled_meanwhile_brings_it_back_where_it_was(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0, size=6 * GB)
+    double.after_checkpoint = lambda: double.others.update({double.uuids[1]: 9 * GB})
+    with pytest.raises(NoRoomOnGpu) as caught:
+        operation.move(pid, to="1")
+    assert caught.value.exit_code == 14
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [0]
+
+
+def test_both_gpus_filled_meanwhile_leaves_it_suspended_with_41(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0, size=6 * GB)
+    double.after_checkpoint = lambda: double.others.update(dict.fromkeys(double.uuids, 9 * GB))
+    with pytest.raises(LeftSuspended) as caught:
+        operation.move(pid, to="1")
+    assert caught.value.exit_code == 41
+    assert double.states[pid] == "checkpointed"
+    assert nothing_left()
+    with pytest.raises(Refused) as still:
+        operation.resume(pid)
+    assert still.value.exit_code == 14
+    double.after_checkpoint = lambda: None
+    double.others.clear()
+    operation.resume(pid)
+    assert double.states[pid] == "running"
+
+
+def test_swap_moves_two_that_fill_their_gpus(gpu_like: GpuLike, double: DriverDouble) -> None:
+    a, b = gpu_like(on=0, size=9 * GB), gpu_like(on=1, size=9 * GB)
+    with pytest.raises(Refused) as caught:
+        operation.move(a, to="1")
+    assert caught.value.exit_code == 14
+    first, second = operation.move([a, b], swap=True)
+    assert first.result is not None
+    assert second.result is not None
+    assert (double.where(a), double.where(b)) == ([1], [0])
+    assert [n for n, _ in double.calls] == [
+        "lock",
+        "lock",
+        "checkpoint",
+        "checkpoint",
+        "restore",
+        "restore",
+        "unlock",
+        "unlock",
+    ]
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_swap_that_fails_half_way_brings_both_back(gpu_like: GpuLike, double: DriverDouble, nth: int) -> None:
+    a, b = gpu_like(on=0, size=9 * GB), gpu_like(on=1, size=9 * GB)
+    double.faults["unlock", nth] = failure("unlock")
+    outcomes = operation.move([a, b], swap=True)
+    assert [o.pid for o in outcomes] == [a, b]
+    assert all(isinstance(o.error, FailedUndone) for o in outcomes)
+    assert (double.where(a), double.where(b)) == ([0], [1])
+    assert {double.states[a], double.states[b]} == {"running"}
+
+
+def test_several_jobs_have_a_result_each_and_the_first_failure_is_the_exit_code(
+    gpu_like: GpuLike, double: DriverDouble
+) -> None:
+    a, b = gpu_like(on=0), gpu_like(on=0)
+    double.faults["checkpoint", 0] = failure("checkpoint", a)
+    outcomes = operation.move([a, b], to="1")
+    assert outcomes[0].error is not None
+    assert outcomes[1].result is not None
+    assert operation.worst_exit_code(outcomes) == 21
+    assert (double.where(a), double.where(b)) == ([0], [1])
+
+
+def test_several_jobs_are_planned_together_before_one_is_touched(gpu_like: GpuLike, double: DriverDouble) -> None:
+    a, b = gpu_like(on=0, size=6 * GB), gpu_like(on=0, size=3 * GB)
+    double.others[double.uuids[1]] = 3 * GB
+    plans = operation.move([a, b], to="1", dry_run=True)
+    assert [o.plan.verdict for o in plans if o.plan] == ["ok", "refused"]  # each would fit alone
+    outcomes = operation.move([a, b], to="1")
+    assert outcomes[0].result is not None
+    assert outcomes[1].error is not None
+    assert outcomes[1].error.exit_code == 14
+    assert (double.where(a), double.where(b)) == ([1], [0])
+
+
+def test_a_dry_run_touches_nothing_and_says_the_steps(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(size=4 * GB)
+    (outcome,) = operation.move(pid, to="1", dry_run=True)
+    assert outcome.plan is not None
+    assert outcome.plan.verdict == "ok"
+    assert [s.split()[0] for s in outcome.plan.steps] == ["lock", "checkpoint", "restore", "unlock"]
+    assert outcome.plan.estimate.pause_seconds == pytest.approx(0.755 + (4 * GB - 0.55e9) * (1 / 2.4e9 + 1 / 6.8e9))
+    assert names(double) == []
+
+
+def test_max_pause_refuses_beforehand(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(size=4 * GB)
+    with pytest.raises(Refused) as caught:
+        operation.move(pid, to="1", max_pause=0.5)
+    assert caught.value.exit_code == 18
+    assert names(double) == []
+
+
+def test_another_chip_is_refused(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    double.names = ("Test GPU", "Other GPU")
+    with pytest.raises(Refused) as caught:
+        operation.move(pid, to="1")
+    assert "Other GPU" in str(caught.value)
+    assert names(double) == []
+
+
+def test_a_map_and_a_destination_together_are_refused(gpu_like: GpuLike, double: DriverDouble) -> None:
+    with pytest.raises(LimosaError) as caught:
+        operation.move(gpu_like(), to="1", gpu_map="0=1")
+    assert caught.value.exit_code == 2
+    with pytest.raises((UsageError, InvalidMap)):
+        operation.move(gpu_like())
+
+
+def test_a_second_operation_on_the_same_job_is_refused_as_busy(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    seen: list[int] = []
+
+    def meanwhile() -> None:
+        double.after_checkpoint = lambda: None
+        with pytest.raises(Refused) as caught:
+            operation.suspend(pid)
+        seen.append(caught.value.exit_code)
+
+    double.after_checkpoint = meanwhile
+    operation.suspend(pid)
+    assert seen == [19]
+
+
+def test_large_memory_on_two_gpus_is_refused_and_may_be_forced(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0, size=GB)
+    double.held[pid][double.uuids[1]] = GB // 2
+    with pytest.raises(Refused) as caught:
+        operation.suspend(pid)
+    assert (caught.value.id, caught.value.exit_code) == ("peer-access", 13)
+    operation.suspend(pid, force=["peer-access"])
+    assert double.states[pid] == "checkpointed"
+    operation.resume(pid)  # what is suspended already is not refused
+
+
+def test_room_that_another_operation_claims_is_not_given_twice(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path
+) -> None:
+    pid = gpu_like(on=0, size=6 * GB)
+    claims.Claim(id="other", operation="move", holder=Identity.of(1), gpus={double.uuids[1]: 5 * GB}).save()
+    with pytest.raises(Refused) as caught:
+        operation.move(pid, to="1")
+    assert caught.value.exit_code == 14
+    assert "promised" in str(caught.value)
+
+
+def test_a_swap_that_cannot_be_is_planned_as_refused(gpu_like: GpuLike, double: DriverDouble) -> None:
+    a, b = gpu_like(on=0), gpu_like(on=0)
+    plans = operation.move([a, b], swap=True, dry_run=True)
+    assert [o.plan.verdict for o in plans if o.plan] == ["refused", "refused"]
+
+
+def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from limosa.operation import move as _  # noqa: F401  (the function; its module is patched below)
+
+    module = sys.modules["limosa.operation.move"]
+    pid, late = gpu_like(on=0), gpu_like(on=0)
+    prepare = sys.modules["limosa.operation.prepare"]
+    calls = iter([[pid], [pid, late], [pid, late], [pid, late], [pid, late]])
+
+    def tree(root: Identity) -> list[Identity]:
+        return [Identity.of(p) for p in next(calls)]
+
+    monkeypatch.setattr(module, "tree_of", tree)
+    monkeypatch.setattr(prepare, "tree_of", tree)
+    real = prepare.observe
+
+    def both(root: Identity) -> object:
+        seen, more = real(root), real(Identity.of(late))
+        seen.processes += more.processes
+        return seen
+
+    monkeypatch.setattr(prepare, "observe", both)
+    operation.suspend(pid)
+    assert double.states == {pid: "checkpointed", late: "checkpointed"}
+    assert names(double)[:3] == ["lock", "unlock", "lock"]  # undone once, then both

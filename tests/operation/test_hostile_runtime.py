@@ -1,0 +1,285 @@
+"""What another user writes into his runtime folder: root neither obeys it nor stumbles over it.
+
+The folders are real and belong to uid 65534 (nobody); the tests run as root.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from driver_double import GB, DriverDouble, failure
+
+from limosa import operation
+from limosa.errors import Busy, LimosaError, Refused
+from limosa.operation import claims, journal
+from limosa.operation.journal import Header, Journal, Member
+from limosa.operation.recover import remove_image
+from limosa.process.identity import Identity
+from limosa.process.records import RunRecord, SuspendRecord, folders, own_folder
+
+GpuLike = Callable[..., int]
+NOBODY = 65534
+GONE = Identity(1, 999)  # never alive: process 1 has another start time
+DEEP = b"[" * 200_000 + b"]" * 200_000
+
+
+def folder_of_nobody(runtime: Path, kind: str) -> Path:
+    """A runtime folder as that user would have made it."""
+    own_folder(kind)  # makes what all users share, too
+    path = runtime / str(NOBODY) / kind
+    path.mkdir(parents=True, exist_ok=True)
+    for each in (path.parent, path):
+        os.chown(each, NOBODY, NOBODY)
+        os.chmod(each, 0o755)
+    return path
+
+
+def put(path: Path, data: bytes) -> Path:
+    """A file of that user's."""
+    path.write_bytes(data)
+    os.chown(path, NOBODY, NOBODY)
+    return path
+
+
+def claim_of_nobody(runtime: Path, claim: claims.Claim) -> None:
+    put(folder_of_nobody(runtime, "claims") / f"{claim.id}.json", msgspec.json.encode(claim))
+
+
+def journal_of_nobody(runtime: Path, header: Header, *notes: tuple[str, str, dict[str, object]]) -> Path:
+    """A journal that another user has made up, of an operation that has died."""
+    made = Journal.create(header)
+    for step, phase, data in notes:
+        made.note(step, phase, **data)  # type: ignore[arg-type]
+    made.close()
+    theirs = put(folder_of_nobody(runtime, "journals") / made.path.name, made.path.read_bytes())
+    made.finish()
+    os.chmod(theirs, 0o644)
+    return theirs
+
+
+def header(operation_name: str, **fields: object) -> Header:
+    return Header(id=f"{operation_name}-x", operation=operation_name, controller=GONE, **{"roots": [], **fields})  # type: ignore[arg-type]
+
+
+# --- journals -------------------------------------------------------------------------------------------------
+
+
+def test_recover_by_root_cuts_no_file_that_another_users_journal_names(
+    tmp_path: Path, own_runtime: Path, double: DriverDouble
+) -> None:
+    target, kept = tmp_path / "passwd", tmp_path / "kept"
+    target.write_text("root")
+    put(kept, b"evil")
+    data = {"path": str(target), "size": 0, "grown": 99, "kept": str(kept)}
+    theirs = journal_of_nobody(own_runtime, header("restore"), ("rewind", "begin", data))
+    (entry,) = operation.recover()
+    assert target.read_text() == "root"
+    assert kept.exists()
+    assert (entry.id, entry.exit_code) == (theirs.stem, 40)
+    assert theirs.exists()
+
+
+@pytest.mark.parametrize("verb", ["move", "checkpoint", "restore"])
+def test_recover_by_root_touches_no_process_that_another_users_journal_names(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path, verb: str
+) -> None:
+    pid = gpu_like(on=0)
+    root = Identity.of(pid)
+    forged = Member(identity=root, was="checkpointed", root=pid)
+    fake = header(verb, roots=[root], members=[forged], tree=[root], image=str(own_runtime / "image"))
+    journal_of_nobody(own_runtime, fake, ("lock", "done", {}))
+    operation.recover()
+    assert double.calls == []
+    assert double.states[pid] == "running"
+    assert root.alive()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can get to and write to (pytest's own are root's alone)."""
+    path = Path(tempfile.mkdtemp(prefix="limosa-test-"))
+    os.chmod(path, 0o1777)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def test_recover_by_root_has_the_user_finish_his_own_with_his_rights_and_without_roots_environment(
+    open_folder: Path, own_runtime: Path, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal_of_nobody(own_runtime, header("move"))
+    program = open_folder / "python"
+    told = open_folder / "told"
+    program.write_text(
+        f'#!/bin/sh\n(id -u; id -G; echo "$3"; readlink /proc/self/fd/0; ps -o sid= -p $$; echo $$; env) > {told}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setenv("A_SECRET_OF_ROOTS", "hunter2")
+    (planned,) = operation.recover(dry_run=True)
+    assert not told.exists()
+    assert f"uid {NOBODY}" in planned.did
+    (entry,) = operation.recover()
+    assert entry.exit_code == 0
+    uid, groups, which, stdin, session, own, *environment = told.read_text().splitlines()
+    assert (uid, groups, which, stdin) == (str(NOBODY), str(NOBODY), "move-x", "/dev/null")
+    assert session.strip() == own, "it can write to root's terminal"
+    assert f"LIMOSA_RUNTIME_DIR={own_runtime}" in environment
+    assert not any("hunter2" in line for line in environment)
+
+
+@pytest.mark.parametrize("whose", ["own", "another's"])
+def test_a_pipe_among_the_journals_stops_nothing(own_runtime: Path, double: DriverDouble, whose: str) -> None:
+    folder = own_folder("journals") if whose == "own" else folder_of_nobody(own_runtime, "journals")
+    os.mkfifo(folder / "x.jsonl")
+    os.chown(folder / "x.jsonl", folder.stat().st_uid, -1)
+    begun = time.monotonic()
+    assert operation.recover() == []
+    assert journal.under_way() == []
+    assert time.monotonic() - begun < 5
+
+
+def test_a_journal_that_is_not_called_what_it_says_is_none(own_runtime: Path, double: DriverDouble) -> None:
+    made = Journal.create(header("move"))
+    made.close()
+    made.path.rename(made.path.with_name("another.jsonl"))
+    assert list(journal.dead()) == []
+    assert journal.under_way() == []
+
+
+def test_a_link_to_a_file_of_roots_is_no_journal_of_another_users(own_runtime: Path, double: DriverDouble) -> None:
+    made = Journal.create(header("move"))
+    made.close()
+    (folder_of_nobody(own_runtime, "journals") / "move-x.jsonl").symlink_to(made.path)
+    assert [s.owner for s in journal.under_way()] == [0]
+
+
+# --- claims ---------------------------------------------------------------------------------------------------
+
+
+def test_a_claim_whose_id_is_a_path_is_ignored(tmp_path: Path, own_runtime: Path, double: DriverDouble) -> None:
+    victim = tmp_path / "victim.json"
+    victim.write_text("{}")
+    bad = msgspec.json.encode(claims.Claim(id=str(tmp_path / "victim"), operation="move", holder=GONE))
+    (own_folder("claims") / "zz.json").write_bytes(bad)
+    put(folder_of_nobody(own_runtime, "claims") / "zz.json", bad)
+    assert operation.recover() == []
+    assert victim.exists()
+    assert claims.everybodys() == []
+
+
+BAD_CLAIMS = {
+    "negative": b'{"id":"evil","operation":"move","holder":{"pid":1,"start_time":1},"gpus":{"GPU":-99999999999}}',
+    "not UTF-8": b'{"id":"\xff","operation":"move","holder":{"pid":1,"start_time":1}}',
+    "deep": b'{"zz":' + DEEP + b',"id":"evil","operation":"move","holder":{"pid":1,"start_time":1}}',
+    "not JSON": b"{",
+    "empty": b"",
+    "huge pid": b'{"id":"evil","operation":"move","holder":{"pid":99999999999999999999999999,"start_time":1}}',
+}
+
+
+@pytest.mark.parametrize("data", BAD_CLAIMS.values(), ids=BAD_CLAIMS)
+def test_a_bad_claim_stops_nobody_even_in_the_middle_of_an_undo(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path, data: bytes
+) -> None:
+    pid = gpu_like(on=0)
+    folder = folder_of_nobody(own_runtime, "claims")
+    double.after_checkpoint = lambda: void(put(folder / "evil.json", data))
+    operation.move(pid, to="1")
+    assert (double.states[pid], double.where(pid)) == ("running", [1])
+    double.faults["unlock", 1] = failure("unlock", pid)
+    with pytest.raises(LimosaError) as caught:
+        operation.move(pid, to="0")
+    assert caught.value.exit_code == 21
+    assert (double.states[pid], double.where(pid)) == ("running", [1])
+    assert [c for c in claims.everybodys() if c.pids or c.gpus or claims.lives(c.holder)] == []
+
+
+def void(_: object) -> None:
+    """For callbacks that give nothing back."""
+
+
+def test_a_user_claims_gpus_and_folders_only_by_a_process_of_his(
+    own_runtime: Path, start: Callable[..., object]
+) -> None:
+    theirs = start(["setpriv", f"--reuid={NOBODY}", "--clear-groups", "sleep", "60"], ready=None)
+    pid: int = theirs.pid  # type: ignore[attr-defined]
+    theirs.until(lambda: os.stat(f"/proc/{pid}").st_uid == NOBODY)  # type: ignore[attr-defined]
+    for name, holder in (("roots", Identity.of(1)), ("dead", GONE), ("his", Identity.of(pid))):
+        claim = claims.Claim(id=name, operation="move", holder=holder, gpus={name: 5}, paths=[f"/{name}"])
+        claim_of_nobody(own_runtime, claim)
+    assert [claims.reserved(name) for name in ("roots", "dead", "his")] == [0, 0, 5]
+    myself = Identity.of(os.getpid())
+    claims.make(claims.Claim(id="a", operation="restore", holder=myself, paths=["/roots", "/dead"]))
+    with pytest.raises(Busy):
+        claims.make(claims.Claim(id="b", operation="restore", holder=myself, paths=["/his"]))
+
+
+def test_a_claim_on_what_cannot_be_a_path_keeps_nobody_from_removing_an_image(
+    own_runtime: Path, tmp_path: Path
+) -> None:
+    image = tmp_path / "image"
+    (image / "criu").mkdir(parents=True)
+    (image / "manifest.json").write_text("{}")
+    claims.Claim(id="odd", operation="restore", holder=Identity.of(1), paths=["a\0b", ""]).save()
+    remove_image(image)
+    assert not image.exists()
+
+
+def test_a_user_cannot_keep_root_from_his_jobs_by_claiming_them(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path
+) -> None:
+    pid = gpu_like(on=0)
+    for name, holder in (("living", Identity.of(1)), ("dead", GONE)):
+        claim = claims.Claim(id=name, operation="move", holder=holder, pids=[Identity.of(pid)])
+        claim_of_nobody(own_runtime, claim)
+    operation.move(pid, to="1")
+    assert double.where(pid) == [1]
+
+
+def test_room_that_a_living_operation_of_roots_claims_counts(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path
+) -> None:
+    pid = gpu_like(on=0, size=6 * GB)
+    gpus = {double.uuids[1]: 5 * GB}
+    claim_of_nobody(own_runtime, claims.Claim(id="forged", operation="move", holder=Identity.of(1), gpus=gpus))
+    operation.move(pid, to="1", dry_run=True)
+    claims.Claim(id="own", operation="move", holder=Identity.of(1), gpus={double.uuids[0]: 9 * GB}).save()
+    operation.move(pid, to="1")
+    with pytest.raises(Refused):
+        operation.move(pid, to="0")
+
+
+# --- records --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [b'{"zz":' + DEEP + b"}", b'{"by":"\xff"}', b"[]"], ids=["deep", "not UTF-8", "other"])
+def test_a_bad_record_of_another_users_stops_nobody(
+    gpu_like: GpuLike, double: DriverDouble, own_runtime: Path, data: bytes
+) -> None:
+    pid = gpu_like(on=0)
+    identity = Identity.of(pid)
+    for kind in ("suspended", "jobs", "ended"):
+        put(folder_of_nobody(own_runtime, kind) / f"{pid}-{identity.start_time}.json", data)
+    assert [job.pid for job in operation.ps()] == [pid]
+    operation.suspend(pid)
+    operation.resume(pid)
+    assert double.states[pid] == "running"
+    assert RunRecord.all() == []
+    assert SuspendRecord.all() == []
+
+
+def test_the_folders_of_these_tests_count_as_that_users(own_runtime: Path) -> None:
+    folder = folder_of_nobody(own_runtime, "claims")
+    assert (NOBODY, folder) in folders("claims")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755

@@ -1,0 +1,292 @@
+"""Files that a restored job goes on with: what is refused, what is cut back, and that an undo gives every byte back.
+
+The files are real ones; only the manifest is made.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from limosa.errors import FailedUndone
+from limosa.image import JobRecord, Manifest, OpenFile, TreeProcess
+from limosa.operation.rewind import Rewind, changed_files
+
+APPENDING = os.O_WRONLY | os.O_APPEND
+BEFORE, SINCE = b"written before the checkpoint\n" * 7, b"and since\n" * 5
+
+
+def opened(path: Path, size: int, *, flags: int = os.O_WRONLY, deleted: bool = False) -> OpenFile:
+    """The file as a job has it that has it open."""
+    writes = flags & os.O_ACCMODE != os.O_RDONLY
+    return OpenFile(
+        path=str(path), size=size, pid=4711, fd=5, flags=flags, position=size if writes else None, deleted=deleted
+    )
+
+
+def mapped(path: Path, size: int) -> OpenFile:
+    """The file as a job has it that has it mapped only: a library."""
+    return OpenFile(path=str(path), size=size, pid=4711, mapped=True)
+
+
+def image(*files: OpenFile) -> Manifest:
+    """An image of a job that had these files."""
+    return Manifest(
+        created="2026-11-21T04:05:06Z",
+        criu="4.2.1",
+        kernel="6.18.0",
+        job=JobRecord(pid=4711),
+        tree=[TreeProcess(pid=4711, ppid=1, start_time=1)],
+        open_files=list(files),
+    )
+
+
+def ids(*files: OpenFile, rewind: bool = False) -> list[tuple[str, int]]:
+    """(id, exit code) of each reason; nothing may be planned to be cut where there is one."""
+    reasons, todo = changed_files(image(*files), rewind)
+    assert not (reasons and todo)
+    return [(r.id, r.exit_code) for r in reasons]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A file that has the size that it had."""
+    path = tmp_path / "train.log"
+    path.write_bytes(BEFORE)
+    return path
+
+
+def grow(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.write(SINCE)
+
+
+CHANGED, MISSING = ("file-changed", 23), ("file-missing", 23)
+
+
+# --- what is looked at ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_file_of_the_size_that_it_had_is_right_whoever_has_it(log: Path, rewind: bool) -> None:
+    size = len(BEFORE)
+    files = [opened(log, size), opened(log, size, flags=os.O_RDONLY), mapped(log, size)]
+    assert changed_files(image(*files), rewind) == ([], [])
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_missing_file_is_named_with_who_had_it(tmp_path: Path, rewind: bool) -> None:
+    gone = tmp_path / "gone"
+    reasons, todo = changed_files(image(opened(gone, 5)), rewind)
+    assert [(r.id, r.exit_code, r.pid) for r in reasons] == [("file-missing", 23, 4711)]
+    assert all(word in reasons[0].text for word in (str(gone), "4711", "descriptor 5"))
+    assert todo == []
+
+
+def test_a_missing_library_is_named_as_mapped(tmp_path: Path) -> None:
+    (reason,), _ = changed_files(image(mapped(tmp_path / "libgone.so", 5)), False)
+    assert reason.id == "file-missing"
+    assert "mapped" in reason.text
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo"])
+def test_what_is_no_regular_file_any_more_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "was-a-file"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    assert ids(opened(path, path.stat().st_size), rewind=True) == [CHANGED]
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_file_that_has_shrunk_is_refused(log: Path, rewind: bool) -> None:
+    os.truncate(log, len(BEFORE) - 1)
+    assert ids(opened(log, len(BEFORE)), rewind=rewind) == [CHANGED]
+
+
+def test_a_file_that_has_grown_is_refused_by_name_with_the_way_out(log: Path) -> None:
+    grow(log)
+    (reason,), todo = changed_files(image(opened(log, len(BEFORE))), False)
+    assert (reason.id, reason.exit_code, reason.forceable) == (*CHANGED, False)
+    assert all(str(word) in reason.text for word in (log, len(BEFORE), len(BEFORE + SINCE)))
+    assert "--rewind-files" in reason.hint
+    assert todo == []
+
+
+def test_a_file_that_has_grown_is_cut_back_where_that_is_wanted(log: Path) -> None:
+    grow(log)
+    reasons, (todo,) = changed_files(image(opened(log, len(BEFORE))), True)
+    assert reasons == []
+    assert (todo.path, todo.size, todo.grown) == (str(log), len(BEFORE), len(BEFORE + SINCE))
+    assert Path(todo.kept).parent == log.parent
+    assert not os.path.lexists(todo.kept)
+    assert log.read_bytes() == BEFORE + SINCE, "looking has changed it"
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_a_library_that_has_grown_is_never_cut(log: Path, rewind: bool) -> None:
+    grow(log)
+    assert ids(mapped(log, len(BEFORE)), rewind=rewind) == [CHANGED]
+    assert ids(opened(log, len(BEFORE), flags=os.O_RDONLY), rewind=rewind) == [CHANGED]
+
+
+@pytest.mark.parametrize("change", [len(SINCE), -1])
+def test_a_log_open_for_appending_only_may_have_any_size(log: Path, change: int) -> None:
+    grow(log) if change > 0 else os.truncate(log, len(BEFORE) + change)
+    assert ids(opened(log, len(BEFORE), flags=APPENDING)) == []
+
+
+def test_appending_and_reading_is_not_appending_only(log: Path) -> None:
+    grow(log)
+    assert ids(opened(log, len(BEFORE), flags=os.O_RDWR | os.O_APPEND)) == [CHANGED]
+
+
+def test_a_log_that_one_appends_to_and_another_writes_is_looked_at(log: Path) -> None:
+    grow(log)
+    both = [opened(log, len(BEFORE), flags=APPENDING), opened(log, len(BEFORE))]
+    assert ids(*both) == [CHANGED]
+    assert len(changed_files(image(*both), True)[1]) == 1, "cut once, however many have it open"
+
+
+def test_a_file_without_a_name_is_in_the_image_and_not_looked_for(tmp_path: Path) -> None:
+    assert ids(opened(tmp_path / "unlinked", 5, deleted=True)) == []
+
+
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_a_path_that_leads_through_a_link_now_is_refused(tmp_path: Path, which: str) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "log").write_bytes(BEFORE + SINCE)
+    if which == "file":
+        path = tmp_path / "log"
+        path.symlink_to(elsewhere / "log")
+    else:
+        (tmp_path / "folder").symlink_to(elsewhere)
+        path = tmp_path / "folder" / "log"
+    assert ids(opened(path, len(BEFORE)), rewind=True) == [CHANGED]
+    assert (elsewhere / "log").read_bytes() == BEFORE + SINCE
+
+
+def test_every_file_is_told_not_only_the_first(tmp_path: Path, log: Path) -> None:
+    grow(log)
+    assert ids(opened(tmp_path / "gone", 1), opened(log, len(BEFORE))) == [MISSING, CHANGED]
+
+
+# --- cutting and undoing --------------------------------------------------------------------------------------
+
+
+def planned(path: Path) -> Rewind:
+    """The one cut that is planned for a grown file."""
+    reasons, (todo,) = changed_files(image(opened(path, len(BEFORE))), True)
+    assert reasons == []
+    return todo
+
+
+def test_cut_back_the_tail_lies_beside_it_with_the_same_mode(log: Path) -> None:
+    grow(log)
+    log.chmod(0o640)
+    todo = planned(log)
+    todo.do()
+    assert log.read_bytes() == BEFORE
+    assert Path(todo.kept).read_bytes() == SINCE
+    assert stat.S_IMODE(os.stat(todo.kept).st_mode) & 0o007 == 0, "whoever could not read the file reads its tail"
+    assert ids(opened(log, len(BEFORE))) == []
+
+
+def test_undone_every_byte_is_back_in_the_same_file(log: Path) -> None:
+    grow(log)
+    inode = log.stat().st_ino
+    todo = planned(log)
+    todo.do()
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+    assert log.stat().st_ino == inode
+    assert os.listdir(log.parent) == [log.name]
+
+
+def test_what_a_restored_job_wrote_after_the_cut_goes_with_the_undo(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    todo.do()
+    with open(log, "ab") as file:
+        file.write(b"by a job that was then ended")
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+
+
+def test_undone_twice_or_before_anything_was_done_nothing_happens(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+    todo.do()
+    todo.undo()
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+
+
+def test_a_file_that_has_grown_again_since_it_was_looked_at_is_left_alone(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    grow(log)
+    with pytest.raises(FailedUndone, match="is being written to"):
+        todo.do()
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE + SINCE
+    assert os.listdir(log.parent) == [log.name]
+
+
+def test_a_crash_before_the_cut_leaves_a_copy_that_the_undo_removes(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    Path(todo.kept).write_bytes(SINCE[:4])  # it died while it was copying
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+    assert os.listdir(log.parent) == [log.name]
+
+
+def test_a_second_rewind_keeps_the_first_ones_tail(log: Path) -> None:
+    grow(log)
+    first = planned(log)
+    first.do()
+    grow(log)
+    second = planned(log)
+    assert second.kept != first.kept
+    second.do()
+    assert log.read_bytes() == BEFORE
+    assert Path(first.kept).read_bytes() == Path(second.kept).read_bytes() == SINCE
+
+
+def test_a_tail_is_never_written_through_a_link_or_over_a_file(log: Path, tmp_path: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    victim = tmp_path / "victim"
+    Path(todo.kept).symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        todo.do()
+    assert not victim.exists()
+    assert log.read_bytes() == BEFORE + SINCE
+
+
+def test_a_restored_job_that_wrote_as_much_as_was_cut_off_changes_nothing(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    todo.do()
+    with open(log, "ab") as file:
+        file.write(b"x" * len(SINCE))
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+
+
+def test_half_a_tail_is_never_put_back(log: Path) -> None:
+    grow(log)
+    todo = planned(log)
+    Path(todo.kept).write_bytes(SINCE[:4])  # it died while it was copying, and somebody writes to the file still
+    grow(log)
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE + SINCE
+    assert os.listdir(log.parent) == [log.name]

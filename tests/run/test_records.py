@@ -1,0 +1,207 @@
+"""Records: whole or not there, believed only from those who may speak for the process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from limosa.errors import NoSuchProcess, PermissionDenied, UsageError
+from limosa.process import records
+from limosa.process import runtime as runtime_module
+from limosa.process.identity import Identity
+from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to write other users' folders")
+SELF = Identity.of(os.getpid())
+
+
+def job(name="train", root=SELF):
+    return RunRecord(root=root, name=name, command=["train", "x"], log="/tmp/log", cwd="/", supervisor=SELF)
+
+
+def put(runtime: Path, uid: int, kind: str, record: records.Record, owner: int | None = None) -> Path:
+    """Writes a record as another user would."""
+    folder = runtime / str(uid) / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{record.root.pid}-{record.root.start_time}.json"
+    path.write_bytes(msgspec.json.encode(record))
+    for place in (runtime / str(uid), folder, path):
+        os.chown(place, uid if owner is None else owner, -1)
+    return path
+
+
+def test_what_is_saved_is_found_and_forgotten(runtime):
+    record = job()
+    path = record.save()
+    assert path.parent == runtime / str(os.geteuid()) / "jobs"
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert RunRecord.all() == [record]
+    assert RunRecord.of(SELF) == record
+    assert SuspendRecord.of(SELF) is None
+    record.forget()
+    assert RunRecord.all() == []
+    assert RunRecord.of(SELF) is None
+
+
+def test_suspended_and_ended_records_keep_what_they_are_given():
+    suspended = SuspendRecord(root=SELF, by="ada", bytes={"GPU-1": 7}, members=[SELF])
+    suspended.save()
+    assert SuspendRecord.of(SELF) == suspended
+    ended = EndedRecord(root=Identity(1 << 22, 1), image="/images/a", image_id="abc")
+    ended.save()
+    assert EndedRecord.of(ended.root) == ended
+
+
+def test_a_record_of_a_dead_process_or_another_boot_is_stale_and_removed():
+    dead = job(root=Identity(SELF.pid, SELF.start_time - 1))
+    path = dead.save()
+    other_boot = job()
+    other_boot.boot = "another"
+    other = other_boot.save()
+    assert RunRecord.of(dead.root) is None
+    assert RunRecord.of(SELF) is None
+    assert RunRecord.all() == []
+    assert not path.exists()
+    assert not other.exists()
+
+
+def test_an_ended_record_goes_stale_after_an_hour():
+    old = EndedRecord(root=Identity(1 << 22, 1), image="/images/a", since=time.time() - 3601)
+    path = old.save()
+    assert EndedRecord.all() == []
+    assert not path.exists()
+
+
+@root_only
+def test_only_the_owner_of_a_process_and_root_speak_for_it(runtime, start):
+    records.runtime_dir()
+    forged = job("forged")
+    put(runtime, 4242, "jobs", forged)
+    assert RunRecord.all() == []  # a stranger's word about root's process
+    mine = job("mine")
+    mine.save()
+    assert [r.name for r in RunRecord.all()] == ["mine"]
+    assert RunRecord.of(SELF).name == "mine"
+
+
+@root_only
+def test_folders_that_are_not_their_users_own_do_not_count(runtime):
+    records.runtime_dir()
+    path = put(runtime, 4242, "jobs", job("stranger"), owner=4243)
+    assert all(uid != 4242 for uid, _ in records.folders("jobs"))
+    path.unlink()
+    mine = runtime / "0"
+    mine.chmod(0o777)  # anybody could have written there
+    with pytest.raises(PermissionDenied, match="only uid 0"):
+        records.runtime_dir()
+    assert RunRecord.all() == []
+
+
+@root_only
+def test_a_link_in_place_of_our_folder_is_refused(runtime, tmp_path):
+    records.runtime_dir()
+    (runtime / "0").rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    (runtime / "0").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionDenied):
+        job().save()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_links_pipes_and_rubbish_among_the_records_are_passed_over(runtime, tmp_path):
+    folder = records.own_folder("jobs")
+    real = tmp_path / "real.json"
+    real.write_bytes(msgspec.json.encode(job("linked")))
+    (folder / "1-1.json").symlink_to(real)
+    os.mkfifo(folder / "2-2.json")
+    (folder / "3-3.json").write_bytes(b"\xff{")
+    (folder / "4-4.json").write_bytes(b'{"root": 3}')
+    assert RunRecord.all() == []
+
+
+def test_the_folder_of_all_is_sticky_when_root_makes_it(runtime):
+    found = records.runtime_dir()
+    assert found.path == runtime
+    assert found.warnings == ()
+    if os.geteuid() == 0:
+        assert runtime.stat().st_mode & 0o7777 == 0o1777
+
+
+@root_only
+def test_without_run_a_user_gets_a_private_folder_and_a_warning(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIMOSA_RUNTIME_DIR")
+    monkeypatch.setattr(runtime_module, "SHARED", tmp_path / "missing" / "limosa")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    found = records.runtime_dir()
+    assert found.path == tmp_path / "limosa"
+    assert found.path.stat().st_mode & 0o777 == 0o700
+    assert [r.id for r in found.warnings] == ["runtime-dir"]
+    job().save()
+    assert [r.name for r in RunRecord.all()] == ["train"]
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert [str(p) for p in runtime_module._fallbacks(4242)] == ["/tmp/limosa-4242"]
+
+
+def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "record"
+    records.write_atomic(path, b"old")
+
+    def fail(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="no"):
+        records.write_atomic(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_names_are_checked_and_found(start):
+    for bad in ("4711", "-x", "a/b", "", "a b", "ü"):
+        with pytest.raises(UsageError):
+            records.check_name(bad)
+    records.check_name("train")
+    job("train").save()
+    with pytest.raises(UsageError, match=str(SELF.pid)):
+        records.check_name("train")
+    assert records.job_named("train").root == SELF
+    with pytest.raises(NoSuchProcess, match="other"):
+        records.job_named("other")
+
+
+@root_only
+def test_a_name_that_two_users_have_is_refused_unless_one_is_ours(runtime, start):
+    victims = [start(["setpriv", f"--reuid={uid}", "sleep", "60"], ready=None) for uid in (4242, 4243)]
+    for uid, victim in zip((4242, 4243), victims, strict=True):
+        victim.until(lambda uid=uid, pid=victim.pid: Path(f"/proc/{pid}").stat().st_uid == uid)
+        records.runtime_dir()
+        put(runtime, uid, "jobs", job("train", Identity.of(victim.pid)))
+    with pytest.raises(UsageError, match="several"):
+        records.job_named("train")
+    job("train").save()
+    assert records.job_named("train").root == SELF
+
+
+def test_a_lock_lets_one_in_at_a_time():
+    inside, most = 0, 0
+
+    def enter() -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with records.lock("jobs"):
+                inside += 1
+                most = max(most, inside)
+                time.sleep(0.001)
+                inside -= 1
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1

@@ -1,0 +1,175 @@
+"""What tests share beside fixtures: victims (real programs under test) and how their processes are ended for sure."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+VICTIMS = Path(__file__).parent / "victims"
+
+
+def stat_of(pid: int) -> tuple[int, int, str] | None:
+    """(parent, session, state) of a process, or None."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), int(fields[3]), fields[0].decode()
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def own_network() -> None:
+    """Moves the calling thread, and what it starts from here on, to a new network with a loopback device and no more.
+
+    Raises:
+        OSError: not permitted.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x40000000):  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), "unshare")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        up = struct.pack("16sH14x", b"lo", 0x1)  # struct ifreq, IFF_UP
+        fcntl.ioctl(any_socket, 0x8914, up)  # SIOCSIFFLAGS
+
+
+def end_session(session: int) -> None:
+    """Ends every process of a session and every descendant of it, and reaps what is ours. By pid, never by name."""
+    for _ in range(100):
+        found = {pid: stat for pid in pids() if (stat := stat_of(pid)) is not None}
+        doomed = {pid for pid, (_, sid, _) in found.items() if sid == session}
+        while more := {pid for pid, (parent, _, _) in found.items() if parent in doomed} - doomed:
+            doomed |= more
+        doomed.discard(os.getpid())
+        for pid in doomed:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not any(found[pid][2] != "Z" or found[pid][0] == os.getpid() for pid in doomed):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"processes of session {session} do not end")
+
+
+def end_marked(mark: str) -> None:
+    """Ends every process that was started with ``mark`` ("NAME=value") in its environment, and reaps what is ours."""
+    wanted = b"\0" + mark.encode() + b"\0"
+    for _ in range(100):
+        doomed = []
+        for pid in pids():
+            with contextlib.suppress(OSError):
+                if wanted in b"\0" + Path(f"/proc/{pid}/environ").read_bytes() + b"\0" and pid != os.getpid():
+                    doomed.append(pid)
+        for pid in doomed:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not doomed:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"processes {doomed} do not end")
+
+
+class Victim:
+    """A program under test: its own session, standard streams on files, as ``limosa run`` would start it.
+
+    Attributes:
+        pid: its root, also its session's id; a restored one has the same.
+        folder: its working folder; ``log`` is in it.
+    """
+
+    def __init__(self, argv: Sequence[str], folder: Path, env: dict[str, str] | None = None):
+        self.argv = list(argv)
+        self.folder = folder
+        self.log = folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def text(self) -> str:
+        """What it has written."""
+        return self.log.read_text(errors="replace")
+
+    def ticks(self) -> list[float]:
+        """Its own time stamps (CLOCK_MONOTONIC)."""
+        whole = self.text().rpartition("\n")[0]
+        return [float(line.split()[2]) for line in whole.splitlines() if line.startswith("tick ")]
+
+    def losses(self, rank: int | None = None) -> list[str]:
+        """A training's losses so far, as hex floats; fails where a step is missing or double."""
+        path = self.folder / ("losses" if rank is None else f"losses-{rank}")
+        lines = [line.split() for line in path.read_text().rpartition("\n")[0].splitlines()] if path.exists() else []
+        assert [int(line[0]) for line in lines] == list(range(len(lines)))
+        return [line[1] for line in lines]
+
+    def alive(self) -> bool:
+        """Whether it runs (zombies do not)."""
+        stat = stat_of(self.pid)
+        return stat is not None and stat[2] != "Z"
+
+    def until(self, true: Callable[[], bool], limit: float = 30, what: str = "") -> None:
+        """Waits for something to become true while it runs; fails with its log otherwise."""
+        end = time.monotonic() + limit
+        while not true():
+            if not self.alive() and not true():
+                raise AssertionError(f"{self.argv} has ended while waiting {what}:\n{self.text()[-3000:]}")
+            if time.monotonic() > end:
+                raise AssertionError(f"{self.argv}: no {what or 'answer'} within {limit} s:\n{self.text()[-3000:]}")
+            time.sleep(0.01)
+
+    def wait_for(self, text: str, limit: float = 30) -> None:
+        """Waits until its log holds ``text``."""
+        self.until(lambda: text in self.text(), limit, f"for {text!r}")
+
+    def goes_on(self, ticks: int = 3, limit: float = 30) -> None:
+        """Waits until it has made some more ticks: it runs, now."""
+        before = len(self.ticks())
+        self.until(lambda: len(self.ticks()) >= before + ticks, limit, "for ticks")
+
+    def reap(self, limit: float = 10) -> int:
+        """Waits for the end of a victim that is still our child; its exit code, negative for a signal."""
+        return self._process.wait(limit)
+
+    def finish(self, limit: float = 60) -> None:
+        """Tells it to stop and waits until it has checked itself a last time and ended well."""
+        (self.folder / "stop").touch()
+        self.ended_well(limit)
+
+    def ended_well(self, limit: float = 60) -> None:
+        """Waits until it has ended by itself, its last word being DONE."""
+        end = time.monotonic() + limit
+        while self.alive():
+            assert time.monotonic() < end, f"{self.argv} does not end:\n{self.text()[-3000:]}"
+            time.sleep(0.01)
+        assert "DONE" in self.text().splitlines()[-3:], f"{self.argv} ended badly:\n{self.text()[-3000:]}"
+        if self._process.poll() is not None and self._process.returncode != -signal.SIGKILL:
+            assert self._process.returncode == 0
+
+    def kill(self) -> None:
+        """Ends it and all that belongs to it."""
+        end_session(self.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.1)

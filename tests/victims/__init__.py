@@ -1,0 +1,1 @@
+"""Small real programs that tests start, disturb and look at."""
