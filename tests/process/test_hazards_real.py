@@ -310,11 +310,34 @@ def test_a_terminal_of_the_job_that_somebody_outside_works_on(job):
 
 
 def test_a_job_in_somebody_elses_session(job):
-    victim = job("", session=False)
+    # A session of the test's own, since the one that runs the tests may be led from another pid namespace.
+    victim = job("", prefix=("setsid", "sh", "-c", '"$@" & wait', "sh"), inner=True, session=False)
     obs = observe(victim.identity)
     assert [(r.id, r.exit_code) for r in reasons(obs)] == [("session", 0)]
     assert reasons(obs, shell_job=True) == []
     assert hazards.checkpoint_needs(obs).shell_job
+
+
+INSIDE = """
+import subprocess, sys
+from limosa.process.hazards import checkpoint_hazards
+from limosa.process.identity import Identity
+from limosa.process.observe import observe
+with subprocess.Popen(["sleep", "60"]) as child:
+    try:
+        obs = observe(Identity.of(child.pid))
+        print([(r.id, r.exit_code) for r in checkpoint_hazards(obs, shell_job=True) if r.exit_code])
+    finally:
+        child.kill()
+"""
+
+
+def test_a_session_led_from_outside_of_the_pid_namespace():
+    seen = subprocess.run(
+        ["unshare", "--fork", "--pid", "--mount-proc", sys.executable, "-c", INSIDE],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "('session-outside', 13)" in seen.stdout
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ class ProcessObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
     n_threads: int = 1
     tracer_pid: int = 0
     tracer_name: str = ""
-    sid: int = 0
+    sid: int | None = None
     pgid: int = 0
     tty_nr: int = 0
     pid_inside: int = 0

@@ -64,7 +64,7 @@ def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
 def leads_session(obs: JobObservation) -> bool:
     """Return whether the job's root leads its session, which CRIU wants without ``--shell-job``."""
     root = obs.process(obs.root)
-    return root.sid in (root.pid, 0) or (root.pid_inside == 1 and root.sid == root.pid)
+    return root.sid is None or root.sid == root.pid
 
 
 def checkpoint_hazards(
@@ -190,6 +190,19 @@ def _namespaces(obs: JobObservation) -> list[Reason]:
 
 
 def _session(obs: JobObservation, shell_job: bool) -> list[Reason]:
+    for process in obs.processes:
+        # The kernel says 0 for a session led from outside the pid namespace, and CRIU has no option for that.
+        if process.sid == 0:
+            return [
+                Reason(
+                    id="session-outside",
+                    text=f"process {process.title} belongs to a session that is led from outside of its pid namespace, "
+                    "which CRIU cannot dump",
+                    exit_code=13,
+                    hint="start the job with limosa run or setsid, or run limosa outside of this container",
+                    pid=process.pid,
+                )
+            ]
     if shell_job:
         return []
     root = obs.process(obs.root)
