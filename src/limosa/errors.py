@@ -227,8 +227,8 @@ class UnfinishedImage(DamagedImage):
 class DestinationExists(LimosaError):
     """The destination is there already and is not an empty folder."""
 
-    id, exit_code, template = "destination-exists", 17, "{path} exists already"
-    hint_template = "name another folder, or limosa rm {path}"
+    id, exit_code, template = "destination-exists", 17, "{path} {what}"
+    hint_template = "name another folder"
 
 
 class ResourcesTaken(LimosaError):

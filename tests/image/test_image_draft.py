@@ -141,6 +141,31 @@ except UsageError as e:
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "what", "hint"),
+    [
+        ("file", "is a file already", "another folder"),
+        ("full", "is a folder with things in it", "full/image"),
+        ("link", "is a symbolic link", "another folder"),
+        ("dangling", "is a symbolic link", "another folder"),
+        ("image", "is an image already", "limosa rm"),
+        ("nowhere/image", "there is no folder", "mkdir -p"),
+        ("file/image", "is no folder to put the image in", "another place"),
+    ],
+)
+def test_what_stands_at_the_destination_is_said(tmp_path: Path, name: str, what: str, hint: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    (tmp_path / "link").symlink_to("full")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    write_image(tmp_path / "image").close()
+    with pytest.raises((DestinationExists, UsageError)) as caught:
+        Draft.create(tmp_path / name)
+    assert what in caught.value.message
+    assert hint in caught.value.hint
+
+
 def test_what_appears_at_the_destination_meanwhile_is_never_replaced(tmp_path: Path) -> None:
     dest = tmp_path / "image"
     with Draft.create(dest) as draft:

@@ -1,6 +1,6 @@
 """What is on disk: writing an image, opening it, checking it, removing it (``docs/image-format.md``)."""
 
-from limosa.image.draft import Draft, free_bytes
+from limosa.image.draft import Draft, destination_taken, free_bytes, missing_parent
 from limosa.image.manifest import (
     GpuRecord,
     ImageFile,
@@ -32,7 +32,9 @@ __all__ = [
     "Unfinished",
     "VerifyResult",
     "destination_problem",
+    "destination_taken",
     "free_bytes",
+    "missing_parent",
     "now",
     "open_image",
     "remove",

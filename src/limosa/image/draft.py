@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import shlex
 import time
 from pathlib import Path
 from types import TracebackType
@@ -80,7 +81,7 @@ class Draft:
         try:
             parent_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError) as e:
-            raise UsageError(detail=f"there is no folder {path.parent} to put the image in") from e
+            raise missing_parent(path.parent) from e
         except PermissionError as e:
             with typed_errors(WHAT):
                 raise e
@@ -191,7 +192,7 @@ class Draft:
                 self._files.rename(self._name, self.dest.name, self._parent_fd)
             except OSError as e:
                 if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise DestinationExists(path=self.dest) from e
+                    raise destination_taken(self.dest) or _exists_already(self.dest) from e
                 if e.errno == errno.ENOENT:
                     raise FailedUndone(what=WHAT, detail=f"somebody removed {self.path} while it was written") from e
                 raise
@@ -259,19 +260,51 @@ def free_bytes(dest: str | os.PathLike[str]) -> int:
     return info.f_bavail * info.f_frsize
 
 
+def destination_taken(dest: Path) -> DestinationExists | None:
+    """What is at ``dest`` already, in words; None where there is nothing, or an empty folder."""
+    try:
+        if dest.is_symlink():
+            return DestinationExists(path=dest, what="is a symbolic link")
+        if not dest.is_dir():
+            return DestinationExists(path=dest, what="is a file already") if dest.exists() else None
+        names = os.listdir(dest)
+    except OSError as e:
+        return DestinationExists(path=dest, what=f"exists already and cannot be looked into ({e.strerror})")
+    if {MANIFEST_NAME, DIGEST_NAME} <= set(names):
+        hint = f"name another folder, or remove it: limosa rm {dest}"
+        return DestinationExists(path=dest, what="is an image already", hint=hint)
+    if names:
+        hint = f"name a folder that is not there yet, {dest / 'image'} say, or an empty one"
+        return DestinationExists(path=dest, what="is a folder with things in it", hint=hint)
+    return None
+
+
+def missing_parent(parent: Path) -> UsageError:
+    """There is no folder to put the image in: what is there instead, and what to type."""
+    if os.path.lexists(parent):
+        return UsageError(detail=f"{parent} is no folder to put the image in", hint="name another place")
+    text = f"there is no folder {parent} to put the image in"
+    return UsageError(detail=text, hint=f"mkdir -p {shlex.quote(str(parent))}")
+
+
+def _exists_already(dest: Path) -> DestinationExists:
+    """Where a look says no more than that it is there (or was, a moment ago)."""
+    return DestinationExists(path=dest, what="exists already")
+
+
 def _check_free(dest: Path, parent_fd: int) -> None:
     """DestinationExists unless there is nothing, or an empty folder that a rename can replace."""
     if dest.name == "":
-        raise DestinationExists(path=dest)
+        raise _exists_already(dest)
     try:
         fd = open_folder(dest.name, parent_fd)
     except FileNotFoundError:
         return
     except OSError as e:  # a symlink, a file, a folder of somebody else's
-        raise DestinationExists(path=dest) from e
+        raise destination_taken(dest) or _exists_already(dest) from e
     try:
         if os.listdir(fd):
-            raise DestinationExists(path=dest)
+            raise destination_taken(dest) or _exists_already(dest)
         if _mount(fd) != _mount(parent_fd):
             raise UsageError(detail=f"{dest} is a mount point, which a rename cannot replace: name a folder in it")
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import NoWorkingCriu, Reason
-from limosa.image import free_bytes
+from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.trust import destination_problem
 from limosa.operation import estimate
 from limosa.operation.jobs import Job
@@ -102,12 +101,10 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     """What stands against the folder: it exists, it could not be trusted later, there is no room."""
     output = Path(os.path.abspath(options.output))
     reasons = []
-    if output.is_symlink() or (output.exists() and not (output.is_dir() and _is_empty(output))):
-        text = f"{output} exists already"
-        reasons.append(Reason(id="destination-exists", text=text, exit_code=17, hint="name another folder"))
     if not output.parent.is_dir():
-        reasons.append(Reason(id="usage", text=f"there is no folder {output.parent}", exit_code=2))
-        return reasons
+        return [as_reason(missing_parent(output.parent))]
+    if taken := destination_taken(output):
+        reasons.append(as_reason(taken))
     if not os.access(output.parent, os.W_OK | os.X_OK):
         reasons.append(Reason(id="permission", text=f"not permitted to write in {output.parent}", exit_code=11))
     problem = destination_problem(output)
@@ -121,12 +118,6 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
         text = f"{output.parent} has {free / 2**30:.2f} GiB free and about {need / 2**30:.2f} GiB are needed"
         reasons.append(Reason(id="disk-room", text=text, exit_code=15, hint="choose another disk", forceable=True))
     return reasons
-
-
-def _is_empty(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return not any(path.iterdir())
-    return False
 
 
 def _may_link(observation: JobObservation) -> bool:
