@@ -217,6 +217,13 @@ class NoSuchImage(DamagedImage):
     id, template = "no-such-image", "there is no image at {path}"
 
 
+class NotAnImage(NoSuchImage):
+    """There is something, and it never was an image."""
+
+    id, template = "not-an-image", "{path} is not an image: {detail}"
+    hint_template = "name the folder that limosa checkpoint wrote (its --output)"
+
+
 class UnfinishedImage(DamagedImage):
     """A folder that a checkpoint which never reached its end left behind."""
 

@@ -143,6 +143,16 @@ def test_a_missing_image_is_exit_16(cli, tmp_path):
         assert json.loads(ran.stdout)["error"]["id"] == "no-such-image"
 
 
+def test_what_never_was_an_image_is_not_called_damaged(inside):
+    """Exit code 16 all the same: nothing was started."""
+    for verb in ("inspect", "verify", "restore"):
+        ran = inside(verb, "/etc", "-o", "json")
+        assert ran.returncode == 16, (verb, ran.stderr)
+        error = json.loads(ran.stdout)["error"]
+        assert error["id"] == "not-an-image"
+        assert error["message"] == "/etc is not an image: other things are in it"
+
+
 def test_verify_prints_its_result_where_the_manifest_is_missing(inside, tmp_path):
     (tmp_path / "image" / "criu").mkdir(parents=True)
     ran = inside("verify", str(tmp_path / "image"), "-o", "json")

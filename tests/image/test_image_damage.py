@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from image_material import CONTENTS, fill, manifest, write_image
 
-from limosa.errors import CancelledUndone, DamagedImage, NoSuchImage, UnfinishedImage
+from limosa.errors import CancelledUndone, DamagedImage, NoSuchImage, NotAnImage, UnfinishedImage
 from limosa.image import Draft, VerifyResult, open_image, verify
 from limosa.progress import Progress
 
@@ -194,13 +194,25 @@ def test_no_image_at_all(tmp_path: Path) -> None:
         open_image(tmp_path / "image")
     assert e.value.exit_code == 16
     (tmp_path / "image").mkdir()
-    with pytest.raises(DamagedImage, match=r"manifest\.json is missing"):
+    with pytest.raises(NotAnImage, match="empty folder"):
+        open_image(tmp_path / "image")
+    (tmp_path / "image" / "photo.jpg").touch()
+    with pytest.raises(NotAnImage, match="other things are in it"):
         open_image(tmp_path / "image")
     (tmp_path / "file").touch()
-    with pytest.raises(DamagedImage):
+    with pytest.raises(NotAnImage, match="an image is a folder"):
         open_image(tmp_path / "file")
-    with pytest.raises(DamagedImage):
+    with pytest.raises(NotAnImage):
         open_image(tmp_path / "file" / "image")
+
+
+@pytest.mark.parametrize("left", ["manifest.json", "manifest.blake3", "criu"])
+def test_whatever_is_left_of_an_image_makes_it_a_damaged_one(whole: Path, left: str) -> None:
+    for part in {"manifest.json", "manifest.blake3", "criu"} - {left}:
+        shutil.rmtree(whole / part) if (whole / part).is_dir() else (whole / part).unlink()
+    with pytest.raises(DamagedImage) as caught:
+        open_image(whole)
+    assert caught.value.id == "damaged-image"
 
 
 def test_an_unfinished_folder_is_none_under_any_name(whole: Path) -> None:

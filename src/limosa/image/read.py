@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from types import TracebackType
 
-from limosa.errors import DamagedImage, NoSuchImage, PermissionDenied, UnfinishedImage
+from limosa.errors import DamagedImage, NoSuchImage, NotAnImage, PermissionDenied, UnfinishedImage
 from limosa.image import trust as trust_rules
 from limosa.image.files import FOLDER_MODE, open_folder, read_file
 from limosa.image.manifest import (
@@ -103,6 +103,7 @@ def open_image(path: str | os.PathLike[str], *, trust: bool = True) -> Image:
     Raises:
         UntrustedImage: see ``trust``.
         NoSuchImage: there is nothing at ``path``.
+        NotAnImage: nothing of what is there is an image's.
         UnfinishedImage: a checkpoint that never reached its end left it.
         DamagedImage: it is no image, or its manifest is not the one that was committed.
         PermissionDenied: it may not be read.
@@ -118,6 +119,9 @@ def open_image(path: str | os.PathLike[str], *, trust: bool = True) -> Image:
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if is_partial_name(name) or (_exists(MARKER_NAME, fd) and not _exists(DIGEST_NAME, fd)):
             raise UnfinishedImage(path=absolute)
+        if not any(_exists(part, fd) for part in (MANIFEST_NAME, DIGEST_NAME, CRIU_NAME)):
+            what = "other things are in it" if os.listdir(fd) else "it is an empty folder"
+            raise NotAnImage(path=absolute, detail=what)
         try:
             if trusted is not None:
                 trust_rules.check_parts(fd, absolute, trusted)
@@ -158,6 +162,8 @@ def _explained(e: OSError, path: Path, what: str) -> Exception:
         return PermissionDenied(detail=f"image {path}: {what} may not be read")
     if e.errno == errno.ENOENT:
         return NoSuchImage(path=path) if what == "the folder" else DamagedImage(path=path, detail=f"{what} is missing")
+    if e.errno == errno.ENOTDIR and what == "the folder":
+        return NotAnImage(path=path, detail="an image is a folder")
     if e.errno in (errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO):
         return DamagedImage(path=path, detail=f"{what} is not what it should be ({e.strerror})")
     return DamagedImage(path=path, detail=f"{what} cannot be read ({e.strerror})")
