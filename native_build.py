@@ -1,7 +1,8 @@
-"""Compiles what is in C: the CRIU plugin. A build hook of hatchling, and a program for an editable checkout.
+"""Compiles what is in C: the CRIU plugin and the software GPU. A build hook of hatchling, and a program for a checkout.
 
 ``python native_build.py`` builds beside the source. With no C compiler the rest of Limosa is installed all the same:
-only jobs whose children inherited GPU device mappings cannot be checkpointed then, and ``limosa doctor`` says so.
+only jobs whose children inherited GPU device mappings cannot be checkpointed then, and there is no ``limosa softgpu``;
+``limosa doctor`` says so.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,19 @@ try:
 except ImportError:  # run as a program, where hatchling need not be
     BuildHookInterface = None  # type: ignore[assignment,misc]
 
-FOLDER = Path(__file__).resolve().parent / "src" / "limosa" / "native" / "criu"
+NATIVE = Path(__file__).resolve().parent / "src" / "limosa" / "native"
+FOLDER = NATIVE / "criu"
 SOURCE = FOLDER / "limosa_plugin.c"
 LIBRARY = FOLDER / "limosa_plugin.so"
 # No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-U_FORTIFY_SOURCE"]
+
+SOFTGPU = NATIVE / "softgpu"
+SOFTGPU_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+NVML_ONLY = ("nvml.c",)
+NVML_SHARED = ("node.c", "fault.c")
+# A product and a sum are rounded each by itself on every machine: tests compare bits.
+SOFTGPU_FLAGS = [*FLAGS, "-pthread", "-ffp-contract=off"]
 
 
 def compilers() -> list[list[str]]:
@@ -43,15 +53,48 @@ def build(library: Path = LIBRARY) -> str | None:
     Returns:
         None where the plugin is there afterwards, else why not.
     """
-    if library.exists() and library.stat().st_mtime_ns > SOURCE.stat().st_mtime_ns:
+    return _compile(library, [SOURCE], FLAGS, [SOURCE])
+
+
+def build_softgpu(folder: Path = SOFTGPU) -> str | None:
+    """Compile the software GPU's two libraries, each unless it is newer than its sources and all headers.
+
+    Args:
+        folder: where they are put, each whole or not at all.
+
+    Returns:
+        None where both are there afterwards, else why not.
+    """
+    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("api/*.h")]
+    for name in SOFTGPU_LIBRARIES:
+        sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
+        problem = _compile(
+            folder / name, sources, [*SOFTGPU_FLAGS, f"-Wl,-soname,{name}"], [*sources, *headers], ["-ldl", "-lrt"]
+        )
+        if problem is not None:
+            return problem
+    return None
+
+
+def _belongs(source: str, library: str) -> bool:
+    """Return whether a source file is part of a library."""
+    if library == "libnvidia-ml.so.1":
+        return source in NVML_ONLY + NVML_SHARED
+    return source not in NVML_ONLY
+
+
+def _compile(
+    library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
+) -> str | None:
+    """Compile sources to a library with the first compiler that can; None where it is there afterwards, else why not."""
+    if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
         return None
     problem = "there is no C compiler (cc, gcc, clang or tcc)"
     for compiler in compilers():
         new = library.with_name(f"{library.name}.{os.getpid()}")
         try:
-            done = subprocess.run(
-                [*compiler, *FLAGS, "-o", str(new), str(SOURCE)], capture_output=True, timeout=120, check=False
-            )
+            argv = [*compiler, *flags, "-o", str(new), *map(str, sources), *links]
+            done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
             if done.returncode == 0:
                 new.replace(library)
                 return None
@@ -69,19 +112,24 @@ if BuildHookInterface is not None:
         """What hatchling calls (pyproject.toml names this file)."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Build, and put the plugin into a wheel (``*.so`` is ignored by git, which hatchling follows)."""
-            problem = build()
-            if problem is not None:
-                self.app.display_warning(f"the CRIU plugin was not built: {problem}")
-                return
-            if self.target_name == "wheel":
+            """Build, and put what was built into a wheel (it is ignored by git, which hatchling follows)."""
+            built: list[Path] = []
+            for what, problem, libraries in (
+                ("the CRIU plugin", build(), [LIBRARY]),
+                ("the software GPU", build_softgpu(), [SOFTGPU / name for name in SOFTGPU_LIBRARIES]),
+            ):
+                if problem is None:
+                    built += libraries
+                else:
+                    self.app.display_warning(f"{what} was not built: {problem}")
+            if built and self.target_name == "wheel":
                 # What is compiled runs on this kind of machine only.
                 build_data["pure_python"] = False
                 build_data["infer_tag"] = False
                 build_data["tag"] = f"py3-none-{_platform()}"
                 if version != "editable":
-                    place = LIBRARY.relative_to(FOLDER.parents[2])
-                    build_data["force_include"][str(LIBRARY)] = str(place)
+                    for library in built:
+                        build_data["force_include"][str(library)] = str(library.relative_to(NATIVE.parents[1]))
 
 
 def _platform() -> str:
@@ -93,8 +141,11 @@ def _platform() -> str:
 
 def main() -> int:
     """Build beside the source; say what happened; 0 also without a compiler."""
-    problem = build()
-    sys.stderr.write(f"{LIBRARY}: built\n" if problem is None else f"the CRIU plugin was not built: {problem}\n")
+    for what, problem, place in (
+        ("the CRIU plugin", build(), LIBRARY),
+        ("the software GPU", build_softgpu(), SOFTGPU),
+    ):
+        sys.stderr.write(f"{place}: built\n" if problem is None else f"{what} was not built: {problem}\n")
     return 0
 
 

@@ -1,0 +1,197 @@
+/* One process's side of the software GPU: what the files of libcuda.so.1 know of each other.
+ *
+ * Rules that keep this simple:
+ *  - One mutex, `driver.mutex`, guards all bookkeeping. It is held for a look or a change, never while waiting, sleeping,
+ *    copying device memory or calling the application back.
+ *  - Device memory is mapped into the process at the address that the application knows as CUdeviceptr. Copies and
+ *    kernels are ordinary loads and stores by ordinary threads. An address stays reserved (PROT_NONE) while the memory
+ *    behind it is away.
+ *  - Every exported function begins with ENTER(flags) and ends with RETURN(result). ENTER is where the gate of a locked
+ *    process holds callers, where faults are injected, and where calls are counted. An entry point never calls another
+ *    entry point (it would pass the gate twice): what two of them need is a plain function.
+ *  - Nothing of the node is open while the process is checkpointed: no descriptor, no mapping (CRIU must be able to dump
+ *    it). Everything else that this library knows is ordinary memory and comes back with the process.
+ *  - After fork the child has no driver: device memory is not inherited (MADV_DONTFORK), descriptors of blocks are closed
+ *    by an atfork handler, every call answers NOT_INITIALIZED. The descriptors and mappings of /dev/nvidia* stay, as with
+ *    the real driver.
+ */
+#ifndef LIMOSA_DRIVER_H
+#define LIMOSA_DRIVER_H
+
+#include "cuda_api.h"
+#include "node.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* ------------------------------------------------------------------ process.c: the process, the gate, every call --- */
+
+enum call_flags {
+    CALL_ANY = 0,     /* works before cuInit and while the process is locked (versions, error names, checkpoint calls) */
+    CALL_INIT = 1,    /* NOT_INITIALIZED before cuInit */
+    CALL_CONTEXT = 2, /* INVALID_CONTEXT without a current context; implies CALL_INIT */
+    CALL_GATED = 4,   /* waits while the process is locked */
+    /* what most take: */
+    CALL_QUERY = CALL_INIT,
+    CALL_WORK = CALL_INIT | CALL_CONTEXT | CALL_GATED,
+    CALL_MANAGE = CALL_INIT | CALL_GATED,
+};
+
+struct call {
+    const char *name;
+    unsigned flags;
+    CUresult late; /* a fault: what to answer after the work was done */
+    struct context *context; /* the current one, NULL without */
+};
+
+CUresult call_begin(struct call *call, const char *name, unsigned flags);
+CUresult call_end(struct call *call, CUresult result);
+
+#define ENTER(flags)                                                                                                   \
+    struct call call_;                                                                                                 \
+    do {                                                                                                               \
+        CUresult refused_ = call_begin(&call_, __func__, (flags));                                                     \
+        if (refused_ != CUDA_SUCCESS)                                                                                  \
+            return refused_;                                                                                           \
+    } while (0)
+#define RETURN(result) return call_end(&call_, (result))
+
+struct driver {
+    pthread_mutex_t mutex;
+    bool initialised; /* cuInit has succeeded in this very process */
+    bool forked;      /* a child of a process that had initialised */
+    struct node_state *node;
+
+    /* The GPUs whose device node the process could open at cuInit or at its last restore: a restore's map must name
+     * each of them. Bits are indices in node->gpus. */
+    uint32_t openable;
+    /* Devices as the application counts them (CUDA_VISIBLE_DEVICES): ordinal → index in node->gpus. A restore with a map
+     * changes these. */
+    int n_devices;
+    int devices[NODE_MAX_GPUS];
+    /* Identities that the application may have kept: uuid and bus id at cuInit, by ordinal. */
+
+    _Atomic int state; /* CUprocessState */
+    pid_t restore_thread;
+};
+extern struct driver driver;
+
+void driver_lock(void);
+void driver_unlock(void);
+
+/* Start a thread of the driver: every signal blocked, named (as /proc/PID/task/TID/comm shows it). 0 or errno. */
+int driver_thread(pthread_t *thread, const char *name, void *(*body)(void *), void *argument);
+
+/* True in a thread that driver_thread started (its own calls never wait at the gate). */
+extern _Thread_local bool driver_own_thread;
+
+/* The gate. gate_close lets no new gated call in and waits until those inside have left; ETIMEDOUT (and open again) when
+ * they have not after timeout_ms (0: no limit). */
+int gate_close(unsigned timeout_ms);
+void gate_open(void);
+
+/* Open and map /dev/nvidia* as a process with a driver does; undone for a checkpoint, done again by a restore. */
+int devices_open(void);
+void devices_close(void);
+
+/* Bits of the GPUs whose device node this process can open now (by name /dev/nvidia<minor>: a character device with
+ * that minor number, mode permitting). */
+uint32_t devices_openable(void);
+
+/* Where a GPU of the node went in the restore under way (identity outside of one). Set by checkpoint.c. */
+int gpu_after(int gpu);
+
+/* ------------------------------------------------------------------------- device.c: devices, contexts, limits --- */
+
+struct context {
+    struct context *next;
+    int ordinal; /* the device as the application counts; driver.devices[ordinal] is the GPU */
+    unsigned flags;
+    bool primary;
+    int references;    /* of a primary context */
+    int attached;      /* times current in some thread */
+    uint64_t block;    /* the device memory that the context itself takes (NODE_CONTEXT) */
+    int block_fd;      /* kept open: it is never mapped */
+    struct stream *null_stream, *thread_streams, *streams;
+    uint32_t peers;    /* ordinals whose memory it has enabled */
+    size_t limits[16]; /* by CUlimit */
+    CUresult sticky;   /* an error that a context does not recover from */
+};
+
+struct context *context_current(void);
+struct context *context_of_handle(CUcontext handle); /* NULL where it is none of ours; driver.mutex held */
+int context_gpu(const struct context *context);      /* index in node->gpus */
+extern struct context *contexts;                     /* all of them; driver.mutex held */
+
+/* For checkpoint.c: give the contexts' own device memory back, take it again on gpu_after(). 0 or -errno (-ENOMEM). */
+void contexts_release(void);
+int contexts_claim(void);
+
+/* ------------------------------------------------------------------- memory.c, vmm.c: what is on the device --- */
+
+enum memory_kind {
+    MEMORY_PLAIN = 1, /* cuMemAlloc, cuMemAllocPitch */
+    MEMORY_ASYNC,     /* cuMemAllocAsync */
+    MEMORY_MANAGED,
+    MEMORY_VMM,       /* a mapping of a cuMemCreate handle */
+    MEMORY_IPC,       /* another process's, opened by cuIpcOpenMemHandle */
+    MEMORY_HOST,      /* cuMemHostAlloc: the process's own memory */
+    MEMORY_REGISTERED /* cuMemHostRegister: likewise */
+};
+
+/* What an address belongs to. */
+struct range {
+    enum memory_kind kind;
+    CUdeviceptr start;
+    size_t bytes;
+    int ordinal; /* device, -1 for host memory */
+    struct context *context;
+    unsigned flags;
+};
+
+/* Find the range that holds an address; false where none does. Takes driver.mutex itself. */
+bool memory_find(CUdeviceptr address, struct range *found);
+/* Whether a whole range may be read or written by a copy or kernel: device, managed, pinned, or (device_only false) any
+ * host memory. CUDA_SUCCESS, INVALID_VALUE. */
+CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only);
+
+/* For checkpoint.c, all called by the restore thread with the gate closed and all work done, in this order.
+ * Sizes are bytes of device memory to be saved. */
+bool memory_has_managed(void);
+bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (facts.md 7) */
+uint64_t memory_bytes(void);
+uint64_t vmm_bytes(void);
+char *memory_save(char *to);  /* copies all of it to `to`, returns the end; nothing is released yet */
+char *vmm_save(char *to);
+void memory_release(void);    /* unmaps, leaving the addresses reserved; device memory is free for others */
+void vmm_release(void);
+int memory_claim(void);       /* takes device memory on gpu_after(), maps it at the old addresses; 0 or -errno */
+int vmm_claim(void);
+const char *memory_load(const char *from);
+const char *vmm_load(const char *from);
+void memory_forked(void);     /* in a child: close what is open, forget everything */
+void vmm_forked(void);
+
+/* --------------------------------------------------------------- stream.c, copy.c, kernels.c: work for the device --- */
+
+/* Wait until everything submitted so far, on every stream, callbacks included, is done. false on time-out
+ * (timeout < 0: none; seconds). Called by the restore thread. */
+bool streams_drain(double timeout);
+void streams_forked(void);
+
+/* Queue a piece of work on a stream (handles 0, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD resolved); `run` is called by the
+ * stream's thread, then `free`d by it. It may block (spin kernels). */
+CUresult stream_submit(struct context *context, CUstream stream, void (*run)(void *), void *argument);
+/* Wait for all of a stream's work. */
+CUresult stream_wait(struct context *context, CUstream stream);
+/* The handle that a *_ptds or *_ptsz function means by 0. */
+#define PER_THREAD(stream) ((stream) ? (stream) : (CUstream)0x2)
+
+/* ----------------------------------------------------------------------------- checkpoint.c: the restore thread --- */
+
+/* Started by cuInit once everything else is ready. 0 or errno. */
+int restore_thread_start(void);
+
+#endif

@@ -1,0 +1,53 @@
+/* Failing on purpose: rules in NODE_FOLDER/faults, one file each, read anew when node_state.fault_generation changes.
+ *
+ * A file holds one rule, words separated by spaces:
+ *
+ *   function=cuCheckpointProcessRestore   which function (a shell pattern: cuMem*, nvml*, *); the default is *
+ *   nth=3            only the third matching call (counted over the whole node, in the file's name plus ".count");
+ *                    every=1 instead: each one; the default is the first
+ *   caller=PID       only calls made by that process     target=PID   only checkpoint calls about that process
+ *   result=CUDA_ERROR_UNKNOWN | 999     answer this, do nothing
+ *   after=RESULT     do the work, then answer this
+ *   hang             wait until the rule's file is gone, then go on
+ *   delay=SECONDS
+ *   crash=caller | target               SIGKILL, before the work     crash-after=caller | target   after it
+ *   state=N          cuCheckpointProcessGetState reports N
+ *   memory=device | host                as if that memory were full
+ *   hazard=NAME      one of facts' reported hazards, see docs/softgpu.md
+ *
+ * and for NVML: lie=free:BYTES | used:BYTES | processes:none | name:TEXT …
+ */
+#ifndef LIMOSA_FAULT_H
+#define LIMOSA_FAULT_H
+
+#include <stdbool.h>
+#include <sys/types.h>
+
+enum fault_action {
+    FAULT_NONE = 0,
+    FAULT_RESULT = 1,
+    FAULT_AFTER = 2,
+    FAULT_CRASH_CALLER = 4,
+    FAULT_CRASH_TARGET = 8,
+    FAULT_CRASH_CALLER_AFTER = 16,
+    FAULT_CRASH_TARGET_AFTER = 32,
+    FAULT_STATE = 64,
+    FAULT_NO_DEVICE_MEMORY = 128,
+    FAULT_NO_HOST_MEMORY = 256,
+    FAULT_LIE = 512,
+};
+
+struct fault {
+    unsigned actions; /* of enum fault_action */
+    int result, after, state;
+    char lie[64];
+};
+
+/* Ask what is to go wrong with this call; hangs and delays happen in here. target: the pid a checkpoint call is about, 0
+ * for none. Cheap when there are no rules. FAULT_CRASH_CALLER is carried out in here. */
+struct fault fault_ask(const char *function, pid_t target);
+
+/* Whether a hazard is switched on for this process (hazard=NAME rules; caller= and nth= respected). */
+bool fault_hazard(const char *name);
+
+#endif

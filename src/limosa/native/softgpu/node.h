@@ -1,0 +1,129 @@
+/* The node: what all processes on it share. Both libraries (libcuda, libnvidia-ml) are built on it.
+ *
+ * A node lives in one folder, a tmpfs that `limosa softgpu` mounts at NODE_FOLDER in a mount namespace of its own:
+ *
+ *   state        struct node_state, mapped by every process that has initialised the driver
+ *   lock         flock()ed while `state` is changed
+ *   memory/ID    one file for each block of device memory. Whoever maps it or has it open shares one open file
+ *                description, which holds a flock: a block whose file can be locked exclusively is held by nobody,
+ *                its memory is free again. So memory lives exactly as long as a mapping, handle or descriptor of it,
+ *                in whatever process, and nothing has to be told when a process is killed.
+ *   requests/    sockets of controllers that wait for an answer of a checkpoint call (checkpoint.h)
+ *   faults/      one file for each fault to inject (fault.h)
+ *   log          functions that were called and are not implemented, faults that were injected
+ *
+ * Device nodes: /dev/nvidia<minor> are character devices of a major number that no driver has (opened with O_PATH, as
+ * a name in /proc/PID/fd is all that is wanted of them); /dev/nvidiactl and /dev/nvidia-uvm are /dev/zero under another
+ * name, so that they can be mapped.
+ */
+#ifndef LIMOSA_NODE_H
+#define LIMOSA_NODE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#define NODE_FOLDER "/dev/nvidia-soft"
+#define NODE_MAGIC 0x3155504774666f53ull /* "SoftGPU1" */
+#define NODE_MAX_GPUS 16
+#define NODE_MAX_BLOCKS 65536
+#define NODE_GRANULARITY ((size_t)2 << 20) /* of device memory: every block is a multiple of it */
+
+enum node_kind { NODE_CONTEXT = 1, NODE_PLAIN = 2, NODE_VMM = 3, NODE_RESERVED = 4 };
+
+struct node_gpu {
+    uint8_t uuid[16];
+    char name[64];     /* "Soft GPU H200" */
+    char pci[20];      /* "00000000:01:00.0" */
+    int32_t minor;     /* /dev/nvidia<minor> */
+    int32_t cc_major, cc_minor, multiprocessors;
+    uint64_t memory;   /* bytes */
+    uint64_t reserved; /* bytes that the idle GPU shows as used (4 MiB on an H200) */
+    uint32_t mig, persistence, compute_mode;
+    uint32_t lost;     /* it fell off the bus */
+    uint32_t pad[8];
+};
+
+/* Bytes a second (0: as fast as the machine is) and seconds. */
+struct node_rates {
+    double checkpoint, restore;                   /* the driver's own copies in a checkpoint and a restore */
+    double checkpoint_fixed, restore_fixed;       /* what either takes with nothing on the device */
+    double host_to_device, device_to_host, device_to_device, peer;
+    double init_fixed, context_fixed;             /* cuInit; making a context */
+    uint64_t context_bytes;                       /* device memory that a context takes */
+    uint64_t checkpoint_bytes;                    /* host memory that a checkpoint takes beyond the application's */
+};
+
+struct node_block {
+    uint64_t id; /* 0: a free place */
+    uint64_t bytes;
+    uint64_t start_time; /* of pid, field 22 of /proc/PID/stat */
+    int32_t pid;         /* who made it */
+    int16_t gpu;         /* index in gpus[] */
+    int16_t kind;
+};
+
+struct node_state {
+    uint64_t magic;
+    uint32_t size; /* sizeof(struct node_state) */
+    int32_t n_gpus;
+    int32_t cuda_version;    /* 13000 */
+    char driver_version[32]; /* "580.159.04" */
+    struct node_gpu gpus[NODE_MAX_GPUS];
+    struct node_rates rates;
+    uint32_t fault_generation; /* counted up whenever faults/ changes; read without the lock */
+    uint32_t nvml_flags;       /* room for what NVML is told to do wrong (fault.h) */
+    uint64_t next_block;
+    int32_t n_blocks; /* places ever used */
+    struct node_block blocks[NODE_MAX_BLOCKS];
+};
+
+/* Map the node's state; the same pointer again until node_close. NULL with errno where there is no node.
+ * After node_close the pointer may still be read (a private copy, without blocks, stands there), and node_open maps the
+ * node at the same address again. A forked child has nothing mapped and may call node_open anew. */
+struct node_state *node_open(void);
+void node_close(void);
+
+/* Take and give back the node's lock (a descriptor, -1 with errno). Held for microseconds, released by the kernel when
+ * its holder is killed. */
+int node_lock(void);
+void node_unlock(int lock);
+
+/* Take device memory: 0, or -ENOMEM (the GPU is full), -ENODEV (it is lost), -ENOSPC (no place left), -errno.
+ * bytes is rounded up to NODE_GRANULARITY, except for NODE_CONTEXT, whose bytes are counted and never touched.
+ * *fd is an open descriptor (close-on-exec) whose open file description holds the block's flock. */
+int node_take(int gpu, uint64_t bytes, enum node_kind kind, int *fd, uint64_t *id);
+
+/* Which block a descriptor is: 0, or -EINVAL where it is none. Any of the pointers may be NULL. */
+int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kind *kind);
+
+/* Look at once whether a block is held by nobody (after its last mapping and descriptor here were let go). Without this
+ * its memory is free again all the same, but goes on taking the machine's memory until somebody needs it. */
+void node_dropped(uint64_t id);
+
+/* Give places of blocks that nobody holds back. Called with the lock held or not (locked says which). */
+void node_reap(bool locked);
+
+/* Bytes in use on a GPU (reserved ones counted), after a reap. */
+uint64_t node_used(int gpu);
+
+struct node_process {
+    int32_t pid;
+    uint64_t bytes;
+};
+/* Living processes that hold memory or a context on a GPU, with their bytes; returns how many there are, of which at
+ * most `room` are written. */
+int node_processes(int gpu, struct node_process *found, int room);
+
+/* Field 22 of /proc/PID/stat, 0 where there is no such process. */
+uint64_t node_start_time(pid_t pid);
+
+/* One line to the node's log: time, pid, text. */
+void node_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
+/* Sleep until `seconds` + bytes / rate have passed since `since` (CLOCK_MONOTONIC seconds); rate 0: no rate. */
+double node_now(void);
+void node_pace(double since, double seconds, uint64_t bytes, double rate);
+
+#endif
