@@ -6,7 +6,8 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,9 +18,12 @@ from limosa.gpu import Gpu, Inventory
 from limosa.image import GpuRecord, ImageFile, JobRecord, Manifest, TreeProcess
 from limosa.operation import restore_plan
 from limosa.operation.journal import Member
-from limosa.operation.restore_plan import Options, look, restored_members, taken_pids
+from limosa.operation.restore_plan import Options, look, restored_members
+from limosa.operation.taken_pids import taken_pids
 from limosa.process.criu import Criu
+from limosa.process.identity import Identity
 from limosa.process.observation import CgroupObservation
+from limosa.process.records import RunRecord
 
 GB = 1 << 30
 TOTAL = 140 * GB
@@ -380,3 +384,57 @@ def test_waiting_for_a_pid_ends_when_it_is_cancelled_or_has_been_long_enough() -
     assert len(taken_pids(manifest, 60.0, lambda: True)) == 1
     assert len(taken_pids(manifest, 0.1, lambda: False)) == 1
     assert time.monotonic() - begin < 5
+
+
+def of_child(child: subprocess.Popen[bytes], **changed: Any) -> Manifest:
+    """An image of this very process of ours."""
+    who = Identity.of(child.pid)
+    process = TreeProcess(pid=who.pid, ppid=1, start_time=who.start_time, command=["sleep", "60"])
+    return image(tree=[msgspec.structs.replace(process, **changed)])
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        while Path(f"/proc/{process.pid}/cmdline").read_bytes() != b"sleep\x0060\0":
+            time.sleep(0.005)  # not exec'ed yet
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_image_s_own_job_that_still_runs_is_recognised(child: subprocess.Popen[bytes]) -> None:
+    (reason,) = taken_pids(of_child(child), 0.0)
+    assert (reason.id, reason.exit_code, reason.pid) == ("pid-taken", 23, child.pid)
+    assert "the image's own job: it still runs" in reason.text
+    assert "end it first" in reason.hint
+
+
+def test_the_image_s_job_that_runs_again_is_recognised(child: subprocess.Popen[bytes]) -> None:
+    """CRIU gives a restored process a new start time."""
+    RunRecord(root=Identity.of(child.pid), name="train", command=["sleep", "60"]).save()
+    (reason,) = taken_pids(of_child(child, start_time=1), 0.0)
+    assert "the same program 'train', started since" in reason.text
+
+
+def test_somebody_else_under_its_pid_is_not_taken_for_it(child: subprocess.Popen[bytes]) -> None:
+    for other in ({"command": ["sleep", "61"]}, {"command": []}, {"command": ["sleep", "61"], "start_time": 1}):
+        (reason,) = taken_pids(of_child(child, **other), 0.0)
+        assert f"pid {child.pid} is taken (sleep, state" in reason.text
+
+
+def test_the_image_s_job_that_was_not_reaped_yet_is_recognised(child: subprocess.Popen[bytes]) -> None:
+    manifest = of_child(child)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    (reason,) = taken_pids(manifest, 0.0)
+    assert f"its parent {os.getpid()} (" in reason.text
+    assert f"process {os.getpid()} reaps it" in reason.hint
+
+
+def test_one_sentence_for_a_whole_tree_that_still_runs(child: subprocess.Popen[bytes]) -> None:
+    manifest = of_child(child)
+    more = TreeProcess(pid=os.getpid(), ppid=child.pid, start_time=1)
+    assert len(taken_pids(msgspec.structs.replace(manifest, tree=[*manifest.tree, more]), 0.0)) == 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -24,10 +23,11 @@ from limosa.operation.prepare import Where, apply_force, as_reason
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import Plan
 from limosa.operation.rewind import Rewind, changed_files
+from limosa.operation.taken_pids import taken_pids
 from limosa.process.cgroups import memory_levels
 from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
-from limosa.process.identity import Identity, read_stat
+from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory
 
 _PID_SECONDS = 10.0
@@ -120,27 +120,6 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         reasons += _gpu_reasons(ready, options)
     ready.reasons = apply_force(reasons, options.force)
     return ready
-
-
-def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | None = None) -> list[Reason]:
-    """Waits for the image's pids and thread ids to become free; names who holds them after that."""
-    wanted = {p.pid for p in manifest.tree} | {t for p in manifest.tree for t in p.threads}
-    deadline = time.monotonic() + patience
-    while True:
-        taken = sorted(n for n in wanted if os.path.exists(f"/proc/{n}"))
-        if not taken or time.monotonic() > deadline or (stop is not None and stop()):
-            break
-        time.sleep(0.02)
-    found = []
-    for number in taken[:5]:
-        try:
-            stat = read_stat(number)
-            who = f"{stat.name}, state {stat.state}, parent {stat.ppid}"
-        except LimosaError:
-            who = "it has just ended"
-        hint = "wait until it has ended; a zombie goes when its parent reaps it"
-        found.append(Reason(id="pid-taken", text=f"pid {number} is taken ({who})", exit_code=23, hint=hint, pid=number))
-    return found
 
 
 def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:

@@ -1,0 +1,95 @@
+"""Pids that an image wants back and somebody has: waiting for them, and saying who has them and why.
+
+Often that is the image's own job, still running (``--leave-running``), running again (restored before), or ended and
+not reaped yet: three things about which something else is to be done.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from limosa.errors import LimosaError, Reason
+from limosa.image import Manifest, TreeProcess
+from limosa.operation.jobs import command_of
+from limosa.process.identity import Identity, Stat, read_stat
+from limosa.process.records import RunRecord
+
+_SHOWN = 5
+
+
+def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | None = None) -> list[Reason]:
+    """Waits for the image's pids and thread ids to become free; names who holds them after that.
+
+    Args:
+        manifest: the image's.
+        patience: seconds to wait.
+        stop: asked meanwhile whether to wait no longer.
+
+    Returns:
+        ``pid-taken`` for the first few of them; for the root alone, where the image's own job has it.
+    """
+    wanted = {p.pid: p for p in manifest.tree} | {t: p for p in manifest.tree for t in p.threads}
+    deadline = time.monotonic() + patience
+    while True:
+        taken = sorted(n for n in wanted if os.path.exists(f"/proc/{n}"))
+        if not taken or time.monotonic() > deadline or (stop is not None and stop()):
+            break
+        time.sleep(0.02)
+    root = manifest.tree[0].pid
+    if root in taken and (own := _own_job(root, wanted[root])) is not None:
+        return [own]
+    return [_own_job(n, wanted[n]) or _somebody(n) for n in taken[:_SHOWN]]
+
+
+def _own_job(number: int, process: TreeProcess) -> Reason | None:
+    """Where the image's own job has the number: in which of the three ways."""
+    try:
+        stat = read_stat(process.pid)
+    except LimosaError:
+        return None  # only a thread id is taken, by somebody else
+    same = stat.start_time == process.start_time
+    who = f"pid {number}" + (f" (a thread of {process.pid})" if number != process.pid else "")
+    if stat.ended:
+        if not same:
+            return None
+        parent = _name(stat.ppid)
+        text = f"{who} is the image's own process: it has ended, and its parent {parent} has not reaped it yet"
+        return _reason(number, text, f"wait until process {stat.ppid} reaps it, or end that one")
+    if not process.command or command_of(process.pid) != process.command:
+        return None
+    called = _job_name(stat)
+    if same:
+        text = f"{who} is the image's own job{called}: it still runs, as it has since before this image was made"
+        return _reason(number, text, "end it first, if it is to go on from this image")
+    text = f"{who} is taken by the same program{called}, started since: the job seems to run again (restored already?)"
+    return _reason(number, text, "limosa ps shows it; end it first, if it is to go on from this image")
+
+
+def _somebody(number: int) -> Reason:
+    try:
+        stat = read_stat(number)
+        who = f"{stat.name}, state {stat.state}, parent {stat.ppid}"
+    except LimosaError:
+        who = "it has just ended"
+    return _reason(
+        number, f"pid {number} is taken ({who})", "wait until it has ended; a zombie goes when its parent reaps it"
+    )
+
+
+def _reason(number: int, text: str, hint: str) -> Reason:
+    return Reason(id="pid-taken", text=text, exit_code=23, hint=hint, pid=number)
+
+
+def _name(pid: int) -> str:
+    try:
+        return f"{pid} ({read_stat(pid).name})"
+    except LimosaError:
+        return str(pid)
+
+
+def _job_name(stat: Stat) -> str:
+    """The name it was given by ``limosa run`` or got back by ``limosa restore``, for a sentence."""
+    record = RunRecord.of(Identity(stat.pid, stat.start_time))
+    return f" {record.name!r}" if record is not None and record.name else ""
