@@ -159,6 +159,27 @@ def test_without_the_right_criu_is_not_what_is_missing():
     assert (check.status, check.exit_code, check.fix) == ("fail", 11, "use sudo")
 
 
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ([], ["nft lists tables"]),
+        (["CRIU-aaaa-1"], ["one table of CRIU's is there (CRIU-aaaa-1)", "delete table inet CRIU-aaaa-1", "limosa rm"]),
+        (["CRIU-aaaa-1", "CRIU-bb"], ["2 tables of CRIU's are there (CRIU-aaaa-1, CRIU-bb)", "restored or removed"]),
+    ],
+)
+def test_the_tables_that_criu_keeps_are_named_with_what_they_are_for(monkeypatch, tmp_path, tables, said):
+    nft = tmp_path / "nft"
+    lines = ["table ip filter", *(f"table inet {name}" for name in tables)]
+    nft.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    nft.chmod(0o755)
+    monkeypatch.setattr(module.shutil, "which", lambda _: str(nft))
+    check = module._nftables(None)
+    assert check.status == "ok"
+    for part in said:
+        assert part in check.detail
+    assert "filter" not in check.detail
+
+
 def test_an_operation_that_died_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "r"))
     from limosa.operation.journal import Header, Journal

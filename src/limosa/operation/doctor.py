@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -160,11 +161,18 @@ def _nftables(works: Criu | None) -> Check:
         return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
     left = [line.split()[-1] for line in ran.stdout.splitlines() if " CRIU-" in line]
     if left:
-        text = (
-            f"nft lists tables; {len(left)} of CRIU's are there ({', '.join(left)}): limosa rm removes an image's own"
-        )
-        return ok("nftables", text)
+        return ok("nftables", f"nft lists tables; {_kept_tables(left, argv)}")
     return ok("nftables", "nft lists tables")
+
+
+def _kept_tables(names: list[str], nft: list[str]) -> str:
+    """What the tables that CRIU has left are for, and how each goes: kept on purpose unless nobody has their image."""
+    each = "one table of CRIU's is" if len(names) == 1 else f"{len(names)} tables of CRIU's are"
+    return (
+        f"{each} there ({', '.join(names)}), each keeping the peers of a checkpointed job's TCP connections waiting "
+        "until its image is restored or removed (limosa restore, limosa rm); if no image is left: "
+        f"{shlex.join(nft)} delete table inet {names[0]}"
+    )
 
 
 def _memory(present: bool, meminfo: Path = Path("/proc/meminfo")) -> Check:
