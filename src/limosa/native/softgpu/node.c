@@ -27,6 +27,7 @@ _Static_assert(NODE_MAX_BLOCKS == 65536, "a block's id holds its place in 16 bit
 static pthread_mutex_t mapping_mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct node_state *mapped; /* where the state is or was mapped */
 static bool mapping_is_live;      /* the node's own, not the copy that node_close leaves */
+static atomic_bool closed;        /* node_close was called, node_reopen was not: nothing of the node may be opened */
 
 /* One thread of a process at a time holds the node's lock, so that there is at most one descriptor to close in a child
  * that is forked meanwhile: it would otherwise keep a name of the node open for its whole life. */
@@ -45,6 +46,7 @@ static void forked(void)
     pthread_mutex_init(&mapping_mutex, NULL);
     mapped = NULL; /* MADV_DONTFORK: it is not there */
     mapping_is_live = false;
+    closed = false;
 }
 
 static void watch_forks(void)
@@ -84,18 +86,27 @@ struct node_state *node_open(void)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, watch_forks);
     pthread_mutex_lock(&mapping_mutex);
-    if (!mapping_is_live) {
+    if (!mapping_is_live && !closed) {
         struct node_state *state = map_state(mapped);
         if (state) {
             mapped = state;
             mapping_is_live = true;
         }
     }
-    struct node_state *answer = mapping_is_live ? mapped : NULL;
+    struct node_state *answer = mapping_is_live || closed ? mapped : NULL;
     int problem = errno;
     pthread_mutex_unlock(&mapping_mutex);
     errno = problem;
     return answer;
+}
+
+struct node_state *node_reopen(void)
+{
+    closed = false;
+    struct node_state *state = node_open();
+    if (!state)
+        closed = true;
+    return state;
 }
 
 /* The address stays readable (what the node was, blocks left out): threads of the application may be in the middle of a
@@ -112,6 +123,7 @@ void node_close(void)
         } else {
             memcpy(copy, mapped, kept);
             ((struct node_state *)copy)->n_blocks = 0;
+            ((struct node_state *)copy)->fault_generation = 0;
             if (mremap(copy, sizeof(struct node_state), sizeof(struct node_state), MREMAP_MAYMOVE | MREMAP_FIXED,
                        mapped) == MAP_FAILED) {
                 munmap(mapped, sizeof(struct node_state));
@@ -121,6 +133,7 @@ void node_close(void)
         }
         mapping_is_live = false;
     }
+    closed = true;
     pthread_mutex_unlock(&mapping_mutex);
 }
 
@@ -433,6 +446,8 @@ void node_log(const char *format, ...)
 {
     char line[512];
     int kept = errno;
+    if (closed)
+        return;
     int fd = open(LOG_FILE, O_WRONLY | O_APPEND | O_CLOEXEC);
     if (fd >= 0) {
         struct timespec now;

@@ -79,11 +79,13 @@ struct node_state {
     struct node_block blocks[NODE_MAX_BLOCKS];
 };
 
-/* Map the node's state; the same pointer again until node_close. NULL with errno where there is no node.
- * After node_close the pointer may still be read (a private copy, without blocks, stands there), and node_open maps the
- * node at the same address again. A forked child has nothing mapped and may call node_open anew. */
+/* Map the node's state; the same pointer ever after. NULL with errno where there is no node.
+ * After node_close (a process that is checkpointed) a private copy stands there, without blocks and with no faults, and
+ * node_open opens nothing: only node_reopen maps the node at the same address again (NULL: there is none, still closed).
+ * A forked child has nothing mapped and may call node_open anew. */
 struct node_state *node_open(void);
 void node_close(void);
+struct node_state *node_reopen(void);
 
 /* Take and give back the node's lock (a descriptor, -1 with errno). Held for microseconds, released by the kernel when
  * its holder is killed. */
