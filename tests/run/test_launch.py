@@ -59,15 +59,29 @@ def test_the_job_has_its_own_session_and_only_standard_streams(tmp_path):
 
 
 def test_signals_that_the_caller_blocks_or_ignores_are_the_jobs_again(tmp_path):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGUSR1, signal.SIGPIPE)}
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         seen = look(tmp_path)
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     assert seen["blocked"] == []
-    assert seen["ignored"] == []
+    assert not {signal.SIGUSR1, signal.SIGPIPE} & set(seen["ignored"])
+
+
+@pytest.mark.parametrize("ignored", [[signal.SIGINT, signal.SIGQUIT], [signal.SIGHUP], []])
+def test_what_nohup_or_a_script_ignores_for_a_command_the_job_ignores_too(tmp_path, ignored):
+    kept = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    before = {n: signal.signal(n, signal.SIG_IGN if n in ignored else signal.SIG_DFL) for n in kept}
+    try:
+        seen = look(tmp_path)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert seen["ignored"] == sorted(ignored)
+    assert seen["blocked"] == []
 
 
 def test_environment_folder_and_unbuffered_output(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,27 @@ def test_a_long_output_comes_through_whole_and_in_order(limosa):
 )
 def test_exit_codes(limosa, command, code):
     limosa("run", "--", *command, rc=code)
+
+
+@pytest.mark.parametrize("how", ['"$@"', '"$@" & wait $!', 'nohup "$@"', 'trap "" QUIT; "$@"'])
+def test_the_job_ignores_what_the_bare_command_would(how, tmp_path):
+    """A script's & protects it from the Ctrl-C that ends the script, nohup from the end of the terminal; a job too."""
+    show = ["sh", "-c", "grep SigIgn /proc/self/status"]  # grep: what a shell has been given, unchanged
+
+    def told(*command: str) -> int:
+        # From a shell that ignores nothing, whatever this test was started from.
+        plain = {n: signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)}
+        try:
+            ran = subprocess.run(
+                ["sh", "-c", how, "sh", *command], capture_output=True, text=True, cwd=tmp_path, timeout=30, check=True
+            )
+        finally:
+            for number, handler in plain.items():
+                signal.signal(number, handler)
+        mask = int(next(line for line in ran.stdout.splitlines() if "SigIgn" in line).split()[1], 16)
+        return mask & 0x7FFFFFFF  # without libc's own two, which its posix_spawn leaves ignored
+
+    assert told(sys.executable, "-m", "limosa", "run", "-q", "--", *show) == told(*show)
 
 
 def test_options_of_the_command_are_the_commands(limosa):

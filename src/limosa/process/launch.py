@@ -19,6 +19,7 @@ from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFail
 from limosa.process.identity import Identity
 
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
+_KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # what nohup, and a script's &, ignore for what they start
 _ABOVE = 64  # sources are moved up here first, so that filling 0..4 never overwrites one of them
 
 
@@ -77,8 +78,9 @@ def launch(
     """Starts ``command`` and returns once it has been exec'ed.
 
     The job is in a session of its own, with stdin /dev/null, stdout and stderr appended to ``log``, no other
-    descriptor, no blocked, ignored or handled signal, PYTHONUNBUFFERED=1, and (``seccomp``) ``io_uring_setup``
-    answered with ENOSYS.
+    descriptor, no blocked or handled signal, PYTHONUNBUFFERED=1, and (``seccomp``) ``io_uring_setup`` answered with
+    ENOSYS. Of the signals that the caller ignores it ignores SIGHUP, SIGINT and SIGQUIT, as it would without us: that
+    is how nohup, and a script that puts a command in the background, protect it. All others are at their default.
 
     Args:
         command: argument vector; the first is searched for in the job's PATH.
@@ -96,7 +98,9 @@ def launch(
     path = Path(log).absolute()
     job_env = {**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"}
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
+    ignored = [int(number) for number in _KEPT if signal.getsignal(number) is signal.SIG_IGN]
     spec = {"command": list(command), "env": job_env, "cwd": folder, "seccomp": seccomp, "detach": detach}
+    spec["ignored"] = ignored
     with contextlib.ExitStack() as stack:
 
         def own(fd: int) -> int:
@@ -114,7 +118,7 @@ def launch(
         answer, answer_end = os.pipe2(os.O_CLOEXEC)
         reader = stack.enter_context(open(answer, "rb"))
         try:
-            started = _spawn([null, log_fd, log_fd, spec_fd, answer_end])
+            started = _spawn([null, log_fd, log_fd, spec_fd, answer_end], ignored)
         finally:
             os.close(answer_end)
         said: dict[str, Any] = {}
@@ -131,8 +135,11 @@ def launch(
     return Launched(identity, str(path), log_start, _warnings(said))
 
 
-def _spawn(sources: Sequence[int]) -> int:
+def _spawn(sources: Sequence[int], ignored: Sequence[int]) -> int:
     """Starts the trampoline with ``sources`` as descriptors 0, 1, 2, … and returns its pid.
+
+    Signals are at their default in it, but for those that stay ``ignored`` (from the first moment: a Ctrl-C for the
+    rest of the script must not meet a job that is just starting).
 
     ``posix_spawn`` and not ``subprocess``: a forgotten ``Popen`` is reaped by the next one, with its exit code.
     """
@@ -140,7 +147,7 @@ def _spawn(sources: Sequence[int]) -> int:
     try:
         actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(moved)]
         argv = [sys.executable, "-I", "-S", str(_TRAMPOLINE)]
-        defaults = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)]
+        defaults = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP, *ignored)]
         return os.posix_spawn(
             sys.executable, argv, dict(os.environ), file_actions=actions, setsigmask=[], setsigdef=defaults
         )

@@ -38,8 +38,8 @@ def _close_on_exec() -> None:
                 os.set_inheritable(fd, False)
 
 
-def _reset_signals() -> None:
-    for number in signal.valid_signals():
+def _reset_signals(ignored: list[int]) -> None:
+    for number in signal.valid_signals() - set(ignored):
         with contextlib.suppress(OSError, ValueError):  # KILL, STOP, and the two that libc keeps
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -71,7 +71,7 @@ def main() -> None:
         step = "seccomp"
         if spec["seccomp"]:
             _deny_io_uring()
-        _reset_signals()
+        _reset_signals(spec["ignored"])
         step = "exec"
         _say(exec=True)
         os.execvpe(spec["command"][0], spec["command"], spec["env"])  # noqa: S606 - no shell is the point
