@@ -86,7 +86,7 @@ def _belongs(source: str, library: str) -> bool:
 def _compile(
     library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
 ) -> str | None:
-    """Compile sources to a library with the first compiler that can; None where it is there afterwards, else why not."""
+    """Compile sources with the first compiler that can; None where the library is there afterwards, else why not."""
     if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
         return None
     problem = "there is no C compiler (cc, gcc, clang or tcc)"
