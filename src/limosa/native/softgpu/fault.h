@@ -3,8 +3,10 @@
  * A file holds one rule, words separated by spaces:
  *
  *   function=cuCheckpointProcessRestore   which function (a shell pattern: cuMem*, nvml*, *); the default is *
+ *                    step:NAME is a point in the middle of a checkpoint or restore, in the target (its own "caller");
+ *                    only a pattern that begins with "step:" means one
  *   nth=3            only the third matching call (counted over the whole node, in the file's name plus ".count");
- *                    every=1 instead: each one; the default is the first
+ *                    every=1 instead: each one; the default is the first. A hazard is on all the time unless nth is given
  *   caller=PID       only calls made by that process     target=PID   only checkpoint calls about that process
  *   result=CUDA_ERROR_UNKNOWN | 999     answer this, do nothing
  *   after=RESULT     do the work, then answer this
@@ -13,9 +15,13 @@
  *   crash=caller | target               SIGKILL, before the work     crash-after=caller | target   after it
  *   state=N          cuCheckpointProcessGetState reports N
  *   memory=device | host                as if that memory were full
+ *   lost=GPU         the GPU of that index falls off the bus at this call, for good
  *   hazard=NAME      one of facts' reported hazards, see docs/softgpu.md
  *
  * and for NVML: lie=free:BYTES | used:BYTES | processes:none | name:TEXT …
+ *
+ * Names that begin with a dot or end in ".count" are no rules: a rule is written under such a name and then renamed.
+ * Words that mean nothing make the whole rule void, and the node's log says so.
  */
 #ifndef LIMOSA_FAULT_H
 #define LIMOSA_FAULT_H
@@ -47,7 +53,8 @@ struct fault {
  * for none. Cheap when there are no rules. FAULT_CRASH_CALLER is carried out in here. */
 struct fault fault_ask(const char *function, pid_t target);
 
-/* Whether a hazard is switched on for this process (hazard=NAME rules; caller= and nth= respected). */
+/* Whether a hazard is switched on for this process (hazard=NAME rules; caller= and target= mean this process; nth=
+ * respected). */
 bool fault_hazard(const char *name);
 
 #endif
