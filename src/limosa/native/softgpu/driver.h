@@ -33,6 +33,7 @@ enum call_flags {
     CALL_INIT = 1,    /* NOT_INITIALIZED before cuInit */
     CALL_CONTEXT = 2, /* INVALID_CONTEXT without a current context; implies CALL_INIT */
     CALL_GATED = 4,   /* waits while the process is locked */
+    CALL_OWN_FAULTS = 8, /* asks fault_ask itself, as it knows what the call is about (checkpoint calls: the target) */
     /* what most take: */
     CALL_QUERY = CALL_INIT,
     CALL_WORK = CALL_INIT | CALL_CONTEXT | CALL_GATED,
@@ -42,7 +43,8 @@ enum call_flags {
 struct call {
     const char *name;
     unsigned flags;
-    CUresult late; /* a fault: what to answer after the work was done */
+    CUresult late;   /* a fault: what to answer after the work was done */
+    unsigned faults; /* of enum fault_action: those that the function itself has to carry out (memory, a state, a lie) */
     struct context *context; /* the current one, NULL without */
 };
 
@@ -60,9 +62,9 @@ CUresult call_end(struct call *call, CUresult result);
 
 struct driver {
     pthread_mutex_t mutex;
-    bool initialised; /* cuInit has succeeded in this very process */
-    bool forked;      /* a child of a process that had initialised */
-    struct node_state *node;
+    _Atomic bool initialised; /* cuInit has succeeded in this very process */
+    _Atomic bool forked;      /* a child of a process that had initialised */
+    struct node_state *_Atomic node; /* NULL before cuInit; while checkpointed a private copy (node.h) */
 
     /* The GPUs whose device node the process could open at cuInit or at its last restore: a restore's map must name
      * each of them. Bits are indices in node->gpus. */
@@ -71,7 +73,9 @@ struct driver {
      * changes these. */
     int n_devices;
     int devices[NODE_MAX_GPUS];
-    /* Identities that the application may have kept: uuid and bus id at cuInit, by ordinal. */
+    /* What the application is told of each, by ordinal: as at cuInit, also after it was restored onto another GPU, and
+     * while nothing of the node is mapped. */
+    struct node_gpu known[NODE_MAX_GPUS];
 
     _Atomic int state; /* CUprocessState */
     pid_t restore_thread;
@@ -80,6 +84,9 @@ extern struct driver driver;
 
 void driver_lock(void);
 void driver_unlock(void);
+/* A condition variable whose timed waits count CLOCK_MONOTONIC, and the point in time `seconds` from now. */
+void driver_condition(pthread_cond_t *condition);
+struct timespec driver_deadline(double seconds);
 
 /* Start a thread of the driver: every signal blocked, named (as /proc/PID/task/TID/comm shows it). 0 or errno. */
 int driver_thread(pthread_t *thread, const char *name, void *(*body)(void *), void *argument);
@@ -91,6 +98,10 @@ extern _Thread_local bool driver_own_thread;
  * they have not after timeout_ms (0: no limit). */
 int gate_close(unsigned timeout_ms);
 void gate_open(void);
+/* Around a wait for the device in a gated call: whether the caller counts as inside meanwhile is decided here. Neither
+ * is called with a lock held. */
+void gate_wait_begin(void);
+void gate_wait_end(void);
 
 /* Open and map /dev/nvidia* as a process with a driver does; undone for a checkpoint, done again by a restore. */
 int devices_open(void);
@@ -106,7 +117,9 @@ int gpu_after(int gpu);
 /* ------------------------------------------------------------------------- device.c: devices, contexts, limits --- */
 
 struct context {
-    struct context *next;
+    struct context *next; /* a destroyed context stays in the list: handles of it may be current somewhere */
+    unsigned long long id;
+    bool destroyed; /* or a primary context that nobody retains */
     int ordinal; /* the device as the application counts; driver.devices[ordinal] is the GPU */
     unsigned flags;
     bool primary;
@@ -117,7 +130,9 @@ struct context {
     struct stream *null_stream, *thread_streams, *streams;
     uint32_t peers;    /* ordinals whose memory it has enabled */
     size_t limits[16]; /* by CUlimit */
-    CUresult sticky;   /* an error that a context does not recover from */
+    _Atomic int sticky; /* CUresult: an error that a context does not recover from */
+    unsigned version;   /* cuCtxGetApiVersion */
+    CUfunc_cache cache;
 };
 
 struct context *context_current(void);
@@ -128,6 +143,7 @@ extern struct context *contexts;                     /* all of them; driver.mute
 /* For checkpoint.c: give the contexts' own device memory back, take it again on gpu_after(). 0 or -errno (-ENOMEM). */
 void contexts_release(void);
 int contexts_claim(void);
+void contexts_forked(void);
 
 /* ------------------------------------------------------------------- memory.c, vmm.c: what is on the device --- */
 
@@ -171,6 +187,7 @@ int memory_claim(void);       /* takes device memory on gpu_after(), maps it at 
 int vmm_claim(void);
 const char *memory_load(const char *from);
 const char *vmm_load(const char *from);
+void memory_context_gone(struct context *context); /* the context is destroyed: free what was allocated in it. Not locked */
 void memory_forked(void);     /* in a child: close what is open, forget everything */
 void vmm_forked(void);
 
@@ -179,13 +196,23 @@ void vmm_forked(void);
 /* Wait until everything submitted so far, on every stream, callbacks included, is done. false on time-out
  * (timeout < 0: none; seconds). Called by the restore thread. */
 bool streams_drain(double timeout);
+/* The lock of the queues, a leaf: nothing else is taken while it is held. Only for fork. */
+void streams_lock(void);
+void streams_unlock(void);
 void streams_forked(void);
+/* Of a context that is destroyed: wait until its work is done, let all its streams and events go. */
+void streams_context_gone(struct context *context);
+void modules_context_gone(struct context *context);
 
 /* Queue a piece of work on a stream (handles 0, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD resolved); `run` is called by the
  * stream's thread, then `free`d by it. It may block (spin kernels). */
 CUresult stream_submit(struct context *context, CUstream stream, void (*run)(void *), void *argument);
-/* Wait for all of a stream's work. */
+/* Wait for all of a stream's work, for all of a context's. What went wrong with it is answered (context->sticky). */
 CUresult stream_wait(struct context *context, CUstream stream);
+CUresult context_wait(struct context *context);
+/* As stream_submit and stream_wait in one, run by the calling thread once its turn has come; `argument` stays the
+ * caller's. */
+CUresult stream_run(struct context *context, CUstream stream, void (*run)(void *), void *argument);
 /* The handle that a *_ptds or *_ptsz function means by 0. */
 #define PER_THREAD(stream) ((stream) ? (stream) : (CUstream)0x2)
 

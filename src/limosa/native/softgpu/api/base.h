@@ -62,13 +62,6 @@ typedef struct CUmemPoolHandle_st *CUmemoryPool;
 
 typedef struct CUarray_st *CUarray;
 
-typedef enum CUmemorytype_enum {
-    CU_MEMORYTYPE_HOST = 1,
-    CU_MEMORYTYPE_DEVICE = 2,
-    CU_MEMORYTYPE_ARRAY = 3,
-    CU_MEMORYTYPE_UNIFIED = 4
-} CUmemorytype;
-
 typedef struct CUuuid_st {
     char bytes[16];
 } CUuuid;
