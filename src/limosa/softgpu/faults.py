@@ -1,0 +1,287 @@
+"""What a node is told to do wrong, and what is changed on it while it runs.
+
+Rules are as ``native/softgpu/fault.h`` has them: words separated by spaces, one rule a file. The other switches change
+the node's state at once for all of its processes.
+
+Examples:
+    >>> check_rule("function=cuCheckpointProcessRestore result=CUDA_ERROR_UNKNOWN")
+    >>> check_rule("result=")
+    Traceback (most recent call last):
+    limosa.errors.UsageError: fault 'result=': result= needs a value
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from typing import Any
+
+from limosa.errors import UsageError
+from limosa.softgpu.state import (
+    GRANULARITY,
+    KIND_RESERVED,
+    MAX_BLOCKS,
+    NODE_FOLDER,
+    NVML_MPS,
+    NodeState,
+    locked,
+    opened,
+)
+
+_NUMBER = re.compile(r"\d+")
+_RESULT = re.compile(r"\d+|[A-Z][A-Z0-9_]*")
+_VICTIM = re.compile(r"caller|target")
+_SECONDS = re.compile(r"\d+(\.\d+)?")
+_ANY = re.compile(r".+")
+WORDS: dict[str, re.Pattern[str]] = {
+    "function": _ANY,
+    "nth": re.compile(r"[1-9]\d*"),
+    "every": re.compile(r"1"),
+    "caller": re.compile(r"[1-9]\d*"),
+    "target": re.compile(r"[1-9]\d*"),
+    "result": _RESULT,
+    "after": _RESULT,
+    "delay": _SECONDS,
+    "crash": _VICTIM,
+    "crash-after": _VICTIM,
+    "state": _NUMBER,
+    "memory": re.compile(r"device|host"),
+    "lost": _NUMBER,
+    "hazard": re.compile(r"[a-z][a-z0-9-]*"),
+    "lie": re.compile(r"[a-z]+:.*"),
+}
+CONDITIONS = {"function", "nth", "every", "caller", "target"}
+COMPUTE_MODES = {"default": 0, "exclusive_thread": 1, "prohibited": 2, "exclusive_process": 3}
+
+
+def check_rule(rule: str) -> None:
+    """Look whether a rule can be one.
+
+    Raises:
+        UsageError: it cannot, and why.
+    """
+    words = rule.split()
+    seen: set[str] = set()
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key == "hang" and not equals:
+            seen.add(key)
+            continue
+        if key not in WORDS:
+            raise UsageError(detail=f"fault {rule!r}: {key!r} is none of hang, {', '.join(WORDS)}")
+        if not value:
+            raise UsageError(detail=f"fault {rule!r}: {key}= needs a value")
+        if not WORDS[key].fullmatch(value):
+            raise UsageError(detail=f"fault {rule!r}: {value!r} is no value of {key}=")
+        if key in seen:
+            raise UsageError(detail=f"fault {rule!r}: {key}= stands there twice")
+        seen.add(key)
+    if not seen - CONDITIONS:
+        raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
+    if "nth" in seen and "every" in seen:
+        raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
+
+
+class Switches:
+    """A node as seen by whoever lets it fail.
+
+    Args:
+        folder: the node's folder; from outside of the node ``/proc/PID/root`` + that of a process in it.
+    """
+
+    def __init__(self, folder: str = NODE_FOLDER):
+        self.folder = folder
+
+    # --- rules -----------------------------------------------------------------------------------------------
+
+    def add(self, rule: str) -> str:
+        """Add a rule; it holds for every call that begins from now on.
+
+        Returns:
+            Its name, for :meth:`remove`.
+
+        Raises:
+            UsageError: it is none.
+        """
+        check_rule(rule)
+        names = self._faults()
+        with locked(self.folder):
+            taken = [int(name.partition(".")[0]) for name in os.listdir(names) if name[:1].isdigit()]
+            name = f"{max(taken, default=0) + 1:06}"
+            hidden = os.path.join(names, f".{name}")
+            with open(hidden, "w", encoding="utf-8") as file:
+                file.write(" ".join(rule.split()) + "\n")
+            os.chmod(hidden, 0o666)
+            os.rename(hidden, os.path.join(names, name))
+            self._changed()
+        return name
+
+    def remove(self, name: str) -> None:
+        """Remove a rule; whoever hangs by it goes on. Nothing happens where it is not there."""
+        with locked(self.folder):
+            self._remove(name)
+            self._changed()
+
+    def clear(self) -> None:
+        """Remove every rule."""
+        with locked(self.folder):
+            for name in self._names():
+                self._remove(name)
+            self._changed()
+
+    def rules(self) -> dict[str, str]:
+        """Return the rules that there are, by name."""
+        found = {}
+        for name in self._names():
+            try:
+                with open(os.path.join(self._faults(), name), encoding="utf-8") as file:
+                    found[name] = file.read().strip()
+            except FileNotFoundError:
+                continue
+        return found
+
+    def count(self, name: str) -> int:
+        """Return how many calls a rule's conditions have met so far."""
+        try:
+            with open(os.path.join(self._faults(), f"{name}.count"), encoding="utf-8") as file:
+                return int(file.read().split()[0])
+        except (FileNotFoundError, ValueError, IndexError):
+            return 0
+
+    def log(self) -> list[str]:
+        """Return the node's log: calls that are not implemented, faults that were injected."""
+        with open(os.path.join(self.folder, "log"), encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+
+    def _faults(self) -> str:
+        return os.path.join(self.folder, "faults")
+
+    def _names(self) -> list[str]:
+        return sorted(n for n in os.listdir(self._faults()) if not n.startswith(".") and not n.endswith(".count"))
+
+    def _remove(self, name: str) -> None:
+        for path in (name, f"{name}.count"):
+            try:
+                os.unlink(os.path.join(self._faults(), path))
+            except FileNotFoundError:
+                pass
+
+    def _changed(self) -> None:
+        with opened(self.folder) as state:
+            state.fault_generation = (state.fault_generation + 1) % (1 << 32) or 1  # 0: never any rule
+            del state
+
+    # --- GPUs ------------------------------------------------------------------------------------------------
+
+    def lose(self, gpu: int, lost: bool = True) -> None:
+        """Let a GPU fall off the bus, or come back."""
+        self._set(gpu, lost=int(lost))
+
+    def mig(self, gpu: int, on: bool = True) -> None:
+        """Switch MIG mode."""
+        self._set(gpu, mig=int(on))
+
+    def persistence(self, gpu: int, on: bool) -> None:
+        """Switch persistence mode."""
+        self._set(gpu, persistence=int(on))
+
+    def compute_mode(self, gpu: int, mode: str) -> None:
+        """Set the compute mode: a key of ``COMPUTE_MODES``."""
+        self._set(gpu, compute_mode=COMPUTE_MODES[mode])
+
+    def mps(self, on: bool = True) -> None:
+        """Let every compute process be a client of MPS (NVML tells them as such)."""
+        with locked(self.folder), opened(self.folder) as state:
+            state.nvml_flags = state.nvml_flags | NVML_MPS if on else state.nvml_flags & ~NVML_MPS
+            del state
+
+    def _set(self, gpu: int, **fields: int) -> None:
+        with locked(self.folder), opened(self.folder) as state:
+            found = _gpu(state, gpu)
+            for name, value in fields.items():
+                setattr(found, name, value)
+            del found, state
+
+    def used(self, gpu: int) -> int:
+        """Return the bytes counted as taken on a GPU; blocks that nobody holds any more may be among them."""
+        with locked(self.folder), opened(self.folder) as state:
+            return _used(state, gpu)
+
+    def fill(self, gpu: int, bytes_: int = 0, leave: int = 0) -> Filled:
+        """Take device memory away: ``bytes_`` of it, or all but ``leave``.
+
+        Returns:
+            What gives it back by ``close`` (also at the end of a ``with``, or of this process).
+
+        Raises:
+            MemoryError: there is not that much.
+        """
+        with locked(self.folder), opened(self.folder) as state:
+            found = _gpu(state, gpu)
+            free = found.memory - _used(state, gpu)
+            wanted = bytes_ or max(0, free - leave)
+            wanted = (wanted + (GRANULARITY - 1 if bytes_ else 0)) // GRANULARITY * GRANULARITY
+            if wanted > free:
+                raise MemoryError(f"GPU {gpu} has {free} bytes free, not {wanted}")
+            place = next((i for i in range(state.n_blocks) if not state.blocks[i].id), state.n_blocks)
+            state.next_block += 1
+            block = state.blocks[place]
+            block.bytes, block.pid, block.gpu, block.kind = wanted, os.getpid(), gpu, KIND_RESERVED
+            block.start_time = _start_time()
+            name = state.next_block * MAX_BLOCKS + place
+            path = os.path.join(self.folder, "memory", str(name))
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            os.ftruncate(fd, wanted)
+            block.id = name
+            state.n_blocks = max(state.n_blocks, place + 1)
+            del block, found, state
+        return Filled(fd, wanted)
+
+
+class Filled:
+    """Device memory that nobody else can have while this is open.
+
+    Attributes:
+        bytes: how much it is.
+    """
+
+    def __init__(self, fd: int, size: int):
+        self._fd = fd
+        self.bytes = size
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Filled:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _gpu(state: NodeState, index: int) -> Any:
+    if not 0 <= index < state.n_gpus:
+        raise IndexError(f"the node has {state.n_gpus} GPUs, none with index {index}")
+    return state.gpus[index]
+
+
+def _used(state: NodeState, gpu: int) -> int:
+    taken = int(_gpu(state, gpu).reserved)
+    for place in range(state.n_blocks):
+        block = state.blocks[place]
+        if block.id and block.gpu == gpu:
+            taken += block.bytes
+    return taken
+
+
+def _start_time() -> int:
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])

@@ -1,0 +1,229 @@
+"""Makes the calling process the first one of a node, or lets programs join a node that another process holds.
+
+A node is a mount namespace whose /dev is a tmpfs: everything of the machine's /dev is there again but its NVIDIA
+devices and its /dev/shm, and in their place those of the node, and the folder that the two libraries share. It takes up
+nothing outside of the namespace, and is gone with the last process in it. Process ids, the network, /run and files are
+the machine's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from limosa.errors import GpuUnavailable, PermissionDenied
+from limosa.softgpu import kernel
+from limosa.softgpu.spec import NodeSpec
+from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
+
+LIBRARIES = Path(__file__).resolve().parent.parent / "native" / "softgpu"
+NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
+# A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
+MAJOR = 4000
+_ZERO = os.makedev(1, 5)
+_SHM = "/dev/shm"  # noqa: S108 - the folder itself is what is made here
+
+
+def check_libraries(folder: Path = LIBRARIES) -> None:
+    """Look whether the libraries have been built.
+
+    Raises:
+        GpuUnavailable: they have not.
+    """
+    missing = [name for name in NAMES if not (folder / name).is_file()]
+    if missing:
+        raise GpuUnavailable(
+            detail=f"the software GPU has not been built: {folder} has no {' and no '.join(missing)}",
+            hint="install a C compiler (gcc) and Limosa again (in a checkout: python native_build.py)",
+        )
+
+
+def environment(base: Mapping[str, str] | None = None, folder: Path = LIBRARIES) -> dict[str, str]:
+    """Return an environment in which programs find the software GPU's libraries before any other."""
+    env = dict(os.environ if base is None else base)
+    others = [part for part in env.get("LD_LIBRARY_PATH", "").split(":") if part and part != str(folder)]
+    env["LD_LIBRARY_PATH"] = ":".join([str(folder), *others])
+    return env
+
+
+def enter(spec: NodeSpec) -> None:
+    """Make a node and put this process (and what it starts from now on) into it.
+
+    The caller must have one thread, and is never outside again.
+
+    Raises:
+        PermissionDenied: making mounts and device nodes is not permitted.
+        GpuUnavailable: the libraries have not been built, or the kernel refused for another reason.
+    """
+    check_libraries()
+    if os.geteuid() != 0:
+        raise PermissionDenied(
+            detail="a node of software GPUs has mounts and device nodes of its own, which only root can make",
+            hint="use sudo",
+        )
+    try:
+        kernel.unshare(kernel.CLONE_NEWNS)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        _make_dev()
+        _make_nodes(spec)
+        _make_folder(spec)
+    except PermissionError as error:
+        raise PermissionDenied(
+            detail=f"a node of software GPUs has mounts and device nodes of its own ({error})",
+            hint="give the container the capabilities SYS_ADMIN and MKNOD",
+        ) from error
+    except OSError as error:
+        raise GpuUnavailable(detail=f"the node cannot be made: {error}") from error
+    for fd in (0, 1, 2):
+        _reopen(fd)
+
+
+def join(pid: int) -> None:
+    """Put this process into the node that another process is in. The caller must have one thread.
+
+    Raises:
+        OSError: there is no such process, or it is not permitted.
+    """
+    fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        cwd = os.getcwd()
+        kernel.setns(fd, kernel.CLONE_NEWNS)  # it also goes to the namespace's root folder
+        os.chdir(cwd)
+    finally:
+        os.close(fd)
+    for standard in (0, 1, 2):
+        _reopen(standard)
+
+
+def _make_dev() -> None:
+    """Lay a tmpfs over /dev in which everything of the old one is again."""
+    old = os.open("/dev", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        here = os.fstat(old).st_dev
+        kernel.mount("softgpu-dev", "/dev", "tmpfs", kernel.MS_NOSUID, "mode=755,size=16m,nr_inodes=0")
+        for name in sorted(os.listdir(old)):
+            if not name.startswith("nvidia") and name != "shm":
+                _again(old, name, here)
+        os.mkdir(_SHM)
+        kernel.mount("softgpu-shm", _SHM, "tmpfs", kernel.MS_NOSUID, "mode=1777")
+    finally:
+        os.close(old)
+
+
+def _again(old: int, name: str, here: int) -> None:
+    """Bring one entry of the old /dev into the new one; what cannot be had (it has gone meanwhile) is left out."""
+    source, target = f"/proc/self/fd/{old}/{name}", f"/dev/{name}"
+    try:
+        info = os.stat(name, dir_fd=old, follow_symlinks=False)
+        if stat.S_ISLNK(info.st_mode):
+            os.symlink(os.readlink(name, dir_fd=old), target)
+            return
+        if stat.S_ISDIR(info.st_mode):
+            os.mkdir(target)
+            kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+            return
+        # A device that is mounted by itself is more than its number: a container's console is a terminal of another
+        # file system.
+        if info.st_dev == here and (stat.S_ISCHR(info.st_mode) or stat.S_ISBLK(info.st_mode)):
+            with suppress(PermissionError):
+                _device(target, stat.S_IFMT(info.st_mode), info.st_rdev, stat.S_IMODE(info.st_mode))
+                os.chown(target, info.st_uid, info.st_gid)
+                return
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        kernel.mount(source, target, None, kernel.MS_BIND)
+    except FileNotFoundError:
+        pass
+
+
+def _device(path: str, kind: int, number: int, mode: int = 0o666) -> None:
+    """Make a device node of exactly that mode."""
+    os.mknod(path, kind | mode, number)
+    os.chmod(path, mode)
+
+
+def _make_nodes(spec: NodeSpec) -> None:
+    for minor in range(len(spec.gpus)):
+        _device(f"/dev/nvidia{minor}", stat.S_IFCHR, os.makedev(MAJOR, minor))
+    # Processes map these two: they are /dev/zero under the names that are to be read in /proc.
+    for name in ("nvidiactl", "nvidia-uvm"):
+        _device(f"/dev/{name}", stat.S_IFCHR, _ZERO)
+
+
+def _make_folder(spec: NodeSpec) -> None:
+    """Make the node's folder; everybody in the node may write there, as with the device nodes."""
+    os.mkdir(NODE_FOLDER)
+    # More than most of the machine's memory can be promised, but not taken: the rest of the machine has to live.
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 4 // 5
+    kernel.mount("softgpu-node", NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=777,size={room},nr_inodes=0")
+    for name in ("memory", "requests", "faults"):
+        os.mkdir(f"{NODE_FOLDER}/{name}")
+        os.chmod(f"{NODE_FOLDER}/{name}", 0o777)
+    for name, size in (("state", ctypes.sizeof(NodeState)), ("lock", 0), ("log", 0)):
+        fd = os.open(f"{NODE_FOLDER}/{name}", os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        os.fchmod(fd, 0o666)
+        os.ftruncate(fd, size)
+        os.close(fd)
+    with opened() as state:
+        spec.fill(state)
+    if spec.faults:
+        from limosa.softgpu.faults import Switches
+
+        switches = Switches()
+        for rule in spec.faults:
+            switches.add(rule)
+
+
+def _reopen(fd: int) -> None:
+    """Open a standard stream again by its name.
+
+    What was opened outside lies on mounts of the machine's namespace, and CRIU in the node could not say where that is.
+    Pipes and sockets are on no mount. A file with an offset of its own would lose what it shares with whoever else
+    writes to it, so only appending ones are done.
+    """
+    try:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        info = os.fstat(fd)
+        flags = os.O_NOCTTY | _flags(fd)
+        appending = stat.S_ISREG(info.st_mode) and flags & os.O_APPEND
+        if not path.startswith("/") or not (stat.S_ISCHR(info.st_mode) or appending):
+            return
+        new = os.open(path, flags | os.O_CLOEXEC)
+        try:
+            found = os.fstat(new)
+            same = (
+                (found.st_dev, found.st_ino) == (info.st_dev, info.st_ino)
+                if appending
+                else stat.S_ISCHR(found.st_mode) and found.st_rdev == info.st_rdev
+            )
+            if same:
+                os.dup2(new, fd)
+        finally:
+            os.close(new)
+    except OSError:
+        pass  # it is closed, or has no name here: it stays as it is
+
+
+def _flags(fd: int) -> int:
+    import fcntl
+
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK)
+
+
+def run_here(command: list[str], env: Mapping[str, str] | None = None) -> None:
+    """Become a program of the node: never returns.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    import signal
+
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+        signal.signal(number, signal.SIG_DFL)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command[0], command, environment(env))  # noqa: S606 - what was asked for
