@@ -314,7 +314,7 @@ class HostMemory:
         self.available, self.grown = 8 * GB, 8 * GB
         self.levels: list[CgroupObservation] = []
         monkeypatch.setattr(restore_plan, "host_memory", lambda: (16 * GB, self.available))
-        monkeypatch.setattr(restore_plan, "grow_host_memory", lambda needed: self.grown)
+        monkeypatch.setattr(restore_plan, "grow_host_memory", lambda needed, stop: self.grown)
         monkeypatch.setattr(restore_plan, "memory_levels", lambda text: self.levels)
 
 

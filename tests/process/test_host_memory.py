@@ -104,3 +104,15 @@ def test_meminfo_is_in_bytes():
     total, available = host_memory()
     assert total == pytest.approx(os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, rel=0.05)
     assert 0 < available <= total
+
+
+def test_it_ends_between_two_chunks_when_it_is_told_to():
+    machine, looks = Machine(8 * GIB, 1 * GIB, 128 * GIB), []
+
+    def stop() -> bool:
+        looks.append(machine.held)
+        return len(looks) > 2
+
+    grow_host_memory(60 * GIB, read=machine.read, touch=machine.touch, own_room=lambda: 1 << 60, pause=0, stop=stop)
+    assert looks == [0, 256 * MIB, 512 * MIB]
+    assert machine.held == 0

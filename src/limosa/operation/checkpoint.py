@@ -74,31 +74,34 @@ def checkpoint(
     """
     chosen = Options(output=output, **options)
     which = job(like)
+    started = time.monotonic()
     for attempt in range(TRIES):
         try:
-            return _try(which, chosen, timeout, progress, cancel)
+            with Work(
+                "checkpoint",
+                timeout=timeout,
+                max_pause=chosen.max_pause,
+                progress=progress,
+                cancel=cancel,
+                started=started,
+            ) as work:
+                work.check()
+                result = _try(work, which, chosen)
+            result.timings = work.timings
+            return result
         except Grew:
             if attempt == TRIES - 1:
                 raise
     raise AssertionError("unreachable")
 
 
-def _try(
-    which: Job,
-    chosen: Options,
-    timeout: float | None,
-    progress: ProgressFn,
-    cancel: threading.Event | None,
-) -> CheckpointResult:
-    with Work("checkpoint", timeout=timeout, max_pause=chosen.max_pause, progress=progress, cancel=cancel) as work:
-        work.driver.start()  # it comes up while we look; the will needs it in any case
-        with work.timed("plan", "looking"):
-            prepared = look_at(which, work.driver, chosen)
-            prepared.refuse()
-            program = find_criu(chosen.criu)
-        result = _Checkpoint(work, prepared, chosen, program).run()
-    result.timings = work.timings
-    return result
+def _try(work: Work, which: Job, chosen: Options) -> CheckpointResult:
+    work.driver.start()  # it comes up while we look; the will needs it in any case
+    with work.timed("plan", "looking"):
+        prepared = look_at(which, work.driver, chosen, work)
+        prepared.refuse()
+        program = find_criu(chosen.criu)
+    return _Checkpoint(work, prepared, chosen, program).run()
 
 
 class _Checkpoint:
@@ -290,7 +293,7 @@ class _Checkpoint:
     def _commit(self) -> None:
         work = self.work
         with work.timed("commit", "hash and sync"):
-            self.draft.prepare(self._manifest(), work.progress, cancel=work.cancel)
+            self.draft.prepare(self._manifest(), work.progress, cancel=work)
             image_id = self.draft.id
             try:
                 if not self.options.leave_running:

@@ -17,6 +17,7 @@ from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.move import pause_reason
 from limosa.operation.prepare import Prepared, apply_force, as_reason, look
+from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.run import DumpOptions
@@ -54,8 +55,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     force: Collection[str] = ()
 
 
-def look_at(which: Job, driver: gpu.Driver, options: Options) -> Prepared:
-    """Plans a checkpoint."""
+def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | None = None) -> Prepared:
+    """Plans a checkpoint, within the time that ``clock`` gives."""
 
     def more(observation: JobObservation, members: Sequence[Member]) -> list[Reason]:
         found: list[Reason] = []
@@ -77,7 +78,13 @@ def look_at(which: Job, driver: gpu.Driver, options: Options) -> Prepared:
         )
 
     prepared = look(
-        "checkpoint", which, driver=driver, force=options.force, more=more, leave_running=options.leave_running
+        "checkpoint",
+        which,
+        driver=driver,
+        force=options.force,
+        more=more,
+        leave_running=options.leave_running,
+        clock=clock,
     )
     extra = _destination_reasons(options, prepared)
     cost = estimate.of("checkpoint", prepared.members, prepared.host_bytes, options.leave_running)

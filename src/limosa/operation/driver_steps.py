@@ -173,18 +173,18 @@ def _parallel(
 # --- the way back ---------------------------------------------------------------------------------------------
 
 
-def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, patience: float = _PATIENCE) -> str:
+def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, patience: float | None = None) -> str:
     """The state of a process once no call on it is under way any more; "gone" or "" (no CUDA state) included.
 
     A state query blocks while a checkpoint or restore is in flight (facts §7), also one by a dead controller.
 
     Raises:
-        DriverHung: the driver has not answered within ``patience`` seconds.
+        DriverHung: the driver has not answered within ``patience`` seconds (None: a quarter of an hour).
     """
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
     while True:
         try:
-            state = driver.state(pid, timeout=5.0)
+            state = driver.state(pid, timeout=min(5.0, max(0.01, deadline - time.monotonic())))
         except NoCudaState:
             return ""
         except NoSuchProcess:

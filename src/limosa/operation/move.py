@@ -8,18 +8,19 @@ fits before the other has left.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from limosa import gpu
-from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, PauseTooLong, Reason, Refused, UsageError
+from limosa.errors import DriverHung, InvalidMap, LimosaError, NoRoomOnGpu, PauseTooLong, Reason, Refused, UsageError
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.claims import Claim, machine_lock
 from limosa.operation.jobs import Job, JobLike, job, tree_of
 from limosa.operation.journal import Header, Member
 from limosa.operation.prepare import Prepared, Where, apply_force, as_reason, find_members, look
 from limosa.operation.results import JobResult, Outcome, Plan
-from limosa.operation.work import Work, myself
+from limosa.operation.work import Clock, Work, myself
 from limosa.process.candidates import may_use_cuda
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
@@ -39,9 +40,14 @@ class _How(NamedTuple):
     progress: ProgressFn
     cancel: threading.Event | None
 
-    def work(self, operation: str) -> Work:
+    def work(self, operation: str, started: float) -> Work:
         return Work(
-            operation, timeout=self.timeout, max_pause=self.max_pause, progress=self.progress, cancel=self.cancel
+            operation,
+            timeout=self.timeout,
+            max_pause=self.max_pause,
+            progress=self.progress,
+            cancel=self.cancel,
+            started=started,
         )
 
 
@@ -171,6 +177,7 @@ def look_at(
     max_pause: float | None = None,
     check_room: bool = True,
     freed: Mapping[str, int] | None = None,
+    clock: Clock | None = None,
 ) -> Prepared:
     """Plans one verb for one job.
 
@@ -183,11 +190,12 @@ def look_at(
         max_pause: seconds.
         check_room: False for a swap, where room is looked at for both together.
         freed: bytes by GPU UUID that jobs planned before this one will have freed (negative: taken).
+        clock: how long it may take.
     """
-    common = {"driver": driver, "where": where, "force": force, "check_room": check_room, "freed": freed}
-    prepared = look(verb, which, **common)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
+    prepared = look(verb, which, driver=driver, **common)
     if verb == "toggle":
-        prepared = look(_toggled(prepared), which, **common)  # type: ignore[arg-type]
+        prepared = look(_toggled(prepared), which, driver=driver, **common)
     operation = prepared.operation
     extra: list[Reason] = []
     if not prepared.members and not any(r.refuses for r in prepared.reasons):
@@ -293,7 +301,10 @@ def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list
         for like in likes:
             try:
                 which = job(like)
-                prepared = look_at(verb, which, driver, where, force=how.force, max_pause=how.max_pause, freed=freed)
+                clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
+                prepared = look_at(
+                    verb, which, driver, where, force=how.force, max_pause=how.max_pause, freed=freed, clock=clock
+                )
             except LimosaError as error:
                 refused = Plan(operation=verb, pid=_pid_of(like), verdict="refused", reasons=[as_reason(error)])
                 outcomes.append(Outcome(pid=_pid_of(like), error=None if how.dry_run else error, plan=refused))
@@ -321,11 +332,15 @@ def _pid_of(like: JobLike) -> int:
 
 
 def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:
+    started = time.monotonic()
     for attempt in range(TRIES):
         try:
-            with how.work(verb) as work:
+            with how.work(verb, started) as work:
+                work.check()
                 with work.timed("plan", "looking"):
-                    prepared = look_at(verb, which, work.driver, where, force=how.force, max_pause=how.max_pause)
+                    prepared = look_at(
+                        verb, which, work.driver, where, force=how.force, max_pause=how.max_pause, clock=work
+                    )
                     prepared.refuse()
                 work.operation = prepared.operation
                 if is_done(prepared.operation, prepared):
@@ -354,11 +369,13 @@ def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
 
 def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
     """Two jobs as one operation: both change places, or both are as they were."""
+    started = time.monotonic()
     for attempt in range(TRIES):
         try:
-            with how.work("move") as work:
+            with how.work("move", started) as work:
+                work.check()
                 with work.timed("plan", "looking"):
-                    prepared = _look_at_swap(pair, work.driver, how)
+                    prepared = _look_at_swap(pair, work, how)
                 if how.dry_run:
                     return [Outcome(pid=p.root.pid, plan=p.as_plan()) for p in prepared]
                 for p in prepared:
@@ -374,9 +391,10 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
     raise AssertionError("unreachable")
 
 
-def _look_at_swap(pair: Sequence[Job], driver: gpu.Driver, how: _How) -> list[Prepared]:
+def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:
     """Plans two jobs changing places: each goes where the other is; room counts what the other leaves."""
-    first = [look("move", which, driver=driver, force=how.force, check_room=False) for which in pair]
+    driver = work.driver
+    first = [look("move", which, driver=driver, force=how.force, check_room=False, clock=work) for which in pair]
     sides = [{u for m in p.members for u in m.held} for p in first]
     if any(len(side) != 1 for side in sides) or sides[0] == sides[1]:
         error = InvalidMap(detail="--swap needs two jobs, each holding memory on one GPU, not on the same")
@@ -386,9 +404,8 @@ def _look_at_swap(pair: Sequence[Job], driver: gpu.Driver, how: _How) -> list[Pr
     a, b = next(iter(sides[0])), next(iter(sides[1]))
     change = {a: b, b: a}
     where = Where(gpu_map=change)
-    prepared = [
-        look_at("move", w, driver, where, force=how.force, max_pause=how.max_pause, check_room=False) for w in pair
-    ]
+    how_far: dict[str, Any] = {"force": how.force, "max_pause": how.max_pause, "check_room": False, "clock": work}
+    prepared = [look_at("move", w, driver, where, **how_far) for w in pair]
     inventory = prepared[0].inventory
     members = [m for p in prepared for m in p.members]
     if inventory is not None:
@@ -468,7 +485,12 @@ def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
     for p in prepared:
         record = SuspendRecord.of(p.root)
         for member in p.members:
-            if driver_steps.settled_state(work.driver, member.pid, work.progress) != member.was:
+            try:
+                state = driver_steps.settled_state(work.driver, member.pid, work.progress, work.left)
+            except DriverHung:
+                work.check()
+                raise
+            if state != member.was:
                 raise Grew(pids=str(member.pid))
             if (
                 member.was == "checkpointed"

@@ -6,8 +6,10 @@ reason against the operation, its steps and its cost. All verbs start from it; `
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,8 +32,10 @@ from limosa.operation.jobs import Job, JobLike, job, tree_of
 from limosa.operation.journal import Member
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Plan
+from limosa.operation.work import Clock
 from limosa.process import hazards, records
 from limosa.process.identity import Identity, refuse_ancestor
+from limosa.process.memory import grow_host_memory
 from limosa.process.observe import JobObservation, observe
 
 
@@ -159,6 +163,7 @@ def look(
     check_room: bool = True,
     probe_memory: bool = True,
     freed: Mapping[str, int] | None = None,
+    clock: Clock | None = None,
 ) -> Prepared:
     """Reads everything about one job for one verb; raises only where the job itself cannot be read.
 
@@ -173,11 +178,14 @@ def look(
         check_room: False where several jobs change places and room is looked at for all of them together.
         freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
         probe_memory: where host memory looks short, touch and free what is missing and look again.
+        clock: how long looking may take; None: as long as it takes.
 
     Raises:
         NoSuchProcess: it is gone, or a zombie.
         PermissionDenied: it cannot be read.
+        CancelledUndone, TimedOutUndone: the ``clock`` says so.
     """
+    clock = clock or Clock(operation)
     which.root.check()
     try:
         refuse_ancestor(which.root)
@@ -188,7 +196,8 @@ def look(
     prepared = Prepared(operation=operation, job=which, tree=tree, observation=observation, leave_running=leave_running)
     reasons: list[Reason] = list(hazards.common_hazards(observation))
     reasons += busy(tree)
-    prepared.members, asked = find_members(driver, which.root, tree, observation)
+    prepared.members, asked = find_members(driver, which.root, tree, observation, clock)
+    clock.check()
     reasons += asked
     if prepared.members:
         try:
@@ -203,7 +212,9 @@ def look(
         reasons += hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
         if operation != "resume":
             needed = {m.pid: sum(m.held.values()) for m in prepared.members if m.was != "checkpointed"}
-            reasons += hazards.memory_hazards(observation, needed, probe=probe_memory)
+            grow = partial(grow_host_memory, stop=clock.stop_asked)
+            reasons += hazards.memory_hazards(observation, needed, probe=probe_memory, grow=grow)
+            clock.check()
         if operation in ("move", "resume") and check_room and prepared.inventory is not None:
             vacated = room.held_now(prepared.members)
             for uuid, size in (freed or {}).items():
@@ -219,20 +230,29 @@ def look(
 
 
 def find_members(
-    driver: gpu.Driver, root: Identity, tree: Sequence[Identity], observation: JobObservation | None
+    driver: gpu.Driver,
+    root: Identity,
+    tree: Sequence[Identity],
+    observation: JobObservation | None,
+    clock: Clock | None = None,
 ) -> tuple[list[Member], list[Reason]]:
     """Asks the driver which processes of the tree hold CUDA state.
 
     One that cannot be asked is kept as a reason: what the others hold is known all the same.
     """
+    clock = clock or Clock("plan")
     loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
     members: list[Member] = []
     reasons: list[Reason] = []
+    if loaded and clock.left is not None:
+        with contextlib.suppress(LimosaError):  # the first question pays for cuInit, whatever its own limit is
+            driver.available(clock.at_most(clock.left))
+        clock.check()
     for identity in tree:
         if identity.pid not in loaded:
             continue
         try:
-            state = str(driver.state(identity.pid, timeout=5.0))
+            state = str(driver.state(identity.pid, timeout=clock.at_most(5.0)))
         except (NoCudaState, NoSuchProcess):
             continue
         except LimosaError as error:

@@ -70,7 +70,7 @@ def restore(
         work.driver.start()  # it comes up while we look; the will needs it in any case
         if chosen.verify:
             with work.timed("verify", "verifying", total=opened.manifest.bytes):
-                verify_image(opened, progress, cancel=work.cancel).check()
+                verify_image(opened, progress, cancel=work).check()
         work.check()
         with work.timed("plan", "looking"):
             ready = look(opened.manifest, chosen, stop=work.stop_asked)

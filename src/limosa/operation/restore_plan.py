@@ -115,7 +115,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     changed, ready.rewind = changed_files(manifest, options.rewind_files)
     reasons += changed
     reasons += _host_reasons(manifest, options)
-    reasons += memory_reasons(manifest.bytes, options.cgroup)
+    reasons += memory_reasons(manifest.bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(ready, options)
     ready.reasons = apply_force(reasons, options.force)
@@ -145,12 +145,13 @@ def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
     return found
 
 
-def memory_reasons(needed: int, group: str | None) -> list[Reason]:
+def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = lambda: False) -> list[Reason]:
     """Whether the machine, and the control group the job will be in, have room for what the image holds.
 
     Args:
         needed: bytes; an image is about as large as what its processes will have resident.
         group: ``--cgroup``, or None for the caller's.
+        stop: whether to make the machine grow no longer.
     """
     found: list[Reason] = []
     try:
@@ -168,7 +169,7 @@ def memory_reasons(needed: int, group: str | None) -> list[Reason]:
             hint = "raise its limit, or name another with --cgroup"
             found.append(Reason(id="cgroup", text=text, exit_code=15, hint=hint, forceable=True))
             break
-    if not found and host_memory()[1] < needed and (available := grow_host_memory(needed)) < needed:
+    if not found and host_memory()[1] < needed and (available := grow_host_memory(needed, stop=stop)) < needed:
         text = f"the machine has {_gib(available)} of memory available and about {_gib(needed)} are needed"
         found.append(Reason(id="host-memory", text=text, exit_code=15, hint="end something", forceable=True))
     return found

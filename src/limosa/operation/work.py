@@ -43,15 +43,14 @@ from limosa.process.identity import Identity
 from limosa.progress import Progress, ProgressFn, silent
 
 
-class Work:
-    """An operation under way; a context manager that undoes on the way out of an exception.
+class Clock:
+    """How long a verb may still take, and whether it was cancelled: for its planning as for its steps.
 
     Args:
         operation: the verb.
-        timeout: seconds for the whole operation, or None.
-        max_pause: seconds the job may stand still, or None.
-        progress: told of steps and bytes.
-        cancel: set by the caller to stop; looked at between steps.
+        timeout: seconds for all of it, or None.
+        cancel: set by the caller to stop.
+        started: when it began (monotonic), where that was before now: a second try has no more time than was left.
     """
 
     def __init__(
@@ -59,27 +58,13 @@ class Work:
         operation: str,
         *,
         timeout: float | None = None,
-        max_pause: float | None = None,
-        progress: ProgressFn = silent,
         cancel: threading.Event | None = None,
+        started: float | None = None,
     ):
-        self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
         self.operation = operation
-        self.started = time.monotonic()
+        self.started = time.monotonic() if started is None else started
         self.timeout = timeout
-        self.max_pause = max_pause
-        self.progress = _harmless(progress)
         self.cancel = cancel if cancel is not None else threading.Event()
-        self.timings: dict[str, float] = {}
-        self.warnings: list[Reason] = list(records.runtime_dir().warnings)
-        self.journal: Journal | None = None
-        self.claim: Claim | None = None
-        self.paused_at: float | None = None
-        self.state_before = ""
-        self._undo: list[tuple[str, Callable[[], None]]] = []
-        self._driver: gpu.Driver | None = None
-
-    # -- time, cancel ------------------------------------------------------------------------------------------
 
     @property
     def left(self) -> float | None:
@@ -88,9 +73,18 @@ class Work:
             return None
         return max(0.0, self.started + self.timeout - time.monotonic())
 
+    def at_most(self, seconds: float) -> float:
+        """``seconds``, or what is left where that is less; never 0, which means "for ever" to some."""
+        left = self.left
+        return seconds if left is None else max(0.001, min(seconds, left))
+
     def stop_asked(self) -> bool:
         """Whether the caller has cancelled or the time is up."""
         return self.cancel.is_set() or self.left == 0.0
+
+    def is_set(self) -> bool:
+        """The same under the name that an event has it: what hashing and verifying take as ``cancel=``."""
+        return self.stop_asked()
 
     def check(self) -> None:
         """Stops here if cancelled or out of time; called between steps, where everything can be undone.
@@ -103,6 +97,44 @@ class Work:
             raise CancelledUndone(what=self.operation)
         if self.left == 0.0:
             raise TimedOutUndone(what=self.operation, seconds=self.timeout)
+
+
+class Work(Clock):
+    """An operation under way; a context manager that undoes on the way out of an exception.
+
+    Args:
+        operation: the verb.
+        timeout: seconds for the whole operation, or None.
+        max_pause: seconds the job may stand still, or None.
+        progress: told of steps and bytes.
+        cancel: set by the caller to stop; looked at between steps.
+        started: see :class:`Clock`.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        *,
+        timeout: float | None = None,
+        max_pause: float | None = None,
+        progress: ProgressFn = silent,
+        cancel: threading.Event | None = None,
+        started: float | None = None,
+    ):
+        super().__init__(operation, timeout=timeout, cancel=cancel, started=started)
+        self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
+        self.max_pause = max_pause
+        self.progress = _harmless(progress)
+        self.timings: dict[str, float] = {}
+        self.warnings: list[Reason] = list(records.runtime_dir().warnings)
+        self.journal: Journal | None = None
+        self.claim: Claim | None = None
+        self.paused_at: float | None = None
+        self.state_before = ""
+        self._undo: list[tuple[str, Callable[[], None]]] = []
+        self._driver: gpu.Driver | None = None
+
+    # -- time --------------------------------------------------------------------------------------------------
 
     def check_pause(self, to_come: float, undo_costs: float) -> None:
         """Stops here if the job would stand still for too long and turning back is the shorter way.
@@ -292,6 +324,8 @@ class Work:
                 detail=f"the driver cannot checkpoint process {error.fields.get('pid')} ({error.result}); it runs on",
                 hint="managed memory, or CUDA IPC before driver 610, does this",
             )
+        if isinstance(error, CancelledUndone) and not self.cancel.is_set() and self.left == 0.0:
+            return TimedOutUndone(what=self.operation, seconds=self.timeout)  # hashing knows one way to be stopped
         if isinstance(error, KeyboardInterrupt):
             return CancelledUndone(what=self.operation)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):

@@ -61,6 +61,7 @@ def grow_host_memory(
     own_room: Callable[[], int] = _own_room,
     pause: float = 0.05,
     limit: float = 60.0,
+    stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Return how many bytes the host has available, after trying to make it ``needed``.
 
@@ -76,6 +77,7 @@ def grow_host_memory(
         own_room: bytes that Limosa's own memory cgroup allows.
         pause: seconds to give the machine for growing after each chunk.
         limit: seconds after which no more chunks are touched.
+        stop: asked before each chunk whether to touch no more (cancelled, out of time).
 
     Returns:
         MemAvailable, bytes, with everything touched given back.
@@ -86,7 +88,7 @@ def grow_host_memory(
     held: list[Callable[[], None]] = []
     idle, begin, best = 0, time.monotonic(), available
     try:
-        while idle < _PATIENCE and time.monotonic() - begin < limit:
+        while idle < _PATIENCE and time.monotonic() - begin < limit and not stop():
             reserve = max(total // 10, _GIB // 2)
             if available - _CHUNK < reserve or own_room() < 2 * _CHUNK:
                 break
