@@ -65,7 +65,7 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
     Returns:
         None where both are there afterwards, else why not.
     """
-    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("api/*.h")]
+    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
     for name in SOFTGPU_LIBRARIES:
         sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
         problem = _compile(
