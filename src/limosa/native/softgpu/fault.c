@@ -427,12 +427,19 @@ struct fault fault_ask(const char *function, pid_t target)
     return rule.fault;
 }
 
-bool fault_hazard(const char *name)
+bool fault_hazard_wait(const char *name, double seconds)
 {
     struct rule rule;
 
     if (!rules_current() || !find_rule(NULL, name, 0, &rule))
         return false;
     node_log("hazard %s (%s)", name, rule.name);
+    for (double since = node_now(); (seconds < 0 || node_now() - since < seconds) && still_there(&rule);)
+        rest(0.02);
     return true;
+}
+
+bool fault_hazard(const char *name)
+{
+    return fault_hazard_wait(name, 0);
 }

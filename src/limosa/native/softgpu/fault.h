@@ -57,4 +57,7 @@ struct fault fault_ask(const char *function, pid_t target);
  * respected). */
 bool fault_hazard(const char *name);
 
+/* As fault_hazard, and wait until its rule is taken away, at most `seconds` (negative: no limit). */
+bool fault_hazard_wait(const char *name, double seconds);
+
 #endif

@@ -1,0 +1,541 @@
+/* The target's side of the checkpoint calls: its restore thread, and what it does with the process.
+ *
+ *   running --lock--> locked --checkpoint--> checkpointed --restore--> locked --unlock--> running
+ *
+ * The thread serves one request at a time. A failed lock leaves the process running, a failed checkpoint leaves it locked
+ * and whole, a refused map leaves it checkpointed. Only a restore that fails after it has begun to take device memory is
+ * final: the process stays checkpointed for ever, as with the real driver.
+ */
+#define _GNU_SOURCE
+#include "checkpoint.h"
+#include "fault.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <semaphore.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Whether a process is one that a driver of this kind checkpoints and cannot restore: it has peer access between its
+ * GPUs and one plain allocation of 512 MiB or more. memory.c's. */
+bool memory_has_peer_hazard(void) __attribute__((weak));
+
+/* What is kept of the process while it is checkpointed. Touched by the restore thread only. */
+static struct {
+    char *memory; /* the one mapping that holds all device memory */
+    size_t mapped;
+    uint64_t device_bytes;
+    bool contexts;
+    int n_gpus; /* those that the process could open: what a map has to speak of, by their names of then */
+    int gpu[NODE_MAX_GPUS];
+    struct node_gpu was[NODE_MAX_GPUS];
+    CUresult lost;  /* what every restore answers, after the checkpoint of a process that cannot come back */
+    bool poisoned;  /* a restore has failed in the middle */
+} kept;
+
+static bool moving; /* a restore is under way: gpu_after answers by `after` */
+static int after[NODE_MAX_GPUS];
+
+static atomic_bool fresh; /* nothing was called since the last restore */
+
+int gpu_after(int gpu)
+{
+    return moving && gpu >= 0 && gpu < NODE_MAX_GPUS ? after[gpu] : gpu;
+}
+
+void checkpoint_first_call(const char *name)
+{
+    if (!atomic_load_explicit(&fresh, memory_order_relaxed) || !atomic_exchange(&fresh, false))
+        return;
+    if (strstr(name, "Synchronize") && fault_hazard("first-synchronise-segfaults")) {
+        volatile int *nowhere = NULL;
+        *nowhere = 0;
+    }
+}
+
+/* A point in the middle of the work, at which rules can strike (fault.h). */
+static CUresult step(const char *name)
+{
+    struct fault fault = fault_ask(name, getpid());
+    if (fault.actions & (FAULT_CRASH_TARGET | FAULT_CRASH_TARGET_AFTER | FAULT_CRASH_CALLER_AFTER))
+        kill(getpid(), SIGKILL);
+    if (fault.actions & FAULT_RESULT)
+        return (CUresult)fault.result;
+    return fault.actions & FAULT_AFTER ? (CUresult)fault.after : CUDA_SUCCESS;
+}
+
+static int driver_branch(void)
+{
+    return atoi(driver.node->driver_version);
+}
+
+/* Bits of the GPUs on which the process has a context. */
+static uint32_t gpus_in_use(void)
+{
+    uint32_t used = 0;
+    driver_lock();
+    for (const struct context *context = contexts; context; context = context->next)
+        used |= 1u << context_gpu(context);
+    driver_unlock();
+    return used;
+}
+
+static bool any_gpu(uint32_t gpus, bool (*is)(const struct node_gpu *))
+{
+    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+        if (gpus >> gpu & 1 && is(&driver.node->gpus[gpu]))
+            return true;
+    return false;
+}
+
+static bool is_lost(const struct node_gpu *gpu)
+{
+    return __atomic_load_n(&gpu->lost, __ATOMIC_RELAXED) != 0;
+}
+
+static bool is_mig(const struct node_gpu *gpu)
+{
+    return gpu->mig != 0;
+}
+
+/* ------------------------------------------------------------------------------------------- lock and unlock --- */
+
+/* Work that has been submitted is part of what a lock waits for, so that a kernel (or a collective) that never ends makes
+ * it time out, whether or not a thread of the application waits for it. */
+static CUresult lock_process(const struct request *request)
+{
+    double limit = request->timeout_ms ? request->timeout_ms / 1000.0 : -1, since = node_now();
+    CUresult result = step("step:lock-begin");
+
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (any_gpu(driver.openable, is_mig) || fault_hazard("mps") || fault_hazard("vgpu"))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (fault_hazard_wait("collective-deadlocks-lock", limit))
+        return CUDA_ERROR_NOT_READY;
+    if (gate_close(request->timeout_ms) != 0)
+        return CUDA_ERROR_NOT_READY;
+    double left = limit - (node_now() - since);
+    if (!streams_drain(limit < 0 ? -1 : left > 0 ? left : 0)) {
+        gate_open();
+        return CUDA_ERROR_NOT_READY;
+    }
+    result = step("step:lock-closed");
+    if (result != CUDA_SUCCESS) {
+        gate_open();
+        return result;
+    }
+    driver.state = CU_PROCESS_STATE_LOCKED;
+    return CUDA_SUCCESS;
+}
+
+static CUresult unlock_process(void)
+{
+    CUresult result = step("step:unlock-begin");
+    if (result != CUDA_SUCCESS)
+        return result;
+    driver.state = CU_PROCESS_STATE_RUNNING;
+    gate_open();
+    return CUDA_SUCCESS;
+}
+
+/* ------------------------------------------------------------------------------------------------ checkpoint --- */
+
+/* Note the GPUs that a map of the next restore must speak of. */
+static void note_gpus(void)
+{
+    uint32_t gpus = devices_openable() | gpus_in_use();
+    kept.n_gpus = 0;
+    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+        if (gpus >> gpu & 1) {
+            kept.gpu[kept.n_gpus] = gpu;
+            kept.was[kept.n_gpus++] = driver.node->gpus[gpu];
+        }
+}
+
+/* What the driver does not notice until it is too late. */
+static CUresult note_losses(void)
+{
+    bool peers = memory_has_peer_hazard && memory_has_peer_hazard();
+    if (memory_has_imported() && driver_branch() < 610)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (peers || fault_hazard("peer-large-allocation-lost"))
+        return CUDA_ERROR_INVALID_VALUE;
+    if (fault_hazard("nccl-shared-memory-lost"))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return CUDA_SUCCESS;
+}
+
+static CUresult checkpoint_process(const struct request *request)
+{
+    const struct node_rates *rates = &driver.node->rates;
+    double since = node_now();
+    CUresult result = step("step:checkpoint-begin");
+
+    if (result != CUDA_SUCCESS)
+        return result;
+    fault_hazard_wait("multicast-hangs", -1);
+    streams_drain(-1);
+    if (memory_has_managed())
+        return CUDA_ERROR_NOT_SUPPORTED;
+    uint32_t used = gpus_in_use();
+    if (any_gpu(used, is_lost))
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+
+    uint64_t device_bytes = memory_bytes() + vmm_bytes();
+    size_t size = device_bytes + (used ? rates->checkpoint_bytes : 0);
+    char *memory = NULL;
+    if (size) {
+        /* One call of the C library's mmap, as with the real driver, so that a preloaded library can answer it. */
+        memory = request->faults & FAULT_NO_HOST_MEMORY
+                     ? MAP_FAILED
+                     : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+        if (memory == MAP_FAILED)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    if (fault_hazard("killed-by-cgroup"))
+        kill(getpid(), SIGKILL);
+    char *end = memory;
+    if (device_bytes)
+        end = vmm_save(memory_save(memory));
+    node_pace(since, used ? rates->checkpoint_fixed : rates->checkpoint_fixed / 10, device_bytes, rates->checkpoint);
+    result = step("step:checkpoint-saved");
+    if (result == CUDA_SUCCESS && end > memory + size)
+        result = CUDA_ERROR_UNKNOWN;
+    if (result != CUDA_SUCCESS) {
+        if (size)
+            munmap(memory, size);
+        return result;
+    }
+
+    kept.memory = memory;
+    kept.mapped = size;
+    kept.device_bytes = device_bytes;
+    kept.contexts = used != 0;
+    kept.poisoned = false;
+    kept.lost = note_losses();
+    note_gpus();
+    memory_release();
+    vmm_release();
+    contexts_release();
+    devices_close();
+    step("step:checkpoint-released");
+    driver.state = CU_PROCESS_STATE_CHECKPOINTED;
+    node_close();
+    return CUDA_SUCCESS;
+}
+
+/* --------------------------------------------------------------------------------------------------- restore --- */
+
+static int find_gpu(const void *uuid)
+{
+    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+        if (!memcmp(driver.node->gpus[gpu].uuid, uuid, sizeof(driver.node->gpus[gpu].uuid)))
+            return gpu;
+    return -1;
+}
+
+static bool same_chip(const struct node_gpu *one, const struct node_gpu *other)
+{
+    return !strcmp(one->name, other->name) && one->cc_major == other->cc_major && one->cc_minor == other->cc_minor;
+}
+
+/* Where a GPU goes by the map: each must be on a left side exactly once. NULL: the map does not say. */
+static const void *mapped_to(const struct node_gpu *was, const struct request *request)
+{
+    const void *to = NULL;
+    if (!request->n_pairs)
+        return was->uuid;
+    for (uint32_t i = 0; i < request->n_pairs; i++)
+        if (!memcmp(request->pairs[i].oldUuid.bytes, was->uuid, sizeof(was->uuid))) {
+            if (to)
+                return NULL;
+            to = request->pairs[i].newUuid.bytes;
+        }
+    return to;
+}
+
+/* Fill `after`. The map must be one from all GPUs that the process could open at its checkpoint into those that it can
+ * open now, one to one, each onto the same chip. */
+static CUresult choose_gpus(const struct request *request)
+{
+    uint32_t openable = devices_openable(), taken = 0;
+
+    for (int gpu = 0; gpu < NODE_MAX_GPUS; gpu++)
+        after[gpu] = gpu;
+    if (request->n_pairs && (request->n_pairs != (uint32_t)kept.n_gpus || driver_branch() < 580))
+        return CUDA_ERROR_INVALID_VALUE;
+    for (int i = 0; i < kept.n_gpus; i++) {
+        const void *uuid = mapped_to(&kept.was[i], request);
+        int gpu = uuid ? find_gpu(uuid) : -1;
+        if (gpu < 0 || !(openable >> gpu & 1) || taken >> gpu & 1 || !same_chip(&kept.was[i], &driver.node->gpus[gpu]))
+            return CUDA_ERROR_INVALID_VALUE;
+        taken |= 1u << gpu;
+        after[kept.gpu[i]] = gpu;
+    }
+    return CUDA_SUCCESS;
+}
+
+/* Take device memory. What was taken is given back where there is not enough. */
+static CUresult claim(const struct request *request)
+{
+    int failed = request->faults & FAULT_NO_DEVICE_MEMORY || fault_hazard("restore-poisons") ? -ENOMEM : 0;
+    if (!failed)
+        failed = contexts_claim();
+    if (!failed)
+        failed = memory_claim();
+    if (!failed)
+        failed = vmm_claim();
+    CUresult result = CUDA_SUCCESS;
+    if (failed)
+        result = failed == -ENOMEM || failed == -ENOSPC ? CUDA_ERROR_OUT_OF_MEMORY
+                 : failed == -ENODEV                    ? CUDA_ERROR_DEVICE_UNAVAILABLE
+                                                        : CUDA_ERROR_OPERATING_SYSTEM;
+    else
+        result = step("step:restore-claimed");
+    if (result != CUDA_SUCCESS) {
+        vmm_release();
+        memory_release();
+        contexts_release();
+    }
+    return result;
+}
+
+static CUresult restore_opened(const struct request *request)
+{
+    double since = node_now();
+    CUresult result = step("step:restore-begin");
+
+    if (result == CUDA_SUCCESS)
+        result = kept.lost;
+    if (result == CUDA_SUCCESS)
+        result = choose_gpus(request);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (devices_open() != 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    moving = true;
+    result = claim(request);
+    if (result != CUDA_SUCCESS) {
+        moving = false;
+        kept.poisoned = true;
+        devices_close();
+        return result;
+    }
+    if (kept.device_bytes)
+        vmm_load(memory_load(kept.memory));
+    const struct node_rates *rates = &driver.node->rates;
+    node_pace(since, kept.contexts ? rates->restore_fixed : rates->restore_fixed / 10, kept.device_bytes,
+              rates->restore);
+    driver_lock();
+    for (int i = 0; i < driver.n_devices; i++)
+        driver.devices[i] = gpu_after(driver.devices[i]);
+    driver.openable = devices_openable();
+    driver_unlock();
+    moving = false;
+    if (kept.mapped)
+        munmap(kept.memory, kept.mapped);
+    memset(&kept, 0, sizeof(kept));
+    step("step:restore-loaded");
+    fresh = true;
+    driver.state = CU_PROCESS_STATE_LOCKED;
+    return CUDA_SUCCESS;
+}
+
+static CUresult restore_process(const struct request *request)
+{
+    if (kept.poisoned)
+        return CUDA_ERROR_OPERATING_SYSTEM;
+    if (!node_reopen())
+        return CUDA_ERROR_NO_DEVICE;
+    driver.node = node_open();
+    CUresult result = restore_opened(request);
+    if (result != CUDA_SUCCESS)
+        node_close();
+    return result;
+}
+
+/* ----------------------------------------------------------------------------------------- serving requests --- */
+
+void request_path(uint64_t number, const char *suffix, char path[sizeof(((struct sockaddr_un *)0)->sun_path)])
+{
+    snprintf(path, sizeof(((struct sockaddr_un *)0)->sun_path), REQUESTS_FOLDER "/%016llx%s",
+             (unsigned long long)number, suffix);
+}
+
+struct job {
+    struct request request;
+    int connection; /* -1: none */
+};
+
+/* Take a request: false where its controller is gone. */
+static bool take(uint64_t number, struct job *job)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    char path[sizeof(address.sun_path)];
+    bool whole = false;
+
+    request_path(number, "", address.sun_path);
+    request_path(number, ".ask", path);
+    job->connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (job->connection < 0)
+        return false;
+    if (connect(job->connection, (struct sockaddr *)&address, sizeof(address)) == 0) {
+        int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+        if (fd >= 0) {
+            whole = read(fd, &job->request, sizeof(job->request)) == sizeof(job->request) &&
+                    job->request.magic == REQUEST_MAGIC && job->request.n_pairs <= NODE_MAX_GPUS;
+            close(fd);
+        }
+    }
+    /* Whoever asked may be killed before it can clear up. */
+    unlink(address.sun_path);
+    unlink(path);
+    if (!whole)
+        close(job->connection);
+    return whole;
+}
+
+static void answer(struct job *job, CUresult result, int value)
+{
+    struct reply reply = {.result = result, .value = value};
+    if (send(job->connection, &reply, sizeof(reply), MSG_NOSIGNAL) < 0) { /* nobody waits any more */
+    }
+    close(job->connection);
+}
+
+static CUresult work(const struct request *request)
+{
+    int state = driver.state;
+    switch (request->kind) {
+    case REQUEST_LOCK:
+        return state == CU_PROCESS_STATE_RUNNING ? lock_process(request) : CUDA_ERROR_ILLEGAL_STATE;
+    case REQUEST_CHECKPOINT:
+        return state == CU_PROCESS_STATE_LOCKED ? checkpoint_process(request) : CUDA_ERROR_ILLEGAL_STATE;
+    case REQUEST_RESTORE:
+        return state == CU_PROCESS_STATE_CHECKPOINTED ? restore_process(request) : CUDA_ERROR_ILLEGAL_STATE;
+    case REQUEST_UNLOCK:
+        return state == CU_PROCESS_STATE_LOCKED ? unlock_process() : CUDA_ERROR_ILLEGAL_STATE;
+    default:
+        return CUDA_SUCCESS;
+    }
+}
+
+static bool is_query(const struct request *request)
+{
+    return request->kind == REQUEST_STATE || request->kind == REQUEST_THREAD;
+}
+
+/* Wait for a request, at most `seconds` (negative: no limit). A process that a debugger or CRIU stops is interrupted
+ * here, and comes back. */
+static bool next(double seconds, uint64_t *number)
+{
+    sigset_t set;
+    siginfo_t info;
+    struct timespec limit = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
+
+    sigemptyset(&set);
+    sigaddset(&set, REQUEST_SIGNAL);
+    if (sigtimedwait(&set, &info, seconds < 0 ? NULL : &limit) < 0 || info.si_code != SI_QUEUE)
+        return false;
+    *number = (uint64_t)(uintptr_t)info.si_value.sival_ptr;
+    return true;
+}
+
+/* Newer drivers answer a state query in the middle of the work, with numbers of their own. */
+struct helper {
+    const struct request *request;
+    CUresult result;
+    atomic_bool done;
+};
+
+static void *help(void *argument)
+{
+    struct helper *helper = argument;
+    helper->result = work(helper->request);
+    helper->done = true;
+    return NULL;
+}
+
+static CUresult work_and_tell(const struct request *request)
+{
+    enum { ROOM = 64 };
+    struct helper helper = {.request = request};
+    struct job waiting[ROOM];
+    int n = 0;
+    uint64_t number;
+    pthread_t thread;
+
+    if (driver_thread(&thread, "cuda-helper", help, &helper) != 0)
+        return work(request);
+    while (!helper.done) {
+        if (n == ROOM || !next(0.002, &number)) {
+            if (n == ROOM)
+                node_pace(node_now(), 0.002, 0, 0);
+            continue;
+        }
+        if (!take(number, &waiting[n]))
+            continue;
+        if (is_query(&waiting[n].request))
+            answer(&waiting[n], CUDA_SUCCESS, request->kind == REQUEST_CHECKPOINT ? 4 : 5);
+        else
+            n++;
+    }
+    pthread_join(thread, NULL);
+    /* Those that came meanwhile are served in their turn. */
+    for (int i = 0; i < n; i++) {
+        CUresult result = work(&waiting[i].request);
+        answer(&waiting[i], result, driver.state);
+    }
+    return helper.result;
+}
+
+static void serve(uint64_t number)
+{
+    struct job job;
+    if (!take(number, &job))
+        return;
+    bool long_work = job.request.kind == REQUEST_CHECKPOINT || job.request.kind == REQUEST_RESTORE;
+    bool tells = false;
+    if (long_work) {
+        /* The switch is looked up where the node is open: at a checkpoint, for the restore that follows it as well. */
+        static bool told;
+        if (job.request.kind == REQUEST_CHECKPOINT && driver.state == CU_PROCESS_STATE_LOCKED)
+            told = fault_hazard("states-4-and-5");
+        tells = told;
+    }
+    CUresult result = tells ? work_and_tell(&job.request) : work(&job.request);
+    answer(&job, result, driver.state);
+}
+
+static void *body(void *started)
+{
+    uint64_t number;
+    driver.restore_thread = gettid();
+    sem_post(started);
+    for (;;)
+        if (next(-1, &number))
+            serve(number);
+    return NULL;
+}
+
+int restore_thread_start(void)
+{
+    sem_t started;
+    pthread_t thread;
+
+    sem_init(&started, 0, 0);
+    int problem = driver_thread(&thread, RESTORE_THREAD_NAME, body, &started);
+    if (!problem) {
+        while (sem_wait(&started) != 0)
+            ;
+        pthread_detach(thread);
+    }
+    sem_destroy(&started);
+    return problem;
+}
