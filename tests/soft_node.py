@@ -1,0 +1,180 @@
+"""A node of software GPUs for a test: one process holds it, programs are started in it, and all of them end with it.
+
+Usage (the fixture ``node`` of ``tests/softgpu/conftest.py`` starts one and ends it)::
+
+    with Node(gpus=2, memory="64MiB") as node:
+        node.run(["ls", "/dev"])                       # a program; fails the test where its exit code is not 0
+        node.python("import pynvml; …")                # Python source
+        node.limosa("gpus", "-o", "json").json         # the command line
+        job = node.popen([sys.executable, "job.py"])   # a subprocess.Popen; ended with the node
+        node.switches.lose(1)                          # limosa.softgpu.faults.Switches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from limosa.cli.options import parse_size
+from limosa.softgpu.faults import Switches
+from limosa.softgpu.node import environment, join
+from limosa.softgpu.spec import NodeSpec, make_spec
+from limosa.softgpu.state import NODE_FOLDER
+
+_HOLD = """
+import sys
+from limosa.softgpu import node
+from limosa.softgpu.spec import NodeSpec
+import msgspec
+node.enter(msgspec.json.decode(sys.argv[1], type=NodeSpec))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+ROOT = Path(__file__).parent.parent
+
+
+class Answer:
+    """What a program in the node said."""
+
+    def __init__(self, argv: Sequence[str], rc: int, stdout: str, stderr: str, seconds: float):
+        self.argv, self.rc, self.stdout, self.stderr, self.seconds = argv, rc, stdout, stderr, seconds
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+    def __repr__(self) -> str:
+        return f"{list(self.argv)} exited {self.rc}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+
+
+class Node:
+    """Starts at once; ``close`` ends every process in it."""
+
+    def __init__(
+        self,
+        gpus: int = 2,
+        memory: str | Sequence[str] = "64MiB",
+        chip: str | Sequence[str] = "H200",
+        *,
+        like: str | None = None,
+        driver: str = "580.159.04",
+        faults: Sequence[str] = (),
+        rates: dict[str, float] | None = None,
+    ):
+        sizes = [memory] if isinstance(memory, str) else memory
+        chips = [chip] if isinstance(chip, str) else chip
+        spec: NodeSpec = make_spec(
+            gpus, [parse_size(s) for s in sizes], list(chips), like=like, driver_version=driver, faults=faults
+        )
+        if rates:
+            spec = msgspec.structs.replace(spec, rates=msgspec.structs.replace(spec.rates, **rates))
+        self.spec = spec
+        self._started: list[subprocess.Popen[Any]] = []
+        self._holder = subprocess.Popen(
+            [sys.executable, "-c", _HOLD, msgspec.json.encode(spec).decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        )
+        assert self._holder.stdout is not None
+        if self._holder.stdout.readline() != b"ready\n":
+            _, words = self._holder.communicate(timeout=10)
+            raise AssertionError(f"the node does not start:\n{words.decode()}")
+        self.pid = self._holder.pid
+        self.folder = f"/proc/{self.pid}/root{NODE_FOLDER}"
+        self.switches = Switches(self.folder)
+        self._namespace = os.readlink(f"/proc/{self.pid}/ns/mnt")
+
+    # --- programs --------------------------------------------------------------------------------------------
+
+    def popen(self, argv: Sequence[object], *, env: dict[str, str] | None = None, **options: Any) -> Any:
+        """Starts a program in the node; options as for ``subprocess.Popen`` (standard input is /dev/null)."""
+        pid = self.pid
+        options.setdefault("stdin", subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [str(word) for word in argv],
+            env=environment({**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **(env or {})}),
+            preexec_fn=lambda: join(pid),  # noqa: PLW1509 - it only makes system calls
+            **options,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, argv: Sequence[object], *, rc: int | None = 0, limit: float = 30, **options: Any) -> Answer:
+        """Runs a program to its end; a time-out is a failure, and so is another exit code than ``rc`` (None: any)."""
+        begin = time.monotonic()
+        process = self.popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+        try:
+            stdout, stderr = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            stdout, stderr = process.communicate()
+            raise AssertionError(f"{list(argv)} did not end within {limit} s:\n{stdout}\n{stderr}") from None
+        answer = Answer([str(word) for word in argv], process.returncode, stdout, stderr, time.monotonic() - begin)
+        assert rc is None or answer.rc == rc, answer
+        return answer
+
+    def python(self, code: str, *arguments: object, **options: Any) -> Answer:
+        """Runs Python source in the node."""
+        return self.run([sys.executable, "-c", code, *arguments], **options)
+
+    def limosa(self, *arguments: object, **options: Any) -> Answer:
+        """Runs the command line in the node."""
+        return self.run([sys.executable, "-m", "limosa", *arguments], **{"limit": 60, **options})
+
+    # --- the node itself -------------------------------------------------------------------------------------
+
+    def log(self) -> list[str]:
+        """The node's log."""
+        return self.switches.log()
+
+    def blocks(self) -> list[str]:
+        """The files of device memory that there are."""
+        return sorted(os.listdir(os.path.join(self.folder, "memory")))
+
+    def processes(self) -> list[int]:
+        """All that live in it but its holder."""
+        found = []
+        for entry in os.listdir("/proc"):
+            if entry.isdigit() and int(entry) != self.pid:
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{entry}/ns/mnt") == self._namespace:
+                        found.append(int(entry))
+        return found
+
+    def close(self) -> None:
+        """Ends everything in it; nothing of it is left then."""
+        end = time.monotonic() + 10
+        while (left := self.processes()) and time.monotonic() < end:
+            for pid in left:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            for process in self._started:
+                process.poll()
+            time.sleep(0.002)
+        self._holder.kill()
+        self._holder.communicate()
+        for process in self._started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1)
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
