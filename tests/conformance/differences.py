@@ -1,0 +1,24 @@
+"""Where the software GPU is allowed to answer differently, and why. Anything else that differs is its bug."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from conformance.node import REAL
+
+
+class Difference(NamedTuple):
+    """The two answers."""
+
+    real: Any
+    software: Any
+    why: str
+
+
+DIFFERENCES: dict[str, Difference] = {}
+
+
+def expected(name: str) -> Any:
+    """The answer of the driver that the tests run on."""
+    both = DIFFERENCES[name]
+    return both.real if REAL else both.software

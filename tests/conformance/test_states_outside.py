@@ -1,0 +1,128 @@
+"""Every checkpoint call about a process that is no running CUDA process."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from conformance.jobs import Controller, Job, lock_args
+
+CALLS = {
+    "state": ("GetState",),
+    "thread-id": ("GetRestoreThreadId",),
+    "lock": ("Lock", lock_args(200)),
+    "checkpoint": ("Checkpoint", None),
+    "restore": ("Restore", None),
+    "unlock": ("Unlock", None),
+}
+# The target and what every call about it answers.
+TARGETS = {
+    "no-such-pid": "OPERATING_SYSTEM",
+    "negative-pid": "INVALID_VALUE",
+    "pid-zero": "INVALID_VALUE",
+    "init": "NOT_INITIALIZED",
+    "without-cuda": "NOT_INITIALIZED",
+    "library-loaded": "NOT_INITIALIZED",
+    "cuinit-failed": "NOT_INITIALIZED",
+    "zombie": "NOT_INITIALIZED",
+    "killed-and-reaped": "OPERATING_SYSTEM",
+    "forked-child": "NOT_INITIALIZED",
+    "child-of-a-forked-child": "NOT_INITIALIZED",
+}
+
+
+@pytest.fixture
+def plain() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def target(request: pytest.FixtureRequest, controller: Controller) -> int:
+    """The pid of a process of the kind that the test names."""
+    kind = request.param
+    if kind == "no-such-pid":
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        return gone.pid
+    if kind in ("negative-pid", "pid-zero", "init"):
+        return {"negative-pid": -12345678, "pid-zero": 0, "init": 1}[kind]
+    if kind == "without-cuda":
+        return int(request.getfixturevalue("plain").pid)
+    start: Callable[..., Job] = request.getfixturevalue("start")
+    if kind == "library-loaded":
+        job = start()
+        job.do("cuDriverGetVersion")
+        return job.pid
+    if kind == "cuinit-failed":
+        job = start(CUDA_VISIBLE_DEVICES="")
+        assert job.says("cuInit", 0) == "NO_DEVICE"
+        return job.pid
+    if kind in ("forked-child", "child-of-a-forked-child"):
+        return int(start().start_up().run("fork", [], kind == "child-of-a-forked-child")["pid"])
+    job = start().start_up()
+    job.send("exit", [0])
+    end = time.monotonic() + 20
+    while job.alive() and time.monotonic() < end:
+        time.sleep(0.01)
+    if kind == "killed-and-reaped":
+        job.kill()
+    return job.pid
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("target", TARGETS, indirect=True)
+def test_call_about(target: int, call: str, controller: Controller, request: pytest.FixtureRequest) -> None:
+    expected = TARGETS[request.node.callspec.params["target"]]
+    assert controller.asked(CALLS[call][0], target, *CALLS[call][1:], limit=5).result == expected
+
+
+# --- a process about itself -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("state", "SUCCESS"),
+        ("thread-id", "SUCCESS"),
+        ("checkpoint", "ILLEGAL_STATE"),
+        ("restore", "ILLEGAL_STATE"),
+        ("unlock", "ILLEGAL_STATE"),
+    ],
+)
+def test_a_running_process_asks_about_itself(job_in: Callable[[str], Job], call: str, expected: str) -> None:
+    job = job_in("running")
+    name, *args = CALLS[call]
+    assert job.says(f"cuCheckpointProcess{name}", job.pid, *args, limit=5) == expected
+
+
+def test_a_process_locks_and_unlocks_itself(job: Job) -> None:
+    assert job.says("cuCheckpointProcessLock", job.pid, lock_args(200), limit=5) == "SUCCESS"
+    assert job.says("cuCheckpointProcessUnlock", job.pid, None, limit=5) == "SUCCESS"
+    assert job.says("cuCtxSynchronize", limit=5) == "SUCCESS"
+
+
+def test_a_process_checkpoints_and_restores_itself(job: Job) -> None:
+    results = [
+        job.says(f"cuCheckpointProcess{name}", job.pid, args, limit=10)
+        for name, args in (("Lock", lock_args(200)), ("Checkpoint", None), ("Restore", None), ("Unlock", None))
+    ]
+    assert results == ["SUCCESS"] * 4
+
+
+# --- a thread's id ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["state", "thread-id", "lock", "checkpoint", "restore", "unlock"])
+def test_a_thread_id_is_taken_for_its_process(controller: Controller, job_in: Callable[[str], Job], call: str) -> None:
+    state = {"checkpoint": "locked", "restore": "checkpointed", "unlock": "locked"}.get(call, "running")
+    job = job_in(state)
+    thread = job.run("gettid", thread="other")
+    assert thread != job.pid
+    assert controller.asked(CALLS[call][0], thread, *CALLS[call][1:]).result == "SUCCESS"
+    after = {"lock": "LOCKED", "checkpoint": "CHECKPOINTED", "restore": "LOCKED"}.get(call, "RUNNING")
+    assert controller.state(job.pid) == after
