@@ -1,5 +1,6 @@
-"""``limosa demo``: a real training, run undisturbed and disturbed, ends with the same bits.
+"""``limosa demo``: a real job, run undisturbed and disturbed, ends with the same bits.
 
-``train`` is the training (a program of its own), ``training`` runs it and reads its losses, ``disturb`` decides what
-this machine can show and does it, ``command`` is the verb.
+``train`` is a training and ``compute`` a program on device memory (programs of their own); ``training`` runs one and
+reads what it has come to, ``disturb`` decides what this machine can show and does it, ``node`` gives a machine without
+a GPU two in software, ``command`` is the verb.
 """

@@ -15,6 +15,7 @@ from limosa.cli.signals import cancelling
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
 
     from limosa.demo.disturb import DemoResult, Show
 
@@ -30,24 +31,42 @@ def command(
     quiet: Quiet = False,
     verbose: Verbose = 0,
 ) -> None:
-    """Disturb a real training and compare its bits with an undisturbed twin's.
+    """Disturb a real job and compare its bits with an undisturbed twin's.
 
-    PyTorch with DataLoader workers where it is installed, else NumPy. With two
-    GPUs: move there and back, suspend and resume, checkpoint, kill, restore.
-    With one the last two, with none the last, on the CPU.
+    Two GPUs: move there and back, suspend and resume, checkpoint, kill,
+    restore, of a PyTorch training (without PyTorch: of a program on device
+    memory). One GPU: the last two. No GPU: all of it on two software GPUs
+    (needs root), and checkpoint, kill, restore of a training on the CPU.
 
     Exit code 1: the bits differ.
     """
     with reporting("demo", fmt, quiet, verbose) as report:
-        from limosa.demo.disturb import run
+        from limosa.demo.disturb import run, usable_gpus
+        from limosa.demo.node import go_on_in_a_node, why_here
 
+        why = why_here()
+        if not numpy and not usable_gpus()[0]:
+            why = go_on_in_a_node(_briefly(usable_gpus()[1]), _again(steps, pace, fmt, quiet, verbose))
         with cancelling(report) as cancel, Screen(report) as screen:
-            result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy)
+            result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy, why_no_gpus=why)
         report.result(result, lambda console: _table(result, console), exit_code=result.exit_code)
 
 
+def _again(steps: int | None, pace: float, fmt: Format, quiet: bool, verbose: int) -> list[str]:
+    """The arguments with which the demo starts anew on a node."""
+    given = ["--pace", str(pace), "--format", fmt.value, *["-v"] * verbose]
+    return given + (["--steps", str(steps)] if steps is not None else []) + (["-q"] if quiet else [])
+
+
+def _briefly(no_gpus: str) -> str:
+    """Why there is no GPU, for a sentence: that no driver answers is nothing that a machine without a GPU lacks."""
+    from limosa.operation.doctor_gpu import gpu_present
+
+    return no_gpus if gpu_present() else "there is no NVIDIA GPU here"
+
+
 class Screen:
-    """What is seen while the demo runs: two bars on a terminal, lines elsewhere. All on stderr."""
+    """What is seen while the demo runs: a bar for each run on a terminal, lines elsewhere. All on stderr."""
 
     def __init__(self, report: Report):
         from rich.console import Console
@@ -55,12 +74,12 @@ class Screen:
 
         self._report = report
         live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not report.quiet
-        columns = (TextColumn("{task.description:<12}"), BarColumn(bar_width=30), MofNCompleteColumn())
+        columns = (TextColumn("{task.description:<15}"), BarColumn(bar_width=30), MofNCompleteColumn())
         console = Console(stderr=True, highlight=False, markup=False)
         extra = (TimeElapsedColumn(), TextColumn("{task.fields[doing]}", markup=False))
         self._bars = Progress(*columns, *extra, console=console, disable=not live)
         self._live = live
-        self._tasks = {name: self._bars.add_task(name, total=None, doing="") for name in ("undisturbed", "disturbed")}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Screen:
         self._bars.start()
@@ -81,11 +100,14 @@ class Screen:
                 self._report.tell(text)
 
         def steps(name: str, done: int, total: int) -> None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name, total=total, doing="")
             self._bars.update(self._tasks[name], completed=done, total=total, doing="")
 
         def progress(event: Progress) -> None:
             text = f"{event.step} {event.message}".strip()
-            self._bars.update(self._tasks["disturbed"], doing=text[:40])
+            if self._tasks:
+                self._bars.update(list(self._tasks.values())[-1], doing=text[:40])
             if not self._live and event.done is None:
                 self._report.detail(text)
 
@@ -95,8 +117,10 @@ class Screen:
 def _table(result: DemoResult, console: Console) -> None:
     from rich.table import Table
 
-    where = " and ".join(dict.fromkeys(result.gpus)) if result.gpus else "the CPU"
-    table = Table(title=f"{result.framework} training with two data workers on {where}", title_justify="left")
+    where = " and ".join(f"{result.gpus.count(n)} × {n}" for n in dict.fromkeys(result.gpus)) or "the CPU"
+    hashes = result.framework == "cuda"
+    what = "a program on device memory" if hashes else f"{result.framework} training with two data workers"
+    table = Table(title=f"{what} on {where}", title_justify="left")
     for name in ("disturbance", "at step", "took", "stood still", "what happened"):
         table.add_column(name, justify="left" if name in ("disturbance", "what happened") else "right")
     for did in result.did:
@@ -106,9 +130,17 @@ def _table(result: DemoResult, console: Console) -> None:
     for other in result.not_done:
         console.print(f"not done: {other.operation}: {other.why}")
     undisturbed, disturbed = result.last_loss
-    console.print(f"last loss, undisturbed: {undisturbed}")
-    console.print(f"last loss, disturbed:   {disturbed}")
+    one, many = ("hash", "hashes") if hashes else ("loss", "losses")
+    console.print(f"last {one}, undisturbed: {undisturbed}")
+    console.print(f"last {one}, disturbed:   {disturbed}")
     if result.same_bits:
-        console.print(f"all {result.steps} losses are the same to the bit")
+        console.print(f"all {result.steps} {many} are the same to the bit")
     else:
-        console.print(f"THE LOSSES DIFFER from step {result.first_difference} on")
+        console.print(f"THE {many.upper()} DIFFER from step {result.first_difference} on")
+    if result.cpu is not None:
+        console.print()
+        _table(result.cpu, console)
+    if result.software:
+        console.print()
+        console.print(f"These were software GPUs, not real ones: {result.software}. To see the real thing:")
+        console.print("limosa demo on a machine with an NVIDIA GPU (two, to see it move) and driver 580 or newer.")

@@ -1,4 +1,4 @@
-"""What the demo does to the training: which disturbances this machine can show, and doing them one by one."""
+"""What the demo does to its job: which disturbances this machine can show, and doing them one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from limosa.progress import Progress, ProgressFn
 
 MOVE, SUSPEND, CHECKPOINT = "move there and back", "suspend, resume", "checkpoint, kill, restore"
 _GPU_ROOM = 3 << 30  # bytes free that a GPU must have to take part; the training itself needs less than one GiB
-_STEPS, _STEPS_CUDA = 400, 1000  # at 20 ms and a bit; the job goes on while the first driver call initialises all GPUs
+_SOFT_ROOM = 256 << 20  # a software GPU
+# At 20 ms and a bit; on real GPUs the job goes on while the first driver call initialises all of them.
+_STEPS, _STEPS_CUDA, _STEPS_SOFT, _STEPS_TOO = 400, 1000, 400, 200
 _CANNOT = (11, 12, 24)  # no permission, the GPU or driver cannot do it, no working CRIU: this machine's, not the demo's
 
 
@@ -56,14 +58,16 @@ class DemoResult(msgspec.Struct, kw_only=True):
     """What the demo showed.
 
     Attributes:
-        framework: "torch" or "numpy".
+        framework: "torch", "numpy", or "cuda" for a program that computes on device memory.
         device: "cuda" or "cpu".
         gpus: the names of the GPUs that took part.
+        software: why these are software GPUs, or "" where they are real (or there are none).
         steps: how many losses were compared.
         same_bits: whether all of them are equal to the bit.
         first_difference: the first step whose losses differ, or None.
-        last_loss: both runs' last loss, undisturbed first, as hex floats.
+        last_loss: both runs' last loss (a hex float) or hash, undisturbed first.
         did, not_done: the disturbances.
+        cpu: on software GPUs: the same for a training on the CPU, which is no less real than on any machine.
     """
 
     framework: str
@@ -75,11 +79,13 @@ class DemoResult(msgspec.Struct, kw_only=True):
     last_loss: list[str]
     did: list[Did]
     not_done: list[NotDone]
+    software: str = ""
+    cpu: DemoResult | None = None
 
     @property
     def exit_code(self) -> int:
         """0 where something was disturbed and the bits are the same; else 1, or why nothing could be disturbed."""
-        if not self.same_bits:
+        if not self.same_bits or (self.cpu is not None and not self.cpu.same_bits):
             return 1
         return 0 if self.did else next((n.exit_code for n in self.not_done if n.exit_code), 1)
 
@@ -89,15 +95,17 @@ class Show(msgspec.Struct, kw_only=True):
 
     Attributes:
         tell: a sentence.
-        steps: (run, done, of all): the training's progress; run is "undisturbed" or "disturbed".
+        steps: (run, done, of all): the job's progress; run is "undisturbed", "disturbed" or one of them with "CPU".
         progress: an operation's own progress.
         cancel: set it to end the demo; an operation under way is undone first.
+        label: put before the name of a run.
     """
 
     tell: Callable[[str], None]
     steps: Callable[[str, int, int], None]
     progress: ProgressFn
     cancel: threading.Event = msgspec.field(default_factory=threading.Event)
+    label: str = ""
 
     def step(self, run: str, of: int) -> Callable[[int], None]:
         """What a run is given to report its steps to; it is also where a cancelled demo ends.
@@ -109,30 +117,52 @@ class Show(msgspec.Struct, kw_only=True):
         def seen(done: int) -> None:
             if self.cancel.is_set():
                 raise CancelledUndone(what="the demo")
-            self.steps(run, done, of)
+            self.steps(f"{self.label}{run}", done, of)
 
         return seen
 
 
-def run(show: Show, *, steps: int | None = None, pace: float = 0.02, only_numpy: bool = False) -> DemoResult:
-    """Runs the training twice, disturbs the second, compares.
+def run(
+    show: Show, *, steps: int | None = None, pace: float = 0.02, only_numpy: bool = False, why_no_gpus: str = ""
+) -> DemoResult:
+    """Runs a job twice, disturbs the second, compares; on software GPUs a training on the CPU after it.
 
     Args:
         show: told what is going on.
-        steps: training steps; None for as many as leave time between the disturbances.
+        steps: the job's; None for as many as leave time between the disturbances.
         pace: seconds of sleep after each, so that people can watch.
         only_numpy: do not use PyTorch.
+        why_no_gpus: what to say of that instead of what is found; on software GPUs: why these.
 
     Raises:
-        LimosaError: a disturbance failed, or the training did; its folder is kept and named then.
+        LimosaError: a disturbance failed, or the job did; its folder is kept and named then.
     """
     gpus, no_gpus = usable_gpus()
-    stack = find_stack(len(gpus), only_numpy)
+    software = bool(gpus) and gpu.inventory().software
+    stack = find_stack(len(gpus), only_numpy, software=software)
+    whys = reasons(len(gpus), no_gpus if gpus else why_no_gpus or no_gpus, stack)
+    if not software or stack.device != "cuda":
+        many = steps or (_STEPS_CUDA if stack.device == "cuda" else _STEPS)
+        return _twice(show, stack, gpus, steps=many, pace=pace, whys=whys)
+    show.tell(f"{why_no_gpus or 'started in a node of them'}: this runs on software GPUs, a driver in software that")
+    show.tell("keeps the real one's rules; the job, Limosa and CRIU are the real ones. For the real thing:")
+    show.tell("limosa demo on a machine with an NVIDIA GPU (two, to see it move) and driver 580 or newer")
+    result = _twice(show, stack, gpus, steps=steps or _STEPS_SOFT, pace=pace, whys=whys)
+    result.software = why_no_gpus or "the demo was started on them"
+    on_cpu = {name: NotDone(operation=name, why="it has nothing on a GPU") for name in (MOVE, SUSPEND)}
+    on_cpu_show = msgspec.structs.replace(show, label="CPU ")
+    result.cpu = _twice(on_cpu_show, find_stack(0), [], steps=steps or _STEPS_TOO, pace=pace, whys=on_cpu)
+    result.cpu.not_done = [n for n in result.cpu.not_done if n.operation == CHECKPOINT]
+    return result
+
+
+def _twice(
+    show: Show, stack: Stack, gpus: list[gpu.Gpu], *, steps: int, pace: float, whys: dict[str, NotDone]
+) -> DemoResult:
+    """One job, undisturbed and disturbed; ``whys`` says what is not done to it."""
     with_cuda = stack.device == "cuda"
-    steps = steps or (_STEPS_CUDA if with_cuda else _STEPS)
-    whys = reasons(len(gpus), no_gpus, stack)
     first = gpus[0].uuid if with_cuda else ""
-    show.tell(f"training with {stack.framework} on the {'GPU' if with_cuda else 'CPU'}, {steps} steps, twice")
+    show.tell(f"{what_runs(stack.framework)} on the {'GPU' if with_cuda else 'CPU'}, {steps} steps, twice")
     folder = Path(tempfile.mkdtemp(prefix="limosa-demo-"))
     did: list[Did] = []
     try:
@@ -183,19 +213,25 @@ def compare(
     )
 
 
+def what_runs(framework: str) -> str:
+    """The job in words."""
+    return "a program on device memory" if framework == "cuda" else f"a training with {framework}"
+
+
 def usable_gpus() -> tuple[list[gpu.Gpu], str]:
     """The GPUs to use, at most two of one chip, those with most free memory first; and why not more, or ""."""
     try:
-        found = gpu.inventory().gpus
+        inventory = gpu.inventory()
     except LimosaError as error:
         return [], error.message
-    fit = [g for g in found if not g.mig and g.compute_mode != "prohibited" and g.memory_free >= _GPU_ROOM]
+    found, room = inventory.gpus, _SOFT_ROOM if inventory.software else _GPU_ROOM
+    fit = [g for g in found if not g.mig and g.compute_mode != "prohibited" and g.memory_free >= room]
     fit.sort(key=lambda g: (-g.memory_free, g.index))
     alike = [g for g in fit if g.name == fit[0].name][:2]
     if len(alike) > 1:
         return alike, ""
     if len(found) > 1:
-        return alike, f"of {len(found)} GPUs fewer than two of one chip have {_GPU_ROOM >> 30} GiB free and no MIG"
+        return alike, f"of {len(found)} GPUs fewer than two of one chip have {room >> 20} MiB free and no MIG"
     return alike, "there is one GPU only" if found else "there is no NVIDIA GPU"
 
 
@@ -212,17 +248,17 @@ def reasons(gpus: int, no_gpus: str, stack: Stack) -> dict[str, NotDone]:
 
 def _disturb(name: str, job: Training, gpus: list[gpu.Gpu], image: Path, show: Show) -> list[Did]:
     """Does one disturbance to the running job; what it consists of, each with its times."""
+
+    def timed(name: str, action: Callable[[], tuple[int, str]]) -> Did:
+        return _timed(job, name, show, action)
+
     if name == MOVE:
-        there = _timed(job, "move there", show, lambda: _move(job, gpus[1], show))
-        _some_steps(job, show)
-        return [there, _timed(job, "move back", show, lambda: _move(job, gpus[0], show))]
+        there = timed("move there", lambda: _move(job, gpus[1], show))
+        job.wait_for(min(len(job.lines()) + 10, job.steps), show.step("disturbed", job.steps))
+        return [there, timed("move back", lambda: _move(job, gpus[0], show))]
     if name == SUSPEND:
-        return [_timed(job, name, show, lambda: _suspend_and_resume(job, gpus[0], show))]
-    return [_timed(job, name, show, lambda: _checkpoint_and_restore(job, image, show))]
-
-
-def _some_steps(job: Training, show: Show) -> None:
-    job.wait_for(min(len(job.lines()) + 10, job.steps), show.step("disturbed", job.steps))
+        return [timed(name, lambda: _suspend_and_resume(job, gpus[0], show))]
+    return [timed(name, lambda: _checkpoint_and_restore(job, image, show))]
 
 
 def _timed(job: Training, name: str, show: Show, action: Callable[[], tuple[int, str]]) -> Did:
@@ -231,11 +267,11 @@ def _timed(job: Training, name: str, show: Show, action: Callable[[], tuple[int,
     moved, text = action()
     seconds = time.monotonic() - begin
     if step >= job.steps:
-        raise LimosaError(f"the training had ended before it could be disturbed ({name}): more --steps are needed")
+        raise LimosaError(f"the job had ended before it could be disturbed ({name}): more --steps are needed")
     # The next step ends the pause: without it there is no gap to measure.
     job.wait_for(min(len(job.lines()) + 1, job.steps), show.step("disturbed", job.steps))
     pause = job.longest_gap(begin)
-    show.tell(f"{name}: {text}; took {seconds:.2f} s, the training stood still for {pause:.2f} s")
+    show.tell(f"{name}: {text}; took {seconds:.2f} s, the job stood still for {pause:.2f} s")
     return Did(
         operation=name, step=step, seconds=round(seconds, 3), pause_seconds=round(pause, 3), bytes=moved, text=text
     )

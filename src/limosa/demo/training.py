@@ -1,4 +1,4 @@
-"""One run of the training job: starting it, following its steps, reading its losses, ending it."""
+"""One run of the demo's job: starting it, following its steps, reading its losses (or hashes), ending it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from limosa.process.identity import Identity, read_stat
 from limosa.process.launch import launch
 from limosa.process.tree import snapshot
 
-PROGRAM = Path(__file__).with_name("train.py")
+PROGRAMS = {"torch": "train.py", "numpy": "train.py", "cuda": "compute.py"}
 _START_SECONDS = 180.0  # importing PyTorch from a cold network disk takes a minute and more
 _STEP_SECONDS = 60.0
 
@@ -31,7 +31,7 @@ class Stack(msgspec.Struct, frozen=True):
 
     Attributes:
         python: the interpreter.
-        framework: "torch" or "numpy".
+        framework: "torch", "numpy", or "cuda" for the program that computes on device memory without either.
         device: "cuda" or "cpu".
         why: why not the better one, or "".
     """
@@ -42,16 +42,19 @@ class Stack(msgspec.Struct, frozen=True):
     why: str = ""
 
 
-def find_stack(gpus: int, only_numpy: bool = False) -> Stack:
+def find_stack(gpus: int, only_numpy: bool = False, *, software: bool = False) -> Stack:
     """Looks for PyTorch in this Python and in those on PATH (it need not be in Limosa's own environment), else NumPy.
 
     Args:
-        gpus: how many GPUs there are; with some, a PyTorch that can use them is preferred.
+        gpus: how many GPUs there are; with some, a PyTorch that can use them is preferred, then what needs none.
         only_numpy: do not look for PyTorch.
+        software: the GPUs are software ones, which run the kernels of ``compute`` and no others.
 
     Raises:
         UsageError: there is neither.
     """
+    if software and not only_numpy:
+        return Stack(sys.executable, "cuda", "cuda")
     best: Stack | None = None
     names = [sys.executable, "python3", "python", "/usr/bin/python3"]
     for python in dict.fromkeys(p for name in names if (p := shutil.which(name))):
@@ -62,11 +65,16 @@ def find_stack(gpus: int, only_numpy: bool = False) -> Stack:
         if _answers(python, "import torch; assert torch.cuda.is_available(); torch.zeros(1, device='cuda')"):
             return Stack(python, "torch", "cuda")
         best = best or Stack(python, "torch", why="the PyTorch that is installed cannot use the GPU")
+    if gpus and not only_numpy and _answers(sys.executable, _TRY_CUDA):
+        return Stack(sys.executable, "cuda", "cuda")
     if best is not None:
         return best
     if _answers(sys.executable, "import numpy"):
         return Stack(sys.executable, "numpy", why="PyTorch is not installed")
     raise UsageError(detail="the demo needs NumPy or PyTorch", hint="pip install 'limosa[demo]'")
+
+
+_TRY_CUDA = "from cuda.bindings import driver; assert driver.cuInit(0)[0] == 0 and driver.cuDeviceGetCount()[1]"
 
 
 def _answers(python: str, program: str) -> bool:
@@ -94,7 +102,8 @@ class Training:
         self.folder = folder
         self.steps = steps
         folder.mkdir()
-        command = [stack.python, str(PROGRAM), str(folder), "--framework", stack.framework]
+        program = str(Path(__file__).with_name(PROGRAMS[stack.framework]))
+        command = [stack.python, program, str(folder), "--framework", stack.framework]
         command += ["--device", stack.device, "--steps", str(steps), "--pace", str(pace)]
         env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         self.root: Identity = launch(command, folder / "log", cwd=folder, env=env).identity

@@ -1,0 +1,43 @@
+"""The demo on a machine without a GPU: it goes on as a program of a node of two software GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from limosa.errors import LimosaError
+
+WHY = "LIMOSA_DEMO_WHY"
+"""Says to the demo in the node why it is there: what the machine lacks."""
+
+_GPUS, _MEMORY = 2, 1 << 30
+
+
+def why_here() -> str:
+    """Why the demo was put on a node, in words; "" where whoever started it did that."""
+    return os.environ.get(WHY, "")
+
+
+def go_on_in_a_node(no_gpus: str, arguments: Sequence[str]) -> str:
+    """Makes this process the first one of a node and starts the demo anew there; returns only where that cannot be.
+
+    Args:
+        no_gpus: why there is no GPU to show it on.
+        arguments: the demo's own.
+
+    Returns:
+        Why there is no node.
+    """
+    from limosa.softgpu import node
+    from limosa.softgpu.spec import make_spec
+
+    if WHY in os.environ:
+        return f"there is a node of software GPUs and no GPU on it: {no_gpus}"
+    try:
+        node.enter(make_spec(_GPUS, [_MEMORY], ["H200"]))
+    except LimosaError as error:
+        return f"{no_gpus}; {error.message}" + (f" ({error.hint})" if error.hint else "")
+    os.environ[WHY] = no_gpus
+    node.run_here([sys.executable, "-m", "limosa", "demo", *arguments])
+    raise AssertionError("unreachable")
