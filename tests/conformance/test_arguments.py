@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 
 import pytest
+
 from conformance.jobs import Controller, Job, lock_args, packed_pairs, restore_args
 
 JobIn = Callable[[str], Job]

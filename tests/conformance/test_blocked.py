@@ -163,7 +163,7 @@ def asked(
             kept[state] = ask_all(job, controller, state)
         finally:
             job.kill()
-    yield kept[state]
+    return kept[state]
 
 
 @pytest.mark.xdist_group("blocked")

@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
+
 from conformance.jobs import Controller, Job
 
 JobIn = Callable[[str], Job]
@@ -230,9 +231,7 @@ def test_a_destination_that_is_covered_while_checkpointed_is_refused(
     assert controller.gpus_of(job.pid) == {1}
 
 
-def test_only_the_jobs_view_counts_not_the_controllers(
-    node: Node, start: Start, nodes: list[str], controller: Controller
-) -> None:
+def test_only_the_jobs_view_counts_not_the_controllers(start: Start, nodes: list[str], controller: Controller) -> None:
     job = start().start_up()
     hide = f'mount --bind /dev/null {nodes[1]} && exec "$0" "$@"'
     narrow = Controller.of(start(via=("unshare", "-m", "sh", "-c", hide))).init()

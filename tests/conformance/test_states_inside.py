@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from conformance.jobs import Controller, Job, lock_args
 from conformance.remote import Pending
 

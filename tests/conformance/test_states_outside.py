@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+
 from conformance.jobs import Controller, Job, lock_args
 
 CALLS = {
