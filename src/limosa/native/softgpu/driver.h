@@ -127,7 +127,6 @@ struct context {
     int attached;      /* times current in some thread */
     uint64_t block;    /* the device memory that the context itself takes (NODE_CONTEXT) */
     int block_fd;      /* kept open: it is never mapped */
-    struct stream *null_stream, *thread_streams, *streams;
     uint32_t peers;    /* ordinals whose memory it has enabled */
     size_t limits[16]; /* by CUlimit */
     _Atomic int sticky; /* CUresult: an error that a context does not recover from */
@@ -207,6 +206,8 @@ void modules_context_gone(struct context *context);
 /* Queue a piece of work on a stream (handles 0, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD resolved); `run` is called by the
  * stream's thread, then `free`d by it. It may block (spin kernels). */
 CUresult stream_submit(struct context *context, CUstream stream, void (*run)(void *), void *argument);
+/* The context that a stream belongs to (a default stream: the current one); NULL where there is no such stream. */
+struct context *stream_context(struct context *current, CUstream stream);
 /* Wait for all of a stream's work, for all of a context's. What went wrong with it is answered (context->sticky). */
 CUresult stream_wait(struct context *context, CUstream stream);
 CUresult context_wait(struct context *context);

@@ -1,0 +1,237 @@
+/* Events: marks in the work of streams. */
+#define _GNU_SOURCE
+#include "queue.h"
+
+#include <stdlib.h>
+
+#define EVENT_FLAGS (CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS)
+
+struct event {
+    struct event *next;
+    struct context *context;
+    unsigned flags;
+    struct mark *mark; /* where it was recorded last, NULL before */
+};
+
+static struct event *events; /* guarded by streams_lock */
+
+static struct event *event_find(CUevent handle)
+{
+    for (struct event *event = events; event; event = event->next)
+        if (event == (struct event *)handle)
+            return event;
+    return NULL;
+}
+
+static void event_forget(struct event **at)
+{
+    struct event *event = *at;
+    *at = event->next;
+    mark_drop(event->mark);
+    free(event);
+}
+
+void events_context_gone(struct context *context)
+{
+    for (struct event **at = &events; *at;) {
+        if ((*at)->context == context)
+            event_forget(at);
+        else
+            at = &(*at)->next;
+    }
+}
+
+EXPORT CUresult cuEventCreate(CUevent *handle, unsigned int flags)
+{
+    ENTER(CALL_WORK);
+    if (!handle || (flags & ~(unsigned)EVENT_FLAGS) ||
+        ((flags & CU_EVENT_INTERPROCESS) && !(flags & CU_EVENT_DISABLE_TIMING)))
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    struct event *event = calloc(1, sizeof *event);
+    if (!event)
+        RETURN(CUDA_ERROR_OUT_OF_MEMORY);
+    event->context = call_.context;
+    event->flags = flags;
+    streams_lock();
+    event->next = events;
+    events = event;
+    streams_unlock();
+    *handle = (CUevent)event;
+    RETURN(CUDA_SUCCESS);
+}
+
+static CUresult destroy(CUevent handle)
+{
+    CUresult result = CUDA_ERROR_INVALID_HANDLE;
+    streams_lock();
+    for (struct event **at = &events; *at; at = &(*at)->next)
+        if (*at == (struct event *)handle) {
+            event_forget(at);
+            result = CUDA_SUCCESS;
+            break;
+        }
+    streams_unlock();
+    return result;
+}
+
+EXPORT CUresult cuEventDestroy(CUevent event)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(destroy(event));
+}
+
+EXPORT CUresult cuEventDestroy_v2(CUevent event)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(destroy(event));
+}
+
+static CUresult record(struct context *context, CUevent handle, CUstream to, unsigned flags)
+{
+    if (flags != 0)
+        return CUDA_ERROR_INVALID_VALUE; /* 1 is for streams that are captured */
+    struct mark *mark = calloc(1, sizeof *mark);
+    if (!mark)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    mark->references = 2; /* the event's and the work's */
+    CUresult result = CUDA_SUCCESS;
+    streams_lock();
+    struct event *event = event_find(handle);
+    struct stream *stream = event ? stream_find(context, to, &result) : NULL;
+    if (!event || (stream && stream->context != event->context))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    else if (stream)
+        result = stream_append(stream, NULL, NULL, true, NULL, mark);
+    if (result == CUDA_SUCCESS) {
+        mark_drop(event->mark);
+        event->mark = mark;
+    } else {
+        free(mark);
+    }
+    streams_unlock();
+    return result;
+}
+
+EXPORT CUresult cuEventRecord(CUevent event, CUstream stream)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(record(call_.context, event, stream, 0));
+}
+
+EXPORT CUresult cuEventRecord_ptsz(CUevent event, CUstream stream)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(record(call_.context, event, PER_THREAD(stream), 0));
+}
+
+EXPORT CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned int flags)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(record(call_.context, event, stream, flags));
+}
+
+EXPORT CUresult cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsigned int flags)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(record(call_.context, event, PER_THREAD(stream), flags));
+}
+
+EXPORT CUresult cuEventQuery(CUevent handle)
+{
+    ENTER(CALL_MANAGE);
+    streams_lock();
+    const struct event *event = event_find(handle);
+    CUresult result = !event                                  ? CUDA_ERROR_INVALID_HANDLE
+                      : event->context->sticky                ? (CUresult)event->context->sticky
+                      : event->mark && !event->mark->reached  ? CUDA_ERROR_NOT_READY
+                                                              : CUDA_SUCCESS;
+    streams_unlock();
+    RETURN(result);
+}
+
+EXPORT CUresult cuEventSynchronize(CUevent handle)
+{
+    ENTER(CALL_MANAGE);
+    streams_lock();
+    const struct event *event = event_find(handle);
+    struct context *context = event ? event->context : NULL;
+    struct mark *mark = event ? event->mark : NULL;
+    bool wait = mark && !mark->reached;
+    if (wait)
+        mark->references++;
+    streams_unlock();
+    if (wait) {
+        gate_wait_begin();
+        streams_lock();
+        mark_wait(mark);
+        mark_drop(mark);
+        streams_unlock();
+        gate_wait_end();
+    }
+    RETURN(context ? (CUresult)context->sticky : CUDA_ERROR_INVALID_HANDLE);
+}
+
+static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
+{
+    if (!milliseconds)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = CUDA_SUCCESS;
+    streams_lock();
+    const struct event *first = event_find(start), *last = event_find(end);
+    if (!first || !last || first->context != last->context || !first->mark || !last->mark ||
+        ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
+        result = CUDA_ERROR_INVALID_HANDLE;
+    else if (first->context->sticky)
+        result = (CUresult)first->context->sticky;
+    else if (!first->mark->reached || !last->mark->reached)
+        result = CUDA_ERROR_NOT_READY;
+    else
+        *milliseconds = (float)((last->mark->time - first->mark->time) * 1e3);
+    streams_unlock();
+    return result;
+}
+
+EXPORT CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(elapsed(milliseconds, start, end));
+}
+
+EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start, CUevent end)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(elapsed(milliseconds, start, end));
+}
+
+/* The stream goes on once what the event marks now is reached; a later record does not matter. */
+static CUresult wait_event(struct context *context, CUstream handle, CUevent awaited, unsigned flags)
+{
+    if (flags != 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = CUDA_SUCCESS;
+    streams_lock();
+    struct event *event = event_find(awaited);
+    struct stream *stream = event ? stream_find(context, handle, &result) : NULL;
+    if (!event) {
+        result = CUDA_ERROR_INVALID_HANDLE;
+    } else if (stream && event->mark && !event->mark->reached) {
+        event->mark->references++;
+        result = stream_append(stream, NULL, NULL, true, event->mark, NULL);
+        if (result != CUDA_SUCCESS)
+            event->mark->references--;
+    }
+    streams_unlock();
+    return result;
+}
+
+EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(wait_event(call_.context, stream, event, flags));
+}
+
+EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream stream, CUevent event, unsigned int flags)
+{
+    ENTER(CALL_MANAGE);
+    RETURN(wait_event(call_.context, PER_THREAD(stream), event, flags));
+}
