@@ -37,6 +37,9 @@ from limosa.progress import Progress, ProgressFn, silent
 LOCK_SECONDS = 10.0
 """How long a lock may take by default: a process at work is locked in milliseconds, one in a collective never."""
 
+LOCK_GRACE = 10.0
+"""How much later than its own time-out a lock counts as hung: a stopped process keeps the driver past it."""
+
 CALL_SECONDS = 30.0
 """What a checkpoint or restore may take beside its copying before it counts as hung."""
 
@@ -68,7 +71,7 @@ def lock(work: Work, members: Sequence[Member]) -> None:
             work.note("lock", "begin", member.pid)
             if work.paused_at is None:
                 work.pause_begins()
-            result = work.driver.lock(member.pid, timeout_ms=max(1, int(seconds * 1000)), limit=seconds + 10)
+            result = work.driver.lock(member.pid, timeout_ms=max(1, int(seconds * 1000)), limit=seconds + LOCK_GRACE)
             if result is gpu.LockResult.TIMED_OUT:
                 raise DriverTimeout(
                     call="cuCheckpointProcessLock",
@@ -262,7 +265,7 @@ def _hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str])
     """Brings members that run or are locked to "checkpointed"."""
     for member in members:
         if states[member.pid] == "running":
-            result = driver.lock(member.pid, timeout_ms=int(LOCK_SECONDS * 1000), limit=LOCK_SECONDS + 10)
+            result = driver.lock(member.pid, timeout_ms=int(LOCK_SECONDS * 1000), limit=LOCK_SECONDS + LOCK_GRACE)
             if result is gpu.LockResult.TIMED_OUT:
                 raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
     _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
