@@ -10,6 +10,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,6 +83,42 @@ def end_marked(mark: str) -> None:
             return
         time.sleep(0.02)
     raise AssertionError(f"processes {doomed} do not end")
+
+
+class Reaper:
+    """Reaps ended jobs at once, with all that was theirs: what is in another session than we are, as jobs are."""
+
+    def __init__(self) -> None:
+        self._roots: set[int] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="reaper", daemon=True)
+        self._thread.start()
+
+    def watch(self, pid: int) -> None:
+        """From now on reap this job whenever it ends; it may come back."""
+        self._roots.add(pid)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._ended.wait(0.005):
+            for pid in list(self._roots):
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            with contextlib.suppress(ChildProcessError):
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    self._orphans()
+
+    def _orphans(self) -> None:
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            with contextlib.suppress(OSError, ChildProcessError):
+                fields = Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()
+                if fields[0] == b"Z" and int(fields[1]) == os.getpid() and int(fields[3]) != os.getsid(0):
+                    os.waitpid(int(name), os.WNOHANG)
 
 
 class Victim:
