@@ -25,6 +25,8 @@
  * GPUs and one plain allocation of 512 MiB or more. memory.c's. */
 bool memory_has_peer_hazard(void) __attribute__((weak));
 
+#define NODE_MPS 1u /* node_state.nvml_flags: compute processes are clients of MPS */
+
 /* What is kept of the process while it is checkpointed. Touched by the restore thread only. */
 static struct {
     char *memory; /* the one mapping that holds all device memory */
@@ -80,7 +82,8 @@ static uint32_t gpus_in_use(void)
     uint32_t used = 0;
     driver_lock();
     for (const struct context *context = contexts; context; context = context->next)
-        used |= 1u << context_gpu(context);
+        if (!context->destroyed)
+            used |= 1u << context_gpu(context);
     driver_unlock();
     return used;
 }
@@ -114,7 +117,7 @@ static CUresult lock_process(const struct request *request)
 
     if (result != CUDA_SUCCESS)
         return result;
-    if (any_gpu(driver.openable, is_mig) || fault_hazard("mps") || fault_hazard("vgpu"))
+    if (any_gpu(driver.openable, is_mig) || driver.node->nvml_flags & NODE_MPS || fault_hazard("vgpu"))
         return CUDA_ERROR_NOT_SUPPORTED;
     if (fault_hazard_wait("collective-deadlocks-lock", limit))
         return CUDA_ERROR_NOT_READY;

@@ -57,7 +57,8 @@ static bool read_status(pid_t pid, pid_t task, pid_t *tgid, uint64_t *blocked)
     return found == 3;
 }
 
-/* A thread of that name in which our signal is blocked: it would end the process where it is not. */
+/* A thread of that name which has every real-time signal blocked, as only threads of ours have: our signal would end the
+ * process where it is not expected. The kernel takes the one that is waited for out of the mask meanwhile. */
 static bool is_restore_thread(pid_t tgid, pid_t tid)
 {
     char path[64], name[32] = "";
@@ -71,7 +72,7 @@ static bool is_restore_thread(pid_t tgid, pid_t tid)
     ssize_t length = read(fd, name, sizeof(name) - 1);
     close(fd);
     return length > 0 && !strcmp(name, RESTORE_THREAD_NAME "\n") && read_status(tgid, tid, &ignored, &blocked) &&
-           blocked >> (REQUEST_SIGNAL - 1) & 1;
+           (blocked | 1ull << (REQUEST_SIGNAL - 1)) >> (SIGRTMIN - 1) == UINT64_MAX >> (SIGRTMIN - 1);
 }
 
 static pid_t find_restore_thread(pid_t tgid)
