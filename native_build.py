@@ -30,7 +30,7 @@ FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall"
 
 SOFTGPU = NATIVE / "softgpu"
 SOFTGPU_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
-NVML_ONLY = ("nvml.c",)
+NVML_ONLY = ("nvml.c", "nvml_stubs.c")
 NVML_SHARED = ("node.c", "fault.c")
 # A product and a sum are rounded each by itself on every machine: tests compare bits.
 SOFTGPU_FLAGS = [*FLAGS, "-pthread", "-ffp-contract=off"]
@@ -66,14 +66,15 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
         None where both are there afterwards, else why not.
     """
     headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
+    problems = []
     for name in SOFTGPU_LIBRARIES:
         sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
         problem = _compile(
             folder / name, sources, [*SOFTGPU_FLAGS, f"-Wl,-soname,{name}"], [*sources, *headers], ["-ldl", "-lrt"]
         )
         if problem is not None:
-            return problem
-    return None
+            problems.append(problem)
+    return "\n".join(problems) or None
 
 
 def _belongs(source: str, library: str) -> bool:

@@ -45,6 +45,8 @@ struct node_gpu {
     uint32_t pad[8];
 };
 
+enum node_nvml { NODE_NVML_MPS = 1 /* compute processes are told as clients of MPS */ };
+
 /* Bytes a second (0: as fast as the machine is) and seconds. */
 struct node_rates {
     double checkpoint, restore;                   /* the driver's own copies in a checkpoint and a restore */
@@ -73,7 +75,7 @@ struct node_state {
     struct node_gpu gpus[NODE_MAX_GPUS];
     struct node_rates rates;
     uint32_t fault_generation; /* counted up whenever faults/ changes; read without the lock */
-    uint32_t nvml_flags;       /* room for what NVML is told to do wrong (fault.h) */
+    uint32_t nvml_flags;       /* of enum node_nvml */
     uint64_t next_block;
     int32_t n_blocks; /* places ever used */
     struct node_block blocks[NODE_MAX_BLOCKS];
