@@ -10,6 +10,7 @@
 #include "checkpoint.h"
 #include "fault.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <semaphore.h>
@@ -104,6 +105,48 @@ static bool is_lost(const struct node_gpu *gpu)
 static bool is_mig(const struct node_gpu *gpu)
 {
     return gpu->mig != 0;
+}
+
+/* ------------------------------------------------------------------- a hazard: killing what has been restored --- */
+
+#define KILL_HAZARD "kill-after-restore-hangs"
+
+static char mark[128]; /* the file that says that this process has been restored; "" for none */
+
+/* Also at a normal end of the process: that is no kill. */
+__attribute__((destructor)) static void unmark(void)
+{
+    if (mark[0])
+        unlink(mark);
+    mark[0] = 0;
+}
+
+static void mark_restored(void)
+{
+    if (!fault_hazard(KILL_HAZARD))
+        return;
+    snprintf(mark, sizeof(mark), REQUESTS_FOLDER "/restored-%d-%llu", (int)getpid(),
+             (unsigned long long)node_start_time(getpid()));
+    int fd = open(mark, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    if (fd >= 0)
+        close(fd);
+}
+
+void checkpoint_node_hangs(void)
+{
+    DIR *folder = opendir(REQUESTS_FOLDER);
+    bool killed = false;
+
+    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+        int pid;
+        unsigned long long started;
+        if (sscanf(entry->d_name, "restored-%d-%llu", &pid, &started) == 2)
+            killed |= node_start_time((pid_t)pid) != started;
+    }
+    if (folder)
+        closedir(folder);
+    if (killed)
+        fault_hazard_wait(KILL_HAZARD, -1);
 }
 
 /* ------------------------------------------------------------------------------------------- lock and unlock --- */
@@ -227,6 +270,7 @@ static CUresult checkpoint_process(const struct request *request)
     vmm_release();
     contexts_release();
     devices_close();
+    unmark();
     step("step:checkpoint-released");
     driver.state = CU_PROCESS_STATE_CHECKPOINTED;
     node_close();
@@ -344,6 +388,7 @@ static CUresult restore_opened(const struct request *request)
     if (kept.mapped)
         munmap(kept.memory, kept.mapped);
     memset(&kept, 0, sizeof(kept));
+    mark_restored();
     step("step:restore-loaded");
     fresh = true;
     driver.state = CU_PROCESS_STATE_LOCKED;

@@ -49,4 +49,7 @@ void request_path(uint64_t number, const char *suffix, char path[sizeof(((struct
 /* Called for each gated call once it is let through: the hazard of the first call after a restore. */
 void checkpoint_first_call(const char *name);
 
+/* A hazard, switched on: once a restored process has been killed, checkpoint calls hang until the switch is off. */
+void checkpoint_node_hangs(void);
+
 #endif

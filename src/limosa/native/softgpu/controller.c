@@ -296,6 +296,8 @@ static CUresult ask(const char *name, pid_t pid, struct request *request, int *v
 
     if (fault.actions & FAULT_RESULT)
         return (CUresult)fault.result;
+    if (fault_rules())
+        checkpoint_node_hangs();
     if (fault.actions & FAULT_CRASH_TARGET)
         crash_target(pid);
     request->magic = REQUEST_MAGIC;

@@ -427,6 +427,11 @@ struct fault fault_ask(const char *function, pid_t target)
     return rule.fault;
 }
 
+bool fault_rules(void)
+{
+    return rules_current();
+}
+
 bool fault_hazard_wait(const char *name, double seconds)
 {
     struct rule rule;

@@ -57,6 +57,9 @@ struct fault fault_ask(const char *function, pid_t target);
  * respected). */
 bool fault_hazard(const char *name);
 
+/* Whether there are rules at all. */
+bool fault_rules(void);
+
 /* As fault_hazard, and wait until its rule is taken away, at most `seconds` (negative: no limit). */
 bool fault_hazard_wait(const char *name, double seconds);
 
