@@ -1,0 +1,227 @@
+"""The campaign: hands cases to rooms, goes on after failures, writes the summary.
+
+python -m campaign                        every (operation, step, fault), classes of victim in turn
+python -m campaign --case NAME --seed 3   one case again
+python -m campaign --count 400 --seed 1   a sample
+python -m campaign --record               write steps.json anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from campaign import cases
+from campaign.cases import Case
+from campaign.summary import Summary
+
+ROOM_LIMIT = 120.0
+"""Seconds without an answer after which a room is given up."""
+GPUS = 4
+
+
+class RoomProcess:
+    """A room in a process of its own: a pid namespace and a node, or just this machine."""
+
+    def __init__(self, ground: str):
+        tests = Path(__file__).parents[1]
+        env = {**os.environ, "PYTHONPATH": str(tests), "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-m", "campaign.room"]
+        if ground == "soft":
+            node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]
+            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", *node, *command]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/", start_new_session=True
+        )
+        self.busy: tuple[Case, int] | None = None
+        self.since = time.monotonic()
+        self._buffer = b""
+        self.ready = False
+
+    def give(self, case: Case, seed: int, record: bool = False) -> None:
+        """Gives it a case."""
+        assert self.process.stdin is not None
+        self.busy, self.since = (case, seed), time.monotonic()
+        self.process.stdin.write(json.dumps({"case": case, "seed": seed, "record": record}).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def fileno(self) -> int:
+        """Where its results come from."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+    def lines(self) -> list[dict[str, Any]] | None:
+        """What it has said; None where it has ended."""
+        chunk = os.read(self.fileno(), 1 << 20)
+        if not chunk:
+            return None
+        *whole, self._buffer = (self._buffer + chunk).split(b"\n")
+        return [json.loads(line) for line in whole if line]
+
+    def end(self, patience: float = 20.0) -> None:
+        """Lets it end, or ends it."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+            self.process.wait(patience)
+        except (OSError, subprocess.TimeoutExpired):
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it and its session."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except OSError:
+            pass
+        self.process.wait()
+
+
+def run(
+    todo: Iterable[tuple[Case, int]],
+    *,
+    rooms: int = 2,
+    ground: str = "soft",
+    record: bool = False,
+    limit: float | None = None,
+    tell: Any = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Runs cases in rooms.
+
+    Args:
+        todo: cases with their seeds, in their order.
+        rooms: how many at a time.
+        ground: "soft", "real" or "host".
+        record: have steps noted.
+        limit: seconds after which no more is begun.
+        tell: called with each result.
+
+    Returns:
+        A result for each case that was run.
+    """
+    waiting = list(todo)[::-1]
+    results: list[dict[str, Any]] = []
+    begun = time.monotonic()
+    living = [RoomProcess(ground) for _ in range(max(1, min(rooms, len(waiting))))]
+
+    def done(result: dict[str, Any]) -> None:
+        results.append(result)
+        tell(result)
+
+    def next_for(room: RoomProcess) -> None:
+        room.busy = None
+        if limit is not None and time.monotonic() - begun > limit:
+            waiting.clear()
+        if waiting:
+            room.give(*waiting.pop(), record)
+
+    try:
+        while any(room.busy for room in living) or waiting or not all(room.ready for room in living):
+            ready = select.select(living, [], [], 1.0)[0]
+            for number, room in enumerate(living):
+                lines: list[dict[str, Any]] | None = []
+                if room in ready:
+                    lines = room.lines()
+                for line in lines or []:
+                    if not line.get("ready"):
+                        done(line)
+                    room.ready = True
+                    next_for(room)
+                late = (room.busy or not room.ready) and time.monotonic() - room.since > ROOM_LIMIT
+                if lines is None or late:
+                    what = "died" if lines is None else f"gave no answer for {ROOM_LIMIT:g} s"
+                    if room.busy:
+                        case, seed = room.busy
+                        done(
+                            {
+                                "name": case.name,
+                                "seed": seed,
+                                "problems": [f"the room {what}"],
+                                "rc": None,
+                                "seconds": 0,
+                            }
+                        )
+                    elif not room.ready:
+                        raise RuntimeError(f"a room {what} before it was ready")
+                    room.kill()
+                    living[number] = RoomProcess(ground)
+                    if not waiting:
+                        living[number].ready = True
+    finally:
+        for room in living:
+            room.end()
+    return results
+
+
+def record(rooms: int, ground: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """Runs every operation undisturbed with every class of victim and notes its steps."""
+    names = [(o, v) for v in cases.VICTIMS for o in cases.OPERATIONS if cases.possible(o, v, ground)]
+    todo = [(Case(o, v, "run", "none"), 0) for o, v in names if not only or f"{o}/{v}" in only]
+    found: dict[str, Any] = {}
+    for result in run(todo, rooms=rooms, record=True, ground=ground):
+        if result["problems"]:
+            raise SystemExit(f"{result['name']}: {result['problems']} {result.get('stderr', '')}")
+        operation, victim, *_ = result["name"].split("/")
+        found[f"{operation}/{victim}"] = result["steps"]
+    return found
+
+
+def spread(picked: list[Case], seed: int) -> list[tuple[Case, int]]:
+    """In an order in which victims can be used again: those of one class after one another, by operation."""
+    return [
+        (case, seed) for case in sorted(picked, key=lambda c: (c.victim, c.operation in cases.WITH_CRIU, c.operation))
+    ]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="campaign", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--case")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=0, help="how many runs (0: all)")
+    parser.add_argument("--rooms", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
+    parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
+    parser.add_argument("--limit", type=float, default=None, help="seconds after which no more is begun")
+    parser.add_argument("--summary", type=Path, default=None)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.record:
+        found = {**cases.table(), **record(chosen.rooms, chosen.ground)}
+        cases.STEPS.write_text(cases.as_text(found))
+        print(f"{len(found)} operations recorded")
+        return 0
+    if chosen.case:
+        results = run([(Case.named(chosen.case), chosen.seed)], rooms=1, ground=chosen.ground)
+        print(json.dumps(results, indent=1))
+        return int(any(r["problems"] for r in results))
+    everything = list(cases.enumerate_all(cases.table(), ground=chosen.ground))
+    parts = [part for part in chosen.only.split(",") if part]
+    everything = [case for case in everything if all(part in case.name for part in parts)]
+    picked = cases.chosen(everything, chosen.count or len(everything), chosen.seed)
+    if chosen.list:
+        print("\n".join(case.name for case in picked))
+        return 0
+    summary = Summary(len(picked), len(everything), chosen.seed)
+    print(f"{len(picked)} runs of {len(everything)} cases, seed {chosen.seed}, {chosen.rooms} rooms", flush=True)
+    run(spread(picked, chosen.seed), rooms=chosen.rooms, ground=chosen.ground, limit=chosen.limit, tell=summary.add)
+    summary.end()
+    if chosen.summary:
+        chosen.summary.write_text(json.dumps(summary.json(), indent=1) + "\n")
+        chosen.summary.with_suffix(".md").write_text(summary.table())
+    return int(bool(summary.failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Every case: (operation, class of victim, step, fault). A case's name replays it: ``make faults CASE=name SEED=n``.
+
+Steps come from ``steps.json``, which ``make faults RECORD=1`` writes from undisturbed runs: the points that each
+operation passes, the driver's calls it makes, its looks at NVML, its changes to the disk. A test compares it with what
+the operations do now.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from campaign.shapes import SHAPES
+
+STEPS = Path(__file__).with_name("steps.json")
+
+WITH_CRIU = ("checkpoint", "leave-running", "restore", "restore-to", "recover-checkpoint", "recover-restore")
+DRIVER_ONLY = (
+    "move",
+    "swap",
+    "suspend",
+    "resume",
+    "resume-to",
+    "toggle-down",
+    "toggle-up",
+    "recover-move",
+    "recover-suspend",
+)
+OPERATIONS = DRIVER_ONLY + WITH_CRIU
+VICTIMS = tuple(SHAPES)
+
+RESULTS = (1, 2, 3, 100, 201, 304, 401, 600, 719, 801, 999)
+"""Of each class of CUresult: argument, memory, no CUDA state, no device, context, system, state, time, dead context,
+not supported, unknown."""
+AFTER = (2, 304, 999)
+STATES = (0, 1, 2, 3, 5, 77)
+NVML_RESULTS = (3, 9, 10, 15, 17, 999)
+ACTS = {"exits": "exit", "forks": "fork", "stopped": "stop"}
+
+CALLS = {
+    "available": "cuInit",
+    "state": "cuCheckpointProcessGetState",
+    "lock": "cuCheckpointProcessLock",
+    "checkpoint": "cuCheckpointProcessCheckpoint",
+    "restore": "cuCheckpointProcessRestore",
+    "unlock": "cuCheckpointProcessUnlock",
+}
+FILLED = ("move", "resume", "resume-to", "toggle-up", "leave-running", "restore", "restore-to")
+"""Operations in the middle of which somebody takes all the memory that is free, there or there and here."""
+
+NVML = "nvmlDeviceGetCount_v2"  # once in each look at all GPUs
+
+RACING = ("after answer", "after action")  # CRIU and its script go on by themselves then
+
+
+class Case(NamedTuple):
+    """One run of the campaign.
+
+    Attributes:
+        operation: of ``OPERATIONS``.
+        victim: of ``VICTIMS``.
+        step: "point.NAME.N", "call.NAME.N", "nvml.N", "disk.CALL.N", "run".
+        fault: what goes wrong there.
+    """
+
+    operation: str
+    victim: str
+    step: str
+    fault: str
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        return "/".join(self)
+
+    @classmethod
+    def named(cls, name: str) -> Case:
+        """The case of that name.
+
+        Raises:
+            ValueError: it is none.
+        """
+        case = cls(*name.split("/"))
+        if case.operation not in OPERATIONS or case.victim not in VICTIMS:
+            raise ValueError(f"{name!r} is no case")
+        return case
+
+
+def table() -> dict[str, Any]:
+    """What was recorded: "operation/victim" → points, calls, nvml, disk."""
+    found: dict[str, Any] = json.loads(STEPS.read_text()) if STEPS.exists() else {}
+    return found
+
+
+def possible(operation: str, victim: str, ground: str = "soft") -> bool:
+    """Whether an operation can be done to that class of victim there."""
+    if victim == "host":  # no CUDA state: nothing to move
+        return operation in WITH_CRIU and operation != "restore-to" and ground != "real"
+    return ground != "host" and not (operation == "swap" and victim == "two-gpus")
+
+
+def dashed(name: str) -> str:
+    """A point's name without spaces."""
+    return name.replace(" ", "-")
+
+
+def enumerate_all(known: dict[str, Any], *, ground: str = "soft") -> Iterator[Case]:
+    """Every case that there is on that ground."""
+    for operation in OPERATIONS:
+        for victim in VICTIMS:
+            steps = known.get(f"{operation}/{victim}")
+            if steps is None or not possible(operation, victim, ground):
+                continue
+            yield from _points(operation, victim, steps, ground)
+            if ground == "soft" and victim != "host":
+                yield from _calls(operation, victim, steps)
+            yield from _disk(operation, victim, steps)
+            yield from _whole(operation, victim, ground)
+
+
+def _points(operation: str, victim: str, steps: dict[str, Any], ground: str) -> Iterator[Case]:
+    names = [name for name, _, _ in steps["points"]]
+    go_ahead = next((i for i, name in enumerate(names) if name.startswith("after answer")), len(names))
+    restores = operation.startswith("restore")
+    for i, (name, n, living) in enumerate(steps["points"]):
+        step = f"point.{dashed(name)}.{n}"
+        # CRIU is killed where it waits for an answer (docs/caveats.md says why nowhere else).
+        waits = i < go_ahead or ("script" in living and not name.startswith(RACING))
+        faults = ["kill-limosa", "sigint" if i % 3 else ("sigterm", "sighup")[i % 2]]
+        if "worker" in living:
+            faults += ["kill-worker", "kill-both"]
+        if "criu" in living and (waits or restores):
+            faults += ["kill-criu", "kill-all"]
+        if "script" in living and not name.startswith(RACING):
+            faults.append("kill-script")
+        if i % 4 == 1 and not operation.startswith("recover"):
+            faults.append("sigint-twice")
+        if victim in ACTS:
+            if operation.startswith(("restore", "recover-restore")):
+                continue  # there is nobody who could do anything yet
+            faults = [ACTS[victim], f"{ACTS[victim]}+kill-limosa"]
+        elif not operation.startswith(("restore", "recover-restore")):
+            faults.append("job-killed")
+        if ground == "soft" and victim not in ACTS and operation in FILLED and name.startswith("after note"):
+            faults += ["fill-there", "fill-both"]
+        for fault in faults:
+            yield Case(operation, victim, step, fault)
+
+
+def _calls(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]:
+    counts = Counter(steps["calls"])
+    for call, function in CALLS.items():
+        faults = [f"result-{code}" for code in RESULTS]
+        faults += ["hang", "delay", "crash-caller", "crash-caller-after"]
+        if call == "available":
+            faults = ["result-999", "result-100", "hang", "delay", "crash-caller"]
+        elif call == "state":
+            faults += [f"state-{number}" for number in STATES]
+        else:
+            faults += [f"after-{code}" for code in AFTER]
+            faults += ["hang-for-good", "crash-target", "crash-target-after", "slow", "lost-here", "lost-there"]
+            if call == "checkpoint":
+                faults.append("memory-host")
+        assert function
+        for n in range(counts[call]):
+            for fault in faults:
+                yield Case(operation, victim, f"call.{call}.{n}", fault)
+    for n in range(counts["nvml"]):
+        faults = [f"result-{code}" for code in NVML_RESULTS]
+        for fault in [*faults, "hang", "delay", "crash-caller", "full", "blind"]:
+            yield Case(operation, victim, f"nvml.{n}", fault)
+
+
+def _disk(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]:
+    for call, count in steps["disk"].items():
+        for n in _some(count):
+            for fault in ("ENOSPC", "EIO", "ENOSPC-for-good"):
+                yield Case(operation, victim, f"disk.{call}.{n}", fault)
+
+
+def _some(count: int) -> list[int]:
+    """Of many alike the first, some between and the last; of few all."""
+    return list(range(count)) if count <= 8 else sorted({*range(4), count // 3, count // 2, *range(count - 4, count)})
+
+
+def _whole(operation: str, victim: str, ground: str) -> Iterator[Case]:
+    faults = ["none", *(f"random-kill-{who}.{n}" for who in ("limosa", "worker", "both") for n in range(3))]
+    faults += [f"random-{name}.{n}" for name in ("sigint", "sigterm") for n in range(2)]
+    faults.append("full-runtime")
+    if not operation.startswith("recover"):
+        faults += [f"timeout.{n}" for n in range(4)]
+    if operation in ("checkpoint", "leave-running"):
+        faults += ["full-disk.0", "full-disk.1", "file-size"]
+    if operation in ("move", "resume-to", "restore-to") and victim not in ACTS:
+        faults.append("refused-map")
+    if operation in ("move", "suspend", "checkpoint") and victim not in ACTS:
+        faults.append("busy-target")
+    for fault in faults:
+        yield Case(operation, victim, "run", fault)
+
+
+def chosen(cases: list[Case], count: int, seed: int) -> list[Case]:
+    """A sample of that many: every (operation, step, fault) once before any of it twice, victims taken in turn."""
+    random_ = random.Random(seed)
+    by_key: dict[tuple[str, str, str], list[Case]] = {}
+    for case in cases:
+        by_key.setdefault((case.operation, _alike(case.step), case.fault), []).append(case)
+    keys = sorted(by_key)
+    random_.shuffle(keys)
+    for key in keys:
+        random_.shuffle(by_key[key])
+    picked: list[Case] = []
+    used: Counter[str] = Counter()
+    while len(picked) < min(count, len(cases)):
+        for key in keys:
+            left = by_key[key]
+            if not left or len(picked) >= count:
+                continue
+            # The class of victim that has had the fewest runs so far.
+            best = min(range(len(left)), key=lambda i: used[left[i].victim])
+            case = left.pop(best)
+            used[case.victim] += 1
+            picked.append(case)
+    return picked
+
+
+def _alike(step: str) -> str:
+    """The step without which of several alike it is."""
+    return step.rpartition(".")[0] or step
+
+
+ERRNO = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """``steps.json``: a line for each operation and class of victim."""
+    lines = [f"{json.dumps(name)}: {json.dumps(found[name], separators=(',', ':'))}" for name in sorted(found)]
+    return "{\n" + ",\n".join(lines) + "\n}\n"

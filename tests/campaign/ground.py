@@ -1,0 +1,101 @@
+"""What the campaign runs on: a software node (faults of the driver are rules in its folder), real GPUs, or neither."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+
+class Ground:
+    """A machine without GPUs: only jobs that CRIU alone moves."""
+
+    name = "host"
+    gpus = 0
+
+    def arm(self, rules: list[str]) -> None:
+        """Lets these rules hold (``native/softgpu/fault.h``)."""
+        assert not rules, "there is no driver here that can be told to fail"
+
+    def disarm(self) -> None:
+        """No rule holds any more, and whoever hangs goes on."""
+
+    def leftovers(self) -> dict[str, Any]:
+        """What of the node must be the same before and after."""
+        return {}
+
+
+class Real(Ground):
+    """Real GPUs: the driver is not made to fail."""
+
+    name = "real"
+
+    def __init__(self) -> None:
+        from limosa import gpu
+
+        self.gpus = len(gpu.inventory().gpus)
+
+
+class Soft(Ground):
+    """A software node, in which this process runs."""
+
+    name = "soft"
+
+    def __init__(self) -> None:
+        from limosa.softgpu.faults import Switches
+        from limosa.softgpu.state import NODE_FOLDER, opened
+
+        self.folder = Path(NODE_FOLDER)
+        self.switches = Switches()
+        with opened() as state:
+            self.gpus = int(state.n_gpus)
+        self._armed = False
+        self._filled: list[Any] = []
+        self._logged = 0
+
+    def arm(self, rules: list[str]) -> None:
+        self._logged = self._log_size()
+        for rule in rules:
+            self.switches.add(rule)
+        self._armed = bool(rules)
+
+    def disarm(self) -> None:
+        if self._armed:
+            self.switches.clear()
+            self._armed = False
+        for filled in self._filled:
+            filled.close()
+        self._filled.clear()
+        for number in range(self.gpus):
+            self.switches.lose(number, False)
+
+    def fill(self, gpus: list[int]) -> None:
+        """Somebody takes all that is free on these GPUs, until ``disarm``."""
+        for number in gpus:
+            self._filled.append(self.switches.fill(number))
+
+    def has_fired(self) -> bool:
+        """Whether a rule has had its turn since they were armed."""
+        with open(self.folder / "log", "rb") as file:
+            file.seek(self._logged)
+            return b" fault " in b" " + file.read()
+
+    def _log_size(self) -> int:
+        return os.stat(self.folder / "log").st_size if (self.folder / "log").exists() else 0
+
+    def leftovers(self) -> dict[str, Any]:
+        return {
+            "blocks of device memory": len(os.listdir(self.folder / "memory")),
+            "requests": sorted(os.listdir(self.folder / "requests")),
+        }
+
+
+def here() -> Ground:
+    """The ground that this process stands on."""
+    if os.environ.get("LIMOSA_CAMPAIGN") == "real":
+        return Real()
+    from limosa.softgpu.state import NODE_FOLDER
+
+    if os.path.exists(f"{NODE_FOLDER}/state"):
+        return Soft()
+    return Ground()

@@ -1,0 +1,146 @@
+"""Victims as the room sees them: started, asked to prove their memory, ended for sure."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+from campaign.shapes import COMMANDS, SHAPES, Slot
+from campaign.twin import Proof, expected
+from support import end_session, pids, stat_of
+
+PTX = Path(__file__).parents[2] / "src" / "limosa" / "demo" / "kernels.ptx"
+
+
+class Lost(AssertionError):
+    """A victim does not do what it has to."""
+
+
+class Job:
+    """One victim: all its processes."""
+
+    def __init__(self, nursery: Any, shape: str, folder: Path, first: int):
+        self.shape, self.folder, self.first = shape, folder, first
+        folder.mkdir(parents=True)
+        page = folder / "page"
+        page.write_bytes(bytes(4096))
+        with open(page, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 4096)
+        self.known = SHAPES[shape]
+        self.slots = len(self.known.processes) + self.known.idle
+        order = {"shape": shape, "folder": str(folder), "ptx": str(PTX), "first": first}
+        self.pid = int(nursery.ask(order, "victim")["victim"])
+        self._requests = 0
+        self.goes_on(limit=30)
+        self.size = self.resident()
+
+    def get(self, slot: int, word: int) -> int:
+        """A word of the control page."""
+        return int(struct.unpack_from("<Q", self._memory, 8 * (slot * Slot.WORDS + word))[0])
+
+    def set(self, slot: int, word: int, value: int) -> None:
+        """Writes one."""
+        struct.pack_into("<Q", self._memory, 8 * (slot * Slot.WORDS + word), value)
+
+    @property
+    def cuda_pids(self) -> list[int]:
+        """The processes with CUDA state, by slot."""
+        return [self.get(slot, Slot.PID) for slot, parts in enumerate(self.known.processes) if parts]
+
+    def alive(self) -> bool:
+        """Whether its topmost process lives."""
+        stat = stat_of(self.pid)
+        return stat is not None and stat[2] not in "ZX"
+
+    def session(self) -> list[int]:
+        """Its living processes."""
+        found = {pid: stat for pid in pids() if (stat := stat_of(pid)) is not None}
+        return sorted(pid for pid, (_, sid, state) in found.items() if sid == self.pid and state not in "ZX")
+
+    def epochs(self) -> list[int]:
+        """Each process's epoch."""
+        return [self.get(slot, Slot.EPOCH) for slot in range(self.slots)]
+
+    def goes_on(self, limit: float = 8.0) -> None:
+        """Waits until each of its processes has finished another epoch.
+
+        Raises:
+            Lost: one does not.
+        """
+        before, end = self.epochs(), time.monotonic() + limit
+        while any(now <= then for now, then in zip(self.epochs(), before, strict=True)):
+            if not self.alive() or time.monotonic() > end:
+                raise Lost(f"the job does not go on: epochs {before} → {self.epochs()}, {self.words()}")
+            time.sleep(0.0005)
+
+    def prove(self, limit: float = 8.0) -> None:
+        """Has every process prove its memory, and compares with the twin.
+
+        Raises:
+            Lost: it does not answer, or its memory is not the twin's.
+        """
+        self._requests = max(self.get(slot, Slot.REQUEST) for slot in range(self.slots)) + 1
+        asked = range(len(self.known.processes))
+        for slot in asked:
+            self.set(slot, Slot.REQUEST, self._requests)
+        end = time.monotonic() + limit
+        while any(self.get(slot, Slot.ANSWER) != self._requests for slot in asked):
+            if not self.alive() or time.monotonic() > end:
+                raise Lost(f"the job does not answer: {self.words()}")
+            time.sleep(0.0005)
+        for slot in asked:
+            told = Proof(*(self.get(slot, word) for word in (Slot.ANSWER_EPOCH, Slot.HASH, Slot.BYTES, Slot.FLOATS)))
+            twin = expected(self.shape, slot, told.epoch)
+            if told != twin:
+                raise Lost(f"memory of process {slot} is not its twin's: {told} instead of {twin}")
+
+    def words(self) -> str:
+        """Its state and what it has said."""
+        states = {pid: stat_of(pid) for pid in self.session()}
+        log = (self.folder / "log").read_text(errors="replace") if (self.folder / "log").exists() else ""
+        return f"processes {states}, log {log[-400:]!r}"
+
+    def command(self, name: str, limit: float = 3.0) -> None:
+        """Has it exit, or fork a child, or end that child."""
+        self.set(0, Slot.DONE, 0)
+        self.set(0, Slot.COMMAND, COMMANDS[name])
+        end = time.monotonic() + limit
+        while self.alive() and self.get(0, Slot.DONE) != COMMANDS[name] and time.monotonic() < end:
+            time.sleep(0.002)
+        if name != "exit":
+            self.set(0, Slot.COMMAND, 0)
+
+    def descriptors(self) -> list[str]:
+        """What its processes hold open, to be the same before and after."""
+        found = []
+        for number, pid in enumerate(self.session()):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                try:
+                    target = os.readlink(f"/proc/{pid}/fd/{fd}")
+                except OSError:
+                    continue
+                kind = target.split(":")[0] if ":" in target else target
+                if "/nvidia-soft/memory" in kind:
+                    kind = "device memory"
+                found.append(f"{number} {kind}")
+        return sorted(found)
+
+    def threads(self) -> int:
+        """How many threads its processes have."""
+        return sum(len(os.listdir(f"/proc/{pid}/task")) for pid in self.session())
+
+    def resident(self) -> int:
+        """Bytes of anonymous memory of all its processes."""
+        total = 0
+        for pid in self.session():
+            with open(f"/proc/{pid}/status") as file:
+                total += sum(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+        return total
+
+    def kill(self) -> None:
+        """Ends it."""
+        end_session(self.pid)

@@ -1,0 +1,85 @@
+"""What each class of victim is made of; read by the victim itself and by the twin that it is compared with.
+
+A victim is one or more processes with slots 0, 1, … on a control page. Each process has parts (a context on a GPU),
+each part has blocks of device memory (sizes in words of 8 bytes) that are stamped anew in every epoch, and a small
+float array that every epoch adds to, so that its bits depend on every epoch since the start.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FLOATS = 512
+"""Length of the float array of each part."""
+
+MiB = (1 << 20) // 8
+
+
+class Part(NamedTuple):
+    """A context and what lies in it: ``device`` counts from the victim's first GPU."""
+
+    device: int
+    plain: tuple[int, ...] = ()
+    vmm: tuple[int, ...] = ()
+    pooled: tuple[int, ...] = ()
+    threads: int = 0
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """All blocks in the order in which they are hashed."""
+        return self.plain + self.vmm + self.pooled
+
+
+class Shape(NamedTuple):
+    """A class of victims.
+
+    Attributes:
+        processes: parts of each process with CUDA state; slot by slot.
+        idle: processes of the tree without CUDA state.
+        behaviour: what it does when it is told to: "exit", "fork", "stop", or "".
+    """
+
+    processes: tuple[tuple[Part, ...], ...]
+    idle: int = 0
+    behaviour: str = ""
+
+    @property
+    def gpus(self) -> int:
+        """On how many GPUs it is."""
+        return 1 + max(part.device for parts in self.processes for part in parts)
+
+
+_ONE = (Part(0, plain=(MiB // 4, 700)),)
+
+SHAPES: dict[str, Shape] = {
+    "one": Shape((_ONE,)),
+    "tree": Shape((_ONE, (Part(0, plain=(3000,)),), (Part(0, plain=(5000, 64)),)), idle=1),
+    "threads": Shape(((Part(0, plain=(20000, 20000, 999), threads=3),),)),
+    "allocations": Shape(((Part(0, plain=(4 * MiB, *(512 + 3 * i for i in range(24))), pooled=(4096, 100)),),)),
+    "vmm": Shape(((Part(0, plain=(1000,), vmm=(MiB // 4, MiB // 4)),),)),
+    "two-gpus": Shape(((Part(0, plain=(30000,)), Part(1, plain=(20000, 77))),)),
+    "exits": Shape((_ONE,), behaviour="exit"),
+    "forks": Shape((_ONE,), behaviour="fork"),
+    "stopped": Shape((_ONE,), behaviour="stop"),
+    "host": Shape(((),)),  # no CUDA state: what CRIU alone moves
+}
+
+
+def page_of(slot: int, part: int, block: int) -> int:
+    """The page number that a block is stamped with."""
+    return 100_000 * slot + 10_000 * part + 7 * block + 1
+
+
+def factor(epoch: int) -> float:
+    """What an epoch multiplies with before it adds."""
+    return 1.0 / (1 + epoch % 97)
+
+
+class Slot:
+    """Words of the control page that belong to one process, by number."""
+
+    EPOCH, REQUEST, ANSWER, ANSWER_EPOCH, HASH, BYTES, FLOATS, COMMAND, DONE, PID, ERROR = range(11)
+    WORDS = 64
+
+
+COMMANDS = {"exit": 1, "fork": 2, "join": 3}
