@@ -1,0 +1,396 @@
+"""``limosa softgpu``: what is in a node, what it leaves alone, and how the command in it begins and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from soft_node import ROOT, Node
+
+from limosa.softgpu.state import NODE_FOLDER
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a node has mounts of its own, which only root can make")
+LIMOSA = [sys.executable, "-m", "limosa"]
+LOOK = """
+import json, os, stat
+print(json.dumps({n: [stat.S_IFMT(s.st_mode), s.st_rdev, oct(s.st_mode & 0o777)]
+    for n in os.listdir("/dev") for s in [os.lstat("/dev/" + n)]}))
+"""
+
+
+def softgpu(*arguments: object, **options):
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    return subprocess.run(
+        [*LIMOSA, "softgpu", *map(str, arguments)], capture_output=True, text=True, timeout=30, check=False, **options
+    )
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_and_the_output_are_the_commands(libraries):
+    ran = softgpu("--", "sh", "-c", "echo out; echo words >&2; exit 7")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "out\n", "words\n")
+
+
+def test_a_command_that_a_signal_ended_is_told_as_such(libraries):
+    assert softgpu("--", "sh", "-c", "kill -TERM $$").returncode == -signal.SIGTERM
+
+
+def test_the_commands_own_options_are_left_to_it(libraries):
+    assert softgpu("--gpus", 1, "--", "echo", "--gpus", "-h").stdout == "--gpus -h\n"
+
+
+def test_what_cannot_be_started(libraries, tmp_path):
+    ran = softgpu("--", "no-such-program-anywhere")
+    assert ran.returncode == 127
+    assert "no-such-program-anywhere" in ran.stderr
+    text = tmp_path / "text"
+    text.write_text("x")
+    assert softgpu("--", text).returncode == 126
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_reach_the_command(libraries, number):
+    code = (
+        "import signal, sys\n"
+        "signal.signal(int(sys.argv[1]), lambda *_: sys.exit(33))\n"
+        "print('up', flush=True)\n"
+        "signal.pause()"
+    )
+    process = subprocess.Popen(
+        [*LIMOSA, "softgpu", "--", sys.executable, "-c", code, str(int(number))], stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(number)
+        assert process.wait(20) == 33
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command_may_die_of_a_closed_pipe(libraries):
+    """Python ignores SIGPIPE; what it starts must not."""
+    ran = subprocess.run(
+        f"{sys.executable} -m limosa softgpu -- yes | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (ran.stdout, ran.stderr) == ("y\n", "")
+
+
+def test_standard_input_is_the_commands(libraries):
+    ran = softgpu("--", "cat", input="words\n")
+    assert ran.stdout == "words\n"
+
+
+def test_a_shell_has_the_terminal(libraries):
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ["SHELL"] = "/bin/sh"
+        os.execv(sys.executable, [*LIMOSA, "softgpu", "--gpus", "3", "--shell"])
+    said = b""
+    try:
+        os.write(master, b"test -t 0 && test -t 1 && ls /dev/nvidia[0-9] | wc -l; echo so-far; exit 5\n")
+        end = time.monotonic() + 30
+        while time.monotonic() < end and select.select([master], [], [], 1) is not None:
+            try:
+                said += os.read(master, 4096)
+            except OSError:  # the terminal has no other end any more
+                break
+        _, status = os.waitpid(pid, 0)
+    finally:
+        os.close(master)
+    assert os.waitstatus_to_exitcode(status) == 5, said
+    assert b"3\r\nso-far\r\n" in said
+    assert b"3 software GPUs" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "COMMAND"),
+        (("--shell", "--", "true"), "COMMAND"),
+        (("--gpus", 0, "--", "true"), "1 to 16"),
+        (("--gpus", 17, "--", "true"), "1 to 16"),
+        (("--gpus", "many", "--", "true"), "integer"),
+        (("--memory", "2 elephants", "--", "true"), "size"),
+        (("--memory", "1KiB", "--", "true"), "16 MiB"),
+        (("--gpus", 3, "--memory", "1GiB,2GiB", "--", "true"), "3"),
+        (("--gpus", 2, "--chip", "H200,H100,A100", "--", "true"), "2"),
+        (("--chip", "Z80", "--", "true"), "H200"),
+        (("--like", "warp", "--", "true"), "h200"),
+        (("--driver", "newest", "--", "true"), "580"),
+        (("--fault", "explode", "--", "true"), "explode"),
+        (("--fault", "function=cuInit", "--", "true"), "what is to go wrong"),
+        (("--no-such-option", "--", "true"), "no-such-option"),
+    ],
+)
+def test_bad_arguments(libraries, arguments, words):
+    ran = softgpu(*arguments)
+    assert ran.returncode == 2, ran.stderr
+    assert words in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def test_bad_arguments_as_json(libraries):
+    ran = softgpu("-o", "json", "--gpus", 0, "--", "true")
+    assert (ran.returncode, json.loads(ran.stdout)["error"]["exit_code"]) == (2, 2)
+
+
+def test_others_than_root_are_refused_with_words(libraries):
+    def drop():
+        os.setgid(65534)
+        os.setuid(65534)
+
+    # As in the program, but without what nobody may read here (a checkout in somebody's home).
+    ran = subprocess.run(
+        ["cat", "/proc/self/status"], preexec_fn=drop, capture_output=True, text=True, timeout=10, check=True
+    )
+    assert "Uid:\t65534" in ran.stdout
+    code = (
+        "import os; from limosa.softgpu import node; from limosa.softgpu.spec import make_spec\n"
+        "from limosa.errors import LimosaError\n"
+        "spec = make_spec(1, [1 << 30], ['H200'])\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        "try: node.enter(spec)\n"
+        "except LimosaError as error: print(error.exit_code, error, error.hint)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert ran.stdout.startswith("11 not permitted: ")
+    assert "root" in ran.stdout
+    assert "sudo" in ran.stdout
+
+
+def test_libraries_that_are_missing_are_told(libraries, tmp_path):
+    from limosa.errors import GpuUnavailable
+    from limosa.softgpu.node import check_libraries
+
+    with pytest.raises(GpuUnavailable, match=r"libcuda\.so\.1 and no libnvidia-ml\.so\.1") as caught:
+        check_libraries(tmp_path)
+    assert "compiler" in caught.value.hint
+
+
+# --- what is in it -----------------------------------------------------------------------------------------------
+
+
+def test_device_nodes(new_node):
+    found = new_node(gpus=3).python(LOOK).json
+    for minor in range(3):
+        assert found[f"nvidia{minor}"] == [stat.S_IFCHR, os.makedev(4000, minor), "0o666"]
+    assert "nvidia3" not in found
+    for name in ("nvidiactl", "nvidia-uvm"):  # mapped by name, harmless
+        assert found[name] == [stat.S_IFCHR, os.makedev(1, 5), "0o666"]
+
+
+def test_the_machines_devices_are_all_there(node):
+    outside = {
+        n: [stat.S_IFMT(s.st_mode), s.st_rdev, oct(s.st_mode & 0o777)]
+        for n in os.listdir("/dev")
+        for s in [os.lstat(f"/dev/{n}")]
+        if not n.startswith("nvidia") and n != "shm"
+    }
+    inside = {n: v for n, v in node.python(LOOK).json.items() if not n.startswith("nvidia") and n != "shm"}
+    assert inside == outside
+    ran = node.run(
+        [
+            "sh",
+            "-c",
+            "echo x > /dev/null; head -c 4 /dev/zero | wc -c; head -c 4 /dev/urandom | wc -c; echo y > /dev/fd/1",
+        ]
+    )
+    assert ran.stdout.split() == ["4", "4", "y"]
+    node.python("import pty, os; a, b = pty.openpty(); assert os.ttyname(b).startswith('/dev/pts/')")
+
+
+def test_opening_a_gpu_fails_without_harm(node):
+    """The library takes the name only (O_PATH): there is no driver behind the number."""
+    code = (
+        "import os\n"
+        "os.close(os.open('/dev/nvidia0', os.O_PATH))\n"
+        "try: os.open('/dev/nvidia0', os.O_RDWR)\n"
+        "except OSError as error: print(error.errno)"
+    )
+    import errno
+
+    assert int(node.python(code).stdout) == errno.ENXIO
+
+
+def test_shared_memory_is_the_nodes_own(node):
+    name = f"limosa-test-{os.getpid()}"
+    outside = f"/dev/shm/{name}"
+    node.run(["sh", "-c", f"echo inside > {outside}"])
+    assert not os.path.exists(outside)
+    assert node.run(["cat", outside]).stdout == "inside\n"
+
+
+def test_semaphores_and_shared_memory_work(node):
+    """What Python's multiprocessing needs of /dev/shm."""
+    node.python(
+        "import multiprocessing as m\nfrom multiprocessing import shared_memory as s\n"
+        "q = m.Queue(); l = m.Lock()\nwith l: q.put(4)\nassert q.get(timeout=5) == 4\n"
+        "b = s.SharedMemory(create=True, size=9); b.close(); b.unlink()"
+    )
+
+
+def machine():
+    return sorted(os.listdir("/dev")), Path("/proc/self/mountinfo").read_text()
+
+
+def test_nothing_outside_is_touched(libraries):
+    before = machine()
+    with Node() as node:
+        assert os.path.exists(f"{node.folder}/state")
+        assert machine() == before
+        assert not os.path.exists(NODE_FOLDER)
+    assert machine() == before
+
+
+def test_it_is_gone_with_its_last_process(libraries, tmp_path):
+    """A process that outlives the command keeps the node; nothing else does."""
+    pidfile = tmp_path / "pid"
+    code = (
+        "import os, sys, time\n"
+        "if os.fork(): os._exit(0)\n"
+        "os.setsid(); [os.close(n) for n in range(3)]; open(sys.argv[1] + '.new', 'w').write(str(os.getpid()))\n"
+        "os.rename(sys.argv[1] + '.new', sys.argv[1]); time.sleep(60)"
+    )
+    assert softgpu("--", sys.executable, "-c", code, pidfile).returncode == 0
+    end = time.monotonic() + 10
+    while not pidfile.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    pid = int(pidfile.read_text())
+    held = os.open(f"/proc/{pid}/root{NODE_FOLDER}/state", os.O_RDONLY)
+    os.close(held)
+    os.kill(pid, signal.SIGKILL)
+    while os.path.exists(f"/proc/{pid}/root{NODE_FOLDER}/state") and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid}/root{NODE_FOLDER}/state")
+
+
+def test_a_node_in_a_node(new_node):
+    outer = new_node(gpus=2)
+    inner = outer.limosa("softgpu", "--gpus", 1, "--", sys.executable, "-c", LOOK).json
+    assert sorted(n for n in inner if n.startswith("nvidia")) == ["nvidia-soft", "nvidia-uvm", "nvidia0", "nvidiactl"]
+    assert "nvidia1" in outer.python(LOOK).json
+
+
+def test_two_nodes_know_nothing_of_each_other(new_node):
+    first, second = new_node(gpus=1), new_node(gpus=1)
+    uuids = [n.limosa("gpus", "-o", "json").json["gpus"][0]["uuid"] for n in (first, second)]
+    assert uuids[0] != uuids[1]
+    with first.switches.fill(0, 32 << 20):
+        assert first.limosa("gpus", "-o", "json").json["gpus"][0]["memory_used"] == (32 + 4) << 20
+        assert second.limosa("gpus", "-o", "json").json["gpus"][0]["memory_used"] == 4 << 20
+
+
+def test_a_dev_that_is_odd(libraries, tmp_path):
+    """As in a container: mounts below /dev, files bound over devices, no /dev/shm, links that lead nowhere."""
+    script = tmp_path / "odd"
+    script.write_text(
+        "set -e\n"
+        "mount -t tmpfs none /dev -o mode=755\n"
+        "for d in 'null 1 3' 'zero 1 5' 'full 1 7' 'random 1 8' 'urandom 1 9' 'tty 5 0'; do\n"
+        "  set -- $d; mknod -m 666 /dev/$1 c $2 $3; done\n"
+        "ln -s /proc/self/fd /dev/fd; ln -s /proc/self/fd/0 /dev/stdin; ln -s pts/ptmx /dev/ptmx\n"
+        "ln -s /nowhere /dev/core\n"
+        "mkdir /dev/pts /dev/mqueue /dev/deep /dev/deep/er\n"
+        "mount -t devpts none /dev/pts -o newinstance,ptmxmode=666\n"
+        "mount -t mqueue none /dev/mqueue\n"
+        "mount -t tmpfs none /dev/deep/er; echo deep > /dev/deep/er/file\n"
+        "echo text > /dev/regular; mkfifo /dev/pipe\n"
+        "touch /dev/console; mount --bind /dev/null /dev/console\n"
+        "echo there > /dev/nvidia0; mkdir /dev/nvidia-caps\n"
+        f'exec {sys.executable} -m limosa softgpu --gpus 1 -- "$0" "$1"\n'.replace('"$0" "$1"', "sh -c '\n")
+        + "cat /dev/deep/er/file /dev/regular\n"
+        "test -d /dev/mqueue -a -p /dev/pipe -a -c /dev/nvidia0 -a -c /dev/console -a ! -e /dev/nvidia-caps\n"
+        "echo x > /dev/console; readlink /dev/core /dev/ptmx\n"
+        "test -d /dev/shm; echo y > /dev/shm/y; cat /dev/shm/y; echo z | cat /dev/stdin\n"
+        "'\n"
+    )
+    ran = subprocess.run(
+        ["unshare", "-m", "sh", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.split() == ["deep", "text", "/nowhere", "pts/ptmx", "y", "z"]
+
+
+# --- with the rest of Limosa -------------------------------------------------------------------------------------
+
+
+def test_gpus_and_doctor_say_software_gpu(new_node):
+    node = new_node(gpus=4, memory="2GiB", chip=["H200", "H200", "H100", "A100"], driver="570.86.10")
+    shown = node.limosa("gpus")
+    assert "these are software GPUs, not real ones" in shown.stderr
+    found = node.limosa("gpus", "-o", "json").json
+    assert found["software"] is True
+    assert (found["driver_version"], found["cuda_version"]) == ("570.86.10", "12.8")
+    assert [g["name"] for g in found["gpus"]] == [f"Soft GPU {c}" for c in ("H200", "H200", "H100", "A100")]
+    assert {g["memory_total"] for g in found["gpus"]} == {2 << 30}
+    assert [g["minor"] for g in found["gpus"]] == [0, 1, 2, 3]
+    doctor = node.limosa("doctor", "-o", "json", rc=None).json
+    assert "software" in next(c["detail"] for c in doctor["checks"] if c["name"] == "driver")
+
+
+def test_programs_outside_see_no_software_gpu(libraries, node):
+    code = "import pynvml\ntry: pynvml.nvmlInit(); print('driver')\nexcept pynvml.NVMLError as e: print('none')"
+    outside = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert node.python(code).stdout == "driver\n"
+    if not os.path.exists("/dev/nvidiactl"):
+        assert outside.stdout == "none\n"
+
+
+@pytest.mark.criu
+def test_criu_dumps_and_restores_what_runs_in_a_node(node, tmp_path, runtime):
+    """A plain job; its standard streams were opened outside of the node, and files of the node's /dev are open."""
+    code = (
+        "import time, sys\n"
+        "kept = [open('/dev/null'), open('/dev/zero', 'rb'), open('/dev/shm/mine', 'w')]\n"
+        "n = 0\n"
+        "while True: n += 1; print(n, flush=True); time.sleep(0.01)\n"
+    )
+    log = tmp_path / "log"
+    with open(log, "ab") as out:
+        job = node.popen([sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True, cwd=tmp_path)
+
+    def ticks() -> int:
+        return len(log.read_text().split())
+
+    def goes_on(process_ended=lambda: False) -> None:
+        before, end = ticks(), time.monotonic() + 10
+        while ticks() < before + 3:
+            assert time.monotonic() < end, log.read_text()[-500:]
+            time.sleep(0.01)
+
+    goes_on()
+    image = tmp_path / "image"
+    checkpoint = node.popen([*LIMOSA, "checkpoint", job.pid, "--output", image])
+    assert job.wait(30) == -signal.SIGKILL  # reaped while limosa waits for that
+    assert checkpoint.wait(30) == 0
+    stood = ticks()
+    node.limosa("restore", image)
+    goes_on()
+    numbers = [int(word) for word in log.read_text().split()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) > stood
