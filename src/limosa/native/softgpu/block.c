@@ -134,7 +134,7 @@ bool space_ours(CUdeviceptr address)
 
 /* ------------------------------------------------------------------------------------------------------ blocks --- */
 
-static int map_at(int fd, size_t offset, size_t bytes, CUdeviceptr address, int protection)
+int block_map_fd(int fd, size_t offset, size_t bytes, CUdeviceptr address, int protection)
 {
     void *at = (void *)(uintptr_t)address;
 
@@ -174,7 +174,7 @@ int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, 
             error = -errno;
     }
     if (!error && address) {
-        error = map_at(fd, 0, bytes, address, PROT_READ | PROT_WRITE);
+        error = block_map_fd(fd, 0, bytes, address, PROT_READ | PROT_WRITE);
         if (error && holder)
             munmap(*holder, HOLDER_BYTES);
     }
@@ -205,7 +205,7 @@ int block_map(uint64_t id, size_t offset, size_t bytes, CUdeviceptr address, int
 
     if (fd < 0)
         return fd;
-    error = map_at(fd, offset, bytes, address, protection);
+    error = block_map_fd(fd, offset, bytes, address, protection);
     close(fd);
     return error;
 }
