@@ -1,6 +1,6 @@
 /* Contexts: primary and others, which is current, their limits, peer access. */
 #define _GNU_SOURCE
-#include "driver.h"
+#include "block.h"
 #include "fault.h"
 
 #include <errno.h>
@@ -58,25 +58,29 @@ static CUresult claim(struct context *context, int gpu)
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (error)
         return CUDA_ERROR_OPERATING_SYSTEM;
+    /* Held by a mapping: a descriptor with a lock on it would be seen as one that stands against a checkpoint. */
     driver_lock();
-    context->block = block;
-    context->block_fd = fd;
+    void *holder = block_hold(fd);
+    close(fd);
+    if (holder) {
+        context->block = block;
+        context->holder = holder;
+    }
     driver_unlock();
-    return CUDA_SUCCESS;
+    if (!holder)
+        node_dropped(block);
+    return holder ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
 }
 
 static void release(struct context *context)
 {
     driver_lock();
-    int fd = context->block_fd;
+    void *holder = context->holder;
     uint64_t block = context->block;
-    context->block_fd = -1;
+    context->holder = NULL;
     context->block = 0;
     driver_unlock();
-    if (fd >= 0) {
-        close(fd);
-        node_dropped(block);
-    }
+    block_let_go(holder, block);
 }
 
 /* One mapping for each device with a context that holds its memory, none for the others. */
@@ -85,7 +89,7 @@ static void show_mappings(void)
     bool wanted[NODE_MAX_GPUS] = {false};
     driver_lock();
     for (const struct context *context = contexts; context; context = context->next)
-        if (context->block_fd >= 0)
+        if (context->holder)
             wanted[context->ordinal] = true;
     for (int i = 0; i < NODE_MAX_GPUS; i++) {
         if (uvm[i] && !wanted[i]) {
@@ -115,7 +119,7 @@ int contexts_claim(void)
 {
     CUresult result = CUDA_SUCCESS;
     for (struct context *context = contexts; context && result == CUDA_SUCCESS; context = context->next)
-        if (!context->destroyed && context->block_fd < 0)
+        if (!context->destroyed && !context->holder)
             result = claim(context, gpu_after(context_gpu(context)));
     if (result != CUDA_SUCCESS)
         contexts_release();
@@ -136,9 +140,6 @@ int contexts_claim(void)
 void contexts_forked(void)
 {
     pthread_mutex_init(&making, NULL);
-    for (struct context *context = contexts; context; context = context->next)
-        if (context->block_fd >= 0)
-            close(context->block_fd);
     contexts = NULL;
     memset(uvm, 0, sizeof uvm);
     n_current = 0;
@@ -191,7 +192,8 @@ static CUresult bring_up(struct context *context, unsigned faults)
     context->destroyed = false;
     context->sticky = CUDA_SUCCESS;
     context->peers = 0;
-    memcpy(context->limits, default_limits, sizeof default_limits);
+    for (int i = 0; i < CU_LIMIT_MAX; i++)
+        context->limits[i] = default_limits[i];
     driver_unlock();
     return CUDA_SUCCESS;
 }
@@ -218,7 +220,6 @@ static struct context *context_make(int ordinal, unsigned flags, bool primary)
     context->flags = flags;
     context->primary = primary;
     context->destroyed = true;
-    context->block_fd = -1;
     context->version = 3020;
     driver_lock();
     context->id = ++last_id;

@@ -119,19 +119,19 @@ int gpu_after(int gpu);
 struct context {
     struct context *next; /* a destroyed context stays in the list: handles of it may be current somewhere */
     unsigned long long id;
-    bool destroyed; /* or a primary context that nobody retains */
+    _Atomic bool destroyed; /* or a primary context that nobody retains */
     int ordinal; /* the device as the application counts; driver.devices[ordinal] is the GPU */
-    unsigned flags;
+    _Atomic unsigned flags;
     bool primary;
     int references;    /* of a primary context */
     int attached;      /* times current in some thread */
     uint64_t block;    /* the device memory that the context itself takes (NODE_CONTEXT) */
-    int block_fd;      /* kept open: it is never mapped */
+    void *holder;      /* what keeps it (block.h); NULL while the context has none */
     uint32_t peers;    /* ordinals whose memory it has enabled */
-    size_t limits[16]; /* by CUlimit */
+    _Atomic size_t limits[16]; /* by CUlimit */
     _Atomic int sticky; /* CUresult: an error that a context does not recover from */
     unsigned version;   /* cuCtxGetApiVersion */
-    CUfunc_cache cache;
+    _Atomic CUfunc_cache cache;
 };
 
 struct context *context_current(void);
