@@ -111,12 +111,13 @@ static bool is_mig(const struct node_gpu *gpu)
 
 #define KILL_HAZARD "kill-after-restore-hangs"
 
-static char mark[128]; /* the file that says that this process has been restored; "" for none */
+static char mark[128];  /* the file that says that this process has been restored; "" for none */
+static pid_t mark_owner; /* not a child that was forked since */
 
 /* Also at a normal end of the process: that is no kill. */
 __attribute__((destructor)) static void unmark(void)
 {
-    if (mark[0])
+    if (mark[0] && mark_owner == getpid())
         unlink(mark);
     mark[0] = 0;
 }
@@ -125,6 +126,7 @@ static void mark_restored(void)
 {
     if (!fault_hazard(KILL_HAZARD))
         return;
+    mark_owner = getpid();
     snprintf(mark, sizeof(mark), REQUESTS_FOLDER "/restored-%d-%llu", (int)getpid(),
              (unsigned long long)node_start_time(getpid()));
     int fd = open(mark, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
