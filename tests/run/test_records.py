@@ -161,6 +161,26 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_whose_folder_cannot_be_synced_was_never_written(tmp_path, monkeypatch):
+    """Its writer is told that it failed and does not come back for it; an older one stays, as something has to."""
+    sync = os.fsync
+
+    def no_folder(fd: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).is_dir():
+            raise OSError(5, "Input/output error")
+        sync(fd)
+
+    path = tmp_path / "file"
+    monkeypatch.setattr(os, "fsync", no_folder)
+    with pytest.raises(OSError, match="Input/output"):
+        records.write_atomic(path, b"new")
+    assert list(tmp_path.iterdir()) == []
+    path.write_bytes(b"old")
+    with pytest.raises(OSError, match="Input/output"):
+        records.write_atomic(path, b"new")
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_names_are_checked_and_found(start):
     for bad in ("4711", "-x", "a/b", "", "a b", "ü"):
         with pytest.raises(UsageError):

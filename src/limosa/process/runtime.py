@@ -156,6 +156,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
         OSError: no room, no permission.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
+    new = not path.exists()
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as file:
@@ -168,11 +169,17 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except BaseException:
+        if new:  # whoever is told that it failed does not come back for it: a claim would keep its job busy
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        raise
 
 
 def read_owned(path: Path, uid: int) -> bytes | None:
