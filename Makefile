@@ -15,7 +15,7 @@ PYTEST = $(PY) -m pytest
 .PHONY: demo test test-gpu bench bench-gpu lint check clean help
 
 help:
-	@echo "make demo       a training, disturbed and undisturbed: both end with the same bits"
+	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
