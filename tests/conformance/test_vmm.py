@@ -208,15 +208,20 @@ def test_unmap_of_two_mappings_at_once(mapped: int, handle: int, work: Job) -> N
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoH", "cuMemsetD8"])
-@pytest.mark.parametrize("kind", ["reserved", "mapped-without-access", "unmapped"])
+@pytest.mark.parametrize("kind", ["reserved", "unmapped"])
 def test_memory_that_cannot_be_reached(kind: str, call: str, place: int, handle: int, work: Job) -> None:
-    if kind != "reserved":
-        work.do("cuMemMap", place, SPAN, 0, handle, 0)
     if kind == "unmapped":
+        work.do("cuMemMap", place, SPAN, 0, handle, 0)
         work.do("cuMemSetAccess", place, SPAN, access(), 1)
         work.do("cuMemUnmap", place, SPAN)
     args = (work.scratch, place, 64) if call == "cuMemcpyDtoH" else (place, 1, 64)
     assert work.says(call, *args) == "INVALID_VALUE"
+
+
+def test_memory_that_is_mapped_without_access(job: Job) -> None:
+    address = job.do("cuMemAddressReserve", SPAN, 0, 0, 0)
+    job.do("cuMemMap", address, SPAN, 0, job.do("cuMemCreate", SPAN, prop(), 0), 0)
+    assert job.says("cuMemcpyDtoH", job.scratch, address, 64) == "INVALID_VALUE"
 
 
 @pytest.mark.parametrize("kind", ["not-mapped", "too-long", "half", "no-such-device"])
