@@ -13,8 +13,13 @@
 
 /* Device addresses come from here, lowest first: far from where the kernel puts libraries, threads and host memory, and
  * within what sanitizers leave to applications. Nothing but device memory and reservations is ever put here. */
+#ifdef __SANITIZE_THREAD__ /* which leaves less */
+#define SPACE_START 0x7e8000000000ull
+#define SPACE_END 0x7ef000000000ull
+#else
 #define SPACE_START 0x7c0000000000ull
 #define SPACE_END 0x7e0000000000ull
+#endif
 
 #ifndef MAP_FIXED_NOREPLACE
 #define MAP_FIXED_NOREPLACE 0x100000

@@ -15,6 +15,11 @@
 #define EXCLUSIVE_PROCESS 3
 /* Each GPU with a context shows as one mapping of /dev/nvidia-uvm, of this size and at such an address. */
 #define UVM_BYTES ((size_t)2 << 20)
+#ifdef __SANITIZE_THREAD__ /* which keeps low addresses for itself */
+#define UVM_FLAGS 0
+#else
+#define UVM_FLAGS MAP_FIXED_NOREPLACE
+#endif
 #define UVM_ADDRESS(ordinal) ((void *)(0x204a00000 + (uintptr_t)(ordinal) * UVM_BYTES))
 
 struct context *contexts;
@@ -97,9 +102,9 @@ static void show_mappings(void)
             uvm[i] = NULL;
         } else if (wanted[i] && !uvm[i]) {
             int fd = open("/dev/nvidia-uvm", O_RDWR | O_CLOEXEC);
-            void *at = mmap(UVM_ADDRESS(i), UVM_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED_NOREPLACE, fd, 0);
-            if (at == MAP_FAILED) /* taken: anywhere low */
-                at = mmap(NULL, UVM_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_32BIT, fd, 0);
+            void *at = mmap(UVM_ADDRESS(i), UVM_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | UVM_FLAGS, fd, 0);
+            if (at == MAP_FAILED)
+                at = mmap(NULL, UVM_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
             uvm[i] = at == MAP_FAILED ? NULL : at;
             if (fd >= 0)
                 close(fd);
