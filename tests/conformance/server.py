@@ -7,7 +7,7 @@ thread has a queue of its own, so that a call that blocks holds up nothing but i
 
 Arguments: numbers, strings and null are themselves; ``{"b": HEX}`` bytes, ``{"e": "CUlimit.CU_LIMIT_STACK_SIZE"}`` an
 enumerator, ``{"s": TYPE, "f": {FIELD: VALUE}, "raw": HEX}`` a structure (fields may be dotted, raw is copied over it),
-``{"k": [[VALUE, CTYPE] …]}`` a kernel's arguments. The end of standard input ends the process.
+``{"r": 2}`` a CUresult, ``{"k": [[VALUE, CTYPE] …]}`` a kernel's arguments. The end of standard input ends the process.
 """
 
 import ctypes
@@ -53,6 +53,8 @@ def decode(value):
     if "e" in value:
         kind, _, name = value["e"].partition(".")
         return getattr(getattr(binding(), kind), name)
+    if "r" in value:
+        return binding().CUresult(value["r"])
     if "k" in value:
         return tuple(v for v, _ in value["k"]), tuple(getattr(ctypes, t) if t else None for _, t in value["k"])
     made = getattr(binding(), value["s"])()
