@@ -143,7 +143,7 @@ void checkpoint_node_hangs(void)
         int pid;
         unsigned long long started;
         if (sscanf(entry->d_name, "restored-%d-%llu", &pid, &started) == 2)
-            killed |= node_start_time((pid_t)pid) != started;
+            killed |= !node_same_start(node_start_time((pid_t)pid), started);
     }
     if (folder)
         closedir(folder);

@@ -173,9 +173,9 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle
     memcpy(&its, &handle, sizeof(its));
     if (!pdptr || Flags & ~(unsigned)CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || its.magic != HANDLE_MAGIC)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    if (its.pid == getpid() && its.start_time == node_start_time(getpid()))
+    if (its.pid == getpid() && node_same_start(its.start_time, node_start_time(getpid())))
         RETURN(CUDA_ERROR_INVALID_CONTEXT); /* one's own memory */
-    if (node_start_time(its.pid) != its.start_time)
+    if (!node_same_start(node_start_time(its.pid), its.start_time))
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     found = opened(&its, call_.context);

@@ -378,6 +378,29 @@ uint64_t node_used(int gpu)
 
 /* -------------------------------------------------------------------------------------------------- processes --- */
 
+/* How many clock ticks this process's boot-time clock is ahead of the machine's (time_namespaces(7)). */
+static int64_t clock_ahead(void)
+{
+    char text[256], *at;
+    int fd = open("/proc/self/timens_offsets", O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0;
+    ssize_t length = read(fd, text, sizeof(text) - 1);
+    close(fd);
+    text[length > 0 ? length : 0] = 0;
+    long long seconds = 0, nanoseconds = 0;
+    at = strstr(text, "boottime");
+    if (!at || sscanf(at, "boottime %lld %lld", &seconds, &nanoseconds) != 2)
+        return 0;
+    long ticks = sysconf(_SC_CLK_TCK);
+    return seconds * ticks + nanoseconds / (1000000000 / ticks);
+}
+
+bool node_same_start(uint64_t one, uint64_t other)
+{
+    return one && other && (one > other ? one - other : other - one) <= 1;
+}
+
 uint64_t node_start_time(pid_t pid)
 {
     char path[64], text[1024], *at;
@@ -398,7 +421,7 @@ uint64_t node_start_time(pid_t pid)
         if (!at)
             return 0;
     }
-    return strtoull(at + 1, NULL, 10);
+    return (uint64_t)((int64_t)strtoull(at + 1, NULL, 10) - clock_ahead());
 }
 
 int node_processes(int gpu, struct node_process *found, int room)
@@ -420,7 +443,8 @@ int node_processes(int gpu, struct node_process *found, int room)
         bool seen = false;
         for (int other = 0; other < node->n_blocks; other++) {
             const struct node_block *its = &node->blocks[other];
-            if (!its->id || its->gpu != gpu || its->pid != block->pid || its->start_time != block->start_time ||
+            if (!its->id || its->gpu != gpu || its->pid != block->pid ||
+                !node_same_start(its->start_time, block->start_time) ||
                 its->kind == NODE_RESERVED)
                 continue;
             if (other < place) {
@@ -430,7 +454,7 @@ int node_processes(int gpu, struct node_process *found, int room)
             bytes += its->bytes;
         }
         /* Memory may outlive its maker, held by whoever imported it: nobody of that name is there then. */
-        if (seen || node_start_time(block->pid) != block->start_time)
+        if (seen || !node_same_start(node_start_time(block->pid), block->start_time))
             continue;
         if (n < room)
             found[n] = (struct node_process){.pid = block->pid, .bytes = bytes};

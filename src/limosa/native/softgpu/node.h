@@ -120,8 +120,11 @@ struct node_process {
  * most `room` are written. */
 int node_processes(int gpu, struct node_process *found, int room);
 
-/* Field 22 of /proc/PID/stat, 0 where there is no such process. */
+/* When a process was started (field 22 of /proc/PID/stat, clock ticks since boot), 0 where there is no such process. The
+ * kernel answers by the clock of the reader's time namespace, and CRIU gives what it restores one of its own: that is
+ * taken off, which may leave one tick, so two start times are compared by node_same_start. */
 uint64_t node_start_time(pid_t pid);
+bool node_same_start(uint64_t one, uint64_t other);
 
 /* One line to the node's log: time, pid, text. */
 void node_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
