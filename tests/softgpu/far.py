@@ -232,11 +232,7 @@ def spin() -> None:
     flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
     ctypes.memset(flag, 0, 4096)
     _keep.append(flag)
-    ok(
-        cu.cuLaunchKernel(
-            kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((flag, 1), (ctypes.c_uint64, ctypes.c_uint32)), 0
-        )
-    )
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((flag, 1), (ctypes.c_uint64, ctypes.c_uint32)), 0))
 
 
 def release() -> None:
@@ -303,14 +299,14 @@ def _main() -> None:
             try:
                 compiled = compile(request["code"], "<far>", "eval")
             except SyntaxError:
-                exec(request["code"], globals())  # noqa: S102 - the test's own words
+                exec(request["code"], globals())
                 answer["value"] = None
             else:
-                answer["value"] = eval(compiled, globals())  # noqa: S307
+                answer["value"] = eval(compiled, globals())
         except BaseException as error:
             answer["error"] = f"{type(error).__name__}: {error}"
         with out:
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(answer, default=repr), flush=True)
 
     requests: queue.Queue[dict[str, Any]] = queue.Queue()
 

@@ -1,0 +1,524 @@
+"""The checkpoint calls on software GPUs: the restore thread, its queue, deaths on either side, who may ask whom.
+
+What each call answers in each state is the conformance suite's; here is what only this implementation has to get right.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from softgpu.far import Died, Far
+
+import native_build
+
+MIB = 1 << 20
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def far(node: Any) -> Callable[..., Far]:
+    return lambda *prefix, **options: Far(node, *prefix, **options)
+
+
+@pytest.fixture
+def job(far: Callable[..., Far]) -> Far:
+    """A process with a context, 6 MiB of plain memory and 4 MiB of a handle."""
+    job = far()
+    job("start()")
+    job("plain(6, 1)")
+    job("vmm(4, 2)")
+    return job
+
+
+@pytest.fixture
+def controller(far: Callable[..., Far]) -> Far:
+    controller = far()
+    controller("ok(cu.cuInit(0))")
+    return controller
+
+
+def status(pid: int, field: str) -> int:
+    """A number of /proc/PID/status; kB as bytes."""
+    with open(f"/proc/{pid}/status") as file:
+        line = next(line for line in file if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * (1024 if line.endswith("kB\n") else 1)
+
+
+def of_the_node(pid: int) -> list[str]:
+    """Descriptors and mappings of a process that have to do with the node."""
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    with open(f"/proc/{pid}/maps") as file:
+        found += [line.split(maxsplit=5)[-1].strip() for line in file if "/" in line]
+    return [path for path in found if path.startswith("/dev/nvidia")]
+
+
+def waiting(node: Any) -> list[str]:
+    return os.listdir(os.path.join(node.folder, "requests"))
+
+
+def until(true: Callable[[], Any], limit: float = 10) -> None:
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+# --- one process through its states ---------------------------------------------------------------------------------
+
+
+def test_the_memory_is_the_targets_own_while_it_is_checkpointed(job: Far, controller: Far, node: Any) -> None:
+    assert of_the_node(job.pid)
+    before = status(job.pid, "RssAnon")
+    controller.suspend(job.pid)
+    assert of_the_node(job.pid) == []
+    assert not [fd for fd in os.listdir(f"/proc/{job.pid}/fd") if "socket" in os.readlink(f"/proc/{job.pid}/fd/{fd}")]
+    # 10 MiB of the application's, 8 MiB that every context takes beside.
+    assert status(job.pid, "RssAnon") - before == pytest.approx(18 * MIB, abs=2 * MIB)
+    assert node.switches.used(0) == 4 * MIB
+    assert not [block for block in node.blocks() if os.stat(f"{node.folder}/memory/{block}").st_size]
+    controller.resume(job.pid)
+    assert status(job.pid, "RssAnon") - before < 2 * MIB
+    assert job("intact()")
+    assert node.switches.used(0) > 4 * MIB
+
+
+def test_one_call_of_the_c_librarys_mmap_holds_everything(
+    far: Callable[..., Far], controller: Far, tmp_path: Path
+) -> None:
+    (compiler, *_), *_ = native_build.compilers()
+    source = tmp_path / "answer.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>\n#include <stdlib.h>\n#include <sys/mman.h>\n"
+        "void *mmap(void *a, size_t n, int p, int f, int d, off_t o) {\n"
+        '  void *(*real)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap");\n'
+        '  if (f & MAP_POPULATE) { FILE *t = fopen(getenv("TOLD"), "a");\n'
+        '    fprintf(t, "%zu %d %d %d\\n", n, p, f, d); fclose(t); }\n'
+        "  return real(a, n, p, f, d, o); }\n"
+    )
+    library, told = tmp_path / "answer.so", tmp_path / "told"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(source)], check=True, timeout=60)
+    job = far(env={"LD_PRELOAD": str(library), "TOLD": str(told)})
+    job("start()")
+    job("plain(6, 1)")
+    controller.suspend(job.pid)
+    (line,) = told.read_text().splitlines()
+    assert line == f"{14 * MIB} 3 {0x8000 | 0x22} -1"
+    controller.resume(job.pid)
+    assert job("intact()")
+
+
+def test_a_locked_process_stands_still_in_its_next_call(job: Far, controller: Far) -> None:
+    job("ticking()")
+    until(lambda: job("ticks") > 5)
+    assert controller.lock(job.pid, 1000) == "SUCCESS"
+    first = job("ticks")
+    time.sleep(0.1)
+    assert job("ticks") - first <= 1
+    blocked = job.send("context() or ok(cu.cuCtxSynchronize())")
+    assert controller.checkpoint(job.pid) == "SUCCESS"
+    assert not blocked.done
+    controller.resume(job.pid)
+    blocked.value()
+    until(lambda: job("ticks") > first + 5)
+    assert job("intact()")
+
+
+def test_questions_that_no_gate_holds_are_answered_in_a_checkpointed_process_and_open_nothing(
+    job: Far, controller: Far
+) -> None:
+    before = job("word(cu.cuDeviceGetName(64, 0)[1])"), job("ok(cu.cuDriverGetVersion())")
+    controller.suspend(job.pid)
+    assert (job("word(cu.cuDeviceGetName(64, 0)[1])"), job("ok(cu.cuDriverGetVersion())")) == before
+    assert of_the_node(job.pid) == []
+    controller.resume(job.pid)
+
+
+def test_the_restore_thread_is_one_of_the_targets(job: Far, controller: Far) -> None:
+    thread = controller(f"thread_id({job.pid})")
+    with open(f"/proc/{job.pid}/task/{thread}/comm") as file:
+        assert file.read() == "cuda-restore\n"
+    controller.suspend(job.pid)
+    assert controller(f"thread_id({job.pid})") == thread
+    controller.resume(job.pid)
+
+
+def test_a_process_can_lock_itself(job: Far) -> None:
+    assert job(f"lock({job.pid})") == "SUCCESS"
+    assert job(f"checkpoint({job.pid})") == "SUCCESS"
+    assert job(f"state({job.pid})") == "checkpointed"
+    assert job(f"restore({job.pid})") == "SUCCESS"
+    assert job(f"unlock({job.pid})") == "SUCCESS"
+    assert job("intact()")
+
+
+# --- time-outs and queues -------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_does_not_end_makes_a_lock_time_out(job: Far, controller: Far) -> None:
+    job("spin()")
+    before = time.monotonic()
+    assert controller.lock(job.pid, 200) == "NOT_READY"
+    assert 0.2 <= time.monotonic() - before < 2
+    assert controller.state(job.pid) == "running"
+    job("ok(cu.cuMemAlloc(1024))")  # the gate is open again
+    synchronising = job.send("context() or ok(cu.cuCtxSynchronize())")
+    time.sleep(0.05)
+    assert controller.lock(job.pid, 200) == "NOT_READY"  # now a thread waits inside as well
+    lock = controller.send(f"lock({job.pid})")
+    time.sleep(0.05)
+    assert not lock.done
+    job("release()")
+    assert lock.value() == "SUCCESS"
+    synchronising.value()
+    assert controller.unlock(job.pid) == "SUCCESS"
+
+
+def test_requests_queue_up_and_each_is_answered_once(job: Far, far: Callable[..., Far], controller: Far) -> None:
+    others = [far() for _ in range(3)]
+    locks = [asker.send(f"lock({job.pid})") for asker in others for _ in range(4)]
+    assert sorted(lock.value() for lock in locks) == ["ILLEGAL_STATE"] * 11 + ["SUCCESS"]
+    states = [asker.send(f"[state({job.pid}) for _ in range(50)]") for asker in others]
+    for answers in states:
+        assert answers.value() == ["locked"] * 50
+    assert controller.unlock(job.pid) == "SUCCESS"
+
+
+def test_a_state_query_waits_for_the_checkpoint_under_way(new_node: Callable[..., Any]) -> None:
+    node = new_node(rates={"checkpoint_fixed": 0.5, "restore_fixed": 0.4})
+    job, controller, other = Far(node), Far(node), Far(node)
+    job("start()")
+    assert controller.lock(job.pid) == "SUCCESS"
+    before = time.monotonic()
+    under_way = controller.send(f"checkpoint({job.pid})")
+    time.sleep(0.1)
+    assert other.state(job.pid) == "checkpointed"
+    assert time.monotonic() - before > 0.45
+    assert under_way.value() == "SUCCESS"
+    before = time.monotonic()
+    assert controller("ok(cu.cuInit(0))") is None
+    assert controller.restore(job.pid) == "SUCCESS"
+    assert 0.4 <= time.monotonic() - before < 2
+
+
+def test_a_stopped_target_is_waited_for(job: Far, controller: Far, node: Any) -> None:
+    os.kill(job.pid, signal.SIGSTOP)
+    lock = controller.send(f"lock({job.pid}, 100)")
+    query = controller.send(f"state({job.pid})")
+    time.sleep(0.5)
+    assert not lock.done
+    assert not query.done
+    os.kill(job.pid, signal.SIGCONT)
+    assert lock.value() == "SUCCESS"
+    assert query.value() in ("running", "locked")
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert waiting(node) == []
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_controller_killed_while_it_waits_its_turn_is_forgotten(job: Far, far: Callable[..., Far], node: Any) -> None:
+    os.kill(job.pid, signal.SIGSTOP)
+    doomed = far()
+    doomed.send(f"lock({job.pid})")
+    until(lambda: len(waiting(node)) == 2)
+    doomed.process.kill()
+    doomed.process.wait()
+    os.kill(job.pid, signal.SIGCONT)
+    assert far().state(job.pid) == "running"
+    assert waiting(node) == []
+
+
+def test_a_controller_killed_in_mid_checkpoint_leaves_it_to_be_finished(new_node: Callable[..., Any]) -> None:
+    node = new_node(rates={"checkpoint_fixed": 0.4, "restore_fixed": 0.4})
+    job, other = Far(node), Far(node)
+    job("start()")
+    job("plain(4, 1)")
+    other("ok(cu.cuInit(0))")
+    for call, state in (("checkpoint", "checkpointed"), ("restore", "locked")):
+        doomed = Far(node)
+        doomed("ok(cu.cuInit(0))")
+        if call == "checkpoint":
+            assert doomed.lock(job.pid) == "SUCCESS"
+        doomed.send(f"{call}({job.pid})")
+        time.sleep(0.15)
+        doomed.process.kill()
+        doomed.process.wait()
+        assert other.state(job.pid) == state
+    assert other.unlock(job.pid) == "SUCCESS"
+    assert job("intact()")
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint", "restore"])
+def test_a_target_killed_in_the_middle_is_told_to_its_controller(call: str, new_node: Callable[..., Any]) -> None:
+    node = new_node(rates={"checkpoint_fixed": 1, "restore_fixed": 1})
+    job, controller = Far(node), Far(node)
+    job("start()")
+    controller("ok(cu.cuInit(0))")
+    if call == "lock":
+        job("spin()")
+    else:
+        assert controller.lock(job.pid) == "SUCCESS"
+    if call == "restore":
+        assert controller.checkpoint(job.pid) == "SUCCESS"
+    under_way = controller.send(f"{call}({job.pid})")
+    time.sleep(0.2)
+    assert not under_way.done
+    os.kill(job.pid, signal.SIGKILL)
+    assert under_way.value(2) == "OPERATING_SYSTEM"
+    assert controller.state(job.pid) in ("INVALID_VALUE", "NOT_INITIALIZED")
+    assert waiting(node) == []
+    assert node.switches.used(0) >= 4 * MIB
+    assert controller.send("ok(cu.cuDeviceGetCount())").value() == 2
+
+
+def test_a_target_that_was_stopped_and_becomes_another_program_does_not_hang_its_controller(
+    far: Callable[..., Far], controller: Far
+) -> None:
+    job = far()
+    job("start()")
+    job("spin()")
+    lock = controller.send(f"lock({job.pid})")
+    time.sleep(0.1)
+    job.send("os.execv('/bin/sleep', ['sleep', '60'])")
+    assert lock.value(5) == "OPERATING_SYSTEM"
+    assert controller.state(job.pid) == "NOT_INITIALIZED"
+
+
+# --- who is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_stands_for_its_process(job: Far, controller: Far) -> None:
+    threads = [int(tid) for tid in os.listdir(f"/proc/{job.pid}/task")]
+    assert len(threads) > 2
+    for tid in threads:
+        assert controller.lock(tid) == "SUCCESS"
+        assert controller.state(job.pid) == "locked"
+        assert controller.unlock(tid) == "SUCCESS"
+
+
+def test_processes_without_the_driver_are_never_touched(far: Callable[..., Far], controller: Far, node: Any) -> None:
+    plain = far()  # has the bindings, not the driver
+    impostor = node.popen(
+        [
+            sys.executable,
+            "-c",
+            "import signal, time\nopen('/proc/self/comm', 'w').write('cuda-restore')\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\n"
+            "print(flush=True)\ntime.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert impostor.stdout
+    assert impostor.stdout.readline() == b"\n"
+    for pid in (plain.pid, impostor.pid, node.pid, 1):
+        assert controller.state(pid) == "NOT_INITIALIZED"
+        assert controller.lock(pid, 100) == "NOT_INITIALIZED"
+    assert status_pending(impostor.pid) == 0
+    for pid in (0, -1, 1 << 30):
+        assert controller.state(pid) == "INVALID_VALUE"
+
+
+def status_pending(pid: int) -> int:
+    with open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1], 16) for line in file if re.match(r"(SigPnd|ShdPnd):", line))
+
+
+def test_a_process_of_another_node_has_no_driver_here(job: Far, new_node: Callable[..., Any]) -> None:
+    stranger = Far(new_node())
+    stranger("ok(cu.cuInit(0))")
+    assert stranger.state(job.pid) == "NOT_INITIALIZED"
+    assert stranger.lock(job.pid, 100) == "NOT_INITIALIZED"
+
+
+def test_somebody_elses_process_is_not_permitted_and_ones_own_is(
+    far: Callable[..., Far], job: Far, controller: Far
+) -> None:
+    try:
+        nobody = far("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all")
+    except Died:
+        pytest.skip("Python cannot be run as another user here")
+    nobody("ok(cu.cuInit(0))")
+    assert nobody.state(job.pid) == "NOT_PERMITTED"
+    assert nobody.lock(job.pid, 100) == "NOT_PERMITTED"
+    nobody("context()")
+    nobody("plain(2, 3)")
+    controller.suspend(nobody.pid)  # by root
+    controller.resume(nobody.pid)
+    assert nobody("intact()")
+
+
+def test_a_child_forked_since_has_no_driver_and_dies_without_harm(job: Far, controller: Far) -> None:
+    child = job("os.fork() or time.sleep(60)")
+    assert controller.state(child) == "NOT_INITIALIZED"
+    assert of_the_node(child)  # inherited: what CRIU needs the plugin for
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    os.kill(child, signal.SIGKILL)
+    assert job("intact()")
+
+
+# --- maps, room -----------------------------------------------------------------------------------------------------
+
+
+def uuids(controller: Far) -> list[str]:
+    return list(controller("[bytes(ok(cu.cuDeviceGetUuid(i)).bytes).hex() for i in range(ok(cu.cuDeviceGetCount()))]"))
+
+
+def held(node: Any) -> list[int]:
+    return [node.switches.used(gpu) - 4 * MIB for gpu in range(len(node.spec.gpus))]
+
+
+def test_a_map_moves_it_and_a_wrong_one_leaves_it_as_it_was(job: Far, controller: Far, node: Any) -> None:
+    a, b = uuids(controller)
+    assert held(node)[1] == 0
+    for mapping in ([(a, b), (b, a)], [(a, b), (b, a)], [(a, a), (b, b)]):
+        controller.suspend(job.pid)
+        for wrong in (
+            [(a, b)],
+            [(a, a)],
+            [(a, b), (b, b)],
+            [(a, b), (a, a)],
+            [(a, b), (b, a), (b, b)],
+            [(b, a), (a, "00" * 16)],
+        ):
+            assert controller.restore(job.pid, wrong) == "INVALID_VALUE"
+            assert controller.state(job.pid) == "checkpointed"
+            assert of_the_node(job.pid) == []
+        controller.resume(job.pid, mapping)
+        assert job("intact()")
+    assert held(node)[1] == 0
+    controller.suspend(job.pid)
+    controller.resume(job.pid, [(a, b), (b, a)])
+    assert held(node)[0] == 0
+    assert held(node)[1] >= 10 * MIB
+    controller.suspend(job.pid)
+    controller.resume(job.pid)  # no map: it stays
+    assert held(node)[0] == 0
+
+
+def test_other_chips_are_refused(new_node: Callable[..., Any]) -> None:
+    node = new_node(gpus=3, chip=["H200", "H200", "H100"])
+    job, controller = Far(node), Far(node)
+    job("start()")
+    controller("ok(cu.cuInit(0))")
+    a, b, c = uuids(controller)
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid, [(a, c), (c, a), (b, b)]) == "INVALID_VALUE"
+    assert controller.restore(job.pid, [(a, b), (b, a), (c, c)]) == "SUCCESS"
+
+
+def test_what_can_be_opened_may_change_while_it_is_checkpointed(
+    node: Any, controller: Far, far: Callable[..., Far]
+) -> None:
+    a, b = uuids(controller)
+    hide = "mount --bind /dev/null /dev/nvidia1"
+    job = far("unshare", "-m", "sh", "-c", f'{hide} && exec "$0" "$@"')
+    job("start()")
+    job("plain(4, 1)")
+    controller.suspend(job.pid)
+    for wrong in ([(a, a), (b, b)], [(a, b), (b, a)], [(a, b)]):
+        assert controller.restore(job.pid, wrong) == "INVALID_VALUE"
+    controller.resume(job.pid, [(a, a)])
+    controller.suspend(job.pid)
+    swap = "umount /dev/nvidia1 && mount --bind /dev/null /dev/nvidia0"
+    subprocess.run(["nsenter", "-t", str(job.pid), "-m", "sh", "-c", swap], check=True, timeout=30)
+    assert controller.restore(job.pid) == "INVALID_VALUE"  # it cannot stay
+    controller.resume(job.pid, [(a, b)])
+    assert held(node)[0] == 0
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert job("intact()")
+
+
+def test_a_restore_without_room_is_the_end_of_it(job: Far, controller: Far, node: Any) -> None:
+    controller.suspend(job.pid)
+    with node.switches.fill(0, leave=12 * MIB):
+        assert controller.restore(job.pid) == "OUT_OF_MEMORY"
+        assert held(node)[0] <= 64 * MIB - 4 * MIB - 12 * MIB  # and nothing of it is kept
+    assert controller.state(job.pid) == "checkpointed"
+    assert controller.restore(job.pid) == "OPERATING_SYSTEM"
+    for call in (controller.unlock, controller.checkpoint, controller.lock):
+        assert call(job.pid) == "ILLEGAL_STATE"
+    assert of_the_node(job.pid) == []
+
+
+def test_managed_memory_is_not_supported_and_it_runs_on(job: Far, controller: Far) -> None:
+    managed = job("int(ok(cu.cuMemAllocManaged(4096, 1)))")
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "NOT_SUPPORTED"
+    assert controller.state(job.pid) == "locked"
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert job("intact()")
+    job(f"ok(cu.cuMemFree({managed}))")
+    controller.suspend(job.pid)
+
+
+def test_host_memory_that_is_not_to_be_had_leaves_it_locked_and_whole(job: Far, controller: Far) -> None:
+    import resource
+
+    with open(f"/proc/{job.pid}/statm") as file:
+        size = int(file.read().split()[0]) * 4096
+    resource.prlimit(job.pid, resource.RLIMIT_AS, (size + 4 * MIB, resource.RLIM_INFINITY))
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "OUT_OF_MEMORY"
+    assert controller.state(job.pid) == "locked"
+    resource.prlimit(job.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert controller.checkpoint(job.pid) == "SUCCESS"
+    controller.resume(job.pid)
+    assert job("intact()")
+
+
+def test_a_lost_gpu_cannot_be_saved_and_one_lost_meanwhile_can_be_left(job: Far, controller: Far, node: Any) -> None:
+    a, b = uuids(controller)
+    assert controller.lock(job.pid) == "SUCCESS"
+    node.switches.lose(0)
+    assert controller.checkpoint(job.pid) == "DEVICE_UNAVAILABLE"
+    assert controller.state(job.pid) == "locked"
+    node.switches.lose(0, False)
+    assert controller.checkpoint(job.pid) == "SUCCESS"
+    node.switches.lose(0)
+    assert controller.restore(job.pid) == "INVALID_VALUE"
+    assert controller.state(job.pid) == "checkpointed"
+    node.switches.lose(0, False)
+    controller.resume(job.pid, [(a, b), (b, a)])
+    assert job("intact()")
+
+
+def test_rates_and_fixed_costs_are_kept(new_node: Callable[..., Any]) -> None:
+    node = new_node(rates={"checkpoint": 40 * MIB, "restore": 80 * MIB, "checkpoint_fixed": 0.1, "restore_fixed": 0.05})
+    job, controller = Far(node), Far(node)
+    job("start()")
+    job("plain(16, 1)")
+    controller("ok(cu.cuInit(0))")
+    assert controller.lock(job.pid) == "SUCCESS"
+    for call, seconds in ((controller.checkpoint, 0.5), (controller.restore, 0.25)):
+        before = time.monotonic()
+        assert call(job.pid) == "SUCCESS"
+        assert seconds <= time.monotonic() - before < seconds + 0.5
+    assert controller.unlock(job.pid) == "SUCCESS"
+
+
+def test_older_drivers_take_no_map(new_node: Callable[..., Any]) -> None:
+    node = new_node(driver="570.86.15")
+    job, controller = Far(node), Far(node)
+    job("start()")
+    controller("ok(cu.cuInit(0))")
+    a, b = uuids(controller)
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid, [(a, a), (b, b)]) == "INVALID_VALUE"
+    controller.resume(job.pid)

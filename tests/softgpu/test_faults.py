@@ -1,0 +1,379 @@
+"""Rules that let calls fail: which calls they mean, what they do, and every hazard's switch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from softgpu.far import Died, Far
+
+MIB = 1 << 20
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture
+def job(node: Any) -> Far:
+    job = Far(node)
+    job("start()")
+    job("plain(2, 1)")
+    return job
+
+
+@pytest.fixture
+def controller(node: Any) -> Far:
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    return controller
+
+
+def until(true: Callable[[], Any], limit: float = 10) -> None:
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
+# --- which calls ----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_call_by_default_and_then_no_more(node: Any, job: Far) -> None:
+    rule = node.switches.add("function=cuMemAlloc_v2 result=CUDA_ERROR_UNKNOWN")
+    answers = [job("word(cu.cuMemAlloc(4096)[0])") for _ in range(3)]
+    assert answers == ["UNKNOWN", "SUCCESS", "SUCCESS"]
+    assert node.switches.count(rule) == 3
+    assert sum(f"fault {rule}: cuMemAlloc_v2" in line for line in node.log()) == 1
+
+
+def test_the_nth_call_of_the_whole_node(node: Any, job: Far) -> None:
+    other = Far(node)
+    other("start()")
+    node.switches.add("function=cuMemAlloc_v2 nth=4 result=719")
+    answers = [far("word(cu.cuMemAlloc(4096)[0])") for far in (job, other, job, other, job)]
+    assert answers == ["SUCCESS"] * 3 + ["LAUNCH_FAILED", "SUCCESS"]
+
+
+def test_each_call_until_the_rule_is_taken_away(node: Any, job: Far) -> None:
+    rule = node.switches.add("function=cuMem* every=1 result=CUDA_ERROR_OUT_OF_MEMORY")
+    assert [job("word(cu.cuMemAlloc(4096)[0])") for _ in range(3)] == ["OUT_OF_MEMORY"] * 3
+    assert job("word(cu.cuMemGetInfo()[0])") == "OUT_OF_MEMORY"
+    assert job("word(cu.cuCtxSynchronize()[0])") == "SUCCESS"
+    node.switches.remove(rule)
+    assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
+
+
+def test_only_one_process_or_only_about_one(node: Any, job: Far, controller: Far) -> None:
+    other = Far(node)
+    other("start()")
+    node.switches.add(f"function=cuMemAlloc_v2 every=1 caller={other.pid} result=2")
+    assert other("word(cu.cuMemAlloc(4096)[0])") == "OUT_OF_MEMORY"
+    assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
+    node.switches.add(f"function=cuCheckpoint* every=1 target={job.pid} result=CUDA_ERROR_NOT_SUPPORTED")
+    assert controller.lock(job.pid) == "NOT_SUPPORTED"
+    assert controller.state(other.pid) == "running"
+
+
+def test_rules_from_the_start(new_node: Callable[..., Any]) -> None:
+    node = new_node(faults=["function=cuInit nth=2 result=CUDA_ERROR_NO_DEVICE"])
+    far = Far(node)
+    assert [far("word(cu.cuInit(0)[0])") for _ in range(3)] == ["SUCCESS", "NO_DEVICE", "SUCCESS"]
+
+
+def test_a_rule_that_means_nothing_is_void_and_said(node: Any, job: Far) -> None:
+    folder = f"{node.folder}/faults"
+    for name, text in (("zz1", "functoin=* result=2"), ("zz2", "result=CUDA_ERROR_WHATEVER"), ("zz3", "hang=5")):
+        with open(f"{folder}/{name}", "w") as file:
+            file.write(text)
+    node.switches.add("function=nothing result=2")  # counts the generation up
+    assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
+    assert [sum(f"fault {name} is void" in line for line in node.log()) >= 1 for name in ("zz1", "zz2", "zz3")] == [
+        True
+    ] * 3
+
+
+# --- what they do ---------------------------------------------------------------------------------------------------
+
+
+def test_the_work_is_done_and_the_answer_is_another(node: Any, job: Far, controller: Far) -> None:
+    node.switches.add("function=cuCheckpointProcessLock after=CUDA_ERROR_UNKNOWN")
+    assert controller.lock(job.pid) == "UNKNOWN"
+    assert controller.state(job.pid) == "locked"
+    node.switches.add("function=cuMemsetD8_v2 after=999")
+    assert controller.unlock(job.pid) == "SUCCESS"
+    address = job("int(ok(cu.cuMemAlloc(4096)))")
+    assert job(f"word(cu.cuMemsetD8({address}, 7, 4096)[0])") == "UNKNOWN"
+    job("back = bytearray(4096)")
+    job(f"ok(cu.cuMemcpyDtoH(back, {address}, 4096))")
+    assert job("set(back) == {7}")
+
+
+def test_a_hang_ends_with_its_rule_and_a_delay_by_itself(node: Any, job: Far) -> None:
+    rule = node.switches.add("function=cuMemAlloc_v2 hang")
+    call = job.send("context() or word(cu.cuMemAlloc(4096)[0])")
+    time.sleep(0.3)
+    assert not call.done
+    node.switches.remove(rule)
+    assert call.value() == "SUCCESS"
+    node.switches.add("function=cuMemGetInfo_v2 delay=0.4")
+    before = time.monotonic()
+    assert job("word(cu.cuMemGetInfo()[0])") == "SUCCESS"
+    assert time.monotonic() - before >= 0.4
+
+
+def test_a_crash_of_the_caller_before_and_after(node: Any, job: Far, controller: Far) -> None:
+    for rule, state in (("crash=caller", "running"), ("crash-after=caller", "locked")):
+        doomed = Far(node)
+        node.switches.add(f"function=cuCheckpointProcessLock {rule} caller={doomed.pid}")
+        with pytest.raises(Died) as caught:
+            doomed.lock(job.pid)
+        assert caught.value.args == (-signal.SIGKILL,)
+        assert controller.state(job.pid) == state
+
+
+def test_a_crash_of_the_target_before_and_after(node: Any, controller: Far) -> None:
+    for rule, answers in (
+        ("crash=target", {"OPERATING_SYSTEM", "NOT_INITIALIZED", "INVALID_VALUE"}),
+        ("crash-after=target", {"SUCCESS"}),
+    ):
+        job = Far(node)
+        job("start()")
+        node.switches.add(f"function=cuCheckpointProcessLock {rule}")
+        assert controller.lock(job.pid) in answers
+        assert job.died() == -signal.SIGKILL
+
+
+def test_a_state_that_is_not_true(node: Any, job: Far, controller: Far) -> None:
+    node.switches.add(f"function=cuCheckpointProcessGetState state=3 target={job.pid}")
+    assert [controller.state(job.pid) for _ in range(2)] == ["failed", "running"]
+    node.switches.add("function=cuCheckpointProcessGetState state=9 every=1")
+    assert controller.state(job.pid) == 9  # a number that nobody has a word for
+
+
+def test_memory_that_is_full(node: Any, job: Far, controller: Far) -> None:
+    node.switches.add("function=cuMemAlloc_v2 memory=device")
+    assert job("word(cu.cuMemAlloc(4096)[0])") == "OUT_OF_MEMORY"
+    node.switches.add("function=cuMemHostAlloc memory=host")
+    assert job("word(cu.cuMemHostAlloc(4096, 0)[0])") == "OUT_OF_MEMORY"
+    node.switches.add("function=cuCheckpointProcessCheckpoint memory=host")
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert [controller.checkpoint(job.pid) for _ in range(2)] == ["OUT_OF_MEMORY", "SUCCESS"]
+    node.switches.add("function=cuCheckpointProcessRestore memory=device")
+    assert [controller.restore(job.pid) for _ in range(2)] == ["OUT_OF_MEMORY", "OPERATING_SYSTEM"]
+    assert controller.state(job.pid) == "checkpointed"
+
+
+def test_a_gpu_lost_at_a_call(node: Any, job: Far) -> None:
+    node.switches.add("function=cuMemAlloc_v2 nth=2 lost=0")
+    assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
+    assert job("word(cu.cuMemAlloc(4096)[0])") != "SUCCESS"
+    assert job("word(cu.cuCtxSynchronize()[0])") != "SUCCESS"
+
+
+def test_nvml_lies_and_times_out(node: Any) -> None:
+    ask = (
+        "import pynvml as n; n.nvmlInit(); h = n.nvmlDeviceGetHandleByIndex(0)\n"
+        "try: print(n.nvmlDeviceGetMemoryInfo(h).free)\n"
+        "except n.NVMLError as e: print('error', e.value)\n"
+    )
+    node.switches.add("function=nvmlDeviceGetMemoryInfo* lie=free:12345678")
+    assert node.python(ask).stdout == "12345678\n"
+    assert node.python(ask).stdout == f"{60 * MIB}\n"
+    node.switches.add("function=nvmlDeviceGetMemoryInfo* result=NVML_ERROR_TIMEOUT")
+    assert node.python(ask).stdout == "error 10\n"
+
+
+STEPS = {
+    "lock-begin": ("lock", "running"),
+    "lock-closed": ("lock", "running"),
+    "checkpoint-begin": ("checkpoint", "locked"),
+    "checkpoint-saved": ("checkpoint", "locked"),
+    "restore-begin": ("restore", "checkpointed"),
+    "unlock-begin": ("unlock", "locked"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failure_in_the_middle_leaves_it_as_it_was_and_the_next_try_succeeds(
+    step: str, node: Any, job: Far, controller: Far
+) -> None:
+    call, state = STEPS[step]
+    node.switches.add(f"function=step:{step} result=CUDA_ERROR_UNKNOWN")
+    for each in ("lock", "checkpoint", "restore", "unlock"):
+        if each == call:
+            assert controller(f"{each}({job.pid})") == "UNKNOWN"
+            assert controller.state(job.pid) == state
+        assert controller(f"{each}({job.pid})") == "SUCCESS"
+    assert job("intact()")
+
+
+def test_a_restore_that_fails_with_its_memory_claimed_is_final_and_keeps_no_memory(
+    node: Any, job: Far, controller: Far
+) -> None:
+    controller.suspend(job.pid)
+    node.switches.add("function=step:restore-claimed result=CUDA_ERROR_UNKNOWN")
+    assert [controller.restore(job.pid) for _ in range(2)] == ["UNKNOWN", "OPERATING_SYSTEM"]
+    assert node.switches.used(0) == 4 * MIB
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["lock-closed", "checkpoint-saved", "checkpoint-released", "restore-claimed", "restore-loaded", "unlock-begin"],
+)
+def test_a_target_that_dies_in_the_middle(step: str, node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add(f"function=step:{step} crash=caller")
+    answers = [controller(f"{call}({job.pid})") for call in ("lock", "checkpoint", "restore", "unlock")]
+    assert "OPERATING_SYSTEM" in answers
+    assert set(answers) <= {"SUCCESS", "OPERATING_SYSTEM", "NOT_INITIALIZED", "INVALID_VALUE"}
+    assert job.died() == -signal.SIGKILL
+    node.switches.remove(rule)
+    assert controller("ok(cu.cuMemGetInfo()) if context() is None else 0") is not None
+    assert os.listdir(f"{node.folder}/requests") == []
+
+
+def test_a_target_that_hangs_in_the_middle_goes_on_with_the_rules_end(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("function=step:checkpoint-saved hang")
+    assert controller.lock(job.pid) == "SUCCESS"
+    call = controller.send(f"checkpoint({job.pid})")
+    time.sleep(0.2)
+    assert not call.done
+    node.switches.remove(rule)
+    assert call.value() == "SUCCESS"
+
+
+# --- hazards --------------------------------------------------------------------------------------------------------
+
+
+def test_restore_poisons(node: Any, job: Far, controller: Far) -> None:
+    controller.suspend(job.pid)
+    node.switches.add("hazard=restore-poisons")
+    assert [controller.restore(job.pid) for _ in range(2)] == ["OUT_OF_MEMORY", "OPERATING_SYSTEM"]
+    assert [controller.unlock(job.pid), controller.lock(job.pid)] == ["ILLEGAL_STATE"] * 2
+
+
+def test_first_synchronise_segfaults(node: Any, job: Far, controller: Far) -> None:
+    node.switches.add("hazard=first-synchronise-segfaults")
+    job("ok(cu.cuCtxSynchronize())")
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    job("ok(cu.cuMemAlloc(4096))")  # another call first
+    job("ok(cu.cuCtxSynchronize())")
+    controller.suspend(job.pid)
+    call = job.send("ok(cu.cuCtxSynchronize())", main=True)
+    controller.resume(job.pid)
+    with pytest.raises(Died) as caught:
+        call.value()
+    assert caught.value.args == (-signal.SIGSEGV,)
+
+
+def test_killed_by_cgroup(node: Any, job: Far, controller: Far) -> None:
+    node.switches.add(f"hazard=killed-by-cgroup caller={job.pid}")
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "OPERATING_SYSTEM"
+    assert job.died() == -signal.SIGKILL
+
+
+def test_collective_deadlocks_lock(node: Any, job: Far, controller: Far) -> None:
+    other = Far(node)
+    other("start()")
+    rule = node.switches.add(f"hazard=collective-deadlocks-lock caller={other.pid}")
+    assert controller.lock(job.pid, 200) == "SUCCESS"
+    assert controller.lock(other.pid, 200) == "NOT_READY"
+    assert controller.state(other.pid) == "running"
+    node.switches.remove(rule)
+    assert controller.lock(other.pid, 200) == "SUCCESS"
+
+
+@pytest.mark.parametrize(
+    ("hazard", "answer"),
+    [("peer-large-allocation-lost", "INVALID_VALUE"), ("nccl-shared-memory-lost", "NOT_SUPPORTED")],
+)
+def test_checkpointed_and_never_restored(hazard: str, answer: str, node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add(f"hazard={hazard}")
+    controller.suspend(job.pid)
+    node.switches.remove(rule)
+    assert [controller.restore(job.pid) for _ in range(2)] == [answer] * 2
+    assert controller.state(job.pid) == "checkpointed"
+
+
+@pytest.mark.parametrize("hazard", ["vgpu", "mig", "mps"])
+def test_not_supported(hazard: str, node: Any, job: Far, controller: Far) -> None:
+    if hazard == "mig":
+        node.switches.mig(0)
+    elif hazard == "mps":
+        node.switches.mps()
+    else:
+        node.switches.add(f"hazard={hazard}")
+    assert controller.lock(job.pid) == "NOT_SUPPORTED"
+    assert controller.state(job.pid) == "running"
+
+
+def test_multicast_hangs(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=multicast-hangs")
+    assert controller.lock(job.pid) == "SUCCESS"
+    call = controller.send(f"checkpoint({job.pid})")
+    time.sleep(0.2)
+    assert not call.done
+    node.switches.remove(rule)
+    assert call.value() == "SUCCESS"
+
+
+def test_kill_after_restore_hangs(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=kill-after-restore-hangs")
+    other = Far(node)
+    other("start()")
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert controller.state(other.pid) == "running"
+    controller.suspend(job.pid)  # checkpointed again before it is killed: no harm
+    job.process.kill()
+    job.died()
+    assert controller.state(other.pid) == "running"
+    controller.suspend(other.pid)
+    controller.resume(other.pid)
+    other.process.kill()
+    other.died()
+    query = controller.send(f"state({controller.pid})")
+    time.sleep(0.2)
+    assert not query.done
+    node.switches.remove(rule)
+    assert query.value() == "running"
+
+
+def test_init_slow(node: Any) -> None:
+    node.switches.add("hazard=init-slow nth=1")
+    far = Far(node)
+    before = time.monotonic()
+    far("ok(cu.cuInit(0))")
+    assert 2.7 <= time.monotonic() - before < 6
+
+
+def test_states_4_and_5(new_node: Callable[..., Any]) -> None:
+    node = new_node(rates={"checkpoint_fixed": 0.4, "restore_fixed": 0.4}, faults=["hazard=states-4-and-5"])
+    job, controller, other = Far(node), Far(node), Far(node)
+    job("start()")
+    job("plain(2, 1)")
+    controller("ok(cu.cuInit(0))")
+    assert controller.lock(job.pid) == "SUCCESS"
+    for call, between, after in (
+        ("checkpoint", (4, "checkpointing"), "checkpointed"),
+        ("restore", (5, "restoring"), "running"),
+    ):
+        under_way = controller.send(f"{call}({job.pid})")
+        time.sleep(0.15)
+        assert other.state(job.pid) in between
+        assert other(f"thread_id({job.pid})") > 0
+        waits = other.send(f"unlock({job.pid})")  # what changes something has to wait
+        time.sleep(0.05)
+        assert not waits.done
+        assert under_way.value() == "SUCCESS"
+        assert waits.value() == ("ILLEGAL_STATE" if call == "checkpoint" else "SUCCESS")
+        assert other.state(job.pid) == after
+    assert job("intact()")
+
+
+def test_no_rule_costs_next_to_nothing(node: Any, job: Far) -> None:
+    job("clock = __import__('timeit').timeit(lambda: cu.cuCtxGetCurrent(), number=20000)")
+    assert job("clock") < 2  # 100 microseconds a call would be a folder read each time
