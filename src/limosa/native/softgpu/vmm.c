@@ -187,7 +187,8 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_
     struct piece *made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
-    if (!ptr || !size || !multiple_of(size, PAGE) || !multiple_of(addr, PAGE) || (alignment & (alignment - 1)) || flags)
+    /* cuda.h asks for multiples of a page; the drivers want the granularity. */
+    if (!ptr || !size || !multiple_of(size, NODE_GRANULARITY) || !multiple_of(addr, PAGE) || (alignment & (alignment - 1)) || flags)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     made = calloc(1, sizeof(*made));
