@@ -1,0 +1,314 @@
+"""The node's state as Python and C see it; what a node can be; the switches that change one while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+import native_build
+from limosa.errors import UsageError
+from limosa.softgpu import faults, state
+from limosa.softgpu.faults import check_rule
+from limosa.softgpu.spec import CHIPS, make_spec
+
+STRUCTURES = {
+    "node_gpu": state.NodeGpu,
+    "node_rates": state.NodeRates,
+    "node_block": state.NodeBlock,
+    "node_state": state.NodeState,
+}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a node has mounts of its own, which only root can make")
+
+
+def test_python_and_c_have_one_layout(tmp_path):
+    lines = ["#include <stdio.h>", '#include "node.h"', "int main(void) {"]
+    ours = {}
+    for name, structure in STRUCTURES.items():
+        lines.append(f'printf("{name} %zu\\n", sizeof(struct {name}));')
+        ours[name] = ctypes.sizeof(structure)
+        for field, *_ in structure._fields_:
+            where = getattr(structure, field)
+            lines.append(
+                f'printf("{name}.{field} %zu %zu\\n", offsetof(struct {name}, {field}),'
+                f" sizeof(((struct {name} *)0)->{field}));"
+            )
+            ours[f"{name}.{field}"] = (where.offset, where.size)
+    for name, value in {
+        "NODE_MAX_GPUS": state.MAX_GPUS,
+        "NODE_MAX_BLOCKS": state.MAX_BLOCKS,
+        "NODE_GRANULARITY": state.GRANULARITY,
+        "NODE_MAGIC": state.MAGIC,
+        "NODE_RESERVED": state.KIND_RESERVED,
+        "NODE_NVML_MPS": state.NVML_MPS,
+    }.items():
+        lines.append(f'printf("{name} %llu\\n", (unsigned long long){name});')
+        ours[name] = value
+    source = tmp_path / "layout.c"
+    source.write_text(
+        "\n".join([*lines, f'puts("folder " NODE_FOLDER); return sizeof("{state.NODE_FOLDER}") == 1; }}'])
+    )
+    argv = [*native_build.compilers()[0], "-std=gnu11", f"-I{native_build.SOFTGPU}", "-o", str(tmp_path / "layout")]
+    subprocess.run([*argv, str(source)], check=True, timeout=60)
+    said = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True, timeout=10).stdout
+    theirs = {}
+    for line in said.splitlines():
+        name, *values = line.split()
+        theirs[name] = (
+            values[0] if name == "folder" else int(values[0]) if len(values) == 1 else tuple(map(int, values))
+        )
+    assert theirs.pop("folder") == state.NODE_FOLDER
+    assert theirs == ours
+
+
+def test_every_field_of_the_header_is_there():
+    """A field that only C has would shift nothing where it takes up padding."""
+    text = re.sub(r"/\*.*?\*/", " ", (native_build.SOFTGPU / "node.h").read_text(), flags=re.S)
+    for name, structure in STRUCTURES.items():
+        body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, flags=re.S)
+        assert body, name
+        fields = [
+            re.sub(r"\[.*", "", word.split()[-1])
+            for declared in body[1].split(";")
+            if declared.strip()
+            for word in declared.split(",")
+        ]
+        assert fields == [field for field, *_ in structure._fields_]
+
+
+# --- what a node can be ------------------------------------------------------------------------------------------
+
+
+def test_a_list_or_one_for_all():
+    one = make_spec(3, [64 << 20], ["H100"])
+    assert [(g.chip, g.memory) for g in one.gpus] == [("H100", 64 << 20)] * 3
+    each = make_spec(2, [64 << 20, (64 << 20) + 1], ["H100", "A100"])
+    assert [(g.chip, g.memory) for g in each.gpus] == [("H100", 64 << 20), ("A100", 66 << 20)]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda"), [("580.159.04", 13000), ("570.86.10", 12080), ("550.54.15", 12040), ("470.1", 12000)]
+)
+def test_the_driver_knows_the_cuda_of_its_branch(driver, cuda):
+    assert make_spec(1, [64 << 20], ["H200"], driver_version=driver).cuda_version == cuda
+
+
+def test_like_an_h200_is_slower_than_the_machine():
+    like = make_spec(1, [1 << 30], ["H200"], like="h200").rates
+    assert 1e9 < like.checkpoint < like.restore < like.host_to_device < like.peer < like.device_to_device
+    assert 0 < like.restore_fixed < like.checkpoint_fixed < 1
+    assert make_spec(1, [1 << 30], ["H200"]).rates.checkpoint == 0
+
+
+def test_a_new_state_is_whole():
+    new = state.NodeState()
+    make_spec(2, [64 << 20], list(CHIPS)[:2]).fill(new)
+    assert (new.magic, new.size, new.n_gpus) == (state.MAGIC, ctypes.sizeof(state.NodeState), 2)
+    assert bytes(new.gpus[0].uuid) != bytes(new.gpus[1].uuid)
+    assert (new.gpus[1].minor, new.gpus[1].pci, new.gpus[1].persistence) == (1, b"00000000:02:00.0", 1)
+    assert (new.fault_generation, new.n_blocks, new.gpus[2].memory) == (0, 0, 0)
+
+
+# --- rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "result=999",
+        "function=cuCheckpointProcessRestore nth=3 result=CUDA_ERROR_UNKNOWN",
+        "function=cuMem* caller=12 target=13 after=2 every=1",
+        "hang",
+        "delay=0.25",
+        "delay=3",
+        "crash=caller",
+        "crash-after=target",
+        "function=cuCheckpointProcessGetState state=7 every=1",
+        "memory=device",
+        "memory=host",
+        "function=step:* lost=1",
+        "hazard=restore-poisons",
+        "function=nvmlDeviceGetMemoryInfo* lie=free:0",
+    ],
+)
+def test_rules_that_are_rules(rule):
+    check_rule(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "",
+        "function=cuInit",
+        "nth=2",
+        "explode",
+        "result",
+        "result=",
+        "result=bad-name",
+        "delay=soon",
+        "delay=-1",
+        "nth=0 hang",
+        "every=2 hang",
+        "nth=1 every=1 hang",
+        "hang=1",
+        "crash=everybody",
+        "memory=swap",
+        "caller=me hang",
+        "lost=gpu",
+        "lie=free",
+        "hang hang=2",
+        "result=1 result=2",
+        "hazard=What",
+    ],
+)
+def test_rules_that_are_none(rule):
+    with pytest.raises(UsageError):
+        check_rule(rule)
+
+
+@needs_root
+def test_the_library_takes_every_word_that_is_taken_here(node):
+    """What Python lets through must not be void for the C side (it says so in the node's log)."""
+    values = {
+        "function": "nvmlSystemGetNVMLVersion",
+        "nth": "9999",
+        "every": "1",
+        "caller": "1",
+        "target": "1",
+        "result": "CUDA_ERROR_UNKNOWN",
+        "after": "999",
+        "delay": "0.5",
+        "crash": "caller",
+        "crash-after": "target",
+        "state": "2",
+        "memory": "host",
+        "lost": "0",
+        "hazard": "some-name",
+        "lie": "free:1",
+    }
+    assert set(values) == set(faults.WORDS)
+    for key, value in values.items():
+        rule = f"{key}={value}" if key not in faults.CONDITIONS else f"{key}={value} delay=0"
+        node.switches.add(rule if key in ("nth", "every") else rule + " nth=9999")
+    node.switches.add("hang nth=9999")
+    node.python("import pynvml; pynvml.nvmlInit(); pynvml.nvmlSystemGetDriverVersion()")
+    assert [line for line in node.log() if "void" in line] == []
+    with open(f"{node.folder}/faults/999999", "w", encoding="utf-8") as file:
+        file.write("nonsense=1\n")
+    node.switches.add("delay=0 nth=9999")
+    node.python("import pynvml; pynvml.nvmlInit()")
+    assert any("999999 is void" in line for line in node.log())
+
+
+@needs_root
+def test_rules_have_names_and_counts(node):
+    switches = node.switches
+    first = switches.add("function=nvmlDeviceGetCount_v2 delay=0 nth=2")
+    second = switches.add("  function=nvmlInit*   delay=0 every=1 ")
+    assert switches.rules() == {
+        first: "function=nvmlDeviceGetCount_v2 delay=0 nth=2",
+        second: "function=nvmlInit* delay=0 every=1",
+    }
+    code = "import pynvml as n; n.nvmlInit(); n.nvmlDeviceGetCount(); n.nvmlDeviceGetCount(); n.nvmlDeviceGetCount()"
+    assert switches.count(first) == 0
+    node.python(code)
+    assert switches.count(first) == 3
+    switches.remove(first)
+    switches.remove("no-such-rule")
+    assert list(switches.rules()) == [second]
+    assert switches.add("hang") > second
+    switches.clear()
+    assert switches.rules() == {}
+    assert os.listdir(f"{node.folder}/faults") == []
+
+
+@needs_root
+def test_a_rule_is_seen_at_once_by_a_process_that_runs(node):
+    code = (
+        "import pynvml as n, sys\nn.nvmlInit()\n"
+        "for line in sys.stdin:\n"
+        "    try: print(n.nvmlDeviceGetCount(), flush=True)\n"
+        "    except n.NVMLError as e: print(e.value, flush=True)\n"
+    )
+    job = node.popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def answer():
+        job.stdin.write("\n")
+        job.stdin.flush()
+        return job.stdout.readline().strip()
+
+    assert answer() == "2"
+    rule = node.switches.add("function=nvmlDeviceGetCount_v2 result=999 every=1")
+    assert [answer(), answer()] == ["999", "999"]
+    node.switches.remove(rule)
+    assert answer() == "2"
+
+
+# --- GPUs --------------------------------------------------------------------------------------------------------
+
+
+@needs_root
+def test_memory_that_is_taken_away_comes_back(node):
+    assert node.switches.used(0) == 4 << 20
+    with node.switches.fill(0, 5 << 20) as taken:  # rounded up to what a GPU gives
+        assert taken.bytes == 6 << 20
+        assert node.switches.used(0) == 10 << 20
+        assert node.switches.used(1) == 4 << 20
+        with pytest.raises(MemoryError):
+            node.switches.fill(0, 64 << 20)
+        with node.switches.fill(0, leave=3 << 20) as rest:
+            assert rest.bytes == 50 << 20  # at least 3 MiB are left
+    gpu = node.limosa("gpus", "-o", "json").json["gpus"][0]
+    assert gpu["memory_used"] == 4 << 20
+    assert gpu["processes"] == []
+    assert node.blocks() == []
+
+
+@needs_root
+def test_memory_taken_away_by_a_process_comes_back_when_it_is_killed(node):
+    code = (
+        "import sys, time\nfrom limosa.softgpu.faults import Switches\n"
+        "kept = Switches().fill(1, leave=0)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    job = node.popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert job.stdout.readline() == b"up\n"
+    used = [g["memory_used"] for g in node.limosa("gpus", "-o", "json").json["gpus"]]
+    assert used == [4 << 20, 64 << 20]
+    job.kill()
+    job.wait(10)
+    used = [g["memory_used"] for g in node.limosa("gpus", "-o", "json").json["gpus"]]
+    assert used == [4 << 20, 4 << 20]
+
+
+@needs_root
+def test_gpus_that_are_not_there(node):
+    for change in (node.switches.lose, node.switches.mig, node.switches.fill):
+        with pytest.raises(IndexError):
+            change(2)
+
+
+@needs_root
+def test_a_writer_that_is_killed_leaves_the_node_working(node):
+    """The lock is the kernel's: it ends with its holder."""
+    code = (
+        "import time\nfrom limosa.softgpu.state import locked\n"
+        "with locked():\n    print('locked', flush=True)\n    time.sleep(60)"
+    )
+    job = node.popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert job.stdout.readline() == b"locked\n"
+    ask = node.popen(
+        [
+            sys.executable,
+            "-c",
+            "import pynvml as n; n.nvmlInit(); n.nvmlDeviceGetMemoryInfo(n.nvmlDeviceGetHandleByIndex(0))",
+        ]
+    )
+    time.sleep(0.3)
+    assert ask.poll() is None
+    job.kill()
+    assert ask.wait(10) == 0
