@@ -38,7 +38,7 @@ class RoomProcess:
         command = [sys.executable, "-m", "campaign.room"]
         if ground == "soft":
             node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]
-            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net", *node, *command]
+            command = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", *node, *command]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/", start_new_session=True
         )

@@ -27,7 +27,7 @@ from campaign import cases, controller, ground
 from campaign.cases import Case
 from campaign.jobs import Job, Lost
 from campaign.shapes import SHAPES
-from support import end_session, pids, stat_of
+from support import end_session, own_network, pids, stat_of
 
 LIMITS = {"LOCK_SECONDS": 1.0, "LOCK_GRACE": 0.5, "CALL_SECONDS": 1.5, "_PATIENCE": 4.0, "INIT_LIMIT": 3.0}
 RELEASE = 1.2  # seconds after which a driver that hangs comes back, where it does
@@ -113,6 +113,8 @@ class Room:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # a subreaper: what is left behind becomes ours
         self.ground = ground.here()
+        if self.ground.name == "soft":
+            own_network()  # nftables are one to a network namespace
         self.base = Path(tempfile.mkdtemp(prefix="campaign-", dir="/dev/shm"))
         self.runtime = self.base / "run" / "limosa"
         for name in ("run", "images", "jobs", "out", "cache"):
@@ -736,6 +738,8 @@ class Run:
             problems.append(f"could not undo: {found.short()}")
         if rc not in (*range(0, 3), *range(10, 25), 40, 41, -9) and not early:
             problems.append(f"exit code {rc} is none: {found.short()}")
+        if self.for_good and self.case.step.startswith("disk") and room.litter():
+            unfinished = True  # what could not be removed is recover's
         if unfinished:
             again = room.operate(["recover", "-o", "json"], points=False)
             problems += room.settle()

@@ -24,6 +24,7 @@ from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_o
 
 PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
+GRANULARITY = 2 << 20
 
 
 def check(answer: tuple[Any, ...]) -> Any:
@@ -81,6 +82,7 @@ class Work:
         prop.location.id = int(self.device)
         kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         prop.requestedHandleTypes = kind
+        size = -(-size // GRANULARITY) * GRANULARITY
         address = int(check(cu.cuMemAddressReserve(size, 0, 0, 0)))
         handle = check(cu.cuMemCreate(size, prop, 0))
         check(cu.cuMemMap(address, size, 0, handle, 0))
@@ -139,7 +141,7 @@ class Work:
         check(cu.cuCtxSetCurrent(self.context))
         total, data = 0, b""
         for b, (address, words) in enumerate(self.blocks):
-            check(cu.cuMemsetD8(self.out, 0, 8))
+            check(cu.cuMemsetD8Async(self.out, 0, 8, self.streams[0]))
             self.launch("hash", self.streams[0], (address, words, self.out), (u64,) * 3)
             self.finish()
             total += struct.unpack("<Q", self._read(self.out, 8))[0] * (2 * (100 * self.number + b) + 1)

@@ -1,0 +1,64 @@
+"""What CI runs of the campaign: more than 400 faulted runs, every operation, every fault, every class of victim.
+
+``make faults`` runs all of it; a failure here names the line that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+from campaign import cases
+from campaign.__main__ import record, run, spread
+from campaign.summary import kind_of_fault, replay
+
+RUNS = 480
+CHUNKS = 24
+SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
+
+pytestmark = [pytest.mark.criu, pytest.mark.slow]
+
+
+def sample() -> list[tuple[cases.Case, int]]:
+    everything = list(cases.enumerate_all(cases.table()))
+    return spread(cases.chosen(everything, RUNS, SEED), SEED)
+
+
+def test_the_sample_has_every_operation_fault_and_victim() -> None:
+    everything = list(cases.enumerate_all(cases.table()))
+    picked = [case for case, _ in sample()]
+    assert len(everything) > 5000
+    assert len({case.name for case in picked}) == RUNS
+    for field in ("operation", "victim"):
+        assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
+    assert {kind_of_fault(c.fault).split("+")[0].split("-")[0] for c in picked} == {
+        kind_of_fault(c.fault).split("+")[0].split("-")[0] for c in everything
+    }
+    assert all(cases.Case.named(case.name) == case for case in everything)
+
+
+@pytest.mark.timeout(180)
+def test_the_steps_are_those_that_the_operations_take_now() -> None:
+    """A new step is a new row: ``make faults RECORD=1`` writes them down."""
+    only = [f"{operation}/one" for operation in cases.OPERATIONS]
+    known, found = cases.table(), record(1, "soft", only)
+    assert set(found) == set(only)
+
+    def steps(row: dict[str, Any]) -> list[str]:
+        # The worker's own calls (its will, an early look at cuInit) come when they come.
+        return [name for name, _, _ in row["points"]] + sorted(c for c in row["calls"] if c in cases.CALLS)
+
+    for name, row in found.items():
+        assert Counter(steps(row)) == Counter(steps(known[name])), name
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_one_copy_is_left_and_nothing_else(chunk: int) -> None:
+    todo = sample()[chunk * RUNS // CHUNKS : (chunk + 1) * RUNS // CHUNKS]
+    results = run(todo, rooms=1)
+    assert len(results) == len(todo)
+    failed = [f"{replay(r)}: {r['problems']}" for r in results if r["problems"]]
+    assert not failed, "\n".join(failed)
