@@ -57,7 +57,7 @@ def job(node: Any) -> Far:
     return far
 
 
-# --- the list ----------------------------------------------------------------------------------------------------------
+# --- the list --------------------------------------------------------------------------------------------------------
 
 
 def test_every_function_of_the_list_is_exported(exported: set[str]) -> None:
@@ -77,7 +77,7 @@ def test_the_list_is_sorted_and_holds_nothing_twice() -> None:
     assert keys == sorted(keys)
 
 
-# --- cuGetProcAddress ---------------------------------------------------------------------------------------------------
+# --- cuGetProcAddress ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_older_form(job: Far) -> None:
     assert job("at.value") is None
 
 
-# --- names of errors -----------------------------------------------------------------------------------------------------
+# --- names of errors -------------------------------------------------------------------------------------------------
 
 
 def test_every_error_of_the_bindings_has_its_name_and_words(job: Far) -> None:
@@ -192,6 +192,7 @@ def test_without_a_node_there_is_a_version_and_no_device() -> None:
         "print(lib.cuDriverGetVersion(ctypes.byref(v)), v.value, lib.cuInit(0), lib.cuDeviceGetCount(ctypes.byref(v)))"
     )
     told = subprocess.run(
-        [sys.executable, "-c", code % str(FOLDER / "libcuda.so.1")], capture_output=True, text=True, timeout=30
-    )
+        [sys.executable, "-c", code % str(FOLDER / "libcuda.so.1")],
+        check=True, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
     assert told.stdout.split() == ["0", "13000", "100", "3"], told.stderr
