@@ -932,7 +932,7 @@ def _stack(pid: int) -> str:
 
 def _fill(folder: Path) -> Callable[[], None]:
     """A full disk under the runtime folder until the function that is returned is called."""
-    return _small(folder, 64 << 10, full=True)
+    return _small(folder, 4 << 20, full=True)
 
 
 def _small(folder: Path, size: int, *, full: bool = False) -> Callable[[], None]:

@@ -50,10 +50,16 @@ class Claim(msgspec.Struct, kw_only=True):
         records.write_atomic(records.own_folder(_KIND) / f"{self.id}.json", msgspec.json.encode(self))
 
     def release(self) -> None:
-        """Removes the claim, whoever's folder it lies in."""
+        """Removes the claim, whoever's folder it lies in; one that cannot be removed is emptied and claims nothing."""
         for _, folder in records.folders(_KIND):
-            with contextlib.suppress(OSError):
-                os.unlink(folder / f"{self.id}.json")
+            path = folder / f"{self.id}.json"
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, 0)
 
 
 def everybodys() -> list[Claim]:
@@ -175,10 +181,18 @@ def reserved(uuid: str, but: str = "") -> int:
 
 
 def stale() -> list[Claim]:
-    """Claims whose holder is dead and which have no journal: litter."""
+    """Claims whose holder is dead and which have no journal: litter. Emptied ones of the caller's own are removed."""
+    for path in records.own_folder(_KIND).glob("*.json"):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_size == 0:
+                os.unlink(path)
     return [c for c in everybodys() if not lives(c.holder) and not _has_journal(c.id)]
 
 
 def _has_journal(operation_id: str) -> bool:
-    # Journals are 0600 and their folder 0755: that one exists can be seen by all.
-    return any((folder / f"{operation_id}.jsonl").exists() for _, folder in records.folders("journals"))
+    # Journals are 0600 and their folder 0755: that one exists, and is not empty (finished), can be seen by all.
+    for _, folder in records.folders("journals"):
+        with contextlib.suppress(OSError):
+            if os.stat(folder / f"{operation_id}.jsonl").st_size:
+                return True
+    return False

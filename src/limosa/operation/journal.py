@@ -204,11 +204,19 @@ class Journal:
         return self.last(step, pid) is not None
 
     def finish(self) -> None:
-        """Removes the journal: nothing is left to recover."""
+        """Removes the journal: nothing is left to recover.
+
+        Where it cannot be removed it is emptied: an empty journal says nothing, and what it spoke of is done.
+
+        Raises:
+            OSError: neither can be done.
+        """
         try:
             os.unlink(self.path)
         except FileNotFoundError:
             pass
+        except OSError:
+            os.ftruncate(self._fd, 0)
         self.close()
 
     def close(self) -> None:
@@ -270,6 +278,10 @@ def dead(only: str | None = None) -> Iterator[Journal]:
     """
     folder = records.own_folder(_KIND)
     for path in sorted(folder.glob("*.jsonl")):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_size == 0:  # finished, and could not be removed then (none begins empty)
+                os.unlink(path)
+                continue
         if only is None or path.stem == only:
             journal = Journal.take(path)
             if journal is not None:

@@ -13,6 +13,7 @@ another folder instead (its only use is tests and machines whose ``/run`` cannot
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from limosa.errors import PermissionDenied, Reason
+from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied, Reason
 
 SHARED = Path("/run/limosa")
 _LIMIT = 4 << 20  # bytes; no record is near that, and a hostile one must not fill our memory
@@ -44,9 +45,18 @@ class RuntimeDir(msgspec.Struct, frozen=True):
 
 def _owned_folder(path: Path, uid: int, mode: int) -> Path:
     """Makes ``path`` where it is missing and makes sure that it is a folder of ``uid`` that nobody else can write."""
-    with contextlib.suppress(FileExistsError):
+    try:
         os.mkdir(path, mode)
         os.chmod(path, mode)  # past the umask; the folder is new and ours
+    except FileExistsError:
+        pass
+    except OSError as error:
+        text = f"{path}, where Limosa notes what it is doing, cannot be made: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoRoomOnHost(detail=text) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise PermissionDenied(detail=text) from error
+        raise FailedUndone(text) from error
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != uid or found.st_mode & 0o022:
         raise PermissionDenied(

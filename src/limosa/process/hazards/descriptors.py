@@ -121,7 +121,8 @@ def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: b
         ``file-locks``, ``link-remap`` (13).
     """
     found = []
-    locked = [fd for fd in process.fds if fd.locks]
+    # The driver's own descriptors are gone while the process is checkpointed, whatever it does with them.
+    locked = [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
     if locked and not file_locks:
         names = ", ".join(f"{fd.target} (descriptor {fd.fd})" for fd in locked[:3])
         text = f"process {process.title} holds locks on {names}"

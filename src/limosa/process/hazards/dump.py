@@ -57,7 +57,7 @@ def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
         shell_job=not leads_session(obs) and not terminals(obs),
         ghost_limit=max(GHOST_LIMIT, largest + largest // 4),
         link_remap=any(fd.deleted and fd.links > 0 and fd.kind == "file" for fd in fds),
-        file_locks=any(fd.locks for fd in fds),
+        file_locks=any(fd.locks and not fd.target.startswith("/dev/nvidia") for fd in fds),
     )
 
 
