@@ -1,18 +1,14 @@
 """Compiles what is in C: the CRIU plugin and the software GPU. A build hook of hatchling, and a program for a checkout.
 
 ``python native_build.py`` builds beside the source. With no C compiler the rest of Limosa is installed all the same:
-only jobs whose children inherited GPU device mappings cannot be checkpointed then, and there is no ``limosa softgpu``;
-``limosa doctor`` says so.
+only jobs whose children inherited GPU device mappings cannot be checkpointed then, and ``limosa doctor`` says so;
+``limosa softgpu`` builds what it needs when it is first used.
 """
 
 from __future__ import annotations
 
-import os
-import shlex
-import shutil
-import subprocess
+import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +24,22 @@ LIBRARY = FOLDER / "limosa_plugin.so"
 # No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-U_FORTIFY_SOURCE"]
 
-SOFTGPU = NATIVE / "softgpu"
-SOFTGPU_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
-NVML_ONLY = ("nvml.c", "nvml_stubs.c")
-NVML_SHARED = ("node.c", "fault.c")
-# A product and a sum are rounded each by itself on every machine: tests compare bits.
-SOFTGPU_FLAGS = [*FLAGS, "-pthread", "-ffp-contract=off"]
+
+def _softgpu() -> Any:
+    """Return ``limosa.softgpu.build``, by its file: nothing that Limosa needs is installed yet when it is built."""
+    path = NATIVE.parent / "softgpu" / "build.py"
+    spec = importlib.util.spec_from_file_location("limosa_softgpu_build", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def compilers() -> list[list[str]]:
-    """Return the C compilers to try: $CC alone where it is set, else those found."""
-    chosen = shlex.split(os.environ.get("CC", ""))
-    if chosen:
-        return [chosen]
-    return [[name] for name in ("cc", "gcc", "clang", "tcc") if shutil.which(name)]
+softgpu = _softgpu()
+SOFTGPU: Path = softgpu.SOURCE
+build_softgpu = softgpu.build
+compilers = softgpu.compilers
 
 
 def build(library: Path = LIBRARY) -> str | None:
@@ -53,57 +51,7 @@ def build(library: Path = LIBRARY) -> str | None:
     Returns:
         None where the plugin is there afterwards, else why not.
     """
-    return _compile(library, [SOURCE], FLAGS, [SOURCE])
-
-
-def build_softgpu(folder: Path = SOFTGPU) -> str | None:
-    """Compile the software GPU's two libraries, each unless it is newer than its sources and all headers.
-
-    Args:
-        folder: where they are put, each whole or not at all.
-
-    Returns:
-        None where both are there afterwards, else why not.
-    """
-    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
-    problems = []
-    for name in SOFTGPU_LIBRARIES:
-        sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
-        problem = _compile(
-            folder / name, sources, [*SOFTGPU_FLAGS, f"-Wl,-soname,{name}"], [*sources, *headers], ["-ldl", "-lrt"]
-        )
-        if problem is not None:
-            problems.append(problem)
-    return "\n".join(problems) or None
-
-
-def _belongs(source: str, library: str) -> bool:
-    """Return whether a source file is part of a library."""
-    if library == "libnvidia-ml.so.1":
-        return source in NVML_ONLY + NVML_SHARED
-    return source not in NVML_ONLY
-
-
-def _compile(
-    library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
-) -> str | None:
-    """Compile sources with the first compiler that can; None where the library is there afterwards, else why not."""
-    if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
-        return None
-    problem = "there is no C compiler (cc, gcc, clang or tcc)"
-    for compiler in compilers():
-        new = library.with_name(f"{library.name}.{os.getpid()}")
-        try:
-            argv = [*compiler, *flags, "-o", str(new), *map(str, sources), *links]
-            done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
-            if done.returncode == 0:
-                new.replace(library)
-                return None
-            problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = f"{compiler[0]}: {error}"
-        finally:
-            new.unlink(missing_ok=True)
+    problem: str | None = softgpu.compile_library(library, [SOURCE], FLAGS, [SOURCE])
     return problem
 
 
@@ -117,7 +65,7 @@ if BuildHookInterface is not None:
             built: list[Path] = []
             for what, problem, libraries in (
                 ("the CRIU plugin", build(), [LIBRARY]),
-                ("the software GPU", build_softgpu(), [SOFTGPU / name for name in SOFTGPU_LIBRARIES]),
+                ("the software GPU", build_softgpu(), [SOFTGPU / name for name in softgpu.LIBRARIES]),
             ):
                 if problem is None:
                     built += libraries

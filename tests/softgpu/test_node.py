@@ -177,13 +177,22 @@ def test_others_than_root_are_refused_with_words(libraries):
     assert "sudo" in ran.stdout
 
 
-def test_libraries_that_are_missing_are_told(libraries, tmp_path):
+def test_libraries_that_are_missing_are_built(tmp_path):
+    from limosa.softgpu.node import check_libraries
+
+    check_libraries(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["libcuda.so.1", "libnvidia-ml.so.1"]
+
+
+def test_libraries_that_cannot_be_built_are_told(tmp_path, monkeypatch):
     from limosa.errors import GpuUnavailable
     from limosa.softgpu.node import check_libraries
 
-    with pytest.raises(GpuUnavailable, match=r"libcuda\.so\.1 and no libnvidia-ml\.so\.1") as caught:
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(GpuUnavailable, match="cannot be built") as caught:
         check_libraries(tmp_path)
     assert "compiler" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- what is in it -----------------------------------------------------------------------------------------------

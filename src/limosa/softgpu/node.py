@@ -17,33 +17,33 @@ from contextlib import suppress
 from pathlib import Path
 
 from limosa.errors import GpuUnavailable, PermissionDenied
-from limosa.softgpu import kernel
+from limosa.softgpu import build, kernel
 from limosa.softgpu.spec import NodeSpec
 from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
 
-LIBRARIES = Path(__file__).resolve().parent.parent / "native" / "softgpu"
-NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
 _ZERO = os.makedev(1, 5)
 _SHM = "/dev/shm"  # noqa: S108 - the folder itself is what is made here
 
 
-def check_libraries(folder: Path = LIBRARIES) -> None:
-    """Look whether the libraries have been built.
+def check_libraries(folder: Path = build.SOURCE) -> None:
+    """Look whether the libraries are there, and build them where they are not (no compiler when Limosa was installed).
 
     Raises:
-        GpuUnavailable: they have not.
+        GpuUnavailable: they are not and cannot be built.
     """
-    missing = [name for name in NAMES if not (folder / name).is_file()]
-    if missing:
+    missing = [name for name in build.LIBRARIES if not (folder / name).is_file()]
+    if not missing:
+        return
+    problem = build.build(folder) if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
+    if problem is not None:
         raise GpuUnavailable(
-            detail=f"the software GPU has not been built: {folder} has no {' and no '.join(missing)}",
-            hint="install a C compiler (gcc) and Limosa again (in a checkout: python native_build.py)",
+            detail=f"the software GPU cannot be built: {problem}", hint="install a C compiler (gcc) and try again"
         )
 
 
-def environment(base: Mapping[str, str] | None = None, folder: Path = LIBRARIES) -> dict[str, str]:
+def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOURCE) -> dict[str, str]:
     """Return an environment in which programs find the software GPU's libraries before any other."""
     env = dict(os.environ if base is None else base)
     others = [part for part in env.get("LD_LIBRARY_PATH", "").split(":") if part and part != str(folder)]

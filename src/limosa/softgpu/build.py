@@ -1,0 +1,93 @@
+"""Compiles the software GPU's two libraries. ``native_build.py`` does so when Limosa is installed or checked out.
+
+Nothing of Limosa is imported here: a build has nothing but Python and a C compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "native" / "softgpu"
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+NVML_ONLY = ("nvml.c", "nvml_stubs.c")
+NVML_SHARED = ("node.c", "fault.c")
+# A product and a sum are rounded each by itself on every machine: tests compare bits.
+FLAGS = [
+    "-std=gnu11",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+    "-ffp-contract=off",
+]
+
+
+def compilers() -> list[list[str]]:
+    """Return the C compilers to try: $CC alone where it is set, else those found."""
+    chosen = shlex.split(os.environ.get("CC", ""))
+    if chosen:
+        return [chosen]
+    return [[name] for name in ("cc", "gcc", "clang", "tcc") if shutil.which(name)]
+
+
+def build(folder: Path = SOURCE) -> str | None:
+    """Compile both libraries, each unless it is newer than its sources and all headers.
+
+    Args:
+        folder: where they are put, each whole or not at all.
+
+    Returns:
+        None where both are there afterwards, else why not.
+    """
+    headers = [*SOURCE.glob("*.h"), *SOURCE.glob("*.list"), *SOURCE.glob("api/*.h")]
+    problems = []
+    for name in LIBRARIES:
+        sources = sorted(path for path in SOURCE.glob("*.c") if _belongs(path.name, name))
+        problem = compile_library(
+            folder / name, sources, [*FLAGS, f"-Wl,-soname,{name}"], [*sources, *headers], ["-ldl", "-lrt"]
+        )
+        if problem is not None:
+            problems.append(problem)
+    return "\n".join(problems) or None
+
+
+def _belongs(source: str, library: str) -> bool:
+    """Return whether a source file is part of a library."""
+    if library == "libnvidia-ml.so.1":
+        return source in NVML_ONLY + NVML_SHARED
+    return source not in NVML_ONLY
+
+
+def compile_library(
+    library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
+) -> str | None:
+    """Compile sources with the first compiler that can, unless the library is newer than what it depends on.
+
+    Returns:
+        None where the library is there afterwards, else why not.
+    """
+    if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
+        return None
+    problem = "there is no C compiler (cc, gcc, clang or tcc)"
+    for compiler in compilers():
+        new = library.with_name(f"{library.name}.{os.getpid()}")
+        try:
+            argv = [*compiler, *flags, "-o", str(new), *map(str, sources), *links]
+            done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
+            if done.returncode == 0:
+                new.replace(library)
+                return None
+            problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = f"{compiler[0]}: {error}"
+        finally:
+            new.unlink(missing_ok=True)
+    return problem
