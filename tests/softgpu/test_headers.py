@@ -157,9 +157,10 @@ def test_constants_and_layouts_are_the_real_ones(compiler, tmp_path, api, header
 
 @pytest.mark.parametrize("source", SOURCES, ids=[path.name for path in SOURCES])
 def test_signatures_are_the_real_ones(compiler, source):
-    """With NVIDIA's declarations in scope a definition of another type does not compile."""
+    """With NVIDIA's declarations in scope a definition of another type does not compile. Nor does what looks wrong."""
+    flags = ["-std=gnu11", "-DSOFTGPU_REAL_HEADERS", "-Wall", "-Wextra", "-Werror"]
     ran = subprocess.run(
-        [*compiler, "-std=gnu11", "-DSOFTGPU_REAL_HEADERS", f"-I{REAL}", "-w", "-fsyntax-only", str(source)],
+        [*compiler, *flags, "-isystem", str(REAL), "-fsyntax-only", str(source)],
         capture_output=True,
         text=True,
         timeout=60,
