@@ -94,6 +94,13 @@ class InvalidMap(UsageError):
     id = "invalid-map"
 
 
+class WrongChip(InvalidMap):
+    """A GPU map from one chip to another, which the driver cannot restore: the map is one, the GPUs are not alike."""
+
+    id, exit_code = "chip", 12
+    hint_template = "limosa gpus shows which are alike"
+
+
 class UnknownGpu(UsageError):
     """No GPU of this machine has that name."""
 

@@ -274,6 +274,7 @@ def test_another_chip_is_refused(gpu_like: GpuLike, double: DriverDouble) -> Non
     with pytest.raises(Refused) as caught:
         operation.move(pid, to="1")
     assert "Other GPU" in str(caught.value)
+    assert (caught.value.id, caught.value.exit_code) == ("chip", 12)
     assert names(double) == []
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from limosa.errors import InvalidMap, UnknownGpu
+from limosa.errors import InvalidMap, UnknownGpu, WrongChip
 from limosa.gpu.gpus import Gpu
 
 
@@ -75,7 +75,8 @@ def complete_map(
 
     Raises:
         UnknownGpu: a GPU is not one of this machine.
-        InvalidMap: two sources on one GPU, different chips, a GPU that the job cannot open, nothing but identities,
+        WrongChip: different chips.
+        InvalidMap: two sources on one GPU, a GPU that the job cannot open, nothing but identities,
             a GPU would have to give way on which the job holds something and of which nothing was said, or there
             are too few destinations.
     """
@@ -101,7 +102,7 @@ def complete_map(
             )
         taken[destination] = source
         if names[source].name != names[destination].name:
-            raise InvalidMap(
+            raise WrongChip(
                 detail=f"{_called(names[source])} is a {names[source].name}, {_called(names[destination])} "
                 f"a {names[destination].name}: a job can move between GPUs of one chip only"
             )

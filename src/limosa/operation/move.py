@@ -236,8 +236,8 @@ def is_done(operation: str, prepared: Prepared) -> bool:
         return False
     if operation == "suspend":
         return prepared.states == {"checkpointed"}
-    if prepared.inventory is None:
-        return False  # where it is cannot be told
+    if prepared.inventory is None or prepared.nowhere:
+        return False  # where it is, or is to be, cannot be told
     if operation == "resume":
         return prepared.states == {"running"} and not any(m.changes_gpu for m in prepared.members)
     return prepared.states == {"running"} and not any(_leaves(m) for m in prepared.members)

@@ -66,6 +66,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     steps: list[str] = []
     host_bytes: int = 0
     leave_running: bool = False
+    nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
     def states(self) -> set[str]:
@@ -207,6 +208,7 @@ def look(
                 prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
             )
         except (GpuUnavailable, InvalidMap, UsageError) as error:
+            prepared.nowhere = True
             reasons.append(as_reason(error))
         branch = prepared.inventory.driver_major if prepared.inventory is not None else None
         reasons += hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu
-from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu
+from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu, WrongChip
 from limosa.image import Manifest, open_image
 from limosa.image.verify import verify
 from limosa.operation import estimate, room
@@ -222,7 +222,8 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
     those on which the job held something.
 
     Raises:
-        InvalidMap: a GPU that is neither here nor mapped, two on one, another chip.
+        InvalidMap: a GPU that is neither here nor mapped, two on one.
+        WrongChip: another chip.
     """
     then = {g.uuid: g for g in manifest.gpus}
     here = inventory.by_uuid()
@@ -240,7 +241,9 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
             if source in process.held and source in then:
                 a, b = then[source], here[target]
                 if a.name != b.name or (a.memory_total and a.memory_total != b.memory_total):
-                    raise InvalidMap(detail=f"the image's GPU {a.index} is a {a.name}, GPU {b.index} here a {b.name}")
+                    sizes = "" if a.name != b.name else " with another size of memory"
+                    text = f"the image's GPU {a.index} is a {a.name}, GPU {b.index} here a {b.name}{sizes}"
+                    raise WrongChip(detail=text)
         members.append(
             Member(
                 identity=Identity(process.pid, 0),
