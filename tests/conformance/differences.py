@@ -15,10 +15,15 @@ class Difference(NamedTuple):
     why: str
 
 
-OWN, NEW = "its own", "of the GPU it is on"
+# What a software GPU has instead of hardware behind the device files: not looked at where device files are.
+HARDWARE = "/dev/nvidia-soft/"
+
 DIFFERENCES: dict[str, Difference] = {
-    "uuid after a move": Difference(NEW, NEW, "not seen yet"),
-    "bus id after a move": Difference(NEW, NEW, "not seen yet"),
+    "descriptor of exported memory": Difference(
+        "/dev/nvidiactl",
+        HARDWARE + "memory/",
+        "the descriptor is the memory itself, which lives as long as somebody holds it",
+    ),
 }
 
 

@@ -269,6 +269,15 @@ def text(value: str) -> dict[str, str]:
     return {"b": value.encode().hex()}
 
 
+def plain(value: str) -> str:
+    """Text that a call has written to a buffer, here in hexadecimal, or that came as text."""
+    try:
+        value = bytes.fromhex(value).decode()
+    except ValueError:
+        pass
+    return value.rstrip("\0 ")
+
+
 POSIX = enum("CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR")
 
 

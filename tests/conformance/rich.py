@@ -17,6 +17,7 @@ class Rich:
         job: on GPU 0; thread "second" has a context on GPU 1, "made" one that cuCtxCreate has made, "bare" none.
         have: names → handles and addresses.
         before: what questions answered before the cycle (the same are asked after it).
+        freed: an address that was freed before the cycle; ``freed_range`` is what was said of it right after it.
         moved: whether the cycle has exchanged its GPUs.
     """
 
@@ -30,6 +31,9 @@ class Rich:
         self._host()
         self._streams()
         self._contexts()
+        self.freed = job.do("cuMemAlloc", 128 * MIB)
+        job.do("cuMemFree", self.freed)
+        self.freed_range = ""
         job.do("cuCtxSynchronize")
         self.before = {name: self.question(name) for name in QUESTIONS}
 
@@ -43,8 +47,6 @@ class Rich:
         job.stamped(have["pitched"], 64, 5)
         have["async"] = job.do("cuMemAllocAsync", MIB, 0)
         job.stamped(have["async"], 512, 6)
-        have["freed"] = job.do("cuMemAlloc", 32 * MIB)
-        job.do("cuMemFree", have["freed"])
         have["default_pool"] = job.do("cuDeviceGetDefaultMemPool", 0)
         have["pool"] = job.do(
             "cuMemPoolCreate",

@@ -83,6 +83,8 @@ def encode(value):
         return bytes(value.bytes).hex()
     if hasattr(value, "__int__"):
         return int(value)
+    if type(value).__name__ == "CUipcMemHandle":
+        return ctypes.string_at(value.getPtr(), 64).hex()
     fields = {}
     for name in dir(value):
         if not name.startswith("_") and name != "getPtr":
@@ -127,7 +129,7 @@ def ask_nvml(name, args):
         return {"nvml": error.value}, None
     if name.startswith("nvmlDeviceGetHandleBy"):
         answer = nvml.nvmlDeviceGetIndex(answer)
-    if isinstance(answer, list):
+    if isinstance(answer, list) and all(hasattr(one, "__dict__") for one in answer):
         return 0, [{k: v for k, v in vars(one).items() if isinstance(v, (int, str, type(None)))} for one in answer]
     if isinstance(answer, ctypes.Structure):
         return 0, {name: encode(getattr(answer, name)) for name, *_ in answer._fields_}

@@ -102,7 +102,9 @@ ANSWERS = {
     *("cuDriverGetVersion", "cuGetErrorName", "cuGetProcAddress", "cuInit"),
     *("cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetName", "cuDeviceGetUuid", "cuDeviceGetPCIBusId"),
     *("cuDeviceTotalMem", "cuDeviceGetAttribute", "cuDeviceCanAccessPeer", "cuDevicePrimaryCtxGetState"),
-    *("cuCtxGetCurrent", "cuCtxGetDevice", "cuCtxGetApiVersion"),
+    *("cuCtxGetCurrent", "cuCtxGetDevice", "cuCtxGetApiVersion", "cuCtxGetLimit", "cuCtxGetStreamPriorityRange"),
+    *("cuCtxPushCurrent", "cuCtxSetCurrent", "cuMemGetAddressRange", "cuMemHostGetDevicePointer"),
+    *("cuPointerGetAttribute", "cuStreamGetPriority"),
 }
 
 
@@ -176,7 +178,9 @@ def test_call_while(asked: Asked, call: str) -> None:
 @pytest.mark.xdist_group("blocked")
 @pytest.mark.parametrize("asked", ["locked", "checkpointed"], indirect=True)
 def test_all_that_waited_succeeds_after_the_unlock(asked: Asked) -> None:
-    assert {name: one.result for name, one in asked.last.items() if one.result != "SUCCESS"} == {}
+    fine = {"cuStreamQuery": ("SUCCESS", "NOT_READY"), "cuEventQuery": ("SUCCESS", "NOT_READY")}  # work came before it
+    results = {name: one.result for name, one in asked.last.items()}
+    assert {name: told for name, told in results.items() if told not in fine.get(name, ("SUCCESS",))} == {}
 
 
 @pytest.mark.xdist_group("blocked")

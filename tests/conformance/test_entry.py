@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conformance.jobs import PTX, Job, enum, launching, number, pointer, text
+from conformance.jobs import PTX, Job, enum, launching, number, plain, pointer, text
 
 NAMES = {
     0: ("CUDA_SUCCESS", "no error"),
@@ -84,9 +84,10 @@ def test_a_function_is_found(name: str, version: int, work: Job) -> None:
     ],
 )
 def test_a_function_is_not_found(name: str, version: int, status: int, work: Job) -> None:
-    answer = work.ask("cuGetProcAddress", text(name), version, 0)
-    assert answer.result == "NOT_FOUND"
-    assert answer.value in ([0, status], [None, status])
+    symbol, found, told = work.scratch, work.scratch + 256, work.scratch + 264
+    work.poke(symbol, name.encode().ljust(256, b"\0") + b"\xff" * 16)
+    assert work.raw("cuGetProcAddress_v2", symbol, found, version, 0, told) == "NOT_FOUND"
+    assert work.peek(found, 12) == bytes(8) + status.to_bytes(4, "little")
 
 
 def test_the_per_thread_variant_is_another_function(work: Job) -> None:
@@ -141,7 +142,7 @@ def test_a_module_is_unloaded(work: Job) -> None:
 
 
 def test_the_name_of_a_function(work: Job) -> None:
-    assert bytes.fromhex(work.do("cuFuncGetName", work.functions["stamp"])) == b"stamp"
+    assert plain(work.do("cuFuncGetName", work.functions["stamp"])) == "stamp"
 
 
 def test_the_module_of_a_function(work: Job) -> None:

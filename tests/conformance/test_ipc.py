@@ -12,7 +12,7 @@ Start = Callable[..., Job]
 
 
 def handle_of(job: Job, address: int) -> dict[str, str]:
-    return {"s": "CUipcMemHandle", "raw": job.do("cuIpcGetMemHandle", address)["reserved"]}
+    return {"s": "CUipcMemHandle", "raw": job.do("cuIpcGetMemHandle", address)}
 
 
 @pytest.fixture

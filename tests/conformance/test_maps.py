@@ -128,7 +128,7 @@ def test_what_a_job_sees(visible: str, count: int, start: Start) -> None:
     job = start(CUDA_VISIBLE_DEVICES=visible)
     assert job.says("cuInit", 0) == ("SUCCESS" if count else "NO_DEVICE")
     answer = job.ask("cuDeviceGetCount")
-    assert (answer.result, answer.value) == (("SUCCESS", count) if count else ("NOT_INITIALIZED", 0))
+    assert (answer.result, answer.value) == (("SUCCESS", count) if count else ("NOT_INITIALIZED", None))
 
 
 @pytest.mark.parametrize("order", ["0", "1"])

@@ -20,7 +20,7 @@ CALLS = {
 }
 # The target and what every call about it answers.
 TARGETS = {
-    "no-such-pid": "OPERATING_SYSTEM",
+    "no-such-pid": "INVALID_VALUE",
     "negative-pid": "INVALID_VALUE",
     "pid-zero": "INVALID_VALUE",
     "init": "NOT_INITIALIZED",
@@ -28,7 +28,7 @@ TARGETS = {
     "library-loaded": "NOT_INITIALIZED",
     "cuinit-failed": "NOT_INITIALIZED",
     "zombie": "NOT_INITIALIZED",
-    "killed-and-reaped": "OPERATING_SYSTEM",
+    "killed-and-reaped": "INVALID_VALUE",
     "forked-child": "NOT_INITIALIZED",
     "child-of-a-forked-child": "NOT_INITIALIZED",
 }

@@ -11,7 +11,7 @@ from conformance.jobs import MIB, Controller, Job, lock_args
 
 JobIn = Callable[[str], Job]
 Another = Callable[[], Controller]
-BIG = 768 * MIB  # enough for a checkpoint and a restore to take a while
+BIG = 320 * MIB  # enough for a checkpoint and a restore to take a while
 
 
 # --- a lock waits for the job's work ----------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def test_create_needs_no_context(start: Start) -> None:
 
 def test_properties_of_a_handle_are_those_that_it_was_made_with(handle: int, work: Job) -> None:
     told = work.do("cuMemGetAllocationPropertiesFromHandle", handle)
-    assert (told["type"], told["location"], told["requestedHandleTypes"]) == (1, {"type": 1, "id": 0}, 1)
+    place = told["location"]
+    assert (told["type"], place["type"], place["id"], told["requestedHandleTypes"]) == (1, 1, 0, 1)
 
 
 def test_release_of_a_handle_that_is_none(work: Job) -> None:
