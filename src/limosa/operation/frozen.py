@@ -12,6 +12,8 @@ from limosa.operation.jobs import command_of
 from limosa.operation.prepare import Prepared
 from limosa.process.identity import read_stat
 
+_DRIVERS = "/dev/nvidia"  # what the driver has mapped there it has let go since: no restore needs it
+
 
 def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile]]:
     """The frozen tree's processes and its regular files: sizes, and positions in those open for writing.
@@ -40,7 +42,9 @@ def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile
     seen = {(f.path, f.inode) for f in files}
     for process in prepared.observation.processes if prepared.observation else []:
         for m in process.maps:
-            if m.path.startswith("/") and m.inode and not m.deleted and (m.path, m.inode) not in seen:
+            if m.path.startswith(_DRIVERS) or not m.path.startswith("/"):
+                continue
+            if m.inode and not m.deleted and (m.path, m.inode) not in seen:
                 seen.add((m.path, m.inode))
                 with contextlib.suppress(OSError):
                     info = os.stat(m.path)
