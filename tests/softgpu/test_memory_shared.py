@@ -1,0 +1,463 @@
+"""Virtual memory and legacy IPC: the rules, what lives how long, several processes, what a checkpoint does with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from soft_node import Node
+from softgpu.far import Far
+
+MIB = 1 << 20
+pytestmark = pytest.mark.timeout(90)
+
+# What the far end needs beside what far.py gives it.
+WORDS = """
+import socket
+POSIX = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+NONE, READ, WRITE = (cu.CUmemAccess_flags(value) for value in (0, 1, 3))
+def says(name, *args):
+    return word(getattr(cu, name)(*args)[0])
+def free():
+    return ok(cu.cuMemGetInfo())[0]
+def prop(device=0, kind=cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, handles=POSIX):
+    made = cu.CUmemAllocationProp()
+    made.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.location.type = kind
+    made.location.id = device
+    made.requestedHandleTypes = handles
+    return made
+def access(flags=WRITE, device=0):
+    made = cu.CUmemAccessDesc()
+    made.location = prop(device).location
+    made.flags = flags
+    return [made]
+def create(mib, **options):
+    return ok(cu.cuMemCreate(mib * MIB, prop(**options), 0))
+def reserve(mib):
+    return int(ok(cu.cuMemAddressReserve(mib * MIB, 0, 0, 0)))
+def mapped(mib, handle, offset=0, flags=WRITE):
+    address = reserve(mib)
+    ok(cu.cuMemMap(address, mib * MIB, offset * MIB, handle, 0))
+    if flags is not None:
+        ok(cu.cuMemSetAccess(address, mib * MIB, access(flags), 1))
+    return address
+def export(handle):
+    return int(ok(cu.cuMemExportToShareableHandle(handle, POSIX, 0)))
+def send(path, fd):
+    with socket.socket(socket.AF_UNIX) as far_end:
+        far_end.connect(path)
+        socket.send_fds(far_end, [b'x'], [fd])
+def listen(path):
+    global door
+    door = socket.socket(socket.AF_UNIX); door.bind(path); door.listen()
+def take():
+    with door.accept()[0] as near_end:
+        return socket.recv_fds(near_end, 1, 1)[1][0]
+def put(address, data):
+    ok(cu.cuMemcpyHtoD(address, data, len(data)))
+def get(address, size):
+    back = bytearray(size)
+    ok(cu.cuMemcpyDtoH(back, address, size))
+    return back.decode()
+lib = ctypes.CDLL('libcuda.so.1')
+class Handle(ctypes.Structure):
+    _fields_ = [('bytes', ctypes.c_ubyte * 64)]
+def handle_of(address):
+    handle = Handle()
+    code = lib.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address))
+    return bytes(handle.bytes).hex() if code == 0 else code
+def opened(handle, flags=1):
+    address = ctypes.c_uint64()
+    made = Handle.from_buffer_copy(bytes.fromhex(handle))
+    lib.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, Handle, ctypes.c_uint]
+    code = lib.cuIpcOpenMemHandle_v2(ctypes.byref(address), made, flags)
+    return address.value if code == 0 else -code
+"""
+
+
+@pytest.fixture
+def start(node: Any) -> Callable[..., Far]:
+    def go(device: int = 0) -> Far:
+        far = Far(node)
+        far(f"start({device})")
+        far(WORDS)
+        return far
+
+    return go
+
+
+@pytest.fixture
+def job(start: Callable[..., Far]) -> Far:
+    return start()
+
+
+@pytest.fixture
+def other(start: Callable[..., Far]) -> Far:
+    return start()
+
+
+@pytest.fixture(scope="module")
+def rules_job(libraries: None) -> Iterator[Far]:
+    """One job for many questions: on a GPU that their leavings do not fill."""
+    with Node(memory="1GiB") as node:
+        far = Far(node)
+        far("start()")
+        far(WORDS)
+        yield far
+
+
+@pytest.fixture
+def controller(node: Any) -> Far:
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    return controller
+
+
+def passed(one: Far, two: Far, path: Any) -> None:
+    """Send the descriptor ``fd`` of one process to another, as its ``fd``."""
+    two(f"listen({str(path)!r})")
+    one(f"send({str(path)!r}, fd)")
+    two("fd = take()")
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("says('cuMemCreate', 0, prop(), 0)", "INVALID_VALUE"),
+        ("says('cuMemCreate', MIB, prop(), 0)", "INVALID_VALUE"),
+        ("says('cuMemCreate', 2 * MIB, prop(), 1)", "INVALID_VALUE"),
+        ("says('cuMemCreate', 2 * MIB, cu.CUmemAllocationProp(), 0)", "INVALID_VALUE"),
+        ("says('cuMemCreate', 2 * MIB, prop(device=2), 0)", "INVALID_DEVICE"),
+        ("says('cuMemCreate', 2 * MIB, prop(device=-1), 0)", "INVALID_DEVICE"),
+        ("says('cuMemCreate', 1 << 40, prop(), 0)", "OUT_OF_MEMORY"),
+        ("says('cuMemCreate', 2 * MIB, prop(handles=FABRIC), 0)", "NOT_SUPPORTED"),
+        ("says('cuMemCreate', 2 * MIB, prop(kind=cu.CUmemLocationType(2)), 0)", "NOT_SUPPORTED"),
+        ("says('cuMemCreate', 2 * MIB, prop(kind=cu.CUmemLocationType(4)), 0)", "INVALID_VALUE"),
+        ("int(ok(cu.cuMemGetAllocationGranularity(prop(), cu.CUmemAllocationGranularity_flags(0))))", 2 * MIB),
+        ("says('cuMemRelease', 12345)", "INVALID_VALUE"),
+        ("says('cuMemAddressReserve', 0, 0, 0, 0)", "INVALID_VALUE"),
+        ("says('cuMemAddressReserve', MIB, 0, 0, 0)", "INVALID_VALUE"),
+        ("says('cuMemAddressReserve', 2 * MIB, 3 * MIB, 0, 0)", "INVALID_VALUE"),
+        ("says('cuMemAddressReserve', 2 * MIB, 0, 0, 1)", "INVALID_VALUE"),
+        ("says('cuMemAddressReserve', 1 << 46, 0, 0, 0)", "OUT_OF_MEMORY"),
+        ("says('cuMemAddressFree', reserve(4), 2 * MIB)", "INVALID_VALUE"),
+        ("says('cuMemAddressFree', reserve(4) + 2 * MIB, 2 * MIB)", "INVALID_VALUE"),
+        ("[says('cuMemAddressFree', a, 2 * MIB) for a in [reserve(2)] * 2]", ["SUCCESS", "INVALID_VALUE"]),
+        ("says('cuMemMap', reserve(2), 2 * MIB, 0, 12345, 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', reserve(2), 2 * MIB, 0, create(2), 1)", "INVALID_VALUE"),
+        ("says('cuMemMap', reserve(4), 4 * MIB, 0, create(2), 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', reserve(4), 2 * MIB, 2 * MIB, create(2), 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', reserve(4) + MIB, 2 * MIB, 0, create(2), 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', reserve(2), 4 * MIB, 0, create(4), 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', int(ok(cu.cuMemAlloc(2 * MIB))), 2 * MIB, 0, create(2), 0)", "INVALID_VALUE"),
+        ("says('cuMemMap', mapped(2, create(2)), 2 * MIB, 0, create(2), 0)", "INVALID_VALUE"),
+        ("says('cuMemUnmap', reserve(2), 2 * MIB)", "INVALID_VALUE"),
+        ("says('cuMemUnmap', mapped(4, create(4)), 2 * MIB)", "INVALID_VALUE"),
+        ("says('cuMemAddressFree', mapped(2, create(2)), 2 * MIB)", "INVALID_VALUE"),
+        ("says('cuMemSetAccess', reserve(2), 2 * MIB, access(), 1)", "INVALID_VALUE"),
+        ("says('cuMemSetAccess', mapped(4, create(4)), 2 * MIB, access(), 1)", "INVALID_VALUE"),
+        ("says('cuMemSetAccess', mapped(2, create(2)), 2 * MIB, access(device=2), 1)", "INVALID_DEVICE"),
+        ("says('cuMemSetAccess', mapped(2, create(2)), 2 * MIB, [], 0)", "INVALID_VALUE"),
+        ("says('cuMemGetAccess', prop().location, reserve(2))", "INVALID_VALUE"),
+        ("[int(ok(cu.cuMemGetAccess(prop(d).location, mapped(2, create(2)) + 5))) for d in (0, 1)]", [3, 0]),
+        ("says('cuMemRetainAllocationHandle', reserve(2))", "INVALID_VALUE"),
+        ("says('cuMemExportToShareableHandle', create(2), FABRIC, 0)", "INVALID_VALUE"),
+        ("says('cuMemExportToShareableHandle', create(2, handles=cu.CUmemAllocationHandleType(0)), POSIX, 0)",
+         "INVALID_VALUE"),
+        ("says('cuMemExportToShareableHandle', 12345, POSIX, 0)", "INVALID_VALUE"),
+        ("says('cuMemImportFromShareableHandle', 1000, POSIX)", "INVALID_VALUE"),
+        ("says('cuMemImportFromShareableHandle', os.open('/dev/null', 0), POSIX)", "INVALID_VALUE"),
+        ("says('cuMemImportFromShareableHandle', 0, FABRIC)", "NOT_SUPPORTED"),
+    ],
+)  # fmt: skip
+def test_rules(rules_job: Far, code: str, answer: Any) -> None:
+    assert rules_job(code) == answer
+
+
+def test_a_refused_call_takes_nothing(job: Far) -> None:
+    before = job("free()")
+    job("h = create(2); a = mapped(2, h)")
+    for call in ("'cuMemMap', a, 2 * MIB, 0, h, 0", "'cuMemUnmap', a, 4 * MIB", "'cuMemAddressFree', a, 2 * MIB"):
+        assert job(f"says({call})") == "INVALID_VALUE"
+    job("ok(cu.cuMemUnmap(a, 2 * MIB)); ok(cu.cuMemAddressFree(a, 2 * MIB)); ok(cu.cuMemRelease(h))")
+    assert job("free()") == before
+
+
+def test_a_hint_is_followed_where_there_is_room(job: Far) -> None:
+    job("a = reserve(8); ok(cu.cuMemAddressFree(a, 8 * MIB)); want = a + 2 * MIB")
+    assert job("int(ok(cu.cuMemAddressReserve(4 * MIB, 0, want, 0))) == want")
+    assert job("int(ok(cu.cuMemAddressReserve(4 * MIB, 0, want, 0))) != want")
+
+
+def test_memory_is_out_of_reach_until_access_is_given(job: Far) -> None:
+    job("a = mapped(2, create(2), flags=None)")
+    assert job("says('cuMemcpyHtoD', a, b'12345678', 8)") == "INVALID_VALUE"
+    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(), 1)); put(a, b'12345678')")
+    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(NONE), 1))")
+    assert job("says('cuMemcpyHtoD', a, b'12345678', 8)") == "INVALID_VALUE"
+    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(device=1), 1))")  # of any device
+    assert job("get(a, 8)") == "12345678"
+
+
+def test_a_part_may_be_mapped_and_several_times(job: Far) -> None:
+    job("h = create(6); whole = mapped(6, h); part = mapped(2, h, offset=4); again = mapped(4, h, offset=2)")
+    job("put(whole + 5 * MIB, b'from the whole')")
+    assert job("[get(part + MIB, 14), get(again + 3 * MIB, 14)]") == ["from the whole"] * 2
+    job("put(part, b'from a part')")
+    assert job("get(whole + 4 * MIB, 11)") == "from a part"
+
+
+def test_mappings_side_by_side_are_one_range(job: Far) -> None:
+    job("a = reserve(8)")
+    job("for i in range(4): ok(cu.cuMemMap(a + 2 * i * MIB, 2 * MIB, 0, create(2), 0))")
+    job("ok(cu.cuMemSetAccess(a, 8 * MIB, access(), 1)); put(a + MIB, bytes(range(1, 101)) * 50000)")
+    assert job("get(a + MIB, 5000000) == (bytes(range(1, 101)) * 50000).decode()")
+    job("ok(cu.cuMemUnmap(a + 2 * MIB, 4 * MIB))")
+    assert job("says('cuMemcpyHtoD', a + MIB, bytes(2 * MIB), 2 * MIB)") == "INVALID_VALUE"
+    assert job("says('cuMemUnmap', a, 8 * MIB)") == "INVALID_VALUE"  # there is a hole in it
+    job("ok(cu.cuMemUnmap(a, 2 * MIB)); ok(cu.cuMemUnmap(a + 6 * MIB, 2 * MIB)); ok(cu.cuMemAddressFree(a, 8 * MIB))")
+
+
+def test_memory_lives_as_long_as_a_handle_or_mapping(job: Far) -> None:
+    before = job("free()")
+    job("h = create(4); a = mapped(4, h); put(a, b'still here'); ok(cu.cuMemRelease(h))")
+    assert job("says('cuMemRelease', h)") == "INVALID_VALUE"
+    assert job("says('cuMemMap', reserve(4), 4 * MIB, 0, h, 0)") == "INVALID_VALUE"
+    assert job("get(a, 10)") == "still here"
+    assert job("int(ok(cu.cuMemRetainAllocationHandle(a + MIB))) == int(h)")
+    job("ok(cu.cuMemUnmap(a, 4 * MIB))")
+    assert job("free()") == before - 4 * MIB
+    job("b = mapped(4, h)")
+    assert job("get(b, 10)") == "still here"
+    job("ok(cu.cuMemRelease(h)); ok(cu.cuMemUnmap(b, 4 * MIB))")
+    assert job("free()") == before
+
+
+def test_many_handles_take_no_descriptors(job: Far, node: Any) -> None:
+    before = len(os.listdir(f"/proc/{job.pid}/fd"))
+    job("for i in range(25): mapped(2, create(2, handles=POSIX))")
+    assert len(os.listdir(f"/proc/{job.pid}/fd")) == before
+    assert len(node.blocks()) == 26
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_a_descriptor_carries_memory_to_another_process(job: Far, other: Far, tmp_path: Any) -> None:
+    job("h = create(4); a = mapped(4, h); put(a, b'from the job'); fd = export(h)")
+    passed(job, other, tmp_path / "door")
+    other("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd); a = mapped(4, h)")
+    assert other("get(a, 12)") == "from the job"
+    other("put(a, b'from another')")
+    assert job("get(a, 12)") == "from another"
+    assert other("says('cuMemExportToShareableHandle', h, POSIX, 0)") == "INVALID_VALUE"
+    assert other("ok(cu.cuMemGetAllocationPropertiesFromHandle(h)).location.id") == 0
+
+
+@pytest.mark.parametrize("held", ["descriptor", "handle", "mapping"])
+def test_memory_outlives_whoever_made_it(start: Callable[..., Far], held: str, tmp_path: Any) -> None:
+    maker, keeper, watcher = start(), start(), start()
+    before = watcher("free()")
+    maker("h = create(8); a = mapped(8, h); put(a, b'the last copy'); fd = export(h)")
+    passed(maker, keeper, tmp_path / "door")
+    maker.process.kill()
+    maker.died()
+    if held != "descriptor":
+        keeper("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd)")
+    if held == "mapping":
+        keeper("a = mapped(8, h); ok(cu.cuMemRelease(h))")
+    context = watcher("free()") - before  # what the maker's context gave back
+    if held == "descriptor":
+        keeper("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd)")
+    if held != "mapping":
+        keeper("a = mapped(8, h); ok(cu.cuMemRelease(h))")
+    assert keeper("get(a, 13)") == "the last copy"
+    keeper("ok(cu.cuMemUnmap(a, 8 * MIB))")
+    assert watcher("free()") == before + context + 8 * MIB
+
+
+def test_a_gpu_that_the_importer_does_not_see(job: Far, node: Any, tmp_path: Any) -> None:
+    blind = Far(node, env={"CUDA_VISIBLE_DEVICES": "1"})
+    blind("start()")
+    blind(WORDS)
+    job("h = create(2); fd = export(h)")
+    passed(job, blind, tmp_path / "door")
+    assert blind("says('cuMemImportFromShareableHandle', fd, POSIX)") == "NOT_SUPPORTED"
+
+
+# --- a checkpoint ----------------------------------------------------------------------------------------------------
+
+
+def test_handles_mappings_and_reservations_come_back(job: Far, controller: Far) -> None:
+    job("h = create(6); whole = mapped(6, h); part = mapped(2, h, offset=4); put(part, b'in the part')")
+    job("loose = create(2); a = mapped(2, loose); put(a, b'mapped nowhere'); ok(cu.cuMemUnmap(a, 2 * MIB))")
+    job("empty = reserve(4); closed = mapped(2, create(2), flags=None)")
+    job("sealed = mapped(2, create(2)); put(sealed, b'sealed')")
+    job("ok(cu.cuMemSetAccess(sealed, 2 * MIB, access(READ), 1))")
+    before = job("free()")
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert job("free()") == before
+    assert job("get(whole + 4 * MIB, 11)") == "in the part"
+    job("put(whole + 4 * MIB, b'still one')")
+    assert job("get(part, 9)") == "still one"
+    assert job("get(mapped(2, loose), 14)") == "mapped nowhere"
+    assert job("says('cuMemcpyHtoD', closed, b'12345678', 8)") == "INVALID_VALUE"
+    assert job("get(sealed, 6)") == "sealed"
+    assert job("int(ok(cu.cuMemGetAccess(prop().location, sealed)))") == 1
+    job("ok(cu.cuMemMap(empty + 2 * MIB, 2 * MIB, 0, loose, 0))")
+    assert job("says('cuMemAddressFree', empty, 4 * MIB)") == "INVALID_VALUE"
+
+
+def test_whoever_has_a_descriptor_keeps_the_old_memory(job: Far, other: Far, controller: Far, tmp_path: Any) -> None:
+    job("h = create(4); a = mapped(4, h); put(a, b'one'); fd = export(h)")
+    passed(job, other, tmp_path / "door")
+    job("os.close(fd)")
+    other("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd); a = mapped(4, h)")
+    controller.suspend(job.pid)
+    assert other("get(a, 3)") == "one"
+    held = other("free()")
+    controller.resume(job.pid)
+    assert other("free()") < held - 4 * MIB  # it is there twice now
+    other("put(a, b'two')")
+    assert (job("get(a, 3)"), other("get(a, 3)")) == ("one", "two")
+    job("fd = export(h)")
+    passed(job, other, tmp_path / "door2")
+    assert other("get(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "one"
+
+
+def test_an_exported_descriptor_of_ones_own_is_no_hindrance(job: Far, controller: Far) -> None:
+    job("h = create(4); a = mapped(4, h); put(a, b'one'); fd = export(h)")
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert job("get(a, 3)") == "one"
+
+
+def test_what_was_imported_is_the_jobs_own_afterwards(job: Far, other: Far, controller: Far, tmp_path: Any) -> None:
+    job("h = create(4); a = mapped(4, h); put(a, b'one'); fd = export(h)")
+    passed(job, other, tmp_path / "door")
+    other("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd); a = mapped(4, h)")
+    controller.suspend(other.pid)
+    controller.resume(other.pid)
+    job("put(a, b'two')")
+    assert (job("get(a, 3)"), other("get(a, 3)")) == ("two", "one")
+
+
+# --- legacy IPC ------------------------------------------------------------------------------------------------------
+
+
+def shared(pid: int) -> list[str]:
+    """The files of legacy IPC that a process maps or has open."""
+    with open(f"/proc/{pid}/maps") as maps:
+        found = [line.split(maxsplit=5)[5].strip() for line in maps if "/dev/shm/cuda.shm." in line]
+    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    return [f"mapped {path}" for path in found] + [f"open {path}" for path in links if "cuda.shm" in path]
+
+
+@pytest.fixture
+def ipc(job: Far, other: Far) -> tuple[Far, Far]:
+    """An exporter of 3 MiB at ``a``, and an importer that has it open at ``a``."""
+    job("small = int(ok(cu.cuMemAlloc(100))); a = int(ok(cu.cuMemAlloc(3 * MIB))); put(a, b'exported')")
+    handle = job("handle_of(a)")
+    other(f"a = opened({handle!r})")
+    return job, other
+
+
+def test_both_sides_map_a_file_that_names_the_exporter(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    (mapped, opened) = shared(exporter.pid)
+    assert mapped.split(" ")[1] == opened.split(" ")[1]
+    assert mapped.split(".")[3] == f"{exporter.pid:x}"
+    assert shared(importer.pid) == [mapped]
+    importer("ok(cu.cuIpcCloseMemHandle(a))")
+    assert shared(importer.pid) == []
+
+
+def test_the_content_is_one(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    assert importer("get(a, 8)") == "exported"
+    importer("put(a + 2 * MIB, b'imported')")
+    assert exporter("get(a + 2 * MIB, 8)") == "imported"
+    assert importer("says('cuMemcpyHtoD', a + 3 * MIB - 4, b'12345678', 8)") == "INVALID_VALUE"
+    assert importer("says('cuMemFree', a)") == "INVALID_VALUE"
+
+
+def test_a_small_allocation_is_opened_by_itself(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    exporter("put(small, b'small')")
+    importer(f"b = opened({exporter('handle_of(small)')!r})")
+    assert importer("get(b, 5)") == "small"
+    assert importer("says('cuMemcpyHtoD', b, bytes(101), 101)") == "INVALID_VALUE"
+
+
+def test_opened_twice_it_is_closed_twice(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    assert importer(f"opened({exporter('handle_of(a)')!r}) == a")
+    closing = [importer("says('cuIpcCloseMemHandle', a)") for _ in range(3)]
+    assert closing == ["SUCCESS", "SUCCESS", "INVALID_VALUE"]
+
+
+def test_what_cannot_be_opened(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    handle = exporter("handle_of(a)")
+    assert exporter(f"opened({handle!r})") == -201  # one's own
+    assert importer(f"opened({'00' * 64!r})") == -1
+    assert importer(f"opened({handle!r}, 2)") == -1
+    assert exporter("handle_of(12345)") == 1
+    assert exporter("handle_of(vmm(2, 1))") == 1
+    fresh = exporter("b = int(ok(cu.cuMemAlloc(4 * MIB)))") or exporter("handle_of(b)")
+    exporter("ok(cu.cuMemFree(b))")
+    assert importer(f"opened({fresh!r})") == -1
+
+
+def test_the_file_goes_with_an_orderly_end_and_stays_after_a_kill(job: Far, other: Far, node: Any) -> None:
+    folder = f"/proc/{node.pid}/root/dev/shm"
+    for far in (job, other):
+        far("a = int(ok(cu.cuMemAlloc(100))); handle_of(a)")
+    assert len(os.listdir(folder)) == 2
+    job("threading.Timer(0.05, ctypes.CDLL(None).exit, (0,)).start()")
+    job.died()
+    other.process.kill()
+    other.died()
+    (left,) = os.listdir(folder)
+    assert f".{other.pid:x}." in left
+
+
+def test_memory_that_is_open_elsewhere_lives_on(ipc: tuple[Far, Far]) -> None:
+    exporter, importer = ipc
+    exporter.process.kill()
+    exporter.died()
+    assert importer("get(a, 8)") == "exported"
+
+
+def test_the_exporter_is_restored_and_the_importer_is_lost(ipc: tuple[Far, Far], controller: Far) -> None:
+    exporter, importer = ipc
+    for far in ipc:
+        controller.suspend(far.pid)
+    controller.resume(exporter.pid)
+    assert exporter("get(a, 8)") == "exported"
+    assert controller.restore(importer.pid) == "INVALID_VALUE"
+    assert controller.state(importer.pid) == "checkpointed"
+    assert controller.restore(importer.pid) != "SUCCESS"
+    assert controller.state(importer.pid) == "checkpointed"
+
+
+def test_an_importer_that_has_closed_is_restored(ipc: tuple[Far, Far], controller: Far) -> None:
+    _, importer = ipc
+    importer("ok(cu.cuIpcCloseMemHandle(a))")
+    controller.suspend(importer.pid)
+    controller.resume(importer.pid)
+
+
+def test_a_child_has_nothing_of_it(ipc: tuple[Far, Far]) -> None:
+    for far in ipc:
+        far("child = os.fork()\nif child == 0: time.sleep(60)\n")
+        assert shared(far("child")) == []
+        far("os.kill(child, 9); os.waitpid(child, 0)")
