@@ -121,6 +121,15 @@ def test_each_gpu_in_mig_mode_is_named_once_however_many_processes_are_on_it() -
     assert [r.text for r in reasons] == ["GPU 0 is in MIG mode, which the driver cannot checkpoint"]
 
 
+def test_a_client_of_mps_is_named_by_nvml() -> None:
+    plain, client = member(SMALL), member(SMALL, pid=4712)
+    inventory = machine()
+    inventory.gpus[0].mps_processes.append(GpuProcess(pid=4712, memory_used=4 * GB))
+    assert gpu_refusals(inventory, [plain], moves=False) == []
+    (reason,) = gpu_refusals(inventory, [plain, client], moves=False)
+    assert (reason.id, reason.exit_code, reason.forceable, reason.pid) == ("mps", 12, True, 4712)
+
+
 def test_an_mps_server_refuses_and_can_be_forced() -> None:
     assert found(machine(mps=True), member(SMALL)) == [MPS]
     reasons = gpu_refusals(machine(mps=True), [member(SMALL)], moves=False)

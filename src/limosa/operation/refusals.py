@@ -69,6 +69,19 @@ def gpu_refusals(inventory: Inventory, members: Sequence[Member], *, moves: bool
                     forceable=True,
                 )
             )
+    clients = {p.pid for g in inventory.gpus for p in g.mps_processes}
+    found += [
+        Reason(
+            id="mps",
+            text=f"process {member.pid} computes through MPS: the driver cannot checkpoint it",
+            exit_code=12,
+            hint="start the job without MPS",
+            pid=member.pid,
+            forceable=True,
+        )
+        for member in members
+        if member.pid in clients
+    ]
     if inventory.mps:
         found.append(
             Reason(
