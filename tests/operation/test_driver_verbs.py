@@ -13,6 +13,7 @@ from driver_double import GB, DriverDouble, failure
 from limosa import operation
 from limosa.errors import (
     CancelledUndone,
+    DriverError,
     FailedUndone,
     InvalidMap,
     LeftSuspended,
@@ -145,6 +146,32 @@ def test_when_the_undo_fails_too_everything_is_left_for_recover(gpu_like: GpuLik
     assert double.states[pid] == "running"
     assert double.where(pid) == [0]
     assert nothing_left()
+
+
+def out_of_memory(pid: int) -> DriverError:
+    return DriverError(call="restore", pid=pid, result="CUDA_ERROR_OUT_OF_MEMORY", code=2, meaning="out of memory")
+
+
+def test_a_resume_that_runs_out_of_device_memory_promises_nothing(gpu_like: GpuLike, double: DriverDouble) -> None:
+    """It is suspended as before, but the driver may never take it back: 40, and every copy left where it is."""
+    pid = gpu_like()
+    operation.suspend(pid)
+    double.faults["restore", 0] = out_of_memory(pid)
+    with pytest.raises(UndoFailed) as caught:
+        operation.resume(pid)
+    assert caught.value.job_state == "checkpointed"
+    assert f"limosa resume {pid}" in caught.value.hint
+    assert nothing_left()  # there is nothing that recover could do
+    operation.resume(pid)  # this driver does take it back
+    assert double.states[pid] == "running"
+
+
+def test_a_move_that_does_and_is_brought_back_is_as_it_was(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like(on=0)
+    double.faults["restore", 0] = out_of_memory(pid)
+    with pytest.raises(FailedUndone):
+        operation.move(pid, to="1")
+    assert (double.states[pid], double.where(pid)) == ("running", [0])
 
 
 def test_a_lock_that_times_out_is_undone_with_18(

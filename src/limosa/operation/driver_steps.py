@@ -29,6 +29,7 @@ from limosa.errors import (
 from limosa.operation import room
 from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member
+from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
@@ -42,6 +43,9 @@ LOCK_GRACE = 10.0
 
 CALL_SECONDS = 30.0
 """What a checkpoint or restore may take beside its copying before it counts as hung."""
+
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+"""What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
 
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
@@ -105,17 +109,20 @@ def restore(work: Work, members: Sequence[Member]) -> None:
         NoRoomOnGpu: the memory does not fit; restore was not called.
     """
     with work.timed("restore", "host memory → device memory", total=sum(sum(m.held.values()) for m in members) or None):
-        room.check(gpu.inventory(), members, work.id)
+        inventory = gpu.inventory()
+        room.check(inventory, members, work.id)
         total = sum(sum(m.held.values()) for m in members)
-        _parallel(
-            work,
-            "restore",
-            members,
-            lambda m: work.driver.restore(m.pid, m.map or None, limit=call_limit(m)),
-            total=total,
-            rate=7e9,
-            data=lambda m: {"map": m.map},
-        )
+
+        def call(m: Member) -> None:
+            mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
+            try:
+                work.driver.restore(m.pid, mapping or None, limit=call_limit(m))
+            except DriverError as error:
+                if error.result == OUT_OF_MEMORY:
+                    work.doubtful[m.pid] = error
+                raise
+
+        _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
 
 
 def unlock(work: Work, members: Sequence[Member]) -> None:

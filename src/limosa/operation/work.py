@@ -131,6 +131,7 @@ class Work(Clock):
         self.claim: Claim | None = None
         self.paused_at: float | None = None
         self.state_before = ""
+        self.doubtful: dict[int, BaseException] = {}  # pids whose restore ran out of device memory in the middle
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver: gpu.Driver | None = None
 
@@ -259,6 +260,8 @@ class Work(Clock):
                 self._unwind(error)
             self._end()
             raised = self.translated(error)
+            if self.doubtful and self.state_before != "running" and self.operation != "restore":
+                raised = self._doubt(error)
             if touched and roots and self.operation != "restore" and not any(r.alive() for r in roots):
                 gone = ", ".join(str(r.pid) for r in roots)
                 raised = NoSuchProcess(f"process {gone} has ended in the middle: {error}", pid=roots[0].pid)
@@ -308,6 +311,19 @@ class Work(Clock):
             with contextlib.suppress(DriverHung):
                 self._driver.set_will(None)
         self.timings["total"] = time.monotonic() - self.started
+
+    def _doubt(self, error: BaseException) -> UndoFailed:
+        """A suspended job whose restore ran out of memory in the middle: "as it was" cannot be promised of it.
+
+        One that ran before needs none of this: its undo has restored it, or has failed.
+        """
+        pids = ", ".join(map(str, self.doubtful))
+        return UndoFailed(
+            f"{self.operation} failed: {error}. Process {pids} is suspended as before, but drivers were seen to refuse "
+            "a process for ever once its restore had run out of device memory",
+            hint=f"when there is room: limosa resume {pids}. Its host memory holds all there is of it: do not end it",
+            job_state="checkpointed",
+        )
 
     def translated(self, error: BaseException) -> BaseException:
         """The error as the caller of the operation sees it, after the undo."""
