@@ -333,11 +333,23 @@ def test_whoever_has_a_descriptor_keeps_the_old_memory(job: Far, other: Far, con
     assert other("get(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "one"
 
 
-def test_an_exported_descriptor_of_ones_own_is_no_hindrance(job: Far, controller: Far) -> None:
-    job("h = create(4); a = mapped(4, h); put(a, b'one'); fd = export(h)")
+def test_exported_descriptors_are_of_nvidiactl_while_the_job_is_checkpointed(
+    job: Far, other: Far, controller: Far, tmp_path: Any
+) -> None:
+    job("h = create(4); a = mapped(4, h); put(a, b'one'); fd = export(h); gone = export(h); low = os.dup(fd)")
+    job("os.set_inheritable(low, True)")
+    fds = job("[fd, gone, low]")
+    before = other("free()")
     controller.suspend(job.pid)
+    assert [os.readlink(f"/proc/{job.pid}/fd/{fd}") for fd in fds] == ["/dev/nvidiactl"] * 3
+    assert other("free()") > before + 4 * MIB
+    job("os.dup2(os.open('/etc/hostname', os.O_RDONLY), gone)")
     controller.resume(job.pid)
-    assert job("get(a, 3)") == "one"
+    assert job("[os.get_inheritable(one) for one in (fd, low)]") == [False, True]
+    assert job("os.readlink(f'/proc/self/fd/{gone}')") == "/etc/hostname"
+    job("put(a, b'two')")
+    passed(job, other, tmp_path / "door")
+    assert other("get(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "two"
 
 
 def test_what_was_imported_is_the_jobs_own_afterwards(job: Far, other: Far, controller: Far, tmp_path: Any) -> None:

@@ -9,7 +9,10 @@
 #include "fault.h"
 #include "memory.h"
 
+#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -659,9 +662,90 @@ const char *vmm_load(const char *from)
     return from;
 }
 
+/* Descriptors that the application has exported, or was given, are its own; but while it is checkpointed nothing of the
+ * node may be open in it. So /dev/nvidiactl stands in for each, as which the real driver's descriptors are seen anyway, and
+ * a restore puts a descriptor of the new memory in its place where the memory is one that this process knows. */
+struct stand_in {
+    struct stand_in *next;
+    int fd;
+    CUmemGenericAllocationHandle handle; /* 0: of memory that is not known here */
+};
+static struct stand_in *stand_ins;
+
+static bool link_of(const char *name, char *link, size_t room)
+{
+    char path[64];
+
+    snprintf(path, sizeof(path), "/proc/self/fd/%.16s", name);
+    ssize_t length = readlink(path, link, room - 1);
+    if (length <= 0)
+        return false;
+    link[length] = 0;
+    return true;
+}
+
+/* Put another file behind a descriptor's number. */
+static bool replace(int fd, int by)
+{
+    int flags = fcntl(fd, F_GETFD);
+
+    return flags >= 0 && dup3(by, fd, flags & FD_CLOEXEC ? O_CLOEXEC : 0) >= 0;
+}
+
+static void descriptors_away(void)
+{
+    static const char folder[] = NODE_FOLDER "/memory/";
+    char link[128];
+    DIR *all = opendir("/proc/self/fd");
+    int control = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
+
+    for (struct dirent *entry; all && control >= 0 && (entry = readdir(all));) {
+        struct stand_in *made;
+        if (!link_of(entry->d_name, link, sizeof(link)) || strncmp(link, folder, sizeof(folder) - 1) != 0)
+            continue;
+        made = calloc(1, sizeof(*made));
+        if (!made || !replace(atoi(entry->d_name), control)) {
+            free(made);
+            continue;
+        }
+        uint64_t id = strtoull(link + sizeof(folder) - 1, NULL, 10);
+        made->fd = atoi(entry->d_name);
+        for (size_t i = 0; i < n_memories; i++)
+            if (memories[i]->block == id)
+                made->handle = memories[i]->handle;
+        made->next = stand_ins;
+        stand_ins = made;
+    }
+    if (control >= 0)
+        close(control);
+    if (all)
+        closedir(all);
+}
+
+static void descriptors_back(void)
+{
+    for (struct stand_in *one; (one = stand_ins);) {
+        size_t place = memory_place(one->handle);
+        char name[16], link[128];
+        stand_ins = one->next;
+        snprintf(name, sizeof(name), "%d", one->fd);
+        /* The application may have closed it meanwhile. Where CRIU had no /dev/nvidiactl, it is /dev/null. */
+        if (place < n_memories && memories[place]->handle == one->handle && link_of(name, link, sizeof(link)) &&
+            (!strcmp(link, "/dev/nvidiactl") || !strcmp(link, "/dev/null"))) {
+            int fd = block_open(memories[place]->block);
+            if (fd >= 0) {
+                replace(one->fd, fd);
+                close(fd);
+            }
+        }
+        free(one);
+    }
+}
+
 void vmm_release(void)
 {
     driver_lock();
+    descriptors_away(); /* first: it looks for the blocks' numbers */
     for (size_t i = 0; i < mappings.n; i++) {
         struct mapping *mapping = (struct mapping *)mappings.items[i];
         if (mapping->memory->holder)
@@ -690,6 +774,8 @@ int vmm_claim(void)
         error = block_map(mapping->memory->block, mapping->offset, mapping->piece.bytes, mapping->piece.start,
                           protection_of(mapping));
     }
+    if (!error)
+        descriptors_back();
     driver_unlock();
     return error;
 }
@@ -699,4 +785,5 @@ void vmm_forked(void)
 {
     n_memories = 0;
     reservations.n = mappings.n = 0;
+    stand_ins = NULL;
 }
