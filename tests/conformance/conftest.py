@@ -30,10 +30,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is this suite's, and run what may do damage last."""
+    """Mark what is this suite's, keep together what shares a job, and run what may do damage last."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("gpu" if REAL else "conformance")
+            shared = getattr(item, "callspec", None) and {"state", "target", "visible"} & set(item.callspec.params)
+            for name in shared or ():
+                item.add_marker(pytest.mark.xdist_group(f"{name}-{item.callspec.params[name]}"))
     items.sort(key=lambda item: bool(item.get_closest_marker("hazard")))
 
 
@@ -77,9 +80,10 @@ def turn(request: pytest.FixtureRequest, locks: tuple[int, int]) -> Iterator[Non
     """Tests run side by side, except those marked "alone": they wait at the door until the room is empty."""
     recording.test = request.node.nodeid.rpartition("/")[2]
     door, room = locks
-    fcntl.flock(door, fcntl.LOCK_EX)
-    fcntl.flock(room, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-    fcntl.flock(door, fcntl.LOCK_UN)
+    if REAL:  # each process that runs tests has a software node of its own
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
     yield
     fcntl.flock(room, fcntl.LOCK_UN)
 
@@ -153,9 +157,10 @@ def job(start: Start) -> Job:
 
 @pytest.fixture(scope="session")
 def pool(node: Node) -> Iterator[Pool]:
-    def make(with_context: bool) -> Job:
-        job = Job(node.prefix, dict(node.env), "pooled", recording)
-        if not with_context:
+    def make(kind: str) -> Job:
+        name, _, value = kind.partition("=")
+        job = Job(node.prefix, {**node.env, name: value} if value else dict(node.env), "pooled", recording)
+        if kind == "initialised":
             return job.init()
         job.start_up().load()
         job.memory = job.stamped(job.do("cuMemAlloc", 8 * WORDS), WORDS)
@@ -167,17 +172,20 @@ def pool(node: Node) -> Iterator[Pool]:
 
 
 @pytest.fixture
-def job_in(controller: Controller, pool: Pool) -> Iterator[Callable[[str], Job]]:
-    """A job in a state (pool.STATES); tests leave it as they found it or not, as they like."""
-    taken: list[tuple[str, Job]] = []
+def job_in(controller: Controller, pool: Pool) -> Iterator[Start]:
+    """A job in a state (pool.STATES); tests leave it as they found it or not, as they like.
 
-    def go(state: str) -> Job:
-        taken.append((state, pool.take(state, controller)))
+    Args of the function: the state; a kind of job: "" or "VARIABLE=value", what it has in its environment.
+    """
+    taken: list[tuple[str, Job, str]] = []
+
+    def go(state: str, kind: str = "") -> Job:
+        taken.append((state, pool.take(state, controller, kind), kind))
         return taken[-1][1]
 
     yield go
-    for state, job in taken:
-        pool.give_back(state, job, controller)
+    for state, job, kind in taken:
+        pool.give_back(state, job, controller, kind)
 
 
 @pytest.fixture(scope="session")

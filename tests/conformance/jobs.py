@@ -23,6 +23,7 @@ class Job(Remote):
 
     functions: dict[str, int]
     context: int = 0
+    flags: Sequence[int] = ()  # of its kernels that spin
     memory: int = 0  # WORDS stamped words, of a pooled job
 
     def init(self) -> Job:
@@ -65,12 +66,20 @@ class Job(Remote):
         """Start a kernel that ends when its flag is raised; the flag's address, in pinned memory."""
         flag = self.pinned()
         self.poke(flag, bytes(4))
+        self.flags = [*self.flags, flag]
         assert self.launch("spin", pointer(flag), (1, "c_uint32"), stream=stream) == "SUCCESS"
         return flag
 
     def raise_flag(self, flag: int) -> None:
         """End a kernel that spins."""
         self.poke(flag, struct.pack("<I", 1))
+
+    def end_work(self) -> None:
+        """Raise every flag, let every callback go."""
+        for flag in self.flags:
+            self.raise_flag(flag)
+        self.flags = []
+        self.run("release_all", thread="memory")
 
     def uuid(self, device: int = 0) -> str:
         return str(self.do("cuDeviceGetUuid", device))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = Path(__file__).parent / "server.py"
-LIMIT = 30.0  # seconds that a call may take where no blocking is expected
+LIMIT = 12.0  # seconds that a call may take where no blocking is expected
 Record = Callable[[dict[str, Any]], None]
 
 
@@ -242,7 +242,7 @@ class Remote:
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def kill(self, limit: float = 20) -> None:
+    def kill(self, limit: float = 5) -> None:
         """End it for sure; one that the kernel does not let go is left behind."""
         try:
             self._process.kill()

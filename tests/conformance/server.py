@@ -203,6 +203,7 @@ OPERATIONS = {
     "poke": lambda address, data: (0, ctypes.memmove(address, bytes.fromhex(data), len(data) // 2)),
     "callback": lambda *a: (0, callback(*a)),
     "release": lambda name: (0, callbacks[name]["go"].set()),
+    "release_all": lambda: (0, [state["go"].set() for state in callbacks.values()] and None),
     "callback_state": lambda name: (0, {k: v for k, v in callbacks[name].items() if k not in ("go", "function")}),
     "fork": lambda calls, twice=False: (0, fork(calls, twice)),
     "take_fd": lambda pid, fd: (0, take_fd(pid, fd)),

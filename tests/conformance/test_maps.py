@@ -9,7 +9,7 @@ import pytest
 
 from conformance.jobs import Controller, Job
 
-JobIn = Callable[[str], Job]
+JobIn = Callable[..., Job]
 Start = Callable[..., Job]
 UNKNOWN = "00112233445566778899aabbccddeeff"
 NOTHING = "00" * 16
@@ -106,13 +106,13 @@ def test_the_left_side_is_the_gpu_itself_not_the_one_that_the_job_began_on(
 @pytest.mark.parametrize("visible", ["0", "1", "1,0", "0,1"])
 @pytest.mark.parametrize("given", ["partial", "identity", "swap", "none"])
 def test_a_job_that_sees_less_needs_the_same_map(
-    visible: str, given: str, controller: Controller, start: Start
+    visible: str, given: str, controller: Controller, job_in: JobIn
 ) -> None:
-    job = start(CUDA_VISIBLE_DEVICES=visible).start_up()
-    here, there = (1, 0) if visible.startswith("1") else (0, 1)
+    job = job_in("running", f"CUDA_VISIBLE_DEVICES={visible}")
+    (here,) = controller.gpus_of(job.pid)
+    there = 1 - here
     maps = {"identity": controller.identity, "swap": controller.swap, "none": None}
     partial = [(controller.uuids[here], controller.uuids[there])]
-    assert controller.gpus_of(job.pid) == {here}
     controller.suspend(job.pid)
     if given == "partial":
         assert controller.restore(job.pid, partial) == "INVALID_VALUE"

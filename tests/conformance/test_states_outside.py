@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from conformance.conftest import recording
 from conformance.jobs import Controller, Job, lock_args
+from conformance.node import Node
 
 CALLS = {
     "state": ("GetState",),
@@ -42,36 +44,55 @@ def plain() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.fixture(scope="session")
+def targets(node: Node) -> Iterator[dict[str, tuple[int, Job | None]]]:
+    made: dict[str, tuple[int, Job | None]] = {}
+    yield made
+    for _, job in made.values():
+        if job is not None:
+            job.kill()
+
+
 @pytest.fixture
-def target(request: pytest.FixtureRequest, controller: Controller) -> int:
-    """The pid of a process of the kind that the test names."""
+def target(
+    request: pytest.FixtureRequest,
+    plain: subprocess.Popen[bytes],
+    targets: dict[str, tuple[int, Job | None]],
+    controller: Controller,
+    node: Node,
+) -> int:
+    """The pid of a process of the kind that the test names; no call about it succeeds, so that one will do for all."""
     kind = request.param
     if kind == "no-such-pid":
         gone = subprocess.Popen(["true"])
         gone.wait()
         return gone.pid
-    if kind in ("negative-pid", "pid-zero", "init"):
-        return {"negative-pid": -12345678, "pid-zero": 0, "init": 1}[kind]
-    if kind == "without-cuda":
-        return int(request.getfixturevalue("plain").pid)
-    start: Callable[..., Job] = request.getfixturevalue("start")
+    fixed = {"negative-pid": -12345678, "pid-zero": 0, "init": 1, "without-cuda": plain.pid}
+    if kind in fixed:
+        return fixed[kind]
+    if kind not in targets:
+        env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cuinit-failed" else {}
+        job = Job(node.prefix, {**node.env, **env}, kind, recording)
+        targets[kind] = (bring_about(kind, job), job)
+    return targets[kind][0]
+
+
+def bring_about(kind: str, job: Job) -> int:
+    """Make a process what a test wants; the pid that it is about."""
     if kind == "library-loaded":
-        job = start()
         job.do("cuDriverGetVersion")
-        return job.pid
-    if kind == "cuinit-failed":
-        job = start(CUDA_VISIBLE_DEVICES="")
+    elif kind == "cuinit-failed":
         assert job.says("cuInit", 0) == "NO_DEVICE"
-        return job.pid
-    if kind in ("forked-child", "child-of-a-forked-child"):
-        return int(start().start_up().run("fork", [], kind == "child-of-a-forked-child")["pid"])
-    job = start().start_up()
-    job.send("exit", [0])
-    end = time.monotonic() + 20
-    while job.alive() and time.monotonic() < end:
-        time.sleep(0.01)
-    if kind == "killed-and-reaped":
-        job.kill()
+    else:
+        job.start_up()
+        if kind in ("forked-child", "child-of-a-forked-child"):
+            return int(job.run("fork", [], kind == "child-of-a-forked-child")["pid"])
+        job.send("exit", [0])
+        end = time.monotonic() + 20
+        while job.alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        if kind == "killed-and-reaped":
+            job.kill()
     return job.pid
 
 

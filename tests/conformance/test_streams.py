@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
 from conformance.jobs import Job, number, pointer
 
 NON_BLOCKING = 1
+
+
+@pytest.fixture
+def job(job_in: Callable[[str], Job]) -> Job:
+    """A running job with a context and kernels; whatever it is busy with is ended after the test."""
+    return job_in("running")
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ Another = Callable[[], Controller]
 BIG = 320 * MIB  # enough for a checkpoint and a restore to take a while
 
 
+@pytest.fixture
+def job(job_in: Callable[[str], Job]) -> Job:
+    """A running job with a context and kernels; whatever it is busy with is ended after the test."""
+    return job_in("running")
+
+
 # --- a lock waits for the job's work ----------------------------------------------------------------------------------
 
 
@@ -166,7 +172,8 @@ def test_the_kernel_that_runs_at_the_lock_ends_before_it(job: Job, controller: C
 
 
 @pytest.fixture
-def big(job: Job) -> Job:
+def big(start: Callable[..., Job]) -> Job:
+    job = start().start_up()
     job.memory = job.do("cuMemAlloc", BIG)
     job.do("cuMemsetD8", job.memory, 0x5A, BIG)
     job.do("cuCtxSynchronize")
@@ -269,7 +276,10 @@ def test_a_job_that_is_killed_in_state_is_gone(state: str, controller: Controlle
     assert not job.alive()
 
 
-def test_a_job_that_is_killed_while_a_lock_waits_ends_the_lock(job: Job, controller: Controller) -> None:
+def test_a_job_that_is_killed_while_a_lock_waits_ends_the_lock(
+    start: Callable[..., Job], controller: Controller
+) -> None:
+    job = start().start_up().load()
     Busy(job, "kernel")
     locking = controller.begin("Lock", job.pid, lock_args(0))
     time.sleep(0.3)
