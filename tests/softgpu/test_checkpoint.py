@@ -235,7 +235,7 @@ def test_a_controller_killed_while_it_waits_its_turn_is_forgotten(job: Far, far:
     os.kill(job.pid, signal.SIGSTOP)
     doomed = far()
     doomed.send(f"lock({job.pid})")
-    until(lambda: len(waiting(node)) == 2)
+    until(lambda: len(waiting(node)) == 1)
     doomed.process.kill()
     doomed.process.wait()
     os.kill(job.pid, signal.SIGCONT)

@@ -161,3 +161,19 @@ def test_a_job_that_could_open_one_gpu_goes_to_another_node(
     victim.goes_on()
     assert on(second) == {0}
     victim.finish()
+
+
+def test_questions_meanwhile_are_in_nobodys_way(big: Any, victims: Any, tmp_path: Path) -> None:
+    """A process that is frozen in the middle of an answer holds nothing that CRIU cannot dump."""
+    victim = victims(big)
+    asking = [Far(big) for _ in range(3)]
+    try:
+        pending = [far.send(f"[state({victim.pid}) for _ in range(1000000)]") for far in asking]
+        for image in ("first", "second"):
+            big.limosa("checkpoint", victim.pid, "--output", tmp_path / image, "--leave-running")
+            victim.goes_on()
+        assert not any(answers.done for answers in pending)
+    finally:
+        for far in asking:
+            far.process.kill()
+    victim.finish()

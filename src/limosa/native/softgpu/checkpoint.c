@@ -18,7 +18,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -412,51 +411,75 @@ static CUresult restore_process(const struct request *request)
 
 /* ----------------------------------------------------------------------------------------- serving requests --- */
 
-void request_path(uint64_t number, const char *suffix, char path[sizeof(((struct sockaddr_un *)0)->sun_path)])
+void request_path(uint64_t number, const char *suffix, char path[REQUEST_PATH_ROOM])
 {
-    snprintf(path, sizeof(((struct sockaddr_un *)0)->sun_path), REQUESTS_FOLDER "/%016llx%s",
-             (unsigned long long)number, suffix);
+    snprintf(path, REQUEST_PATH_ROOM, REQUESTS_FOLDER "/%016llx%s", (unsigned long long)number, suffix);
+}
+
+uint64_t own_pid_namespace(void)
+{
+    char text[64] = "";
+    unsigned long long inode = 0;
+    ssize_t length = readlink("/proc/self/ns/pid", text, sizeof(text) - 1);
+    return length > 0 && sscanf(text, "pid:[%llu]", &inode) == 1 ? inode : 0;
 }
 
 struct job {
+    uint64_t number;
     struct request request;
-    int connection; /* -1: none */
 };
+
+/* Whether somebody waits for the answer: a program runs there (a zombie's has gone). */
+static bool controller_lives(const struct request *request)
+{
+    char path[64], text[8];
+
+    if (!request->pid_namespace || request->pid_namespace != own_pid_namespace())
+        return true; /* it cannot be known */
+    snprintf(path, sizeof(path), "/proc/%d/exe", (int)request->controller);
+    return readlink(path, text, sizeof(text)) >= 0 || (errno != ENOENT && errno != ESRCH);
+}
+
+static int digit(char letter)
+{
+    return letter >= '0' && letter <= '9' ? letter - '0' : letter >= 'a' && letter <= 'f' ? letter - 'a' + 10 : -1;
+}
+
+static bool read_request(const char *text, struct request *request)
+{
+    unsigned char *bytes = (unsigned char *)request;
+    for (size_t i = 0; i < sizeof(*request); i++) {
+        int high = digit(text[2 * i]), low = high < 0 ? -1 : digit(text[2 * i + 1]);
+        if (low < 0)
+            return false;
+        bytes[i] = (unsigned char)(high << 4 | low);
+    }
+    return request->magic == REQUEST_MAGIC && request->n_pairs <= NODE_MAX_GPUS;
+}
 
 /* Take a request: false where its controller is gone. */
 static bool take(uint64_t number, struct job *job)
 {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    char path[sizeof(address.sun_path)];
-    bool whole = false;
+    char path[REQUEST_PATH_ROOM], text[REQUEST_TEXT_ROOM];
 
-    request_path(number, "", address.sun_path);
     request_path(number, ".ask", path);
-    job->connection = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (job->connection < 0)
-        return false;
-    if (connect(job->connection, (struct sockaddr *)&address, sizeof(address)) == 0) {
-        int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-        if (fd >= 0) {
-            whole = read(fd, &job->request, sizeof(job->request)) == sizeof(job->request) &&
-                    job->request.magic == REQUEST_MAGIC && job->request.n_pairs <= NODE_MAX_GPUS;
-            close(fd);
-        }
-    }
-    /* Whoever asked may be killed before it can clear up. */
-    unlink(address.sun_path);
+    ssize_t length = readlink(path, text, sizeof(text));
     unlink(path);
-    if (!whole)
-        close(job->connection);
-    return whole;
+    job->number = number;
+    return length == (ssize_t)sizeof(text) - 1 && read_request(text, &job->request) &&
+           controller_lives(&job->request);
 }
 
-static void answer(struct job *job, CUresult result, int value)
+static void answer(const struct job *job, CUresult result, int value)
 {
-    struct reply reply = {.result = result, .value = value};
-    if (send(job->connection, &reply, sizeof(reply), MSG_NOSIGNAL) < 0) { /* nobody waits any more */
+    char path[REQUEST_PATH_ROOM], text[32];
+
+    if (!controller_lives(&job->request))
+        return; /* nobody would take it away */
+    request_path(job->number, ".answer", path);
+    snprintf(text, sizeof(text), "%d %d", (int)result, value);
+    if (symlink(text, path) != 0) { /* the node is full: its controller waits until this process ends */
     }
-    close(job->connection);
 }
 
 static CUresult work(const struct request *request)

@@ -1,10 +1,13 @@
 /* What a controller (controller.c) and the restore thread of its target (checkpoint.c) say to each other.
  *
- * A controller writes its request to NODE_FOLDER/requests/<number>.ask, listens on a socket requests/<number>, and sends
- * the target's restore thread a real-time signal whose value is the number. The thread connects, reads the request, does
- * the work, writes a reply and closes. So nothing is registered anywhere, a process that CRIU brought back answers at
- * once, requests queue up behind the one being served, and between two of them the target holds nothing that CRIU would
- * have to know of. The connection also tells each side that the other is gone.
+ * A controller writes its request to NODE_FOLDER/requests/<number>.ask and sends the target's restore thread a real-time
+ * signal whose value is the number. The thread reads the request, takes its name away, does the work, and writes
+ * <number>.answer, for which the controller looks. Both are symbolic links whose text is what they say: they are there
+ * or not, and neither reading nor writing one takes a descriptor.
+ *
+ * So nothing is registered anywhere, a process that CRIU brought back answers at once, requests queue up behind the one
+ * being served, and a process that is frozen for CRIU in the middle of an answer holds nothing that CRIU would stumble
+ * over.
  */
 #ifndef LIMOSA_CHECKPOINT_H
 #define LIMOSA_CHECKPOINT_H
@@ -12,7 +15,6 @@
 #include "driver.h"
 
 #include <signal.h>
-#include <sys/un.h>
 
 #define RESTORE_THREAD_NAME "cuda-restore"
 /* Sent to that one thread only, which alone has it blocked for sure. */
@@ -31,6 +33,8 @@ enum request_kind {
 
 struct request {
     uint64_t magic;
+    uint64_t pid_namespace; /* the controller's pid is one of this namespace (an inode) */
+    int32_t controller;
     uint32_t kind;
     uint32_t timeout_ms; /* of a lock; 0: none */
     uint32_t faults;     /* FAULT_NO_DEVICE_MEMORY, FAULT_NO_HOST_MEMORY: what the target is to run out of */
@@ -43,8 +47,15 @@ struct reply {
     int32_t value;  /* a state */
 };
 
-/* requests/<number>, and with ".ask" behind it. */
-void request_path(uint64_t number, const char *suffix, char path[sizeof(((struct sockaddr_un *)0)->sun_path)]);
+/* requests/<number>.ask and .answer */
+#define REQUEST_PATH_ROOM 96
+void request_path(uint64_t number, const char *suffix, char path[REQUEST_PATH_ROOM]);
+
+/* The inode of the calling process's pid namespace, 0 where it cannot be known. Takes no descriptor. */
+uint64_t own_pid_namespace(void);
+
+/* A request as the text of a link: hexadecimal. */
+#define REQUEST_TEXT_ROOM (2 * sizeof(struct request) + 1)
 
 /* Called for each gated call once it is let through: the hazard of the first call after a restore. */
 void checkpoint_first_call(const char *name);

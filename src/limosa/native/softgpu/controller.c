@@ -16,13 +16,12 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#define LOOK_AGAIN_MS 500 /* how often a controller looks whether its target is still the same program */
+#define LOOK_AGAIN 0.5 /* seconds after which a controller looks whether its target is still the same program */
 
 struct target {
     pid_t tgid, tid;
@@ -149,45 +148,29 @@ static bool is_dead(const struct target *target)
 
 /* ------------------------------------------------------------------------------------------------- asking it --- */
 
-struct question {
-    uint64_t number;
-    int listener;
-};
-
-static void question_close(struct question *question)
+static void question_close(uint64_t number)
 {
-    char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
+    char path[REQUEST_PATH_ROOM];
 
-    request_path(question->number, "", path);
+    request_path(number, ".ask", path);
     unlink(path);
-    request_path(question->number, ".ask", path);
+    request_path(number, ".answer", path);
     unlink(path);
-    close(question->listener);
 }
 
-/* Write the request where the target reads it. The names are written with the caller's own umask set aside: a target
- * may be another user's. */
-static bool question_open(const struct request *request, struct question *question)
+static bool question_open(struct request *request, uint64_t *number)
 {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    char path[sizeof(address.sun_path)];
+    char path[REQUEST_PATH_ROOM], text[REQUEST_TEXT_ROOM];
 
-    if (getrandom(&question->number, sizeof(question->number), 0) != sizeof(question->number))
+    request->magic = REQUEST_MAGIC;
+    request->controller = getpid();
+    request->pid_namespace = own_pid_namespace();
+    for (size_t i = 0; i < sizeof(*request); i++)
+        snprintf(text + 2 * i, 3, "%02x", ((const unsigned char *)request)[i]);
+    if (getrandom(number, sizeof(*number), 0) != sizeof(*number))
         return false;
-    request_path(question->number, "", address.sun_path);
-    request_path(question->number, ".ask", path);
-    question->listener = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (question->listener < 0)
-        return false;
-    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);
-    bool good = fd >= 0 && write(fd, request, sizeof(*request)) == sizeof(*request) && fchmod(fd, 0644) == 0;
-    if (fd >= 0)
-        close(fd);
-    good = good && bind(question->listener, (struct sockaddr *)&address, sizeof(address)) == 0 &&
-           chmod(address.sun_path, 0666) == 0 && listen(question->listener, 4) == 0;
-    if (!good)
-        question_close(question);
-    return good;
+    request_path(*number, ".ask", path);
+    return symlink(text, path) == 0;
 }
 
 /* Wake the restore thread. Looked at once more right before: a signal that is not expected would end the process. */
@@ -209,71 +192,55 @@ static CUresult wake(const struct target *target, uint64_t number)
     }
 }
 
-/* Wait until a descriptor is readable. False when the target is dead, or another program, and nothing is there. */
-static bool wait_for(int fd, const struct target *target)
+static bool answered(uint64_t number, struct reply *reply)
 {
-    for (;;) {
-        struct pollfd watch[2] = {{.fd = fd, .events = POLLIN}, {.fd = target->pidfd, .events = POLLIN}};
-        int ready = poll(watch, 2, LOOK_AGAIN_MS);
-        if (ready > 0 && watch[0].revents)
-            return true;
-        if (ready > 0)
-            return poll(watch, 1, 0) > 0; /* it may have answered before it ended */
-        if (ready == 0 && !is_restore_thread(target->tgid, target->tid))
-            return poll(watch, 1, 0) > 0;
-    }
+    char path[REQUEST_PATH_ROOM], text[32];
+
+    request_path(number, ".answer", path);
+    ssize_t length = readlink(path, text, sizeof(text) - 1);
+    if (length <= 0)
+        return false;
+    text[length] = 0;
+    return sscanf(text, "%d %d", &reply->result, &reply->value) == 2;
 }
 
-/* The target's connection, and nobody else's. */
-static int accept_target(const struct question *question, const struct target *target)
+/* Look for the answer, ever more rarely, until it is there or the target is dead or another program. */
+static bool wait_for_answer(uint64_t number, const struct target *target, struct reply *reply)
 {
-    while (wait_for(question->listener, target)) {
-        int connection = accept4(question->listener, NULL, NULL, SOCK_CLOEXEC);
-        struct ucred peer;
-        socklen_t size = sizeof(peer);
-        if (connection < 0) {
-            if (errno == EINTR || errno == ECONNABORTED)
-                continue;
-            return -1;
+    double pause = 20e-6, looked = node_now();
+
+    while (!answered(number, reply)) {
+        struct pollfd watch = {.fd = target->pidfd, .events = POLLIN};
+        struct timespec limit = {.tv_nsec = (long)(pause * 1e9)};
+        bool gone = ppoll(&watch, 1, &limit, NULL) > 0;
+        if (!gone && node_now() - looked > LOOK_AGAIN) {
+            gone = !is_restore_thread(target->tgid, target->tid);
+            looked = node_now();
         }
-        if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.pid == target->tgid)
-            return connection;
-        close(connection);
+        if (gone)
+            return answered(number, reply); /* it may have answered before it ended */
+        pause = pause < 2e-3 ? pause * 1.3 : pause;
     }
-    return -1;
+    return true;
 }
 
-static CUresult hear(int connection, const struct target *target, int *value)
+static CUresult ask_target(const struct target *target, struct request *request, int *value)
 {
     struct reply reply;
-    char rest;
+    uint64_t number;
 
-    if (!wait_for(connection, target) || recv(connection, &reply, sizeof(reply), MSG_WAITALL) != sizeof(reply))
+    if (!question_open(request, &number))
         return CUDA_ERROR_OPERATING_SYSTEM;
-    /* Until the target has closed its end, so that CRIU does not meet a connection of ours there. */
-    while (wait_for(connection, target) && recv(connection, &rest, 1, 0) > 0)
-        ;
-    *value = reply.value;
-    return (CUresult)reply.result;
-}
-
-static CUresult ask_target(const struct target *target, const struct request *request, int *value)
-{
-    struct question question;
-
-    if (!question_open(request, &question))
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    CUresult result = wake(target, question.number);
+    CUresult result = wake(target, number);
     if (result == CUDA_SUCCESS) {
-        int connection = accept_target(&question, target);
-        if (connection >= 0) {
-            result = hear(connection, target, value);
-            close(connection);
+        if (wait_for_answer(number, target, &reply)) {
+            result = (CUresult)reply.result;
+            *value = reply.value;
         } else {
             result = CUDA_ERROR_OPERATING_SYSTEM;
         }
     }
-    question_close(&question);
+    question_close(number);
     return result;
 }
 
@@ -300,7 +267,6 @@ static CUresult ask(const char *name, pid_t pid, struct request *request, int *v
         checkpoint_node_hangs();
     if (fault.actions & FAULT_CRASH_TARGET)
         crash_target(pid);
-    request->magic = REQUEST_MAGIC;
     request->faults = fault.actions & (FAULT_NO_DEVICE_MEMORY | FAULT_NO_HOST_MEMORY);
     CUresult result = target_open(pid, &target);
     if (result == CUDA_SUCCESS)

@@ -8,7 +8,7 @@
  *                description, which holds a flock: a block whose file can be locked exclusively is held by nobody,
  *                its memory is free again. So memory lives exactly as long as a mapping, handle or descriptor of it,
  *                in whatever process, and nothing has to be told when a process is killed.
- *   requests/    sockets of controllers that wait for an answer of a checkpoint call (checkpoint.h)
+ *   requests/    what controllers ask of their targets, and the answers (checkpoint.h)
  *   faults/      one file for each fault to inject (fault.h)
  *   log          functions that were called and are not implemented, faults that were injected
  *
