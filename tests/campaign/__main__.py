@@ -168,7 +168,8 @@ def record(rooms: int, ground: str, only: Sequence[str] = ()) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for result in run(todo, rooms=rooms, record=True, ground=ground):
         if result["problems"]:
-            raise SystemExit(f"{result['name']}: {result['problems']} {result.get('stderr', '')}")
+            print(f"{result['name']}: {result['problems']} {result.get('stderr', '')}"[:900], file=sys.stderr)
+            continue
         operation, victim, *_ = result["name"].split("/")
         found[f"{operation}/{victim}"] = result["steps"]
     return found

@@ -111,8 +111,7 @@ class Job:
         end = time.monotonic() + limit
         while self.alive() and self.get(0, Slot.DONE) != COMMANDS[name] and time.monotonic() < end:
             time.sleep(0.002)
-        if name != "exit":
-            self.set(0, Slot.COMMAND, 0)
+        self.set(0, Slot.COMMAND, 0)  # an image of it must not exit when it comes back
 
     def descriptors(self) -> list[str]:
         """What its processes hold open, to be the same before and after."""

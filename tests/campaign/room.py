@@ -293,15 +293,20 @@ class Room:
     def litter(self) -> list[str]:
         """What operations under way leave on disk, and what they must not leave when they have ended."""
         found = [
-            str(p.relative_to(self.runtime)) for k in ("journals", "claims") for p in self.runtime.glob(f"*/{k}/*")
+            str(p.relative_to(self.runtime))
+            for k in ("journals", "claims")
+            for p in self.runtime.glob(f"*/{k}/*")
+            if p.stat().st_size  # what could not be removed is emptied
         ]
         found += [p.name for p in self.runtime.rglob("*.new")] + [p.name for p in self.runtime.rglob(".*")]
         found += [p.name for p in (self.base / "images").iterdir() if not p.name.startswith("image-")]
         return found
 
     def suspended_records(self) -> list[str]:
-        """Notes about suspended jobs."""
-        return [p.name for p in self.runtime.glob("*/suspended/*")]
+        """Notes about suspended jobs that live."""
+        from limosa.process.records import SuspendRecord
+
+        return [f"process {record.root.pid}" for record in SuspendRecord.all()]
 
     # -- preparing -----------------------------------------------------------------------------------------------
 
@@ -488,7 +493,7 @@ class Run:
     @property
     def kills_job(self) -> bool:
         """Whether the fault ends the job, or a process of it."""
-        return any(word in self.fault for word in ("job-killed", "crash-target", "exit"))
+        return self.case.victim == "exits" or any(w in self.fault for w in ("job-killed", "crash-target", "exit"))
 
     @property
     def for_good(self) -> bool:
@@ -751,7 +756,8 @@ class Run:
         if self.case.operation == "swap" or self.operation not in ("checkpoint", "leave-running"):
             left = [name for name in left if name != "image-new"]
         if left:
-            problems.append(f"left lying about: {left}")
+            words = [p.read_bytes()[-200:] for p in self.room.runtime.glob("*/journals/*.jsonl")]
+            problems.append(f"left lying about: {left} {words}")
         now, promised, before = self._now(), self._promised(), self.before
         image = self._whole_image()
         self.told["state"] = now[0][0]
@@ -786,7 +792,9 @@ class Run:
         self.told["descriptors"] = grown
 
     def _may_fail_to_undo(self) -> bool:
-        return self.for_good or self.kills_job or "slow" in self.fault or "hang" in self.fault
+        # A recover in which something fails says 40 and is tried again.
+        broken = self.case.operation in BROKEN and self.case.step != "run"
+        return broken or self.for_good or self.kills_job or "slow" in self.fault or "hang" in self.fault
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU can be believed or not: the job must be whole all the same."""

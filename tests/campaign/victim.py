@@ -25,6 +25,7 @@ from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_o
 PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
+KEEP_EXPORTED = False
 
 
 def check(answer: tuple[Any, ...]) -> Any:
@@ -90,7 +91,11 @@ class Work:
         access.location = prop.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         check(cu.cuMemSetAccess(address, size, [access], 1))
-        self.descriptors.append(int(check(cu.cuMemExportToShareableHandle(handle, kind, 0))))
+        descriptor = int(check(cu.cuMemExportToShareableHandle(handle, kind, 0)))
+        if KEEP_EXPORTED:
+            self.descriptors.append(descriptor)
+        else:
+            os.close(descriptor)
         if number % 2:
             check(cu.cuMemRelease(handle))  # the mapping alone keeps it
         else:

@@ -106,6 +106,24 @@ def test_toggle_suspends_and_resumes(gpu_like: GpuLike, double: DriverDouble) ->
     assert double.states[pid] == "running"
 
 
+def test_what_a_toggle_would_do_is_known_or_it_is_refused(gpu_like: GpuLike, double: DriverDouble, monkeypatch) -> None:
+    """Once it took a suspended job whose state was not told for a running one, and said that it was suspended."""
+    pid = gpu_like()
+    operation.suspend(pid)
+    ask, count = double.state, iter(range(9))
+
+    def once(pid: int, timeout: float | None = 5.0) -> object:
+        if next(count) == 0:
+            raise failure("cuCheckpointProcessGetState", pid)
+        return ask(pid, timeout)
+
+    monkeypatch.setattr(double, "state", once)
+    with pytest.raises(LimosaError) as refused:
+        operation.toggle(pid)
+    assert (refused.value.exit_code, refused.value.id) == (12, "cannot-be-asked")
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("call", ["lock", "checkpoint", "restore", "unlock"])
 def test_each_step_that_fails_is_undone(gpu_like: GpuLike, double: DriverDouble, call: str) -> None:
     pid = gpu_like(on=0)

@@ -194,7 +194,7 @@ def look_at(
     """
     common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
     prepared = look(verb, which, driver=driver, **common)
-    if verb == "toggle":
+    if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
     operation = prepared.operation
     extra: list[Reason] = []
@@ -230,9 +230,14 @@ def _toggled(prepared: Prepared) -> str:
     return "resume" if prepared.states == {"checkpointed"} else "suspend"
 
 
+def _unasked(prepared: Prepared) -> bool:
+    """Whether there is a process whose state the driver does not tell."""
+    return any(r.id == "cannot-be-asked" for r in prepared.reasons)
+
+
 def is_done(operation: str, prepared: Prepared) -> bool:
     """Whether the job is already as the verb wants it."""
-    if not prepared.members:
+    if not prepared.members or _unasked(prepared):
         return False
     if operation == "suspend":
         return prepared.states == {"checkpointed"}

@@ -239,9 +239,10 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
     except LeftSuspended as error:
         result = _entry(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
-        dead.close()
-        code = error.exit_code if isinstance(error, UndoFailed) else 40
-        return _entry(dead, did="could not bring it back", state="unknown", error=str(error), exit_code=code)
+        driver_verb = dead.header.operation not in how
+        if not driver_verb or any(m.identity.alive() for m in dead.header.members):
+            return _failed(dead, error)
+        result = _entry(dead, did="the job has ended meanwhile", state="gone")
     finally:
         driver.close()
     dead.finish()
@@ -249,6 +250,13 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         if claim.id == dead.header.id:
             claim.release()
     return result
+
+
+def _failed(dead: Journal, error: Exception) -> Recovered:
+    """It stays for another try, with its journal."""
+    dead.close()
+    code = error.exit_code if isinstance(error, UndoFailed) else 40
+    return _entry(dead, did="could not bring it back", state="unknown", error=str(error), exit_code=code)
 
 
 def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
