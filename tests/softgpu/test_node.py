@@ -359,7 +359,7 @@ def test_gpus_and_doctor_say_software_gpu(new_node):
     assert {g["memory_total"] for g in found["gpus"]} == {2 << 30}
     assert [g["minor"] for g in found["gpus"]] == [0, 1, 2, 3]
     doctor = node.limosa("doctor", "-o", "json", rc=None).json
-    assert "software" in next(c["detail"] for c in doctor["checks"] if c["name"] == "driver")
+    assert "software GPU" in next(c["detail"] for c in doctor["checks"] if c["name"] == "driver")
 
 
 def test_programs_outside_see_no_software_gpu(libraries, node):
@@ -368,6 +368,95 @@ def test_programs_outside_see_no_software_gpu(libraries, node):
     assert node.python(code).stdout == "driver\n"
     if not os.path.exists("/dev/nvidiactl"):
         assert outside.stdout == "none\n"
+
+
+JOB = """
+import sys, time
+from cuda.bindings import driver as cuda
+import pynvml
+def ok(answer):
+    assert int(answer[0]) == 0, answer
+    return answer[1] if len(answer) == 2 else None
+ok(cuda.cuInit(0))
+ok(cuda.cuCtxSetCurrent(ok(cuda.cuDevicePrimaryCtxRetain(ok(cuda.cuDeviceGet(0))))))
+memory, n, back = ok(cuda.cuMemAlloc(8 << 20)), 0, bytearray(4)
+pynvml.nvmlInit()
+gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+while True:
+    n += 1
+    ok(cuda.cuMemsetD32(memory, n, 1024))
+    ok(cuda.cuMemcpyDtoH(back, memory, 4))
+    assert int.from_bytes(back, "little") == n
+    print(n, pynvml.nvmlDeviceGetMemoryInfo(gpu).used >> 20, flush=True)
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Starts a job that computes and asks NVML, in a node; gives it and its lines."""
+
+    def go(node):
+        path = tmp_path / "job-log"
+        with open(path, "ab") as log:
+            options = {"stdout": log, "stderr": log, "start_new_session": True, "cwd": tmp_path}
+            process = node.popen([sys.executable, "-c", JOB], **options)
+
+        def lines(more=3):
+            """Its lines, once there are some more than now."""
+            before, end = path.read_text().count("\n"), time.monotonic() + 20
+            while path.read_text().count("\n") < before + more:
+                assert time.monotonic() < end, path.read_text()[-2000:]
+                time.sleep(0.01)
+            return [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
+
+        lines()
+        return process, lines
+
+    return go
+
+
+def test_a_job_of_one_node_is_none_of_anothers(new_node, job):
+    """Nor of the machine's: each has its own GPUs, and what is on them."""
+    mine, other = new_node(memory="128MiB"), new_node(memory="128MiB")
+    process, lines = job(mine)
+    assert [j["pid"] for j in mine.limosa("ps", "-o", "json").json["jobs"]] == [process.pid]
+    assert other.limosa("ps", "-o", "json").json["jobs"] == []
+    assert other.limosa("gpus", "-o", "json").json["gpus"][0]["processes"] == []
+    refused = other.limosa("move", process.pid, "--to", 1, rc=13)
+    assert "holds no CUDA state" in refused.stderr or "hold no CUDA state" in refused.stderr
+    outside = subprocess.run(
+        [*LIMOSA, "checkpoint", str(process.pid), "--output", "image"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert outside.returncode in (12, 13)
+    assert "another mount namespace" in outside.stderr
+    assert process.poll() is None
+    lines()
+    mine.limosa("move", process.pid, "--to", 1)
+    lines()
+
+
+@pytest.mark.criu
+def test_a_job_goes_on_on_another_node(new_node, job, tmp_path):
+    """Other GPUs, another folder of shared state; NVML, which it had open, tells what is true there."""
+    first, second = new_node(memory="128MiB"), new_node(memory="128MiB")
+    process, lines = job(first)
+    checkpoint = first.popen([*LIMOSA, "checkpoint", process.pid, "--output", tmp_path / "image"])
+    assert process.wait(30) == -signal.SIGKILL
+    assert checkpoint.wait(30) == 0
+    stood = len(lines(0))
+    assert first.limosa("gpus", "-o", "json").json["gpus"][0]["memory_used"] == 4 << 20
+    with second.switches.fill(0, 10 << 20):
+        second.limosa("restore", tmp_path / "image", "--to", 0)
+        found = lines()
+    assert [n for n, _ in found] == list(range(1, len(found) + 1))
+    assert {used for _, used in found[:stood]} == {4 + 8 + 8}
+    assert found[-1][1] == 4 + 8 + 8 + 10
+    assert second.limosa("gpus", "-o", "json").json["gpus"][0]["processes"][0]["pid"] == process.pid
 
 
 @pytest.mark.criu

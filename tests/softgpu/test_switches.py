@@ -92,7 +92,8 @@ def test_a_list_or_one_for_all():
 
 
 @pytest.mark.parametrize(
-    ("driver", "cuda"), [("580.159.04", 13000), ("570.86.10", 12080), ("550.54.15", 12040), ("470.1", 12000)]
+    ("driver", "cuda"),
+    [("610.10", 13030), ("580.159.04", 13000), ("570.86.10", 12080), ("550.54.15", 12040), ("470.1", 12000)],
 )
 def test_the_driver_knows_the_cuda_of_its_branch(driver, cuda):
     assert make_spec(1, [64 << 20], ["H200"], driver_version=driver).cuda_version == cuda

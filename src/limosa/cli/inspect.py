@@ -49,7 +49,7 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
     for gpu in manifest.gpus:
         facts.append((f"GPU {gpu.index}", f"{gpu.name}, {words.size(gpu.bytes)}, driver {gpu.driver}, {gpu.uuid}"))
     if manifest.software_gpu:
-        facts.append(("note", "taken with the driver in software, not with a real GPU"))
+        facts.append(("note", "taken on a software GPU (the driver in software, not a real one)"))
     width = max(len(name) for name, _ in facts)
     for name, text in facts:
         console.print(Text(f"{name:<{width}}  {words.clean(text)}"), soft_wrap=True)

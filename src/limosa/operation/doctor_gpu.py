@@ -87,7 +87,7 @@ def _driver(facts: DriverFacts) -> Check:
         fixing = facts.hint if facts.hint and "doctor" not in facts.hint else "install the NVIDIA driver; look at dmesg"
         return fail("driver", 12, facts.problem or "there is a GPU and no NVIDIA driver that works", fixing)
     text = f"NVIDIA {facts.driver_version}, CUDA {facts.cuda_version}, {facts.gpus} GPU{'s' * (facts.gpus != 1)}"
-    text += " (the driver in software, not a real one)" if facts.software else ""
+    text += " (software GPU: the driver in software, not a real one)" if facts.software else ""
     newer = "install driver 580 or newer"
     if not facts.can_suspend:
         return fail("driver", 12, f"{text}: too old to suspend jobs", newer)

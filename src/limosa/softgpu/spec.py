@@ -182,7 +182,8 @@ def make_spec(
 
 def _cuda_of(major: int) -> int:
     """The newest CUDA that a driver of a branch knows."""
-    for branch, cuda in ((580, 13000), (570, 12080), (560, 12060), (550, 12040), (535, 12020)):
+    newer = (615, 13040), (610, 13030), (595, 13020), (590, 13010)
+    for branch, cuda in (*newer, (580, 13000), (570, 12080), (560, 12060), (550, 12040), (535, 12020)):
         if major >= branch:
             return cuda
     return 12000
