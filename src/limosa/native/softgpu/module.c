@@ -47,6 +47,15 @@ static bool is_text(const char *image)
     return image[0] != 0;
 }
 
+/* As much of a compiler as this needs: what a PTX image begins with, and that it has not been cut off. */
+static bool is_ptx(const char *image)
+{
+    int depth = 0;
+    for (const char *at = image; *at; at++)
+        depth += *at == '{' ? 1 : *at == '}' ? -1 : 0;
+    return depth == 0 && strstr(image, ".version") && strstr(image, ".target");
+}
+
 /* What there is to read: PTX as it is, or the contents of a container of images. Its compiled code is of no use. */
 static CUresult read_image(const void *image, const char **from, size_t *bytes)
 {
@@ -55,8 +64,7 @@ static CUresult read_image(const void *image, const char **from, size_t *bytes)
     if (is_text(image)) {
         *from = image;
         *bytes = strlen(image);
-        bool is_ptx = strstr(image, ".version") && strstr(image, ".target");
-        return is_ptx ? CUDA_SUCCESS : CUDA_ERROR_INVALID_PTX;
+        return is_ptx(image) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_PTX;
     }
     const char *start = image;
     if (start[0] == 0)
@@ -296,6 +304,26 @@ EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const
 {
     ENTER(CALL_WORK);
     RETURN(get_function((void **)function, module, name));
+}
+
+EXPORT CUresult cuModuleGetFunctionCount(unsigned int *count, CUmodule handle)
+{
+    ENTER(CALL_WORK);
+    if (!count)
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    driver_lock();
+    const struct module *module = module_of(handle);
+    const char *at = module ? module->image : NULL, *end = module ? at + module->bytes : NULL;
+    unsigned int found = 0;
+    while (at && (at = memmem(at, (size_t)(end - at), ".entry", 6))) {
+        at += 6;
+        found += isspace((unsigned char)*at) != 0;
+    }
+    driver_unlock();
+    if (!module)
+        RETURN(CUDA_ERROR_INVALID_HANDLE);
+    *count = found;
+    RETURN(CUDA_SUCCESS);
 }
 
 EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodule module, const char *name)

@@ -334,6 +334,7 @@ CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule *module, const void *image);
 CUresult CUDAAPI cuModuleUnload(CUmodule module);
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode);
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name);
+CUresult CUDAAPI cuModuleGetFunctionCount(unsigned int *count, CUmodule module);
 CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodule module, const char *name);
 CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *image, CUjit_option *jit, void **jit_values,
                                    unsigned int n_jit, CUlibraryOption *options, void **values, unsigned int n_options);
