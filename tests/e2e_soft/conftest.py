@@ -1,0 +1,158 @@
+"""Fixtures of the tests that run the command line on nodes of software GPUs, as people would.
+
+``soft`` starts a node; ``Soft`` is the node with what these tests need of it: jobs, and ``limosa`` with its exit code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soft_node import Answer, Node
+from support import Reaper, Victim
+
+import native_build
+
+JOB = Path(__file__).with_name("job.py")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Job(Victim):
+    """A job in a node, in a session of its own, with its output in a file: started as ``limosa run`` would."""
+
+    def __init__(self, node: Node, folder: Path, argv: list[str], env: dict[str, str] | None = None):
+        self.argv, self.folder, self.log = argv, folder, folder / "log"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            options: dict[str, Any] = {"stdout": log, "stderr": log, "cwd": folder, "start_new_session": True}
+            self._process = node.popen(argv, env=env, **options)
+        self.pid = self._process.pid
+
+    def until_gone(self, limit: float = 10) -> None:
+        """Waits until nothing has its pid any more."""
+        end = time.monotonic() + limit
+        while Path(f"/proc/{self.pid}").exists():
+            assert time.monotonic() < end, f"process {self.pid} is still there"
+            time.sleep(0.01)
+
+
+class Soft(Node):
+    """A node of software GPUs; one job's memory is a fraction of what a GPU has."""
+
+    def __init__(self, place: Path, reaper: Reaper, **options: Any):
+        self.place, self.reaper, self.n_jobs = place, reaper, 0
+        self.words: dict[int, Path] = {}
+        super().__init__(**{"gpus": 2, "memory": "256MiB", **options})
+
+    def job(self, *arguments: object, ready: bool = True, env: dict[str, str] | None = None) -> Job:
+        """Starts ``job.py``; waits until it computes."""
+        folder = self.place / f"job{self.n_jobs}"
+        self.n_jobs += 1
+        job = Job(self, folder, [sys.executable, str(JOB), str(folder), *map(str, arguments)], env)
+        self.reaper.watch(job.pid)
+        if ready:
+            job.wait_for("READY")
+            if "--spin" not in arguments:
+                job.goes_on(2)
+        return job
+
+    def says(self, code: int, id_: str, *arguments: object, **options: Any) -> dict[str, Any]:
+        """Runs ``limosa … -o json``, which has to exit with that code and (unless "") that id; what it printed."""
+        verb, *rest = arguments
+        return self.judge(self.limosa(verb, "-o", "json", *rest, rc=None, **options), code, id_)
+
+    def judge(self, answer: Answer, code: int, id_: str) -> dict[str, Any]:
+        """Looks whether an answer has that exit code and (unless "") that id; what it printed as JSON."""
+        assert answer.rc == code, f"exit code {answer.rc}, not {code}: {answer}"
+        found: dict[str, Any] = answer.json if answer.stdout.startswith("{") else {}
+        if id_:
+            error = found.get("error") or next(r for r in found["reasons"] if r["exit_code"])
+            assert error["id"] == id_, answer
+        return found
+
+    def state(self, job: Job) -> str:
+        """What the driver says of a job, through ``limosa ps``."""
+        found = [j for j in self.limosa("ps", "-o", "json").json["jobs"] if j["pid"] == job.pid]
+        return found[0]["state"] if found else "none"
+
+    def where(self, job: Job) -> list[int]:
+        """On which GPUs a job holds memory."""
+        gpus = self.limosa("gpus", "-o", "json").json["gpus"]
+        return [g["index"] for g in gpus if any(p["pid"] == job.pid for p in g["processes"])]
+
+    def later(self, verb: object, *arguments: object) -> subprocess.Popen[str]:
+        """Starts ``limosa VERB … -o json`` and does not wait for it."""
+        return self.run_attached(verb, "-o", "json", *arguments)
+
+    def run_attached(self, *arguments: object) -> subprocess.Popen[str]:
+        """Starts ``limosa …`` and does not wait for it."""
+        argv = [sys.executable, "-m", "limosa", *arguments]
+        words = self.place / f"stderr{len(self.words)}"
+        with open(words, "w") as file:
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "text": True}
+            process: subprocess.Popen[str] = self.popen(argv, cwd=self.place, **streams)
+        self.words[process.pid] = words
+        return process
+
+    def heard(self, process: subprocess.Popen[str]) -> str:
+        """What a command that was not waited for has said on stderr so far."""
+        return self.words[process.pid].read_text()
+
+    def ends(self, process: subprocess.Popen[str], limit: float = 30) -> Answer:
+        """Waits for what ``later`` has started."""
+        begin = time.monotonic()
+        stdout, _ = process.communicate(timeout=limit)
+        words = list(map(str, process.args))  # type: ignore[arg-type]
+        return Answer(words, process.returncode, stdout, self.heard(process), time.monotonic() - begin)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries() -> None:
+    """Build both libraries where they are missing or older than their source."""
+    if not native_build.compilers():
+        pytest.skip("there is no C compiler")
+    assert native_build.build_softgpu() is None
+
+
+@pytest.fixture
+def reaper() -> Iterator[Reaper]:
+    """Reaps ended jobs at once, also those that were restored (this process adopts them)."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    found = Reaper()
+    try:
+        yield found
+    finally:
+        found.close()
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def soft(libraries: None, tmp_path: Path, runtime: Path, reaper: Reaper) -> Iterator[Callable[..., Soft]]:
+    """Starts nodes: ``soft()``, ``soft(chip=["H200", "H100"])``; ended at the end of the test."""
+    if os.geteuid() != 0:
+        pytest.skip("a node has mounts of its own, which only root can make")
+    nodes: list[Soft] = []
+
+    def go(**options: Any) -> Soft:
+        nodes.append(Soft(tmp_path, reaper, **options))
+        return nodes[-1]
+
+    try:
+        yield go
+    finally:
+        for node in nodes:
+            node.close()
+
+
+@pytest.fixture
+def node(soft: Callable[..., Soft]) -> Soft:
+    """A node of two GPUs of one kind."""
+    return soft()

@@ -1,0 +1,132 @@
+"""The job of these tests: it holds memory of software GPUs and writes all of it anew, again and again.
+
+    python job.py FOLDER [--mib N] [--gpu I] [--also I] [--peer] [--managed] [--export] [--child] [--spin]
+
+After READY it prints ``tick N TIME`` for each round. A round looks whether pages (of 4 KiB) hold what the round before
+has written, then stamps them with its own number: a page that is stale, lost or somebody else's ends it with an error.
+It ends with DONE when there is a file ``stop`` in its folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from ctypes import c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver as cu
+
+PTX = Path(__file__).parents[2] / "src" / "limosa" / "demo" / "kernels.ptx"
+PAGE, WORDS = 4096, 512
+MASK = (1 << 64) - 1
+
+
+def do(answer: Any) -> Any:
+    result, *values = answer
+    if result != cu.CUresult.CUDA_SUCCESS:
+        raise SystemExit(f"the driver says {result.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def stamped(epoch: int, page: int) -> bytes:
+    """What the kernel ``stamp`` writes into a page."""
+    words = (epoch * 0x9E3779B97F4A7C15 + (page * WORDS + i) * 0xD1B54A32D192ED03 for i in range(WORDS))
+    return struct.pack(f"{WORDS}Q", *(word & MASK for word in words))
+
+
+class Memory:
+    """Device memory that moves: all of it is stamped with the number of the round."""
+
+    def __init__(self, gpu: int, size: int, managed: bool = False):
+        self.context = do(cu.cuDevicePrimaryCtxRetain(do(cu.cuDeviceGet(gpu))))
+        self.use()
+        self.module = do(cu.cuModuleLoadData(PTX.read_bytes() + b"\0"))
+        self.size = size
+        flags = cu.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
+        self.at = int(do(cu.cuMemAllocManaged(size, flags) if managed else cu.cuMemAlloc(size)))
+        self.round = 0
+        self.stamp()
+
+    def use(self) -> None:
+        do(cu.cuCtxSetCurrent(self.context))
+
+    def run(self, name: str, *arguments: tuple[Any, Any]) -> None:
+        function = do(cu.cuModuleGetFunction(self.module, name.encode()))
+        values, kinds = zip(*arguments, strict=True)
+        do(cu.cuLaunchKernel(function, 8, 1, 1, 64, 1, 1, 0, 0, (values, kinds), 0))
+
+    def stamp(self) -> None:
+        self.use()
+        self.round += 1
+        self.run("stamp", (self.at, c_void_p), (self.size // 8, c_uint64), (self.round, c_uint64), (0, c_uint64))
+
+    def check(self, pages: list[int]) -> None:
+        self.use()
+        for page in pages:
+            found = bytearray(PAGE)
+            do(cu.cuMemcpyDtoH(found, self.at + page * PAGE, PAGE))
+            if bytes(found) != stamped(self.round, page):
+                raise SystemExit(f"page {page} is not what round {self.round} has written")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--mib", type=int, default=8)
+    parser.add_argument("--gpu", type=int, default=0)
+    parser.add_argument("--also", type=int, help="a second GPU to hold memory on")
+    parser.add_argument("--peer", action="store_true", help="peer access between the two")
+    parser.add_argument("--managed", action="store_true")
+    parser.add_argument("--export", action="store_true", help="by legacy IPC, to a child")
+    parser.add_argument("--import", dest="handle", help="the handle of another's")
+    parser.add_argument("--child", action="store_true", help="a child with CUDA state of its own")
+    parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
+    options = parser.parse_args()
+    do(cu.cuInit(0))
+    held = [Memory(options.gpu, options.mib << 20, options.managed)]
+    if options.also is not None:
+        held.append(Memory(options.also, options.mib << 20))
+    if options.peer:
+        do(cu.cuCtxEnablePeerAccess(held[0].context, 0))
+    if options.handle:
+        handle = cu.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), bytes.fromhex(options.handle), 64)
+        do(cu.cuIpcOpenMemHandle(handle, 1))
+    child = None
+    own = [sys.executable, __file__, str(options.folder), "--mib", str(options.mib), "--gpu", str(options.gpu)]
+    if options.export:
+        held[0].use()
+        name = ctypes.string_at(do(cu.cuIpcGetMemHandle(held[0].at)).getPtr(), 64).hex()
+        child = subprocess.Popen([*own, "--import", name], stdout=subprocess.DEVNULL)
+    if options.child:
+        child = subprocess.Popen(own, stdout=subprocess.DEVNULL)
+    if options.spin:
+        flag = int(do(cu.cuMemHostAlloc(4096, 0)))
+        held[0].run("spin", (flag, c_void_p), (1, c_uint32))
+    print("READY", os.getpid(), flush=True)
+    number = 0
+    while not (options.folder / "stop").exists():
+        time.sleep(0.01)
+        if options.spin:
+            continue  # every further call on its stream would wait for the kernel
+        for memory in held:
+            memory.check([0, random.randrange(memory.size // PAGE), memory.size // PAGE - 1])
+            memory.stamp()
+        number += 1
+        print("tick", number, time.monotonic(), flush=True)
+    for memory in held:
+        memory.check(list(range(0, memory.size // PAGE, 7)))
+    if child is not None and child.wait(20):
+        raise SystemExit("the child ended badly")
+    print("DONE", flush=True)
+
+
+if __name__ == "__main__":
+    main()
