@@ -24,8 +24,14 @@ def pytest_configure() -> None:
         own_network()
 
 
+ON_NODES = {"campaign", "conformance", "e2e_soft", "softgpu"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast first, CRIU after, slow last; otherwise as collected."""
+    """Fast first, CRIU after, slow last; otherwise as collected. What runs on software GPUs is run by root."""
+    for item in items:
+        if item.path.parent.name in ON_NODES:
+            item.add_marker("root")
     items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("criu"))))
 
 
