@@ -25,6 +25,7 @@
  * GPUs and one plain allocation of 512 MiB or more. memory.c's. */
 bool memory_has_peer_hazard(void) __attribute__((weak));
 
+#define IPC_BRANCH 610 /* the first driver that checkpoints memory opened from another process */
 #define NODE_MPS 1u /* node_state.nvml_flags: compute processes are clients of MPS */
 
 /* What is kept of the process while it is checkpointed. Touched by the restore thread only. */
@@ -186,8 +187,7 @@ static CUresult unlock_process(void)
     CUresult result = step("step:unlock-begin");
     if (result != CUDA_SUCCESS)
         return result;
-    driver.state = CU_PROCESS_STATE_RUNNING;
-    gate_open();
+    driver.state = CU_PROCESS_STATE_RUNNING; /* conclude() opens the gate */
     return CUDA_SUCCESS;
 }
 
@@ -209,7 +209,7 @@ static void note_gpus(void)
 static CUresult note_losses(void)
 {
     bool peers = memory_has_peer_hazard && memory_has_peer_hazard();
-    if (memory_has_imported() && driver_branch() < 610)
+    if (memory_has_imported())
         return CUDA_ERROR_INVALID_VALUE;
     if (peers || fault_hazard("peer-large-allocation-lost"))
         return CUDA_ERROR_INVALID_VALUE;
@@ -230,6 +230,10 @@ static CUresult checkpoint_process(const struct request *request)
     streams_drain(-1);
     if (memory_has_managed())
         return CUDA_ERROR_NOT_SUPPORTED;
+    if (memory_has_imported() && driver_branch() >= IPC_BRANCH) {
+        node_log("checkpoints of CUDA IPC, which drivers from %d on can do, are not implemented", IPC_BRANCH);
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
     uint32_t used = gpus_in_use();
     if (any_gpu(used, is_lost))
         return CUDA_ERROR_DEVICE_UNAVAILABLE;
@@ -499,6 +503,14 @@ static CUresult work(const struct request *request)
     }
 }
 
+/* Answer. An unlocked process may end at once: its controller is answered first. */
+static void conclude(const struct job *job, CUresult result)
+{
+    answer(job, result, driver.state);
+    if (job->request.kind == REQUEST_UNLOCK && result == CUDA_SUCCESS)
+        gate_open();
+}
+
 static bool is_query(const struct request *request)
 {
     return request->kind == REQUEST_STATE || request->kind == REQUEST_THREAD;
@@ -535,17 +547,19 @@ static void *help(void *argument)
     return NULL;
 }
 
-static CUresult work_and_tell(const struct request *request)
+static void work_and_tell(const struct job *job)
 {
     enum { ROOM = 64 };
-    struct helper helper = {.request = request};
+    struct helper helper = {.request = &job->request};
     struct job waiting[ROOM];
     int n = 0;
     uint64_t number;
     pthread_t thread;
 
-    if (driver_thread(&thread, "cuda-helper", help, &helper) != 0)
-        return work(request);
+    if (driver_thread(&thread, "cuda-helper", help, &helper) != 0) {
+        conclude(job, work(&job->request));
+        return;
+    }
     while (!helper.done) {
         if (n == ROOM || !next(0.002, &number)) {
             if (n == ROOM)
@@ -555,17 +569,15 @@ static CUresult work_and_tell(const struct request *request)
         if (!take(number, &waiting[n]))
             continue;
         if (is_query(&waiting[n].request))
-            answer(&waiting[n], CUDA_SUCCESS, request->kind == REQUEST_CHECKPOINT ? 4 : 5);
+            answer(&waiting[n], CUDA_SUCCESS, job->request.kind == REQUEST_CHECKPOINT ? 4 : 5);
         else
             n++;
     }
     pthread_join(thread, NULL);
+    conclude(job, helper.result);
     /* Those that came meanwhile are served in their turn. */
-    for (int i = 0; i < n; i++) {
-        CUresult result = work(&waiting[i].request);
-        answer(&waiting[i], result, driver.state);
-    }
-    return helper.result;
+    for (int i = 0; i < n; i++)
+        conclude(&waiting[i], work(&waiting[i].request));
 }
 
 static void serve(uint64_t number)
@@ -582,8 +594,10 @@ static void serve(uint64_t number)
             told = fault_hazard("states-4-and-5");
         tells = told;
     }
-    CUresult result = tells ? work_and_tell(&job.request) : work(&job.request);
-    answer(&job, result, driver.state);
+    if (tells)
+        work_and_tell(&job);
+    else
+        conclude(&job, work(&job.request));
 }
 
 static void *body(void *started)
