@@ -54,38 +54,29 @@ int context_gpu(const struct context *context)
 
 static CUresult claim(struct context *context, int gpu)
 {
-    int fd;
     uint64_t block;
-    int error = node_take(gpu, driver.node->rates.context_bytes, NODE_CONTEXT, &fd, &block);
-    if (error == -ENODEV)
-        return CUDA_ERROR_DEVICE_UNAVAILABLE;
-    if (error == -ENOMEM || error == -ENOSPC)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    if (error)
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    /* Held by a mapping: a descriptor with a lock on it would be seen as one that stands against a checkpoint. */
-    driver_lock();
-    void *holder = block_hold(fd);
-    close(fd);
-    if (holder) {
+    void *holder;
+    driver_lock(); /* also so that no child is born with the descriptor that this needs for a moment */
+    int error = block_take(gpu, driver.node->rates.context_bytes, NODE_CONTEXT, 0, &block, &holder);
+    if (!error) {
         context->block = block;
         context->holder = holder;
     }
     driver_unlock();
-    if (!holder)
-        node_dropped(block);
-    return holder ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
+    if (error == -ENODEV)
+        return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    if (error == -ENOMEM || error == -ENOSPC)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return error ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
 }
 
 static void release(struct context *context)
 {
     driver_lock();
-    void *holder = context->holder;
-    uint64_t block = context->block;
+    block_let_go(context->holder, context->block);
     context->holder = NULL;
     context->block = 0;
     driver_unlock();
-    block_let_go(holder, block);
 }
 
 /* One mapping for each device with a context that holds its memory, none for the others. */
