@@ -664,7 +664,9 @@ const char *vmm_load(const char *from)
 
 /* Descriptors that the application has exported, or was given, are its own; but while it is checkpointed nothing of the
  * node may be open in it. So /dev/nvidiactl stands in for each, as which the real driver's descriptors are seen anyway, and
- * a restore puts a descriptor of the new memory in its place where the memory is one that this process knows. */
+ * a restore puts a descriptor of the new memory in its place where the memory is one that this process knows. (An
+ * application that closes one in this very moment could have its next file replaced: a driver in the kernel has no such
+ * gap.) */
 struct stand_in {
     struct stand_in *next;
     int fd;
