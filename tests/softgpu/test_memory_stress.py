@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 
+import native_build
+
 HERE = Path(__file__).parent
-SOURCES = HERE.parents[1] / "src" / "limosa" / "native" / "softgpu"
+SOURCES = native_build.SOFTGPU
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_stress(new_node: Any, compiler: str, tmp_path: Path, sanitizer: str) -> None:
+def test_stress(new_node: Any, tmp_path: Path, sanitizer: str) -> None:
     probe = tmp_path / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    build = [compiler, "-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOURCES}"]
+    build = [*native_build.compilers()[0], "-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOURCES}"]
     try:
         subprocess.run([*build, probe, "-o", tmp_path / "probe"], capture_output=True, check=True, timeout=60)
     except subprocess.CalledProcessError:
