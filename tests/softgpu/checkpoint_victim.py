@@ -1,6 +1,6 @@
 """A job for CRIU: works on device memory, with a child that was forked after cuInit; led through files.
 
-    checkpoint_victim.py FOLDER [--child] [--vmm] [--streams N]
+    checkpoint_victim.py FOLDER [--child] [--vmm] [--exported] [--streams] [--pinned]
 
 It counts rounds in FOLDER/rounds, each a fill of every block with a pattern of the round and a check of the last one's,
 and ends with FOLDER/verdict once FOLDER/finish is there.
@@ -37,6 +37,12 @@ def main(folder: Path, options: list[str]) -> int:
         blocks.append(far.vmm(SIZE >> 20, 1))
     streams = [ok(cu.cuStreamCreate(1)) for _ in range(3 if "--streams" in options else 1)]
     host = (ctypes.c_uint8 * SIZE)()
+    if "--exported" in options:
+        blocks.append(far.vmm(SIZE >> 20, 2, exported=True))
+    kept = far.pattern(SIZE, 7)
+    pinned = int(ok(cu.cuMemHostAlloc(SIZE, 0))) if "--pinned" in options else 0
+    if pinned:
+        ctypes.memmove(pinned, kept, SIZE)
     rounds, verdict = 0, "right"
     rounds_file = folder / "rounds"
     while verdict == "right" and not ((folder / "finish").exists() and rounds > 3):
@@ -48,6 +54,8 @@ def main(folder: Path, options: list[str]) -> int:
             ok(cu.cuMemcpyDtoH(host, block, SIZE))
             if bytes(host).count((rounds + i) % 251) != SIZE:
                 verdict = f"block {i} is wrong in round {rounds}"
+        if pinned and ctypes.string_at(pinned, SIZE) != kept:
+            verdict = f"host memory is wrong in round {rounds}"
         rounds += 1
         (folder / "rounds.new").write_text(str(rounds))
         os.replace(folder / "rounds.new", rounds_file)

@@ -176,13 +176,18 @@ def plain(mib: int, seed: int) -> int:
     return written(address, mib, seed)
 
 
-def vmm(mib: int, seed: int, device: int = 0) -> int:
-    """Memory of a handle, mapped, with a pattern in it."""
+def vmm(mib: int, seed: int, device: int = 0, *, exported: bool = False) -> int:
+    """Memory of a handle, mapped, with a pattern in it; a descriptor of it stays open where ``exported``."""
     prop = cu.CUmemAllocationProp()
     prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     prop.location.id = device
+    kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    if exported:
+        prop.requestedHandleTypes = kind
     handle = ok(cu.cuMemCreate(mib * MIB, prop, 0))
+    if exported:
+        _keep.append(ok(cu.cuMemExportToShareableHandle(handle, kind, 0)))
     address = int(ok(cu.cuMemAddressReserve(mib * MIB, 0, 0, 0)))
     ok(cu.cuMemMap(address, mib * MIB, 0, handle, 0))
     access = cu.CUmemAccessDesc()

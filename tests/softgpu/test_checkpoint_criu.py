@@ -81,7 +81,9 @@ def on(node: Any) -> set[int]:
     return {gpu for gpu in range(len(node.spec.gpus)) if node.switches.used(gpu) > node.spec.idle_bytes}
 
 
-@pytest.mark.parametrize("options", [(), ("--streams", "--vmm"), ("--child",), ("--child", "--streams", "--vmm")])
+@pytest.mark.parametrize(
+    "options", [(), ("--streams", "--vmm", "--pinned"), ("--child",), ("--child", "--streams", "--exported")]
+)
 def test_dumped_killed_and_restored(options: tuple[str, ...], big: Any, victims: Any, tmp_path: Path) -> None:
     victim = victims(big, *options)
     image = tmp_path / "image"
@@ -113,7 +115,7 @@ def test_left_running_and_restored_from_the_image_after_its_end(big: Any, victim
 
 
 def test_moved_suspended_resumed_and_toggled(big: Any, victims: Any) -> None:
-    victim = victims(big, "--child", "--streams", "--vmm")
+    victim = victims(big, "--child", "--streams", "--vmm", "--exported", "--pinned")
     job = victim.pid
     big.limosa("move", job, "--to", 1)
     victim.goes_on()

@@ -177,6 +177,18 @@ def test_others_than_root_are_refused_with_words(libraries):
     assert "sudo" in ran.stdout
 
 
+@pytest.mark.parametrize("capability", ["sys_admin", "mknod"])
+def test_root_without_a_capability_is_refused_with_words(libraries, capability):
+    """As in a container."""
+    drop = [f"--bounding-set=-{capability}", f"--inh-caps=-{capability}"]
+    ran = subprocess.run(
+        ["setpriv", *drop, *LIMOSA, "softgpu", "--", "true"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert ran.returncode == 11
+    assert "SYS_ADMIN and MKNOD" in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_libraries_that_are_missing_are_built(tmp_path):
     from limosa.softgpu.node import check_libraries
 
