@@ -16,7 +16,7 @@ NOT_FOUND, NOT_STARTED = 127, 126  # as a shell has them
 
 def command(
     command_line: Annotated[
-        list[str] | None, typer.Argument(metavar="[COMMAND...]", help="What to start.", show_default=False)
+        list[str] | None, typer.Argument(metavar="COMMAND...", help="What to start.", show_default=False)
     ] = None,
     *,
     gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs.")] = 1,
