@@ -14,7 +14,7 @@ import pytest
 from support import pids, stat_of
 
 from limosa import gpu
-from limosa.demo import disturb
+from limosa.demo import disturb, node
 from limosa.demo.disturb import CHECKPOINT, MOVE, SUSPEND, Did, NotDone, Show, compare, reasons, usable_gpus
 from limosa.demo.training import Stack, Training, find_stack
 from limosa.errors import DriverTooOld, LimosaError, NoWorkingCriu
@@ -117,6 +117,39 @@ def test_what_can_be_shown_and_why_not_the_rest():
     assert reasons(2, "", CPU)[MOVE].why == "PyTorch is not installed"
 
 
+def test_software_gpus_run_what_has_their_kernels():
+    stack = find_stack(2, software=True)
+    assert (stack.framework, stack.device) == ("cuda", "cuda")
+    assert find_stack(2, True, software=True).framework == "numpy"
+
+
+@pytest.mark.parametrize(("software", "free", "fit"), [(True, 300 << 20, True), (False, 300 << 20, False)])
+def test_a_software_gpu_needs_less_room(monkeypatch, software, free, fit):
+    inventory = gpu.Inventory(driver_version="580", cuda_version="13", gpus=[card(0, free=free)], software=software)
+    monkeypatch.setattr(gpu, "inventory", lambda: inventory)
+    assert bool(usable_gpus()[0]) is fit
+
+
+def test_without_root_there_is_no_node_and_that_is_said(monkeypatch):
+    monkeypatch.delenv(node.WHY, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    why = node.go_on_in_a_node("there is no NVIDIA GPU here", [])
+    assert why.startswith("there is no NVIDIA GPU here; ")
+    assert "only root can make" in why
+    assert "use sudo" in why
+
+
+def test_a_node_without_a_gpu_does_not_lead_to_another_node(monkeypatch):
+    monkeypatch.setenv(node.WHY, "there is no NVIDIA GPU here")
+    assert "no GPU on it: the driver is broken" in node.go_on_in_a_node("the driver is broken", [])
+
+
+def test_what_the_cpu_cannot_show_says_why_there_is_no_node(monkeypatch):
+    monkeypatch.setattr(disturb, "_disturb", lambda *_: DID)
+    result = disturb.run(quiet(), steps=50, pace=0.0, only_numpy=True, why_no_gpus="no GPU; not root")
+    assert {n.why for n in result.not_done if n.operation in (MOVE, SUSPEND)} == {"no GPU; not root"}
+
+
 def test_numpy_is_taken_where_pytorch_is_not_wanted():
     assert find_stack(0, only_numpy=True).framework == "numpy"
 
@@ -207,8 +240,30 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
 
 @pytest.mark.criu
 @pytest.mark.slow
-def test_the_demo_as_people_run_it_with_pytorch(limosa):
-    result = limosa("demo", "--steps", 80, rc=0, limit=100)
-    assert "all 80 losses are the same to the bit" in result.stdout
-    assert "torch training" in result.stdout
-    assert CHECKPOINT in result.stdout
+def test_the_demo_as_people_run_it_without_a_gpu(limosa):
+    """All of it on two software GPUs, then a PyTorch training on the CPU; said clearly, and nothing is left."""
+    result = limosa("demo", "--steps", 200, rc=0, limit=150)
+    assert "there is no NVIDIA GPU here: this runs on software GPUs" in result.stderr
+    soft, cpu = result.stdout.split("torch training with two data workers on the CPU")
+    assert "a program on device memory on 2 × Soft GPU H200" in soft
+    for name in ("move there", "move back", SUSPEND, CHECKPOINT):
+        assert name in soft
+    assert "all 200 hashes are the same to the bit" in soft
+    assert CHECKPOINT in cpu
+    assert "all 200 losses are the same to the bit" in cpu
+    assert "These were software GPUs, not real ones" in cpu
+    assert not Path("/dev/nvidia-soft").exists()
+
+
+@pytest.mark.criu
+def test_the_demo_in_a_node_that_somebody_has_started(limosa):
+    """One GPU: it cannot move."""
+    given = ["--gpus", 1, "--memory", "512MiB", "--", sys.executable, "-m", "limosa", "demo"]
+    shown = limosa("softgpu", *given, "--steps", 150, "-o", "json", rc=0, limit=100).json
+    assert (shown["framework"], shown["device"], shown["gpus"]) == ("cuda", "cuda", ["Soft GPU H200"])
+    assert shown["software"]
+    assert [d["operation"] for d in shown["did"]] == [SUSPEND, CHECKPOINT]
+    assert [n["operation"] for n in shown["not_done"]] == [MOVE]
+    assert shown["same_bits"] is shown["cpu"]["same_bits"] is True
+    assert shown["last_loss"][0] == shown["last_loss"][1]
+    assert [d["operation"] for d in shown["cpu"]["did"]] == [CHECKPOINT]
