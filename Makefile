@@ -29,9 +29,10 @@ test: lint check
 # Fast ones first; then those that need CRIU or root or take long, each process in a network of its own.
 check:
 	@$(READY_TEST)
-	$(PYTEST) -q -n 2 -m "not (gpu or criu or root or slow or network)"
+	$(PYTEST) -q -n 2 -m "not (gpu or criu or root or slow or network or conformance)"
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="-n 2"; fi; \
-	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or root or slow) and not (gpu or network)"
+	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or root or slow) and not (gpu or network or conformance)"
+	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -m "network and not gpu"
 
 lint:

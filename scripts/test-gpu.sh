@@ -4,6 +4,7 @@
 #   scripts/test-gpu.sh            all of them
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
 #   scripts/test-gpu.sh driver     the driver's calls, maps
+#   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
 #   scripts/test-gpu.sh large      two jobs that fill their GPUs (minutes)
 #   scripts/test-gpu.sh -- ARGS    pytest with these arguments
 #
@@ -56,6 +57,19 @@ part() {
     esac
 }
 
+# Two minutes for a thousand small tests; every answer is written down (tests/conformance/record.py shows it).
+conformance() {
+    record=${RECORD:-$(mktemp -d)}
+    many=
+    [ -n "$side" ] && many="-n ${JOBS:-8} --dist loadgroup"
+    LIMOSA_CONFORMANCE=real LIMOSA_CONFORMANCE_RECORD=$record
+    export LIMOSA_CONFORMANCE LIMOSA_CONFORMANCE_RECORD
+    # shellcheck disable=SC2086 # no option or several words
+    part $many tests/conformance
+    unset LIMOSA_CONFORMANCE LIMOSA_CONFORMANCE_RECORD
+    echo "every call of it: $record"
+}
+
 run() {
     head_lines
     case $what in
@@ -66,8 +80,10 @@ run() {
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
             ;;
+        conformance) conformance ;;
         large) part -m "gpu and slow" tests/gpu ;;
         all)
+            conformance
             part -m "gpu and not gpu_core and not slow" tests/gpu
             # shellcheck disable=SC2086
             part $side -m "gpu_core and not gpu_alone" tests/gpu

@@ -24,7 +24,6 @@ Start = Callable[..., Job]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "conformance: what the driver answers, on a software node or a real machine")
     config.addinivalue_line("markers", "alone: no other test of this suite may run beside it")
     config.addinivalue_line("markers", "hazard: may leave a process that nothing can help; run last")
 
@@ -33,7 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is this suite's, keep together what shares a job, and run what may do damage last."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker("gpu" if REAL else "conformance")
+            item.add_marker("conformance")
+            if REAL:
+                item.add_marker("gpu")
             shared = getattr(item, "callspec", None) and {"state", "target", "visible"} & set(item.callspec.params)
             for name in shared or ():
                 item.add_marker(pytest.mark.xdist_group(f"{name}-{item.callspec.params[name]}"))

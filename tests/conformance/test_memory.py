@@ -23,6 +23,13 @@ def pinned(work: Job) -> Iterator[int]:
     work.says("cuMemFreeHost", address)
 
 
+def freed(job: Job) -> int:
+    """An address where device memory was."""
+    address = job.do("cuMemAlloc", 64 * MIB)
+    job.do("cuMemFree", address)
+    return int(address)
+
+
 # --- cuMemAlloc, cuMemFree --------------------------------------------------------------------------------------------
 
 
@@ -213,10 +220,10 @@ def test_a_copy_of_odd_size_touches_nothing_beyond(size: int, memory: int, work:
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemcpyDtoD", "cuMemcpyHtoDAsync"])
-@pytest.mark.parametrize("kind", ["beyond-the-end", "not-allocated"])
+@pytest.mark.parametrize("kind", ["beyond-the-end", "freed"])
 def test_a_copy_outside_of_an_allocation(kind: str, call: str, work: Job) -> None:
-    address = work.do("cuMemAlloc", 4 * MIB) + 4 * MIB - 64 if kind == "beyond-the-end" else 1 << 46
-    size = 128 if kind == "not-allocated" else 16 * MIB
+    address = work.do("cuMemAlloc", 4 * MIB) + 4 * MIB - 64 if kind == "beyond-the-end" else freed(work)
+    size = 128 if kind == "freed" else 16 * MIB
     host = work.run("memory", size)
     args = {"cuMemcpyDtoH": (host, address, size), "cuMemcpyDtoD": (address, address + 8, size)}
     args["cuMemcpyHtoDAsync"] = (address, host, size, 0)
@@ -239,9 +246,9 @@ def test_memset_at_an_address_that_is_not_aligned(call: str, memory: int, work: 
     assert work.says(call, memory + 1, 0, 4) == "INVALID_VALUE"
 
 
-@pytest.mark.parametrize("kind", ["beyond-the-end", "not-allocated"])
+@pytest.mark.parametrize("kind", ["beyond-the-end", "freed"])
 def test_memset_outside_of_an_allocation(kind: str, memory: int, work: Job) -> None:
-    address = memory if kind == "beyond-the-end" else 1 << 46
+    address = memory if kind == "beyond-the-end" else freed(work)
     assert work.says("cuMemsetD8", address, 0, 64 * MIB if kind == "beyond-the-end" else 64) == "INVALID_VALUE"
 
 

@@ -118,8 +118,10 @@ def test_lock_and_unlock_many_times(controller: Controller, job_in: JobIn) -> No
 def test_call_about_a_stopped_process_blocks(call: str, controller: Controller, start: Callable[..., Job]) -> None:
     job = start().init()
     job.stop()
-    assert begin(controller, call, job.pid).result(1.0) == "BLOCKED"
+    pending = begin(controller, call, job.pid)
+    assert pending.result(1.0) == "BLOCKED"
     job.kill()
+    pending.answer(3)
 
 
 @pytest.mark.parametrize(
