@@ -103,6 +103,19 @@ def test_a_context_destroyed_ends_a_kernel_that_would_not(job: Far) -> None:
     assert job("word(cu.cuCtxSynchronize()[0])") == "SUCCESS"
 
 
+def test_a_context_destroyed_waits_for_no_other(job: Far) -> None:
+    """Not for an event of another context that is never reached, nor does it call a host function then."""
+    job("context(1); spin(); e = ok(cu.cuEventCreate(2)); ok(cu.cuEventRecord(e, 0))")
+    job("raw = ctypes.CDLL('libcuda.so.1'); mine = ctypes.c_void_p(); called = []")
+    job("function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called.append)")
+    job("assert raw.cuCtxCreate_v2(ctypes.byref(mine), 0, 0) == 0")
+    job("ok(cu.cuStreamWaitEvent(0, e, 0)); assert raw.cuLaunchHostFunc(None, function, None) == 0")
+    assert job("word(cu.cuStreamQuery(0)[0])") == "NOT_READY"
+    assert job("word(cu.cuCtxDestroy(mine.value)[0])", limit=5) == "SUCCESS"
+    assert job("called") == []
+    job("release()")
+
+
 def test_handles_of_a_destroyed_context(job: Far) -> None:
     job("context(0); stream = ok(cu.cuStreamCreate(0)); event = ok(cu.cuEventCreate(0))")
     job("ok(cu.cuDevicePrimaryCtxReset(0)); context(0)")

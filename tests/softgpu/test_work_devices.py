@@ -63,6 +63,16 @@ def test_visible_devices(new_node: Any, visible: str, expected: list[int]) -> No
         assert job(SEEN) == [all_of_them[i] for i in expected]
     else:
         assert job("word(cu.cuDeviceGetCount()[0])") == "NOT_INITIALIZED"
+        assert NODE_FOLDER not in Path(f"/proc/{job.pid}/maps").read_text()  # or it could not be dumped
+
+
+def test_init_again_after_it_has_failed(node: Any) -> None:
+    job = Far(node, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert job("[word(cu.cuInit(0)[0]) for _ in range(2)]") == ["NO_DEVICE"] * 2
+    job("import ctypes; ctypes.CDLL(None).setenv(b'CUDA_VISIBLE_DEVICES', b'1', 1)")
+    assert job("word(cu.cuInit(0)[0])") == "SUCCESS"
+    job("context(0); plain(1, 1)")
+    assert job("intact()")
 
 
 def test_beginning_of_two_uuids_names_none(new_node: Any) -> None:

@@ -392,10 +392,13 @@ static CUresult initialise(void)
 static CUresult open_node(void)
 {
     pthread_mutex_lock(&init_mutex);
-    if (!driver.node)
-        driver.node = node_open();
+    struct node_state *node = driver.node;
+    if (!driver.initialised)
+        node = node ? node_reopen() : node_open(); /* it was closed if cuInit has failed before */
+    if (node)
+        driver.node = node;
     pthread_mutex_unlock(&init_mutex);
-    return driver.node ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
+    return node ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 
 EXPORT CUresult cuInit(unsigned int flags)
@@ -409,7 +412,11 @@ EXPORT CUresult cuInit(unsigned int flags)
         return result;
     ENTER(CALL_ANY);
     pthread_mutex_lock(&init_mutex);
-    result = driver.initialised ? CUDA_SUCCESS : initialise();
+    if (!driver.initialised) {
+        result = initialise();
+        if (result != CUDA_SUCCESS)
+            node_close(); /* a process that cannot use a GPU keeps nothing of the node mapped */
+    }
     pthread_mutex_unlock(&init_mutex);
     RETURN(result);
 }

@@ -163,9 +163,11 @@ static bool blocking(const struct stream *stream)
 }
 
 /* Whether work with this number may run when it is the head of its stream: work of the legacy default stream waits for
- * all blocking streams, and they for it. */
+ * all blocking streams, and they for it. What is left of a destroyed context is only to be got rid of. */
 static bool may_run(const struct stream *stream, uint64_t number, const struct mark *after)
 {
+    if (stream->context->destroyed)
+        return true;
     if (after && !after->reached)
         return false;
     if (!blocking(stream))
@@ -396,6 +398,7 @@ bool streams_drain(double timeout)
 void streams_context_gone(struct context *context)
 {
     streams_lock();
+    tell_change(); /* that it is destroyed: nothing of it waits for anything else any more */
     while (busy(context, NULL, UINT64_MAX))
         wait_for_change();
     for (struct stream *stream = streams, *next; stream; stream = next) {
@@ -519,6 +522,8 @@ struct host_function {
 static void run_host_function(void *argument)
 {
     const struct host_function *host = argument;
+    if (host->context->destroyed)
+        return;
     if (host->callback)
         host->callback(host->stream, (CUresult)host->context->sticky, host->data);
     else if (!host->context->sticky) /* not called where the context has failed */
