@@ -181,6 +181,36 @@ def a_gpu_that_fell_off_the_bus(soft: Any, says: Says) -> Any:
     return job
 
 
+@case(12, "cannot-be-asked")
+def a_driver_that_does_not_come_up(soft: Any, says: Says) -> Any:
+    node = soft()
+    job = node.job()
+    rule = node.switches.add("function=cuInit every=1 result=CUDA_ERROR_SYSTEM_NOT_READY")
+    says(node, "suspend", job.pid)
+    node.switches.remove(rule)
+    return job
+
+
+@case(12, "cannot-be-asked")
+def a_driver_that_does_not_tell_the_state(soft: Any, says: Says) -> Any:
+    node = soft()
+    job = node.job()
+    rule = node.switches.add("function=cuCheckpointProcessGetState every=1 result=CUDA_ERROR_UNKNOWN")
+    says(node, "suspend", job.pid)
+    node.switches.remove(rule)
+    return job
+
+
+@case(12, "state")
+def a_job_in_a_state_that_nobody_knows(soft: Any, says: Says) -> Any:
+    node = soft()
+    job = node.job()
+    rule = node.switches.add("function=cuCheckpointProcessGetState every=1 state=3")
+    says(node, "suspend", job.pid)
+    node.switches.remove(rule)
+    return job
+
+
 # --- 13: the job -------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +286,17 @@ def a_full_disk(soft: Any, says: Says) -> Any:
     disk.mkdir()
     node.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "none", disk])
     says(node, "checkpoint", job.pid, "--output", disk / "image")
+    return job
+
+
+@case(15, "no-room-on-host")
+def no_host_memory_when_the_driver_asks(soft: Any, says: Says) -> Any:
+    """There was enough when it was looked at."""
+    node = soft()
+    job = node.job()
+    node.switches.add("function=cuCheckpointProcessCheckpoint memory=host")
+    said = says(node, "suspend", job.pid)
+    assert said["error"]["job_state"] == "running"
     return job
 
 

@@ -42,6 +42,8 @@ from limosa.process import records
 from limosa.process.identity import Identity
 from limosa.progress import Progress, ProgressFn, silent
 
+_NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
+
 
 class Clock:
     """How long a verb may still take, and whether it was cancelled: for its planning as for its steps.
@@ -348,6 +350,12 @@ class Work(Clock):
             return NoRoomOnHost(detail=f"{self.operation}: {error}")
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
             return PermissionDenied(detail=str(error))
+        if isinstance(error, DriverError) and (error.fields.get("call"), error.result) == _NO_HOST_MEMORY:
+            return NoRoomOnHost(
+                detail=f"the driver found no host memory for the device memory of process {error.fields.get('pid')}; "
+                "it runs on",
+                hint="end something that uses host memory, or raise the memory limit of its cgroup",
+            )
         if isinstance(error, (DriverError, DriverHung, OSError)):
             return FailedUndone(what=self.operation, detail=str(error))
         if isinstance(error, LimosaError) or not isinstance(error, Exception):
