@@ -171,7 +171,7 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle
     CUresult result = CUDA_SUCCESS;
 
     memcpy(&its, &handle, sizeof(its));
-    if (!pdptr || Flags & ~(unsigned)CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || its.magic != HANDLE_MAGIC)
+    if (!pdptr || Flags != CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS || its.magic != HANDLE_MAGIC)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     if (its.pid == getpid() && node_same_start(its.start_time, node_start_time(getpid())))
         RETURN(CUDA_ERROR_INVALID_CONTEXT); /* one's own memory */
