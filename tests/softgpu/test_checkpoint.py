@@ -522,3 +522,34 @@ def test_older_drivers_take_no_map(new_node: Callable[..., Any]) -> None:
     controller.suspend(job.pid)
     assert controller.restore(job.pid, [(a, a), (b, b)]) == "INVALID_VALUE"
     controller.resume(job.pid)
+
+
+def test_a_cgroup_without_room_kills_it_in_the_middle(job: Far, controller: Far) -> None:
+    """The kernel does it: what is saved is the process's own memory."""
+    with open("/proc/self/cgroup") as file:
+        mine = next((line.rstrip("\n").split(":", 2)[2] for line in file if ":memory:" in line), None)
+    old = mine is not None
+    above = f"/sys/fs/cgroup/memory{mine}" if old else "/sys/fs/cgroup"
+    folder, limit = f"{above}/limosa-test-{os.getpid()}", "memory.limit_in_bytes" if old else "memory.max"
+    try:
+        os.mkdir(folder)
+    except OSError as error:
+        pytest.skip(f"no cgroup of our own: {error}")
+    try:
+        if not os.path.exists(f"{folder}/{limit}"):
+            pytest.skip("no memory controller")
+        Path(folder, "cgroup.procs").write_text(str(job.pid))
+        job("plain(24, 3)")
+        with open(f"{folder}/memory.usage_in_bytes" if old else f"{folder}/memory.current") as file:
+            used = int(file.read())
+        Path(folder, limit).write_text(str(used + 8 * MIB))
+        if not old:
+            Path(folder, "memory.swap.max").write_text("0")
+        assert controller.lock(job.pid) == "SUCCESS"
+        assert controller.checkpoint(job.pid) == "OPERATING_SYSTEM"
+        assert job.died() == -signal.SIGKILL
+    finally:
+        job.process.kill()
+        job.died()
+        until(lambda: not Path(folder, "cgroup.procs").read_text())
+        os.rmdir(folder)

@@ -449,16 +449,18 @@ static int digit(char letter)
     return letter >= '0' && letter <= '9' ? letter - '0' : letter >= 'a' && letter <= 'f' ? letter - 'a' + 10 : -1;
 }
 
-static bool read_request(const char *text, struct request *request)
+static bool read_request(const char *text, size_t length, struct request *request)
 {
     unsigned char *bytes = (unsigned char *)request;
-    for (size_t i = 0; i < sizeof(*request); i++) {
-        int high = digit(text[2 * i]), low = high < 0 ? -1 : digit(text[2 * i + 1]);
-        if (low < 0)
+    memset(request, 0, sizeof(*request));
+    for (size_t i = 0; i < length / 2 && i < sizeof(*request); i++) {
+        int high = digit(text[2 * i]), low = digit(text[2 * i + 1]);
+        if (high < 0 || low < 0)
             return false;
         bytes[i] = (unsigned char)(high << 4 | low);
     }
-    return request->magic == REQUEST_MAGIC && request->n_pairs <= NODE_MAX_GPUS;
+    return request->magic == REQUEST_MAGIC && request->n_pairs <= NODE_MAX_GPUS &&
+           length == 2 * REQUEST_BYTES(request->n_pairs);
 }
 
 /* Take a request: false where its controller is gone. */
@@ -470,8 +472,7 @@ static bool take(uint64_t number, struct job *job)
     ssize_t length = readlink(path, text, sizeof(text));
     unlink(path);
     job->number = number;
-    return length == (ssize_t)sizeof(text) - 1 && read_request(text, &job->request) &&
-           controller_lives(&job->request);
+    return length > 0 && read_request(text, (size_t)length, &job->request) && controller_lives(&job->request);
 }
 
 static void answer(const struct job *job, CUresult result, int value)

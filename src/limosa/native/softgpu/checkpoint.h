@@ -54,7 +54,9 @@ void request_path(uint64_t number, const char *suffix, char path[REQUEST_PATH_RO
 /* The inode of the calling process's pid namespace, 0 where it cannot be known. Takes no descriptor. */
 uint64_t own_pid_namespace(void);
 
-/* A request as the text of a link: hexadecimal. */
+/* A request as the text of a link: hexadecimal, without the pairs that it does not have. (Short enough then for the file
+ * system to keep it in the link itself: a node whose memory is all taken can still be asked.) */
+#define REQUEST_BYTES(n_pairs) (offsetof(struct request, pairs) + (n_pairs) * sizeof(CUcheckpointGpuPair))
 #define REQUEST_TEXT_ROOM (2 * sizeof(struct request) + 1)
 
 /* Called for each gated call once it is let through: the hazard of the first call after a restore. */

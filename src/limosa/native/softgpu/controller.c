@@ -165,7 +165,7 @@ static bool question_open(struct request *request, uint64_t *number)
     request->magic = REQUEST_MAGIC;
     request->controller = getpid();
     request->pid_namespace = own_pid_namespace();
-    for (size_t i = 0; i < sizeof(*request); i++)
+    for (size_t i = 0; i < REQUEST_BYTES(request->n_pairs); i++)
         snprintf(text + 2 * i, 3, "%02x", ((const unsigned char *)request)[i]);
     if (getrandom(number, sizeof(*number), 0) != sizeof(*number))
         return false;
