@@ -1,11 +1,12 @@
 /* Many threads use one driver at once: streams made and destroyed, events awaited across streams, copies, kernels, host
- * functions, default streams, contexts, and a gate that closes and opens meanwhile. Built together with the driver's
- * sources, so that a sanitizer sees both. Arguments: threads, rounds. */
+ * functions, default streams, contexts, children that are forked, and a gate that closes and opens meanwhile. Built
+ * together with the driver's sources, so that a sanitizer sees both. Arguments: threads, rounds. */
 #include "driver.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #define WORDS 2048
@@ -126,10 +127,28 @@ static void *lock_and_unlock(void *argument)
     return NULL;
 }
 
+/* A child of a process in the middle of everything: it has no driver, and holds nothing of the parent's. */
+static void *fork_often(void *argument)
+{
+    (void)argument;
+#ifndef __SANITIZE_THREAD__ /* which wants a process with threads not to fork */
+    while (!over) {
+        int status;
+        pid_t child = fork();
+        if (child == 0)
+            _exit(cuInit(0) == CUDA_ERROR_NOT_INITIALIZED && cuCtxSynchronize() == CUDA_ERROR_NOT_INITIALIZED ? 0 : 1);
+        if (child < 0 || waitpid(child, &status, 0) != child || status != 0)
+            abort();
+        usleep(5000);
+    }
+#endif
+    return NULL;
+}
+
 int main(int argc, char **argv)
 {
     int n = argc > 1 ? atoi(argv[1]) : 6;
-    pthread_t threads[64], others[2];
+    pthread_t threads[64], others[3];
     CUmodule module;
     rounds = argc > 2 ? atoi(argv[2]) : 50;
     OK(cuInit(0));
@@ -140,6 +159,7 @@ int main(int argc, char **argv)
     OK(cuModuleGetFunction(&hash, module, "hash"));
     pthread_create(&others[0], NULL, lock_and_unlock, NULL);
     pthread_create(&others[1], NULL, contexts_come_and_go, NULL);
+    pthread_create(&others[2], NULL, fork_often, NULL);
     for (int i = 0; i < n; i++)
         pthread_create(&threads[i], NULL, work, (void *)(uintptr_t)(i + 1));
     for (int i = 0; i < n; i++)
@@ -147,6 +167,7 @@ int main(int argc, char **argv)
     pthread_join(others[1], NULL);
     over = true;
     pthread_join(others[0], NULL);
+    pthread_join(others[2], NULL);
     if (called != (long)n * rounds)
         abort();
     OK(cuModuleUnload(module));

@@ -47,7 +47,7 @@ struct stream *stream_find(struct context *context, CUstream handle, CUresult *e
 /* With the lock held: submit; marks may be NULL (their references pass over). */
 CUresult stream_append(struct stream *stream, void (*run)(void *), void *argument, bool keep, struct mark *after,
                        struct mark *sets);
-/* With the lock held: wait until a mark is reached (the lock is let go meanwhile). */
+/* With the lock held, and a reference: wait until a mark is reached (the lock is let go meanwhile). */
 void mark_wait(struct mark *mark);
 void mark_drop(struct mark *mark);
 

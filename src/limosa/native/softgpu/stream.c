@@ -47,10 +47,8 @@ void mark_drop(struct mark *mark)
 
 void mark_wait(struct mark *mark)
 {
-    mark->references++;
     while (!mark->reached)
         wait_for_change();
-    mark_drop(mark);
 }
 
 void context_fail(struct context *context, CUresult error)
