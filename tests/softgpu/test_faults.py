@@ -298,6 +298,15 @@ def test_checkpointed_and_never_restored(hazard: str, answer: str, node: Any, jo
     assert controller.state(job.pid) == "checkpointed"
 
 
+def test_no_map_refused(node: Any, job: Far, controller: Far) -> None:
+    uuids = controller("[bytes(ok(cu.cuDeviceGetUuid(i)).bytes).hex() for i in range(2)]")
+    node.switches.add("hazard=no-map-refused")
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid) == "INVALID_VALUE"
+    controller.resume(job.pid, [(uuid, uuid) for uuid in uuids])
+    assert job("intact()")
+
+
 @pytest.mark.parametrize("hazard", ["vgpu", "mig", "mps"])
 def test_not_supported(hazard: str, node: Any, job: Far, controller: Far) -> None:
     if hazard == "mig":

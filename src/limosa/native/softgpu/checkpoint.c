@@ -322,6 +322,8 @@ static CUresult choose_gpus(const struct request *request)
         after[gpu] = gpu;
     if (request->n_pairs && (request->n_pairs != (uint32_t)kept.n_gpus || driver_branch() < 580))
         return CUDA_ERROR_INVALID_VALUE;
+    if (!request->n_pairs && fault_hazard("no-map-refused"))
+        return CUDA_ERROR_INVALID_VALUE;
     for (int i = 0; i < kept.n_gpus; i++) {
         const void *uuid = mapped_to(&kept.was[i], request);
         int gpu = uuid ? find_gpu(uuid) : -1;
