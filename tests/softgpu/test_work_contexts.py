@@ -166,3 +166,50 @@ def test_a_context_takes_device_memory(new_node: Any) -> None:
     assert second("word(cu.cuDevicePrimaryCtxRetain(0)[0])") == "OUT_OF_MEMORY"
     job("ok(cu.cuDevicePrimaryCtxRelease(0))")
     assert second("word(cu.cuDevicePrimaryCtxRetain(0)[0])") == "SUCCESS"
+
+
+def test_no_room_on_purpose(new_node: Any) -> None:
+    """A rule that says that device memory is full is one for contexts too; the next call succeeds."""
+    job = Far(new_node(faults=["function=cuDevicePrimaryCtxRetain memory=device"]))
+    job("ok(cu.cuInit(0))")
+    assert job("[word(cu.cuDevicePrimaryCtxRetain(0)[0]) for _ in range(2)]") == ["OUT_OF_MEMORY", "SUCCESS"]
+
+
+def test_calls_that_fail_on_purpose(new_node: Any) -> None:
+    """Instead of the work, or after it was done."""
+    node = new_node(
+        faults=[
+            "function=cuInit nth=2 result=CUDA_ERROR_UNKNOWN",
+            "function=cuMemcpyHtoD* result=CUDA_ERROR_ECC_UNCORRECTABLE",
+            "function=cuMemsetD8* nth=2 after=CUDA_ERROR_LAUNCH_FAILED",
+        ]
+    )
+    job = Far(node)
+    assert job("[word(cu.cuInit(0)[0]) for _ in range(3)]") == ["SUCCESS", "UNKNOWN", "SUCCESS"]
+    job("context(0); a = int(ok(cu.cuMemAlloc(16))); ok(cu.cuMemsetD8(a, 1, 8)); back = bytearray(8)")
+    assert job("word(cu.cuMemcpyHtoD(a, bytes(8), 8)[0])") == "ECC_UNCORRECTABLE"
+    job("ok(cu.cuMemcpyDtoH(back, a, 8))")
+    assert job("list(back)") == [1] * 8
+    assert job("word(cu.cuMemsetD8(a, 2, 8)[0])") == "LAUNCH_FAILED"
+    job("ok(cu.cuMemcpyDtoH(back, a, 8))")
+    assert job("list(back)") == [2] * 8
+
+
+def test_what_starting_takes(new_node: Any) -> None:
+    job = Far(new_node(rates={"init_fixed": 0.3, "context_fixed": 0.2}))
+    job("begin = time.monotonic(); ok(cu.cuInit(0)); middle = time.monotonic(); context(0); end = time.monotonic()")
+    assert 0.3 <= job("middle - begin") < 0.9
+    assert 0.2 <= job("end - middle") < 0.8
+
+
+def test_compute_modes(node: Any) -> None:
+    """Prohibited: no context. Exclusive: one process."""
+    first, second = Far(node), Far(node)
+    first("ok(cu.cuInit(0))")
+    second("ok(cu.cuInit(0))")
+    node.switches.compute_mode(0, "prohibited")
+    node.switches.compute_mode(1, "exclusive_process")
+    assert first("[word(cu.cuDevicePrimaryCtxRetain(i)[0]) for i in (0, 1)]") == ["DEVICE_UNAVAILABLE", "SUCCESS"]
+    assert second("word(cu.cuDevicePrimaryCtxRetain(1)[0])") == "DEVICE_UNAVAILABLE"
+    first("ok(cu.cuDevicePrimaryCtxRelease(1))")
+    assert second("word(cu.cuDevicePrimaryCtxRetain(1)[0])") == "SUCCESS"

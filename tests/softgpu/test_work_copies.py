@@ -88,6 +88,19 @@ def test_between_devices(job: Far) -> None:
     assert job("said(cu.cuMemcpyPeer(b, 4096, a, here, 100))") == "INVALID_CONTEXT"
 
 
+def test_between_devices_in_order_with_both(job: Far) -> None:
+    """A synchronous peer copy waits for what is submitted to either context, in whatever stream."""
+    job("here = ok(cu.cuCtxGetCurrent()); a = room(); context(1); there = ok(cu.cuCtxGetCurrent()); b = room()")
+    job("s = ok(cu.cuStreamCreate(1)); spin(); spinning = _keep.pop(); ok(cu.cuMemsetD8Async(b, 5, 8, 0))")
+    job("ok(cu.cuCtxSetCurrent(here))")
+    copying = job.send("ok(cu.cuCtxSetCurrent(here)), ok(cu.cuMemcpyPeer(a, here, b, there, 8))")
+    time.sleep(0.2)
+    assert not copying.done
+    job("ctypes.c_uint32.from_address(spinning).value = 1")
+    copying.value(5)
+    assert job("get(a, 8)") == "05" * 8
+
+
 def test_addresses_that_are_wrong(job: Far) -> None:
     """INVALID_VALUE at once, and the context goes on."""
     job("a = room(4096); gone = room(); ok(cu.cuMemFree(gone)); host = ctypes.create_string_buffer(1 << 22)")

@@ -127,15 +127,23 @@ static struct copy line(CUdeviceptr to, bool to_device, CUdeviceptr from, bool f
                          .depth = 1};
 }
 
-static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, CUcontext to_context, CUdeviceptr from,
-                     CUcontext from_context, size_t bytes, bool synchronous)
+/* The synchronous one is in order with all work of both contexts, earlier and later: it waits for the one and is over
+ * before the other can be submitted. */
+static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, CUcontext to_handle, CUdeviceptr from,
+                     CUcontext from_handle, size_t bytes, bool synchronous)
 {
     driver_lock();
-    bool known = context_of_handle(to_context) && context_of_handle(from_context);
+    struct context *ends[] = {current, context_of_handle(to_handle), context_of_handle(from_handle)};
+    bool known = ends[1] && !ends[1]->destroyed && ends[2] && !ends[2]->destroyed;
     driver_unlock();
     if (!known)
         return CUDA_ERROR_INVALID_CONTEXT;
-    return start(current, stream, line(to, true, from, true, bytes), synchronous);
+    CUresult result = CUDA_SUCCESS;
+    for (int i = 0; i < 3 && synchronous && result == CUDA_SUCCESS; i++)
+        result = context_wait(ends[i]);
+    if (result == CUDA_SUCCESS)
+        result = start(current, stream, line(to, true, from, true, bytes), synchronous);
+    return result == CUDA_SUCCESS && synchronous ? stream_wait(current, stream) : result;
 }
 
 static CUresult side_of(struct side *side, CUmemorytype type, const void *host, CUdeviceptr device, size_t pitch,
