@@ -142,7 +142,8 @@ void node_close(void)
 int node_lock(void)
 {
     pthread_mutex_lock(&lock_mutex);
-    int lock = open(LOCK_FILE, O_RDWR | O_CLOEXEC);
+    errno = ENODEV;
+    int lock = closed ? -1 : open(LOCK_FILE, O_RDWR | O_CLOEXEC);
     if (lock >= 0) {
         atomic_store(&lock_descriptor, lock);
         int failed;

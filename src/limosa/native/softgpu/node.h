@@ -89,8 +89,8 @@ struct node_state *node_open(void);
 void node_close(void);
 struct node_state *node_reopen(void);
 
-/* Take and give back the node's lock (a descriptor, -1 with errno). Held for microseconds, released by the kernel when
- * its holder is killed. */
+/* Take and give back the node's lock (a descriptor; -1 with errno, ENODEV while the node is closed). Held for
+ * microseconds, released by the kernel when its holder is killed. */
 int node_lock(void);
 void node_unlock(int lock);
 
