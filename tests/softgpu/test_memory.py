@@ -398,6 +398,31 @@ def test_many_threads_allocate_and_free(job: Far) -> None:
     assert job("free()") == before
 
 
+# --- as if it were full ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("memory", "call"),
+    [
+        ("device", "'cuMemAlloc', 4096"),
+        ("device", "'cuMemAllocPitch', 64, 64, 4"),
+        ("device", "'cuMemAllocManaged', 4096, 1"),
+        ("device", "'cuMemAllocAsync', 4096, 0"),
+        ("host", "'cuMemHostAlloc', 4096, 0"),
+        ("host", "'cuMemAllocHost', 4096"),
+    ],
+)
+def test_a_rule_makes_memory_look_full(node: Any, job: Far, memory: str, call: str) -> None:
+    job("before = free()")
+    rule = node.switches.add(f"function=cuMem* memory={memory} every=1")
+    assert job(f"says({call})") == "OUT_OF_MEMORY"
+    if memory == "device":
+        assert job("free()") == 0
+    node.switches.remove(rule)
+    assert job("free() == before")
+    assert job(f"says({call})") == "SUCCESS"
+
+
 # --- a child ---------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
+import native_build
 from limosa.softgpu import node as softgpu_node
 
 pytestmark = pytest.mark.timeout(60)
@@ -133,6 +134,18 @@ def test_the_older_form(job: Far) -> None:
     assert job("name_of(at.value)") == "cuMemAlloc_v2"
     assert job("lib.cuGetProcAddress(b'cuNoSuchThing', ctypes.byref(at), 11030, ctypes.c_uint64(0))") == 500
     assert job("at.value") is None
+
+
+def test_a_preloaded_library_does_not_come_in_between(node: Any, tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("int cuMemAlloc_v2(void) { return 77; }\n")
+    compiler = native_build.compilers()[0]
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    job = Far(node, env={"LD_PRELOAD": str(library)})
+    job("import ctypes; lib = ctypes.CDLL('libcuda.so.1'); at = ctypes.c_void_p()")
+    assert job("ctypes.CDLL(None).cuMemAlloc_v2()") == 77
+    assert job("lib.cuGetProcAddress(b'cuMemAlloc', ctypes.byref(at), 12000, ctypes.c_uint64(0))") == 0
+    assert job("ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)(at.value)(None, 4096)") == 3
 
 
 # --- names of errors -------------------------------------------------------------------------------------------------

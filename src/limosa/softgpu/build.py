@@ -16,7 +16,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "native" / "softgpu"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 NVML_ONLY = ("nvml.c", "nvml_stubs.c")
 NVML_SHARED = ("node.c", "fault.c")
-# A product and a sum are rounded each by itself on every machine: tests compare bits.
+# A product and a sum are rounded each by itself on every machine: tests compare bits. cuGetProcAddress answers with the
+# library's own functions, whoever else has some of their names (-Bsymbolic-functions), as a driver does.
 FLAGS = [
     "-std=gnu11",
     "-O2",
@@ -27,6 +28,7 @@ FLAGS = [
     "-Wextra",
     "-pthread",
     "-ffp-contract=off",
+    "-Wl,-Bsymbolic-functions",
 ]
 
 
