@@ -24,7 +24,7 @@ from campaign import cases
 from campaign.cases import Case
 from campaign.summary import Summary
 
-ROOM_LIMIT = 120.0
+ROOM_LIMIT = 90.0
 """Seconds without an answer after which a room is given up."""
 GPUS = 4
 
@@ -34,7 +34,8 @@ class RoomProcess:
 
     def __init__(self, ground: str):
         tests = Path(__file__).parents[1]
-        env = {**os.environ, "PYTHONPATH": str(tests), "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
+        paths = f"{tests}:{tests.parent / 'src'}"
+        env = {**os.environ, "PYTHONPATH": paths, "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "campaign.room"]
         if ground == "soft":
             node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]

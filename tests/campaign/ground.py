@@ -24,6 +24,9 @@ class Ground:
         """What of the node must be the same before and after."""
         return {}
 
+    def sweep(self) -> None:
+        """After a failure that has been told: what one case has left is not held against the next."""
+
 
 class Real(Ground):
     """Real GPUs: the driver is not made to fail."""
@@ -79,6 +82,10 @@ class Soft(Ground):
         with open(self.folder / "log", "rb") as file:
             file.seek(self._logged)
             return b" fault " in b" " + file.read()
+
+    def sweep(self) -> None:
+        for path in (self.folder / "requests").iterdir():
+            path.unlink(missing_ok=True)
 
     def _log_size(self) -> int:
         return os.stat(self.folder / "log").st_size if (self.folder / "log").exists() else 0

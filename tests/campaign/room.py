@@ -123,7 +123,7 @@ class Room:
             "LIMOSA_RUNTIME_DIR": str(self.runtime),
             "XDG_CACHE_HOME": str(self.base / "cache"),
             "NO_COLOR": "1",
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         env = dict(os.environ)
@@ -138,6 +138,7 @@ class Room:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self.ops = 0
         self.home: list[int] = []
+        self.stopped = 0.0
         self.began = False
         self.controller_pid = 0
         self.own = {os.getpid(), self.victims.process.pid, self.controllers.process.pid, os.getppid(), 1}
@@ -172,6 +173,7 @@ class Room:
         end, quiet = time.monotonic() + limit, 0
         while True:
             self.reap()
+            self.wake()
             left = self.strangers()
             quiet = 0 if left else quiet + 1
             if quiet == 2:
@@ -201,10 +203,12 @@ class Room:
         while ended is None:
             message = self.controllers.read(0.005)
             self.reap()
+            self.wake()
             now = time.monotonic()
             for timer in [t for t in self._timers if t[0] <= now]:
                 self._timers.remove(timer)
-                timer[1]()
+                with contextlib.suppress(OSError):
+                    timer[1]()
             if "controller" in message:
                 pid = message["controller"]
                 self.controller_pid = pid
@@ -214,7 +218,8 @@ class Room:
                 self.began = self.began or "began" in message
                 said.append(message)
                 if "victim" in message:
-                    self.behave(message["victim"])
+                    with contextlib.suppress(OSError, Lost):
+                        self.behave(message["victim"])
             if now > end and not killed and pid:
                 killed = True
                 said.append({"late": limit, "stack": _stack(pid)})
@@ -233,6 +238,14 @@ class Room:
         """Something that happens while the next operation is under way, or at its end at the latest."""
         self._timers.append((time.monotonic() + seconds, what))
 
+    def wake(self) -> None:
+        """Somebody lets a stopped victim go on, again where CRIU has stopped it as it found it."""
+        if self.stopped and time.monotonic() - self.stopped > 0.4 and "a" in self.jobs:
+            pid = self.jobs["a"].pid
+            stat = stat_of(pid)
+            if stat is not None and stat[2] in "Tt":
+                _signal(pid, signal.SIGCONT)
+
     def behave(self, what: str) -> None:
         """The victim does what its class does, or dies."""
         job = self.jobs["a"]
@@ -240,8 +253,8 @@ class Room:
         if what in ("exit", "fork"):
             job.command(what, 1.0)
         elif what == "stop":
-            os.kill(job.pid, signal.SIGSTOP)
-            self.after(0.4, lambda: _signal(job.pid, signal.SIGCONT))
+            self.stopped = time.monotonic()
+            _signal(job.pid, signal.SIGSTOP)
         elif what == "killed":
             _signal(job.pid, signal.SIGKILL)
         elif what.startswith("fill"):
@@ -454,6 +467,7 @@ class Room:
 
     def reset(self) -> None:
         """Nothing of what was is kept."""
+        self.stopped = 0.0
         with contextlib.suppress(Exception):
             self.ground.disarm()
         for key in list(self.jobs):
@@ -467,6 +481,7 @@ class Room:
         for path in (self.base / "images").iterdir():
             shutil.rmtree(path, ignore_errors=True)
         self.images.clear()
+        self.ground.sweep()
 
     def close(self) -> None:
         """Ends all that is here."""
@@ -493,7 +508,8 @@ class Run:
     @property
     def kills_job(self) -> bool:
         """Whether the fault ends the job, or a process of it."""
-        return self.case.victim == "exits" or any(w in self.fault for w in ("job-killed", "crash-target", "exit"))
+        deadly = ("job-killed", "crash-target", "exit", "lost-")  # a job on a GPU that is lost ends of it
+        return self.case.victim == "exits" or any(word in self.fault for word in deadly)
 
     @property
     def for_good(self) -> bool:
@@ -650,11 +666,12 @@ class Run:
                 busy()
             for undo in self.undo:
                 undo()
-            for job in self.jobs:
-                _signal(job.pid, signal.SIGCONT)
         self._fired()
         room.ground.disarm()
         self.problems += room.settle()
+        room.stopped = 0.0
+        for job in self.jobs:
+            _signal(job.pid, signal.SIGCONT)
         if self.record:
             self.told["steps"] = _steps(self.found)
         self._judge(self.found)
@@ -752,9 +769,9 @@ class Run:
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
             self.told["recovered"] = True
+        if self.kills_job:
+            self._remove_kept()
         left = room.litter()
-        if self.case.operation == "swap" or self.operation not in ("checkpoint", "leave-running"):
-            left = [name for name in left if name != "image-new"]
         if left:
             words = [p.read_bytes()[-200:] for p in self.room.runtime.glob("*/journals/*.jsonl")]
             problems.append(f"left lying about: {left} {words}")
@@ -791,6 +808,12 @@ class Run:
         grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
         self.told["descriptors"] = grown
 
+    def _remove_kept(self) -> None:
+        """A dump that was whole when the job ended by itself may be its last copy: ``recover`` keeps it for ``rm``."""
+        for path in (self.room.base / "images").glob(".*limosa-partial*"):
+            if not self.jobs[0].alive():
+                self.room.well(["rm", str(path), "-o", "json"])
+
     def _may_fail_to_undo(self) -> bool:
         # A recover in which something fails says 40 and is tried again.
         broken = self.case.operation in BROKEN and self.case.step != "run"
@@ -813,8 +836,10 @@ class Run:
             return
         image = room.base / "images" / "image-new"
         state = room.state(job)
-        if self.kills_job and state.startswith(("gone", "mixed")) and not image.exists() and self.image is None:
-            room.end("a")
+        gone = any(one.startswith(("gone", "mixed")) for one in (room.state(j) for j in self.jobs))
+        if self.kills_job and gone and not image.exists() and self.image is None:
+            for key in list(room.jobs):
+                room.end(key)
             self._leaks(alone=True)
             return
         if state == "locked":  # excused: somebody has to let it go on
