@@ -192,11 +192,16 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
         DriverHung: the driver has not answered within ``patience`` seconds (None: a quarter of an hour).
     """
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
+    none_before = False
     while True:
         try:
             state = driver.state(pid, timeout=min(5.0, max(0.01, deadline - time.monotonic())))
         except NoCudaState:
-            return ""
+            # It is asked about processes that had some: one such answer would leave them locked for good.
+            if none_before:
+                return ""
+            none_before = True
+            continue
         except NoSuchProcess:
             return "gone"
         except DriverHung:
