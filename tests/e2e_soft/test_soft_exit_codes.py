@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -127,20 +126,6 @@ def a_client_of_mps(soft: Any, says: Says) -> Any:
     says(node, "suspend", job.pid)
     node.says(13, "cannot-be-moved", "suspend", job.pid, "--force=mps")  # the driver says the same; undone
     node.switches.mps(False)
-    return job
-
-
-@case(12, "mps-server")
-def a_server_of_mps(soft: Any, says: Says) -> Any:
-    """Known by the name of its process."""
-    node = soft()
-    job = node.job()
-    server = node.place / "nvidia-cuda-mps-server"
-    shutil.copy("/bin/sleep", server)
-    node.popen([server, "60"])
-    says(node, "suspend", job.pid)
-    node.limosa("suspend", job.pid, "--force=mps-server")
-    node.limosa("resume", job.pid, "--force=mps-server")
     return job
 
 
