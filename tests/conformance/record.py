@@ -4,6 +4,7 @@ Switched on by LIMOSA_CONFORMANCE_RECORD=FOLDER. As a program it shows recording
 
     python tests/conformance/record.py FOLDER            how the tests went; of those that failed, every call
     python tests/conformance/record.py FOLDER PART…      every call of the tests whose ids have PART in them
+    python tests/conformance/record.py --compare A B     calls that ended otherwise in B than in A, test by test
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ class Recording:
                 self._file.flush()
 
 
-def main(folder: str, parts: list[str]) -> None:
+def read(folder: str) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[str, Any]]]:
+    """The calls of each test, and how each test went."""
     calls: dict[str, list[dict[str, Any]]] = defaultdict(list)
     outcomes: dict[str, dict[str, Any]] = {}
     for path in sorted(Path(folder).glob("*.jsonl")):
@@ -49,27 +51,51 @@ def main(folder: str, parts: list[str]) -> None:
             try:
                 said = json.loads(line)
             except ValueError:
-                continue
-            if "outcome" in said:
-                if outcomes.get(said["test"], {}).get("outcome") != "failed":
-                    outcomes[said["test"]] = said
-            else:
+                continue  # a line that was cut off
+            if "outcome" not in said:
                 calls[said["test"]].append(said)
-    for test in sorted(outcomes):
-        outcome = outcomes[test]
+            elif outcomes.get(said["test"], {}).get("outcome") != "failed":
+                outcomes[said["test"]] = said
+    return calls, outcomes
+
+
+def name_of(said: dict[str, Any]) -> str:
+    return str(said["args"][0]) if said["op"] in ("call", "raw", "nvml") else str(said["op"])
+
+
+def show(folder: str, parts: list[str]) -> None:
+    calls, outcomes = read(folder)
+    for test, outcome in sorted(outcomes.items()):
         if not (any(part in test for part in parts) if parts else outcome["outcome"] != "passed"):
             continue
         print(f"\n=== {test}: {outcome['outcome']} {outcome['seconds']} s\n{outcome.get('why', '')}")
         for said in calls[test]:
-            name, *args = said["args"] if said["op"] in ("call", "raw", "nvml") else (said["op"], *said["args"])
-            shown = json.dumps(args)
+            args = json.dumps(said["args"][1:] if said["op"] in ("call", "raw", "nvml") else said["args"])
             value = json.dumps(said["value"])
-            print(f"  {said['who']:12} {name}{shown[:160]} → {said['result']} {value[:160]} {said['s']:.4f} s")
-    counted = defaultdict(int)
-    for outcome in outcomes.values():
-        counted[outcome["outcome"]] += 1
-    print(dict(counted))
+            print(f"  {said['who']:12} {name_of(said)}{args[:160]} → {said['result']} {value[:160]} {said['s']:.4f} s")
+    print(dict(Counter(outcome["outcome"] for outcome in outcomes.values())))
 
+
+def compare(first: str, second: str) -> None:
+    """Show the first call of each test that ended otherwise; calls are matched by who makes which, in order."""
+    (ours, _), (theirs, _) = read(first), read(second)
+    for test in sorted(ours.keys() & theirs.keys()):
+        for who in sorted({said["who"] for said in ours[test]} - {"controller", "pooled", "work"}) + SHARED:
+            pairs = zip(
+                *([said for said in calls[test] if said["who"] == who] for calls in (ours, theirs)), strict=False
+            )
+            for mine, other in pairs:
+                if name_of(mine) != name_of(other):
+                    break  # set up in another order: what several tests share was made at another time
+                if mine["result"] != other["result"]:
+                    print(f"{test}: {who} {name_of(mine)}: {mine['result']} and {other['result']}")
+                    break
+
+
+SHARED = ["controller", "pooled", "work"]
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[1] == "--compare":
+        compare(*sys.argv[2:4])
+    else:
+        show(sys.argv[1], sys.argv[2:])
