@@ -243,6 +243,21 @@ def test_a_controller_killed_while_it_waits_its_turn_is_forgotten(job: Far, far:
     assert waiting(node) == []
 
 
+def test_what_a_killed_controller_leaves_is_cleared_up_by_the_next(
+    job: Far, far: Callable[..., Far], node: Any
+) -> None:
+    doomed, other = far(), far()
+    pid_namespace = os.stat(f"/proc/{doomed.pid}/ns/pid").st_ino
+    answer = os.path.join(node.folder, "requests", "00000000000000aa.answer")
+    os.symlink(f"0 0 {doomed.pid} {pid_namespace}", answer)
+    assert other.state(job.pid) == "running"
+    assert waiting(node) == [os.path.basename(answer)]  # it may still look for it
+    doomed.process.kill()
+    doomed.process.wait()
+    assert other.state(job.pid) == "running"
+    assert waiting(node) == []
+
+
 def test_a_controller_killed_in_mid_checkpoint_leaves_it_to_be_finished(new_node: Callable[..., Any]) -> None:
     node = new_node(rates={"checkpoint_fixed": 0.4, "restore_fixed": 0.4})
     job, other = Far(node), Far(node)

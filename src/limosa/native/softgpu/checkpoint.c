@@ -435,14 +435,13 @@ struct job {
     struct request request;
 };
 
-/* Whether somebody waits for the answer: a program runs there (a zombie's has gone). */
-static bool controller_lives(const struct request *request)
+bool controller_lives(pid_t controller, uint64_t pid_namespace)
 {
     char path[64], text[8];
 
-    if (!request->pid_namespace || request->pid_namespace != own_pid_namespace())
+    if (!pid_namespace || pid_namespace != own_pid_namespace())
         return true; /* it cannot be known */
-    snprintf(path, sizeof(path), "/proc/%d/exe", (int)request->controller);
+    snprintf(path, sizeof(path), "/proc/%d/exe", (int)controller);
     return readlink(path, text, sizeof(text)) >= 0 || (errno != ENOENT && errno != ESRCH);
 }
 
@@ -451,7 +450,7 @@ static int digit(char letter)
     return letter >= '0' && letter <= '9' ? letter - '0' : letter >= 'a' && letter <= 'f' ? letter - 'a' + 10 : -1;
 }
 
-static bool read_request(const char *text, size_t length, struct request *request)
+bool request_read(const char *text, size_t length, struct request *request)
 {
     unsigned char *bytes = (unsigned char *)request;
     memset(request, 0, sizeof(*request));
@@ -474,17 +473,20 @@ static bool take(uint64_t number, struct job *job)
     ssize_t length = readlink(path, text, sizeof(text));
     unlink(path);
     job->number = number;
-    return length > 0 && read_request(text, (size_t)length, &job->request) && controller_lives(&job->request);
+    return length > 0 && request_read(text, (size_t)length, &job->request) &&
+           controller_lives(job->request.controller, job->request.pid_namespace);
 }
 
 static void answer(const struct job *job, CUresult result, int value)
 {
-    char path[REQUEST_PATH_ROOM], text[32];
+    const struct request *request = &job->request;
+    char path[REQUEST_PATH_ROOM], text[96];
 
-    if (!controller_lives(&job->request))
+    if (!controller_lives(request->controller, request->pid_namespace))
         return; /* nobody would take it away */
     request_path(job->number, ".answer", path);
-    snprintf(text, sizeof(text), "%d %d", (int)result, value);
+    snprintf(text, sizeof(text), "%d %d %d %llu", (int)result, value, (int)request->controller,
+             (unsigned long long)request->pid_namespace);
     if (symlink(text, path) != 0) { /* the node is full: its controller waits until this process ends */
     }
 }

@@ -59,6 +59,12 @@ uint64_t own_pid_namespace(void);
 #define REQUEST_BYTES(n_pairs) (offsetof(struct request, pairs) + (n_pairs) * sizeof(CUcheckpointGpuPair))
 #define REQUEST_TEXT_ROOM (2 * sizeof(struct request) + 1)
 
+/* False where the text is no request. */
+bool request_read(const char *text, size_t length, struct request *request);
+
+/* Whether a program runs under that pid (a zombie's has gone); true where that cannot be known from here. */
+bool controller_lives(pid_t controller, uint64_t pid_namespace);
+
 /* Called for each gated call once it is let through: the hazard of the first call after a restore. */
 void checkpoint_first_call(const char *name);
 

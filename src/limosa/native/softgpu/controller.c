@@ -158,6 +158,37 @@ static void question_close(uint64_t number)
     unlink(path);
 }
 
+/* Clear up after controllers that were killed: a target cannot, its answer may come just before the end of who asked. */
+static void sweep(void)
+{
+    DIR *folder = opendir(REQUESTS_FOLDER);
+
+    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+        const char *suffix = strchr(entry->d_name, '.');
+        char text[REQUEST_TEXT_ROOM];
+        struct request request;
+        int result, value, controller;
+        unsigned long long pid_namespace;
+        bool stale = false;
+
+        if (!suffix || (strcmp(suffix, ".ask") != 0 && strcmp(suffix, ".answer") != 0))
+            continue;
+        ssize_t length = readlinkat(dirfd(folder), entry->d_name, text, sizeof(text) - 1);
+        if (length <= 0)
+            continue;
+        text[length] = 0;
+        if (!strcmp(suffix, ".ask"))
+            stale = request_read(text, (size_t)length, &request) &&
+                    !controller_lives(request.controller, request.pid_namespace);
+        else if (sscanf(text, "%d %d %d %llu", &result, &value, &controller, &pid_namespace) == 4)
+            stale = !controller_lives(controller, pid_namespace);
+        if (stale)
+            unlinkat(dirfd(folder), entry->d_name, 0);
+    }
+    if (folder)
+        closedir(folder);
+}
+
 static bool question_open(struct request *request, uint64_t *number)
 {
     char path[REQUEST_PATH_ROOM], text[REQUEST_TEXT_ROOM];
@@ -241,6 +272,7 @@ static CUresult ask_target(const struct target *target, struct request *request,
         }
     }
     question_close(number);
+    sweep();
     return result;
 }
 
