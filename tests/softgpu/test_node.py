@@ -252,6 +252,26 @@ def test_opening_a_gpu_fails_without_harm(node):
     assert int(node.python(code).stdout) == errno.ENXIO
 
 
+def test_a_driver_of_the_machine_is_covered_in_the_node_alone(libraries, tmp_path):
+    """Programs that load it by its full name get the node's; it is bound over, not replaced."""
+    folder = tmp_path / "lib" / "any-linux-gnu"
+    folder.mkdir(parents=True)
+    (folder / "libcuda.so.580.1").write_text("the real one")
+    (folder / "libcuda.so.1").symlink_to("libcuda.so.580.1")
+    code = (
+        "import os, sys\nfrom limosa.softgpu import build, kernel, node\n"
+        "kernel.unshare(kernel.CLONE_NEWNS)\n"
+        "kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)\n"
+        "node._cover_driver([sys.argv[1] + '/lib/*-linux-gnu', sys.argv[1] + '/none'])\n"
+        "for name in ('libcuda.so.1', 'libcuda.so.580.1'):\n"
+        "    path = sys.argv[1] + '/lib/any-linux-gnu/' + name\n"
+        "    assert os.path.samefile(path, build.SOURCE / 'libcuda.so.1'), path\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=30)
+    assert (folder / "libcuda.so.1").read_text() == "the real one"
+    assert sorted(path.name for path in folder.iterdir()) == ["libcuda.so.1", "libcuda.so.580.1"]
+
+
 def test_shared_memory_is_the_nodes_own(node):
     name = f"limosa-test-{os.getpid()}"
     outside = f"/dev/shm/{name}"

@@ -9,10 +9,11 @@ the machine's.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +25,15 @@ from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
 _ZERO = os.makedev(1, 5)
+# Where drivers put their libraries: some programs load them from there by their full names.
+_DRIVER_FOLDERS = (
+    "/usr/lib/*-linux-gnu",
+    "/usr/lib64",
+    "/usr/lib",
+    "/usr/local/nvidia/lib64",
+    "/usr/local/cuda*/compat",
+    "/usr/lib/wsl/lib",
+)
 _SHM = "/dev/shm"  # noqa: S108 - the folder itself is what is made here
 
 
@@ -72,6 +82,7 @@ def enter(spec: NodeSpec) -> None:
         _make_dev()
         _make_nodes(spec)
         _make_folder(spec)
+        _cover_driver()
     except PermissionError as error:
         raise PermissionDenied(
             detail=f"a node of software GPUs has mounts and device nodes of its own ({error})",
@@ -176,6 +187,15 @@ def _make_folder(spec: NodeSpec) -> None:
         switches = Switches()
         for rule in spec.faults:
             switches.add(rule)
+
+
+def _cover_driver(folders: Sequence[str] = _DRIVER_FOLDERS) -> None:
+    """Bind our libraries over those of a driver that this machine has: in the node there is no other way to it."""
+    for pattern in folders:
+        for folder in glob.glob(pattern):
+            for name in build.LIBRARIES:
+                if os.path.isfile(f"{folder}/{name}"):
+                    kernel.mount(str(build.SOURCE / name), f"{folder}/{name}", None, kernel.MS_BIND)
 
 
 def _reopen(fd: int) -> None:
