@@ -264,10 +264,11 @@ def test_memory_that_is_taken_away_comes_back(node):
             node.switches.fill(0, 64 << 20)
         with node.switches.fill(0, leave=3 << 20) as rest:
             assert rest.bytes == 50 << 20  # at least 3 MiB are left
+    assert node.switches.used(0) == 4 << 20
+    assert node.blocks() == []
     gpu = node.limosa("gpus", "-o", "json").json["gpus"][0]
     assert gpu["memory_used"] == 4 << 20
     assert gpu["processes"] == []
-    assert node.blocks() == []
 
 
 @needs_root

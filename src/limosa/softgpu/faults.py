@@ -204,9 +204,31 @@ class Switches:
             del found, state
 
     def used(self, gpu: int) -> int:
-        """Return the bytes counted as taken on a GPU; blocks that nobody holds any more may be among them."""
+        """Return the bytes taken on a GPU, those that it shows when it is idle counted."""
         with locked(self.folder), opened(self.folder) as state:
+            self._reap(state)
             return _used(state, gpu)
+
+    def _reap(self, state: NodeState) -> None:
+        """Give places of blocks that nobody holds back, as the libraries do (``node.h``). The lock is held."""
+        for place in range(state.n_blocks):
+            block = state.blocks[place]
+            if not block.id:
+                continue
+            path = os.path.join(self.folder, "memory", str(block.id))
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                block.id = 0
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+                block.id = 0
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(fd)
 
     def fill(self, gpu: int, bytes_: int = 0, leave: int = 0) -> Filled:
         """Take device memory away: ``bytes_`` of it, or all but ``leave``.
@@ -218,6 +240,7 @@ class Switches:
             MemoryError: there is not that much.
         """
         with locked(self.folder), opened(self.folder) as state:
+            self._reap(state)
             found = _gpu(state, gpu)
             free = found.memory - _used(state, gpu)
             wanted = bytes_ or max(0, free - leave)
