@@ -24,7 +24,7 @@ from campaign import cases
 from campaign.cases import Case
 from campaign.summary import Summary
 
-ROOM_LIMIT = 90.0
+ROOM_LIMIT = 200.0 if os.environ.get("LIMOSA_CAMPAIGN") == "real" else 90.0
 """Seconds without an answer after which a room is given up."""
 GPUS = 4
 
@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=0, help="how many runs (0: all)")
-    parser.add_argument("--rooms", type=int, default=os.cpu_count() or 2)
+    parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
     parser.add_argument("--limit", type=float, default=None, help="seconds after which no more is begun")
@@ -199,6 +199,9 @@ def main() -> int:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
+    if chosen.ground == "real":
+        os.environ["LIMOSA_CAMPAIGN"] = "real"
+        chosen.count = chosen.count or 330
     if chosen.record:
         found = {**cases.table(), **record(chosen.rooms, chosen.ground)}
         cases.STEPS.write_text(cases.as_text(found))

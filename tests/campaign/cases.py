@@ -205,28 +205,45 @@ def _whole(operation: str, victim: str, ground: str) -> Iterator[Case]:
 
 
 def chosen(cases: list[Case], count: int, seed: int) -> list[Case]:
-    """A sample of that many: every (operation, step, fault) once before any of it twice, victims taken in turn."""
+    """A sample of that many: each (operation, step, fault) once before any of them twice, classes of victim in turn.
+
+    Operations and kinds of fault take turns, so that a small sample has all of them.
+    """
     random_ = random.Random(seed)
     by_key: dict[tuple[str, str, str], list[Case]] = {}
     for case in cases:
         by_key.setdefault((case.operation, _alike(case.step), case.fault), []).append(case)
-    keys = sorted(by_key)
-    random_.shuffle(keys)
-    for key in keys:
-        random_.shuffle(by_key[key])
     picked: list[Case] = []
     used: Counter[str] = Counter()
     while len(picked) < min(count, len(cases)):
-        for key in keys:
-            left = by_key[key]
-            if not left or len(picked) >= count:
-                continue
-            # The class of victim that has had the fewest runs so far.
-            best = min(range(len(left)), key=lambda i: used[left[i].victim])
-            case = left.pop(best)
-            used[case.victim] += 1
-            picked.append(case)
+        groups: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
+        for key in sorted(by_key):
+            if by_key[key]:
+                groups.setdefault((key[0], kind_of_fault(key[2])), []).append(key)
+        for keys in groups.values():
+            random_.shuffle(keys)
+        turns = sorted(groups)
+        random_.shuffle(turns)
+        while turns and len(picked) < count:
+            for turn in list(turns):
+                if len(picked) >= count:
+                    break
+                left = by_key[groups[turn].pop()]
+                fewest = min(used[case.victim] for case in left)
+                case = random_.choice([case for case in left if used[case.victim] == fewest])
+                left.remove(case)
+                used[case.victim] += 1
+                picked.append(case)
+                if not groups[turn]:
+                    turns.remove(turn)
     return picked
+
+
+def kind_of_fault(fault: str) -> str:
+    """Of several that differ in a number, or in how often, one."""
+    head = fault.partition(".")[0]
+    kind, _, number = head.rpartition("-")
+    return kind if number.isdigit() else head
 
 
 def _alike(step: str) -> str:

@@ -37,15 +37,16 @@ DISK = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod"
 
 def load() -> None:
     """Imports all that a command line imports, so that children have it."""
+    import pynvml
+    import rich.console
+    from cuda.bindings import driver
+
     import limosa.cli.main as command
     import limosa.demo.command
     import limosa.gpu.driver
     import limosa.gpu.nvml
     import limosa.gpu.worker_main
     import limosa.operation.orphan
-    import pynvml
-    import rich.console
-    from cuda.bindings import driver
 
     for name in command.VERBS:
         if name not in ("demo",):
@@ -177,6 +178,7 @@ class Disturber(Points):
     def watch_calls(self) -> None:
         """Notes the driver's calls in their order and each look at NVML, where it is recorded."""
         import pynvml
+
         from limosa.gpu.worker_process import WorkerProcess
 
         submit, count = WorkerProcess.submit, pynvml.nvmlDeviceGetCount

@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from campaign.shapes import COMMANDS, SHAPES, Slot
-from campaign.twin import Proof, expected
 from support import end_session, pids, stat_of
 
+from campaign.shapes import COMMANDS, SHAPES, Slot
+from campaign.twin import Proof, expected
+
+PATIENCE = 30.0 if os.environ.get("LIMOSA_CAMPAIGN") == "real" else 8.0
+"""Seconds in which a victim has to have finished an epoch: on real GPUs a dozen are at it side by side."""
 PTX = Path(__file__).parents[2] / "src" / "limosa" / "demo" / "kernels.ptx"
 
 
@@ -35,7 +38,7 @@ class Job:
         order = {"shape": shape, "folder": str(folder), "ptx": str(PTX), "first": first}
         self.pid = int(nursery.ask(order, "victim")["victim"])
         self._requests = 0
-        self.goes_on(limit=30)
+        self.goes_on(limit=max(30.0, 2 * PATIENCE))
         self.size = self.resident()
 
     def get(self, slot: int, word: int) -> int:
@@ -65,7 +68,7 @@ class Job:
         """Each process's epoch."""
         return [self.get(slot, Slot.EPOCH) for slot in range(self.slots)]
 
-    def goes_on(self, limit: float = 8.0) -> None:
+    def goes_on(self, limit: float = PATIENCE) -> None:
         """Waits until each of its processes has finished another epoch.
 
         Raises:
@@ -77,7 +80,7 @@ class Job:
                 raise Lost(f"the job does not go on: epochs {before} → {self.epochs()}, {self.words()}")
             time.sleep(0.0005)
 
-    def prove(self, limit: float = 8.0) -> None:
+    def prove(self, limit: float = PATIENCE) -> None:
         """Has every process prove its memory, and compares with the twin.
 
         Raises:

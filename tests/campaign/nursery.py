@@ -84,8 +84,9 @@ def controller(order: dict[str, Any], own: int) -> None:
 def main(kind: str) -> None:
     """Serves orders until standard input ends."""
     if kind == "victims":
-        import campaign.victim
         from cuda.bindings import driver
+
+        import campaign.victim
 
         assert driver
     else:

@@ -14,7 +14,14 @@ from typing import Any
 
 from hypothesis import HealthCheck, Verbosity, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from campaign.room import Room
 
@@ -64,7 +71,9 @@ class Sequences(RuleBasedStateMachine):
 
     # -- verbs -----------------------------------------------------------------------------------------------------------
 
-    def do(self, key: str, argv: list[str], fault: str, promised: tuple[str, list[int]], image: Path | None = None) -> None:
+    def do(
+        self, key: str, argv: list[str], fault: str, promised: tuple[str, list[int]], image: Path | None = None
+    ) -> None:
         """Runs a verb and looks whether the job is where its exit code says."""
         before = (self.state[key], self.places[key])
         if fault.startswith("kill"):

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from typing import Any
 
+from campaign.cases import kind_of_fault
+
 
 class Summary:
     """Takes results as they come; prints progress."""
@@ -86,11 +88,6 @@ def kind_of_step(step: str) -> str:
     """ "point", "call.lock", "nvml", "disk.write", "run"."""
     head, _, rest = step.partition(".")
     return head if head in ("point", "nvml", "run") else f"{head}.{rest.split('.')[0]}"
-
-
-def kind_of_fault(fault: str) -> str:
-    """Without its number."""
-    return fault.partition(".")[0]
 
 
 def replay(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
+
 from campaign.shapes import FLOATS, SHAPES, Part, factor, page_of
 
 _A, _B = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)

@@ -186,13 +186,18 @@ class Process:
                 threading.Thread(target=self.side, args=(work, number), daemon=True).start()
 
     def side(self, work: Work, number: int) -> None:
-        """A thread with a stream of its own."""
+        """A thread with a stream of its own; what fails in it ends the process."""
         assert self.gate is not None
-        check(work.cu.cuCtxSetCurrent(work.context))
-        while True:
-            self.gate.wait()
-            work.stamp(self.epoch, only=number)
-            self.gate.wait()
+        try:
+            check(work.cu.cuCtxSetCurrent(work.context))
+            while True:
+                self.gate.wait()
+                work.stamp(self.epoch, only=number)
+                self.gate.wait()
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+            os._exit(3)
 
     def obey(self) -> None:
         """Does what the control page says, whatever the driver is doing with the rest of the process."""

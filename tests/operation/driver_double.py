@@ -27,6 +27,7 @@ class DriverDouble:
         self.others: dict[str, int] = {}  # memory of processes that are not ours
         self.calls: list[tuple[str, int]] = []
         self.faults: dict[tuple[str, int], BaseException] = {}  # (call, how many such calls before) → error
+        self.hanging: dict[int, str] = {}  # process → the call that has not come back
         self.after_checkpoint = lambda: None
         self.will: list[str] | None = None
         self._mutex = threading.Lock()
@@ -72,7 +73,10 @@ class DriverDouble:
         self._call("unlock", pid, "locked", "running")
 
     def wait_under_way(self, pid: int, timeout: float | None = None) -> bool:
-        return True
+        return self.under_way(pid) is None
+
+    def under_way(self, pid: int) -> str | None:
+        return self.hanging.get(pid)
 
     def set_will(self, argv: list[str] | None, limit: float | None = None, *, wait: bool = True) -> None:
         self.will = argv

@@ -14,6 +14,7 @@ from limosa import operation
 from limosa.errors import (
     CancelledUndone,
     DriverError,
+    DriverHung,
     FailedUndone,
     InvalidMap,
     LeftSuspended,
@@ -168,6 +169,20 @@ def test_when_the_undo_fails_too_everything_is_left_for_recover(gpu_like: GpuLik
 
 def out_of_memory(pid: int) -> DriverError:
     return DriverError(call="restore", pid=pid, result="CUDA_ERROR_OUT_OF_MEMORY", code=2, meaning="out of memory")
+
+
+def test_a_call_that_never_comes_back_is_not_called_undone(gpu_like: GpuLike, double: DriverDouble) -> None:
+    """A lock that was given up on was taken after everything had been "undone", and the job stood still for good."""
+    pid = gpu_like()
+    double.faults["lock", 0] = DriverHung(call="lock", pid=pid, seconds=20.0)
+    double.hanging[pid] = "lock"
+    with pytest.raises(UndoFailed, match="still under way") as failed:
+        operation.suspend(pid)
+    assert failed.value.exit_code == 40
+    double.hanging.clear()
+    double.states[pid] = "locked"  # it came after all
+    (recovered,) = operation.recover()
+    assert (recovered.exit_code, double.states[pid]) == (0, "running")
 
 
 def test_a_resume_that_runs_out_of_device_memory_promises_nothing(gpu_like: GpuLike, double: DriverDouble) -> None:

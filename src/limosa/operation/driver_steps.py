@@ -237,7 +237,10 @@ def bring_back(
     """
     alive = [m for m in members if m.identity.alive()]
     for member in alive:
-        driver.wait_under_way(member.pid, _PATIENCE)  # a call that was given up on may still be taken
+        # A call that was given up on may still be taken: a lock that comes after this would be nobody's to undo.
+        if not driver.wait_under_way(member.pid, _PATIENCE):
+            told = f"a {driver.under_way(member.pid)} of process {member.pid} is still under way in the driver"
+            raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
     states = {m.pid: settled_state(driver, m.pid, progress) for m in alive}
     alive = [m for m in alive if states[m.pid] not in ("gone", "")]
     away = [m for m in alive if _is_away(m, states[m.pid], journal)]
