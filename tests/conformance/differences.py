@@ -19,6 +19,19 @@ class Difference(NamedTuple):
 HARDWARE = "/dev/nvidia-soft/"
 
 DIFFERENCES: dict[str, Difference] = {
+    "a map at no address": Difference("DIED -11", "INVALID_VALUE", "a caller is not made to crash"),
+    "a question about work while checkpointed": Difference(
+        "DIED -11",
+        "BLOCKED",
+        "the driver looks at device memory that is not there and the job ends by SIGSEGV; no test of anything else "
+        "could be believed if the software GPU did so (it has a switch for it)",
+    ),
+    "file of memory that is shared by IPC": Difference(
+        False,
+        True,
+        "the real driver has such a file where events are shared with the memory, as PyTorch does; the software GPU "
+        "does not share events, and shows by it that memory is",
+    ),
     "descriptor of exported memory": Difference(
         "/dev/nvidiactl",
         HARDWARE + "memory/",

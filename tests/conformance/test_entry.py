@@ -73,21 +73,28 @@ def test_a_function_is_found(name: str, version: int, work: Job) -> None:
     assert status == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "status"),
-    [
-        ("cuNoSuchFunction", 13000, 1),
-        ("cuMemAlloc_v2", 13000, 1),
-        ("", 13000, 1),
-        ("cuCheckpointProcessLock", 12000, 2),
-        ("cuMemCreate", 10000, 2),
-    ],
-)
-def test_a_function_is_not_found(name: str, version: int, status: int, work: Job) -> None:
+MISSING = {
+    "unknown": ("cuNoSuchFunction", 13000, 1),
+    "with-its-suffix": ("cuMemAlloc_v2", 13000, 1),
+    "empty": ("", 13000, 1),
+    "too-new": ("cuCheckpointProcessLock", 12000, 2),
+    "much-too-new": ("cuMemCreate", 10000, 2),
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_a_function_that_is_not_there_is_told_by_the_status(kind: str, work: Job) -> None:
+    name, version, status = MISSING[kind]
     symbol, found, told = work.scratch, work.scratch + 256, work.scratch + 264
     work.poke(symbol, name.encode().ljust(256, b"\0") + b"\xff" * 16)
-    assert work.raw("cuGetProcAddress_v2", symbol, found, version, 0, told) == "NOT_FOUND"
+    assert work.raw("cuGetProcAddress_v2", symbol, found, version, 0, told) == "SUCCESS"
     assert work.peek(found, 12) == bytes(8) + status.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("function", ["cuGetProcAddress", "cuGetProcAddress_v2"])
+def test_a_function_that_is_not_there_where_no_status_is_asked_for(function: str, work: Job) -> None:
+    work.poke(work.scratch, b"cuNoSuchFunction".ljust(256, b"\0"))
+    assert work.raw(function, work.scratch, work.scratch + 256, 13000, 0, None) == "NOT_FOUND"
 
 
 def test_the_per_thread_variant_is_another_function(work: Job) -> None:
@@ -125,9 +132,9 @@ def test_the_library_does_not_export(name: str, work: Job) -> None:
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["nothing_of_that_name", "", "fil"])
-def test_a_kernel_that_a_module_does_not_have(name: str, work: Job) -> None:
-    assert work.says("cuModuleGetFunction", work.module, text(name)) == "NOT_FOUND"
+@pytest.mark.parametrize(("name", "result"), [("nothing", "NOT_FOUND"), ("fil", "NOT_FOUND"), ("", "INVALID_VALUE")])
+def test_a_kernel_that_a_module_does_not_have(name: str, result: str, work: Job) -> None:
+    assert work.says("cuModuleGetFunction", work.module, text(name)) == result
 
 
 @pytest.mark.parametrize("kind", ["nonsense", "empty", "cut-off"])

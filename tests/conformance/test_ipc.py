@@ -87,4 +87,4 @@ def test_opening_after_the_exporter_is_gone(start: Start, importer: Job) -> None
     exporter = start().start_up()
     handle = handle_of(exporter, exporter.do("cuMemAlloc", 4 * MIB))
     exporter.kill()
-    assert importer.says("cuIpcOpenMemHandle", handle, 1) == "INVALID_VALUE"
+    assert importer.says("cuIpcOpenMemHandle", handle, 1) == "INVALID_HANDLE"

@@ -44,9 +44,9 @@ def test_managed_memory_unlock_brings_the_job_back_unharmed(managed: Job, contro
     assert managed.says("cuCtxSynchronize") == "SUCCESS"
 
 
-def test_managed_memory_every_checkpoint_is_refused_again(managed: Job, controller: Controller) -> None:
+def test_managed_memory_further_checkpoints_fail_in_another_way(managed: Job, controller: Controller) -> None:
     controller.lock(managed.pid)
-    assert [controller.checkpoint(managed.pid) for _ in range(3)] == ["NOT_SUPPORTED"] * 3
+    assert [controller.checkpoint(managed.pid) for _ in range(3)] == ["NOT_SUPPORTED", "UNKNOWN", "UNKNOWN"]
 
 
 def test_managed_memory_once_freed_is_no_obstacle(managed: Job, controller: Controller) -> None:
@@ -155,7 +155,7 @@ def test_vmm_memory_that_another_process_has_imported(side: str, start: Start, c
     pid = (exporter if side == "exporter" else importer).pid
     assert controller.lock(pid) == "SUCCESS"
     assert controller.checkpoint(pid) == "SUCCESS"
-    assert controller.restore(pid) == "SUCCESS"
+    assert controller.restore(pid) == ("SUCCESS" if side == "exporter" else "NOT_SUPPORTED")
 
 
 def test_vmm_memory_imported_and_released_again(start: Start, controller: Controller) -> None:
@@ -271,14 +271,14 @@ def test_a_job_on_both_gpus_with_a_controller_that_has_contexts_on_both(
 @pytest.mark.parametrize("size", [510, 512], ids=["510-MiB", "512-MiB"])
 @pytest.mark.hazard
 def test_two_gpus_with_peer_access_and_one_large_allocation(size: int, job: Job, controller: Controller) -> None:
-    """Up to 510 MiB in one allocation it is restored; from 512 MiB on it is lost."""
+    """A PyTorch process with this is lost from 512 MiB on (docs/caveats.md); these calls alone do not do it."""
     second = job.do("cuDevicePrimaryCtxRetain", 1)
     job.do("cuCtxEnablePeerAccess", second, 0)
     job.do("cuMemAlloc", size * MIB)
     job.do("cuCtxSetCurrent", second)
     job.do("cuMemAlloc", MIB)
     controller.suspend(job.pid)
-    assert controller.restore(job.pid, controller.identity) == ("SUCCESS" if size < 512 else "INVALID_VALUE")
+    assert controller.restore(job.pid, controller.identity) == "SUCCESS"
 
 
 @pytest.mark.parametrize("kind", ["without-peer-access", "vmm"])

@@ -114,7 +114,13 @@ def test_lock_and_unlock_many_times(controller: Controller, job_in: JobIn) -> No
 # --- a stopped process answers nothing --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", CALLS)
+def test_the_restore_thread_of_a_stopped_process_is_told(controller: Controller, start: Callable[..., Job]) -> None:
+    job = start().init()
+    job.stop()
+    assert controller.thread_id(job.pid, limit=2).value in job.threads()
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "thread-id"])
 def test_call_about_a_stopped_process_blocks(call: str, controller: Controller, start: Callable[..., Job]) -> None:
     job = start().init()
     job.stop()

@@ -22,15 +22,14 @@ CALLS = {
 }
 # The target and what every call about it answers.
 TARGETS = {
-    "no-such-pid": "INVALID_VALUE",
-    "negative-pid": "INVALID_VALUE",
-    "pid-zero": "INVALID_VALUE",
+    "no-such-pid": "OPERATING_SYSTEM",
+    "negative-pid": "OPERATING_SYSTEM",
+    "pid-zero": "OPERATING_SYSTEM",
     "init": "NOT_INITIALIZED",
     "without-cuda": "NOT_INITIALIZED",
     "library-loaded": "NOT_INITIALIZED",
-    "cuinit-failed": "NOT_INITIALIZED",
     "zombie": "NOT_INITIALIZED",
-    "killed-and-reaped": "INVALID_VALUE",
+    "killed-and-reaped": "OPERATING_SYSTEM",
     "forked-child": "NOT_INITIALIZED",
     "child-of-a-forked-child": "NOT_INITIALIZED",
 }
@@ -71,8 +70,7 @@ def target(
     if kind in fixed:
         return fixed[kind]
     if kind not in targets:
-        env = {"CUDA_VISIBLE_DEVICES": ""} if kind == "cuinit-failed" else {}
-        job = Job(node.prefix, {**node.env, **env}, kind, recording)
+        job = Job(node.prefix, dict(node.env), kind, recording)
         targets[kind] = (bring_about(kind, job), job)
     return targets[kind][0]
 
@@ -81,8 +79,6 @@ def bring_about(kind: str, job: Job) -> int:
     """Make a process what a test wants; the pid that it is about."""
     if kind == "library-loaded":
         job.do("cuDriverGetVersion")
-    elif kind == "cuinit-failed":
-        assert job.says("cuInit", 0) == "NO_DEVICE"
     else:
         job.start_up()
         if kind in ("forked-child", "child-of-a-forked-child"):
@@ -101,6 +97,20 @@ def bring_about(kind: str, job: Job) -> int:
 def test_call_about(target: int, call: str, controller: Controller, request: pytest.FixtureRequest) -> None:
     expected = TARGETS[request.node.callspec.params["target"]]
     assert controller.asked(CALLS[call][0], target, *CALLS[call][1:], limit=5).result == expected
+
+
+FAILED_INIT = {"state": "SUCCESS", "thread-id": "SUCCESS", "lock": "OPERATING_SYSTEM"}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_call_about_a_process_whose_cuinit_found_no_gpu(
+    call: str, controller: Controller, start: Callable[..., Job]
+) -> None:
+    """It counts as a CUDA process, is running, and cannot be locked."""
+    job = start(CUDA_VISIBLE_DEVICES="")
+    assert job.says("cuInit", 0) == "NO_DEVICE"
+    name, *args = CALLS[call]
+    assert controller.asked(name, job.pid, *args, limit=5).result == FAILED_INIT.get(call, "ILLEGAL_STATE")
 
 
 # --- a process about itself -------------------------------------------------------------------------------------------
@@ -128,9 +138,9 @@ def test_a_process_locks_and_unlocks_itself(job: Job) -> None:
     assert job.says("cuCtxSynchronize", limit=5) == "SUCCESS"
 
 
-def test_a_process_checkpoints_and_restores_itself(job: Job) -> None:
-    for name, args in (("Lock", lock_args(200)), ("Checkpoint", None), ("Restore", None), ("Unlock", None)):
-        assert (name, job.says(f"cuCheckpointProcess{name}", job.pid, args, limit=5)) == (name, "SUCCESS")
+def test_a_process_cannot_checkpoint_itself(job: Job) -> None:
+    assert job.says("cuCheckpointProcessLock", job.pid, lock_args(200), limit=5) == "SUCCESS"
+    assert job.says("cuCheckpointProcessCheckpoint", job.pid, None, limit=2) == "BLOCKED"
 
 
 # --- a thread's id ----------------------------------------------------------------------------------------------------

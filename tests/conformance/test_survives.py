@@ -188,12 +188,12 @@ def test_memory_can_be_freed(rich: Rich) -> None:
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_the_uuid_that_the_job_sees(device: int, rich: Rich, controller: Controller) -> None:
-    assert rich.job.uuid(device) == controller.uuids[device]  # also where that is not the GPU that it is on
+def test_the_uuid_that_the_job_sees_is_that_of_where_it_is(device: int, rich: Rich, controller: Controller) -> None:
+    assert rich.job.uuid(device) == controller.uuids[1 - device if rich.moved else device]
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_the_bus_id_that_the_job_sees(device: int, rich: Rich, controller: Controller) -> None:
+def test_the_bus_id_that_the_job_sees_is_the_old_one(device: int, rich: Rich, controller: Controller) -> None:
     told = controller.do("cuDeviceGetPCIBusId", 32, device)
     assert rich.job.do("cuDeviceGetPCIBusId", 32, device) == told
 
