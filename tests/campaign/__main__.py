@@ -176,11 +176,13 @@ def record(rooms: int, ground: str, only: Sequence[str] = ()) -> dict[str, Any]:
     return found
 
 
-def spread(picked: list[Case], seed: int) -> list[tuple[Case, int]]:
-    """In an order in which victims can be used again: those of one class after one another, by operation."""
-    return [
-        (case, seed) for case in sorted(picked, key=lambda c: (c.victim, c.operation in cases.WITH_CRIU, c.operation))
-    ]
+def spread(picked: list[Case], seed: int, block: int = 800) -> list[tuple[Case, int]]:
+    """In an order in which victims can be used again: in each block, those of one class one after another."""
+    ordered: list[Case] = []
+    for start in range(0, len(picked), block):
+        part = picked[start : start + block]
+        ordered += sorted(part, key=lambda c: (c.victim, c.operation in cases.WITH_CRIU, c.operation))
+    return [(case, seed) for case in ordered]
 
 
 def main() -> int:

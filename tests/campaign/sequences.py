@@ -57,7 +57,7 @@ class Sequences(RuleBasedStateMachine):
         self.images: dict[str, Path] = {}
         self.numbers = 0
 
-    # -- what is begun with ------------------------------------------------------------------------------------------
+    # -- what is begun with -------------------------------------------------------------------------
 
     @initialize(first=st.sampled_from(KINDS), second=st.sampled_from(KINDS))
     def start(self, first: str, second: str) -> None:
@@ -69,7 +69,7 @@ class Sequences(RuleBasedStateMachine):
     def some(self, key: str, *states: str) -> bool:
         return self.state.get(key) in states
 
-    # -- verbs -----------------------------------------------------------------------------------------------------------
+    # -- verbs --------------------------------------------------------------------------------------
 
     def do(
         self, key: str, argv: list[str], fault: str, promised: tuple[str, list[int]], image: Path | None = None
@@ -181,7 +181,7 @@ class Sequences(RuleBasedStateMachine):
         shutil.rmtree(path, ignore_errors=True)
         return path
 
-    # -- what always holds -------------------------------------------------------------------------------------------
+    # -- what always holds --------------------------------------------------------------------------
 
     @invariant()
     def every_job_is_there_once_and_its_memory_is_its_twins(self) -> None:

@@ -1,4 +1,4 @@
-"""A Hypothesis state machine on a node: random sequences of verbs over several jobs and GPUs, some of them disturbed."""
+"""A Hypothesis state machine on a node: random sequences of verbs over several jobs, some of them disturbed."""
 
 from __future__ import annotations
 

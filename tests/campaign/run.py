@@ -1,0 +1,340 @@
+"""One case: prepared, disturbed, judged, brought back to a running job whose memory is its twin's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from campaign import ground
+from campaign.cases import Case
+from campaign.faults import BROKEN, Fault
+from campaign.jobs import Lost
+from campaign.processes import Found, send_signal
+
+if TYPE_CHECKING:
+    from campaign.room import Room
+
+
+class Run(Fault):
+    """One case under way.
+
+    Attributes:
+        found: how the command line ended.
+        told: what is worth keeping of the run.
+        problems: what was wrong.
+    """
+
+    def __init__(self, room: Room, case: Case, record: bool):
+        super().__init__(room, case)
+        self.record = record
+        self.found: Found | None = None
+        self.told: dict[str, Any] = {}
+        self.problems: list[str] = []
+
+    def go(self) -> list[str]:
+        """Prepares, disturbs, judges, brings back; what was wrong."""
+        room, case = self.room, self.case
+        self.places = room.home = room.prepare(case)
+        self.image = room.images.get(f"a-{case.victim}") if self.operation in ("restore", "restore-to") else None
+        self.jobs = [room.jobs["a"], *([room.jobs["b"]] if "b" in room.jobs else [])]
+        for job in self.jobs:
+            if job.alive() and room.state(job) == "running":
+                job.goes_on()
+        self.before = [(room.state(j), room.places(j)) for j in self.jobs]
+        argv = room.command(self.operation if case.operation in BROKEN else case.operation, self.jobs[0], self.places)
+        if case.operation in BROKEN:
+            point = {"name": BROKEN[case.operation][1], "n": 0, "do": "kill", "who": ["worker", "limosa"]}
+            broken = room.operate(argv, at=[point])
+            room.settle()
+            if broken.rc != -9:
+                raise Lost(f"was not killed: {broken.short()} {broken.said[-3:]}")
+            argv = ["recover", "-o", "json"]
+        self.base = self._snapshot()
+        order = self.order()
+        busy = self._busy() if self.fault == "busy-target" else None
+        if self.fault == "refused-map":
+            argv = [a for a in argv if not a.startswith(("--to", "--map"))] + ["--map=0=99"]
+        try:
+            self.found = room.operate([*argv, *self.extra], **order)
+        finally:
+            if busy is not None:
+                busy()
+            for undo in self.undo:
+                undo()
+        self._fired()
+        room.ground.disarm()
+        self.problems += room.settle()
+        room.stopped = 0.0
+        for job in self.jobs:
+            send_signal(job.pid, signal.SIGCONT)
+        if self.record:
+            self.told["steps"] = _steps(self.found)
+        self._judge(self.found)
+        self._bring_back()
+        return self.problems
+
+    def _busy(self) -> Callable[[], None]:
+        """Another operation has its hands on the job: a claim that lives."""
+        from limosa.operation.claims import Claim
+        from limosa.operation.jobs import tree_of
+        from limosa.process.identity import Identity
+
+        root = Identity.of(self.jobs[0].pid)
+        claim = Claim(id="other", operation="move", holder=Identity.of(os.getpid()), pids=tree_of(root))
+        claim.save()
+        return claim.release
+
+    def _fired(self) -> None:
+        """A fault that has not happened is no test, unless the operation had come to its end before."""
+        assert self.found is not None
+        kind = self.case.step.split(".")[0]
+        happened = bool(self.found.at)
+        if kind in ("call", "nvml"):
+            assert isinstance(self.room.ground, ground.Soft)
+            happened = self.room.ground.has_fired()
+        self.told["happened"] = happened or kind == "run"
+
+    def _snapshot(self) -> dict[str, Any]:
+        room = self.room
+        return {"used": sum(room.used()), **room.ground.leftovers()}
+
+    def _promised(self) -> tuple[str, list[int]]:
+        """State and GPUs of the first job where all went well."""
+        half, gpus = max(1, self.room.ground.gpus // 2), max(1, self.room.ground.gpus)
+        away = sorted((p + half) % gpus for p in self.places)
+        return {
+            "move": ("running", away),
+            "swap": ("running", away),
+            "suspend": ("checkpointed", []),
+            "resume": ("running", self.places),
+            "resume-to": ("running", away),
+            "toggle-down": ("checkpointed", []),
+            "toggle-up": ("running", self.places),
+            "checkpoint": ("gone", []),
+            "leave-running": ("running", self.places),
+            "restore": ("running", self.places),
+            "restore-to": ("running", away),
+        }[self.operation]
+
+    def _now(self) -> list[tuple[str, list[int]]]:
+        return [(self.room.state(j), self.room.places(j)) for j in self.jobs]
+
+    def _whole_image(self) -> bool:
+        """Whether there is a new image, every byte of it right."""
+        from limosa.errors import LimosaError
+        from limosa.image import open_image, verify
+
+        path = self.room.base / "images" / "image-new"
+        if not path.exists():
+            return False
+        try:
+            with open_image(path) as image:
+                if not verify(image).ok:
+                    self.problems.append("an image is there and is damaged")
+                return True
+        except LimosaError as error:
+            self.problems.append(f"an image is there and cannot be opened: {error}")
+            return False
+
+    def _judge(self, found: Found) -> None:
+        """Exit code and state agree; what is needed of ``recover`` is done."""
+        room, problems, rc = self.room, self.problems, found.rc
+        late = [one for one in found.said if "late" in one]
+        if late:
+            problems.append(f"did not end in time: {late}")
+        crash = [one["crash"] for one in found.said if "crash" in one]
+        if crash or rc in (98, 99):
+            problems.append(f"crashed: {crash} {found.stderr[-300:]}")
+        early = rc in (-15, -1, 130) and "random-sig" in self.fault  # before it had begun
+        unfinished = early or rc in (-9, 1, 40) or (self.case.operation in BROKEN and rc != 0)
+        if rc == -9 and not late and not any(w in self.fault for w in ("kill", "crash")):
+            problems.append("was killed by nobody")
+        if rc == 1 and self.fault != "sigint-twice":
+            problems.append(f"an internal error: {found.short()}")
+        if rc == 40 and not self._may_fail_to_undo():
+            problems.append(f"could not undo: {found.short()}")
+        if rc not in (*range(0, 3), *range(10, 25), 40, 41, -9) and not early:
+            problems.append(f"exit code {rc} is none: {found.short()}")
+        if self.for_good and self.case.step.startswith("disk") and room.litter():
+            unfinished = True  # what could not be removed is recover's
+        if unfinished:
+            again = room.operate(["recover", "-o", "json"], points=False)
+            problems += room.settle()
+            errors = [one for one in again.answer.get("recovered", []) if one["exit_code"] not in (0, 41)]
+            if again.rc not in (0, 41) or errors:
+                problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
+            self.told["recovered"] = True
+        if self.kills_job:
+            self._remove_kept()
+        left = room.litter()
+        if left:
+            words = [p.read_bytes()[-200:] for p in self.room.runtime.glob("*/journals/*.jsonl")]
+            problems.append(f"left lying about: {left} {words}")
+        now, promised, before = self._now(), self._promised(), self.before
+        image = self._whole_image()
+        self.told["state"] = now[0][0]
+        wanted: list[tuple[str, list[int]]]
+        if unfinished or self.case.operation in BROKEN:
+            wanted = [before[0], promised]
+        elif rc == 0:
+            wanted = [promised]
+        elif rc == 41:
+            wanted = [("checkpointed", [])]
+        else:
+            wanted = [before[0]]
+        if self.kills_job and now[0][0].startswith(("gone", "mixed")):
+            wanted.append(now[0])
+        if now[0] not in wanted and not self._excused(now[0]):
+            problems.append(f"exit code {rc}, and the job is {now[0]} instead of {wanted} ({found.short()})")
+        if now[0][0] == "gone" and self.operation == "checkpoint" and not image and not self.kills_job:
+            problems.append("the job is gone and there is no image")
+        if rc == 0 and self.case.operation in ("checkpoint", "leave-running") and not image:
+            problems.append("success, and there is no image")
+        if image and self.operation not in ("checkpoint", "leave-running"):
+            problems.append("an image that nobody asked for")
+        named = bool(self.found and self.found.error.get("image"))
+        if image and rc in range(2, 40) and not named and self.case.operation not in BROKEN:
+            problems.append(f"exit code {rc} says nothing of the image that is there")
+        records = room.suspended_records()
+        if now[0][0] == "running" and records:
+            problems.append(f"the job runs and is noted as suspended: {records}")
+        if now[0][0] == "checkpointed" and not records and not self._excused(now[0]):
+            problems.append("the job is suspended and not noted as such")
+        grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
+        self.told["descriptors"] = grown
+
+    def _remove_kept(self) -> None:
+        """A dump that was whole when the job ended by itself may be its last copy: ``recover`` keeps it for ``rm``."""
+        for path in (self.room.base / "images").glob(".*limosa-partial*"):
+            if not self.jobs[0].alive():
+                self.room.well(["rm", str(path), "-o", "json"])
+
+    def _may_fail_to_undo(self) -> bool:
+        # A recover in which something fails says 40 and is tried again.
+        broken = self.case.operation in BROKEN and self.case.step != "run"
+        return broken or self.for_good or self.kills_job or "slow" in self.fault or "hang" in self.fault
+
+    def _excused(self, now: tuple[str, list[int]]) -> bool:
+        """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
+        return self.fault.startswith(("state-", "lost-", "after-", "blind")) and now[0] in (
+            "running",
+            "locked",
+            "checkpointed",
+        )
+
+    # -- back to a running job -----------------------------------------------------------------------------------------
+
+    def _bring_back(self) -> None:
+        room, problems = self.room, self.problems
+        job = self.jobs[0]
+        if self.problems:
+            return
+        image = room.base / "images" / "image-new"
+        state = room.state(job)
+        gone = any(one.startswith(("gone", "mixed")) for one in (room.state(j) for j in self.jobs))
+        if self.kills_job and gone and not image.exists() and self.image is None:
+            for key in list(room.jobs):
+                room.end(key)
+            self._leaks(alone=True)
+            return
+        if state == "locked":  # excused: somebody has to let it go on
+            from limosa.gpu import driver
+
+            driver.unlock(job.pid)
+            state = room.state(job)
+        if state == "checkpointed":
+            room.well(["resume", str(job.pid), "-o", "json"])
+        elif state == "gone":
+            path = image if image.exists() else self.image
+            if path is None:
+                problems.append("there is no copy of the job")
+                return
+            if self.image is None or self._thorough(2):
+                room.well(["restore", str(path), "-o", "json"])
+        for one in self.jobs:
+            if one.alive():
+                one.goes_on()
+                one.prove()
+        if job.alive():
+            if self.case.victim == "forks":
+                job.command("join")
+            if len(job.session()) != job.slots:
+                problems.append(f"processes {job.session()} instead of {job.slots}")
+            grown = job.resident() - job.size
+            if grown > 40 << 20:
+                problems.append(f"the job holds {grown >> 20} MiB more host memory than before")
+        if self._thorough(5) and not problems and self.case.operation not in BROKEN:
+            self._again()
+        self._leaks()
+        if self.image is not None and job.alive():
+            job.kill()
+            room.reap()
+
+    def _thorough(self, of: int) -> bool:
+        return self.room.random.randrange(of) == 0
+
+    def _again(self) -> None:
+        """The same command without the fault succeeds."""
+        room = self.room
+        if self.image is not None and self.jobs[0].alive():
+            self.jobs[0].kill()
+            room.reap()
+        shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
+        again = self.operation
+        places = room.prepare(Case(again, self.case.victim, "run", "none"))
+        room.well(room.command(again, room.jobs["a"], places))
+        if again in ("suspend", "toggle-down"):
+            room.well(["resume", str(room.jobs["a"].pid), "-o", "json"])
+        elif again == "checkpoint":
+            room.well(["restore", str(room.base / "images" / "image-new"), "-o", "json"])
+        for job in room.jobs.values():
+            job.goes_on()
+            job.prove()
+        self.told["again"] = True
+
+    def _leaks(self, *, alone: bool = False) -> None:
+        """Nothing is left: device memory, requests, records, processes."""
+        room = self.room
+        shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
+        now = self._snapshot()
+        if now.get("requests"):  # the next controller takes away what one that was killed has left
+            from limosa.errors import LimosaError
+            from limosa.gpu import driver
+
+            with contextlib.suppress(LimosaError):
+                driver.state(os.getpid())
+            now = self._snapshot()
+        if room.ground.name == "soft":
+            if alone or self.image is not None or self.operation in ("resume", "resume-to", "toggle-up"):
+                base = {"requests": []}
+            else:
+                base = self.base if self.case.operation not in BROKEN else {"requests": []}
+            for key, value in base.items():
+                if now[key] != value:
+                    self.problems.append(f"{key}: {value} before, {now[key]} after")
+            if alone and not room.jobs:
+                from limosa import gpu
+
+                if any(g.processes for g in gpu.inventory().gpus) or now["blocks of device memory"]:
+                    self.problems.append(f"device memory of nobody: {now}")
+        if room.strangers():
+            self.problems.append(f"processes of nobody: {room.strangers()}")
+        for record in room.suspended_records():
+            self.problems.append(f"noted as suspended: {record}")
+
+
+def _steps(found: Found) -> dict[str, Any]:
+    disk: dict[str, int] = {}
+    for one in found.said:
+        if "disk" in one:
+            disk[one["disk"]] = disk.get(one["disk"], 0) + 1
+    return {
+        "points": [[one["point"], one["n"], one["living"]] for one in found.said if "point" in one],
+        "calls": [one["call"] for one in found.said if "call" in one],
+        "disk": disk,
+        "seconds": round(found.seconds, 2),
+    }
