@@ -299,6 +299,17 @@ def test_a_free_waits_for_its_turn_in_the_stream(job: Far) -> None:
     assert job("free()") == held + 4 * MIB
 
 
+def test_a_pool_keeps_nothing_when_a_context_of_its_device_goes(start: Callable[..., Far]) -> None:
+    job, other = start(), start()
+    before = other("free()")
+    job("pool = ok(cu.cuDeviceGetDefaultMemPool(0)); kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD")
+    job("ok(cu.cuMemPoolSetAttribute(pool, kind, cu.cuuint64_t(1 << 40)))")
+    job("ok(cu.cuMemFreeAsync(ok(cu.cuMemAllocAsync(8 * MIB, 0)), 0)); ok(cu.cuCtxSynchronize())")
+    assert other("free()") == before - 8 * MIB
+    job("ok(cu.cuDevicePrimaryCtxReset(0))")
+    assert other("free()") > before
+
+
 def test_pools_of_ones_own(job: Far) -> None:
     job(
         "props = cu.CUmemPoolProps(); props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED\n"

@@ -305,6 +305,9 @@ def test_handles_mappings_and_reservations_come_back(job: Far, controller: Far) 
     controller.suspend(job.pid)
     controller.resume(job.pid)
     assert job("free()") == before
+    with open(f"/proc/{job.pid}/maps") as maps:
+        rights = {line.split("-")[0]: line.split()[1] for line in maps}
+    assert [rights[f"{job(name):x}"] for name in ("whole", "closed", "sealed")] == ["rw-s", "---s", "r--s"]
     assert job("get(whole + 4 * MIB, 11)") == "in the part"
     job("put(whole + 4 * MIB, b'still one')")
     assert job("get(part, 9)") == "still one"
@@ -376,7 +379,8 @@ def shared(pid: int) -> list[str]:
 @pytest.fixture
 def ipc(job: Far, other: Far) -> tuple[Far, Far]:
     """An exporter of 3 MiB at ``a``, and an importer that has it open at ``a``."""
-    job("small = int(ok(cu.cuMemAlloc(100))); a = int(ok(cu.cuMemAlloc(3 * MIB))); put(a, b'exported')")
+    job("before = ok(cu.cuMemAlloc(5000)); small = int(ok(cu.cuMemAlloc(100)))")
+    job("a = int(ok(cu.cuMemAlloc(3 * MIB))); put(a, b'exported')")
     handle = job("handle_of(a)")
     other(f"a = opened({handle!r})")
     return job, other
