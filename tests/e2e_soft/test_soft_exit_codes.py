@@ -162,6 +162,8 @@ def a_gpu_that_fell_off_the_bus(soft: Any, says: Says) -> Any:
     job = node.job()
     node.switches.lose(1)
     says(node, "move", job.pid, "--to", 1)
+    node.says(12, "gpu-lost", "suspend", job.pid)
+    assert "lost: it has fallen off the bus" in node.limosa("gpus").stdout
     node.switches.lose(1, lost=False)
     return job
 

@@ -39,4 +39,5 @@ def _draw(console: Console, found: Inventory) -> None:
         rows.append((gpu.index, words.size(gpu.memory_used), total, gpu.pci_bus_id, gpu.uuid, name))
         for process in gpu.processes:
             rows.append(("", words.size(process.memory_used), "", "", f"  process {process.pid}", ""))
+    rows += [(index, "", "", "", "", "lost: it has fallen off the bus") for index in found.lost]
     words.table(console, ("GPU", "USED", "MEMORY", "BUS", "UUID", "NAME"), rows, right=("GPU", "USED", "MEMORY"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from limosa.errors import InvalidMap, UnknownGpu
+from limosa.errors import GpuUnavailable, InvalidMap, UnknownGpu
 from limosa.gpu.names import normal_pci, normal_uuid, uuid_of_bytes
 
 
@@ -71,6 +71,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
         gpus: in NVML's order.
         mps: whether an MPS control daemon or server runs.
         software: whether the GPUs are Limosa's software GPUs.
+        lost: indices of GPUs that NVML counts and that answer no more (they fell off the bus); not in ``gpus``.
     """
 
     driver_version: str
@@ -78,6 +79,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     gpus: list[Gpu]
     mps: bool = False
     software: bool = False
+    lost: list[int] = []
 
     @property
     def driver_major(self) -> int:
@@ -113,15 +115,16 @@ def find_gpu(inventory: Inventory, spec: object) -> Gpu:
 
     Raises:
         UnknownGpu: no GPU is called so, or more than one.
+        GpuUnavailable: an index of a GPU that has fallen off the bus.
     """
     if isinstance(spec, Gpu):
         spec = spec.uuid
     if isinstance(spec, int) and not isinstance(spec, bool):
-        found = [gpu for gpu in inventory.gpus if gpu.index == spec]
+        found = _by_index(inventory, spec)
     else:
         text = uuid_text(spec)
         if text.isascii() and text.isdigit() and len(text) < 8:
-            found = [gpu for gpu in inventory.gpus if gpu.index == int(text)]
+            found = _by_index(inventory, int(text))
         elif normal_uuid(text):
             found = [gpu for gpu in inventory.gpus if gpu.uuid == normal_uuid(text)]
         elif normal_pci(text):
@@ -132,6 +135,13 @@ def find_gpu(inventory: Inventory, spec: object) -> Gpu:
     if len(found) != 1:
         raise UnknownGpu(spec=str(spec))
     return found[0]
+
+
+def _by_index(inventory: Inventory, index: int) -> list[Gpu]:
+    """Return the GPU with NVML's number, if there is one."""
+    if index in inventory.lost:
+        raise GpuUnavailable(detail=f"GPU {index} has fallen off the bus", hint="reset it, or restart the machine")
+    return [gpu for gpu in inventory.gpus if gpu.index == index]
 
 
 def uuid_text(spec: object) -> str:

@@ -38,7 +38,14 @@ def inventory() -> Inventory:
     try:
         driver_version = _text(nvml.nvmlSystemGetDriverVersion())
         cuda = int(nvml.nvmlSystemGetCudaDriverVersion_v2())
-        gpus = [_read(nvml, index) for index in range(int(nvml.nvmlDeviceGetCount()))]
+        gpus, lost = [], []
+        for index in range(int(nvml.nvmlDeviceGetCount())):
+            try:
+                gpus.append(_read(nvml, index))
+            except nvml.NVMLError as error:
+                if int(getattr(error, "value", -1)) != nvml.NVML_ERROR_GPU_IS_LOST:
+                    raise
+                lost.append(index)
     except nvml.NVMLError as error:
         raise _unavailable(nvml, error) from error
     return Inventory(
@@ -47,6 +54,7 @@ def inventory() -> Inventory:
         gpus=gpus,
         mps=_mps_running(),
         software=any(gpu.name.startswith(SOFTWARE_PREFIX) for gpu in gpus),
+        lost=lost,
     )
 
 

@@ -40,6 +40,15 @@ def gpu_refusals(inventory: Inventory, members: Sequence[Member], *, moves: bool
                 hint="install a newer NVIDIA driver",
             )
         )
+    for index in inventory.lost if members else ():
+        found.append(
+            Reason(
+                id="gpu-lost",
+                text=f"GPU {index} has fallen off the bus: a restore has to name every GPU that a job can open",
+                exit_code=12,
+                hint="reset that GPU, or restart the machine",
+            )
+        )
     involved = {u for m in members for u in m.held} | {m.map.get(u, u) for m in members for u in m.held}
     by_uuid = {g.uuid: g for g in inventory.gpus}
     for uuid in sorted(involved):
