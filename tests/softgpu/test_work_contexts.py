@@ -76,6 +76,7 @@ def test_stack_of_contexts(job: Far) -> None:
     job("ok(cu.cuCtxDestroy(contexts[0].value))")
     assert job("int(ok(cu.cuCtxGetCurrent()))") == 0
     assert job("word(cu.cuCtxDestroy(contexts[0].value)[0])") == "INVALID_CONTEXT"
+    assert job("word(cu.cuCtxDestroy(0)[0])") == "INVALID_VALUE"
     assert job("word(cu.cuCtxPushCurrent(contexts[0].value)[0])") == "INVALID_CONTEXT"
     assert job("word(cu.cuCtxSetCurrent(12345)[0])") == "INVALID_CONTEXT"
 
@@ -137,7 +138,7 @@ def test_peer_access(job: Far) -> None:
     """A kernel reaches another GPU's memory only where access has been enabled; a copy always."""
     job("context(1); there = plain(1, 7); other = ok(cu.cuCtxGetCurrent())")
     job("ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0)))); mine = ok(cu.cuCtxGetCurrent())")
-    assert job("word(cu.cuCtxEnablePeerAccess(mine, 0)[0])") == "INVALID_CONTEXT"
+    assert job("word(cu.cuCtxEnablePeerAccess(mine, 0)[0])") == "PEER_ACCESS_UNSUPPORTED"
     assert job("word(cu.cuCtxDisablePeerAccess(other)[0])") == "PEER_ACCESS_NOT_ENABLED"
     assert job("word(cu.cuCtxEnablePeerAccess(other, 1)[0])") == "INVALID_VALUE"
     assert job("word(cu.cuCtxEnablePeerAccess(other, 0)[0])") == "SUCCESS"

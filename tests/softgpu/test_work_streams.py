@@ -255,6 +255,77 @@ def test_a_blocked_synchronise_makes_a_lock_time_out(job: Far, node: Any) -> Non
     assert controller.unlock(job.pid) == "SUCCESS"
 
 
+AT_ONCE = {
+    "cuCtxSynchronize()": "AWAITS",
+    "cuStreamSynchronize(s)": "AWAITS",
+    "cuStreamQuery(s)": "AWAITS",
+    "cuEventQuery(e)": "AWAITS",
+    "cuEventSynchronize(e)": "AWAITS",
+    "cuDeviceGetName(64, 0)": "OPERATING_SYSTEM",
+    "cuStreamWaitEvent(s, e, 0)": "SUCCESS",
+    "cuDevicePrimaryCtxRetain(0)": "SUCCESS",
+    "cuFuncGetAttribute(cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, kernel['fill'])": "SUCCESS",
+    "cuDeviceGetUuid(0)": "SUCCESS",
+    "cuCtxGetCurrent()": "SUCCESS",
+    "cuStreamGetPriority(s)": "SUCCESS",
+}
+"""What answers in a locked process, and what it does in a checkpointed one: as a real driver's."""
+HELD = (
+    *("cuInit(0)", "cuDevicePrimaryCtxRetain(1)", "cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE)", "cuStreamCreate(0)"),
+    *("cuEventRecord(e, s)", "cuEventCreate(0)", "cuMemcpyDtoH(bytearray(8), a, 8)", "cuMemsetD8(a, 1, 8)"),
+    "cuModuleGetFunction(module, b'hash')",
+)
+
+
+def test_what_a_locked_and_a_checkpointed_process_can_call(job: Far, node: Any) -> None:
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    job("s = ok(cu.cuStreamCreate(1)); e = ok(cu.cuEventCreate(0)); a = int(ok(cu.cuMemAlloc(512))); fill(s, a, 3)")
+    job("here = ok(cu.cuCtxGetCurrent()); ok(cu.cuEventRecord(e, s))")
+
+    def ask(calls: Any) -> dict[str, Any]:
+        return {call: job.send(f"ok(cu.cuCtxSetCurrent(here)), said(cu.{call})") for call in calls}
+
+    assert controller.lock(job.pid, 5000) == "SUCCESS"
+    held = ask(HELD)
+    assert {call: one.value(5)[1] for call, one in ask(AT_ONCE).items()} == dict.fromkeys(AT_ONCE, "SUCCESS")
+    assert controller.checkpoint(job.pid) == "SUCCESS"
+    waiting = ask(call for call, answer in AT_ONCE.items() if answer == "AWAITS")
+    at_once = {call: answer for call, answer in AT_ONCE.items() if answer != "AWAITS"}
+    assert {call: one.value(5)[1] for call, one in ask(at_once).items()} == at_once
+    time.sleep(0.3)
+    assert [call for call, one in (held | waiting).items() if one.done] == []
+    assert controller.restore(job.pid) == "SUCCESS"
+    assert {one.value(5)[1] for one in waiting.values()} == {"SUCCESS"}
+    time.sleep(0.1)
+    assert [call for call, one in held.items() if one.done] == []
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert {call: one.value(5)[1] for call, one in held.items()} == dict.fromkeys(HELD, "SUCCESS")
+
+
+def test_a_synchronise_while_checkpointed_may_crash_the_job(job: Far, node: Any) -> None:
+    """It has been seen of a real driver; here where a rule says so."""
+    node.switches.add("hazard=synchronise-while-checkpointed-segfaults")
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    controller.suspend(job.pid)
+    job.send("context(), cu.cuCtxSynchronize()")
+    assert job.died() == -11
+
+
+def test_the_uuid_follows_a_move_and_the_bus_id_does_not(job: Far, node: Any) -> None:
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    seen = "[bytes(ok(cu.cuDeviceGetUuid(i)).bytes).hex() for i in (0, 1)]"
+    bus_ids = "[ok(cu.cuDeviceGetPCIBusId(32, i)).decode() for i in (0, 1)]"
+    first, second = job(seen)
+    before = job(bus_ids)
+    controller.suspend(job.pid)
+    controller.resume(job.pid, [(first, second), (second, first)])
+    assert job(seen) == [second, first]
+    assert job(bus_ids) == before
+
+
 def test_streams_and_events_survive_a_checkpoint(job: Far, node: Any) -> None:
     controller = Far(node)
     controller("ok(cu.cuInit(0))")

@@ -21,10 +21,10 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Whether a process is one that a driver of this kind checkpoints and cannot restore: it has peer access between its
- * GPUs and one plain allocation of 512 MiB or more. memory.c's. */
-bool memory_has_peer_hazard(void) __attribute__((weak));
+/* memory.c: peer access between the process's GPUs, and one plain allocation of 512 MiB or more. */
+bool memory_has_peer_hazard(void);
 
+#define LOOK_SECONDS 0.1 /* how often a waiting lock looks after its controller */
 #define IPC_BRANCH 610 /* the first driver that checkpoints memory opened from another process */
 #define NODE_MPS 1u /* node_state.nvml_flags: compute processes are clients of MPS */
 
@@ -37,8 +37,9 @@ static struct {
     int n_gpus; /* those that the process could open: what a map has to speak of, by their names of then */
     int gpu[NODE_MAX_GPUS];
     struct node_gpu was[NODE_MAX_GPUS];
-    CUresult lost;  /* what every restore answers, after the checkpoint of a process that cannot come back */
-    bool poisoned;  /* a restore has failed in the middle */
+    CUresult lost; /* what every restore answers, after the checkpoint of a process that cannot come back */
+    bool poisoned; /* a restore has failed in the middle */
+    bool refused;  /* a checkpoint was NOT_SUPPORTED: until the unlock the next ones are UNKNOWN */
 } kept;
 
 static bool moving; /* a restore is under way: gpu_after answers by `after` */
@@ -153,10 +154,19 @@ void checkpoint_node_hangs(void)
 
 /* ------------------------------------------------------------------------------------------- lock and unlock --- */
 
+/* Nobody wants a lock that is still waiting when its controller has gone. */
+static bool abandoned(const void *request)
+{
+    const struct request *of = request;
+    return !controller_lives(of->controller, of->pid_namespace);
+}
+
 /* Work that has been submitted is part of what a lock waits for, so that a kernel (or a collective) that never ends makes
  * it time out, whether or not a thread of the application waits for it. */
 static CUresult lock_process(const struct request *request)
 {
+    if (!driver.initialised) /* its cuInit has found no GPU */
+        return CUDA_ERROR_OPERATING_SYSTEM;
     double limit = request->timeout_ms ? request->timeout_ms / 1000.0 : -1, since = node_now();
     CUresult result = step("step:lock-begin");
 
@@ -166,12 +176,16 @@ static CUresult lock_process(const struct request *request)
         return CUDA_ERROR_NOT_SUPPORTED;
     if (fault_hazard_wait("collective-deadlocks-lock", limit))
         return CUDA_ERROR_NOT_READY;
-    if (gate_close(request->timeout_ms) != 0)
+    if (gate_close(request->timeout_ms, abandoned, request) != 0)
         return CUDA_ERROR_NOT_READY;
-    double left = limit - (node_now() - since);
-    if (!streams_drain(limit < 0 ? -1 : left > 0 ? left : 0)) {
-        gate_open();
-        return CUDA_ERROR_NOT_READY;
+    for (;;) {
+        double left = limit < 0 ? LOOK_SECONDS : limit - (node_now() - since);
+        if (streams_drain(left <= 0 ? 0 : left < LOOK_SECONDS ? left : LOOK_SECONDS))
+            break;
+        if (left <= 0 || abandoned(request)) {
+            gate_open();
+            return CUDA_ERROR_NOT_READY;
+        }
     }
     result = step("step:lock-closed");
     if (result != CUDA_SUCCESS) {
@@ -187,6 +201,7 @@ static CUresult unlock_process(void)
     CUresult result = step("step:unlock-begin");
     if (result != CUDA_SUCCESS)
         return result;
+    kept.refused = false;
     driver.state = CU_PROCESS_STATE_RUNNING; /* conclude() opens the gate */
     return CUDA_SUCCESS;
 }
@@ -208,12 +223,11 @@ static void note_gpus(void)
 /* What the driver does not notice until it is too late. */
 static CUresult note_losses(void)
 {
-    bool peers = memory_has_peer_hazard && memory_has_peer_hazard();
     if (memory_has_imported())
         return CUDA_ERROR_INVALID_VALUE;
-    if (peers || fault_hazard("peer-large-allocation-lost"))
+    if (memory_has_peer_hazard() && fault_hazard("peer-large-allocation-lost"))
         return CUDA_ERROR_INVALID_VALUE;
-    if (fault_hazard("nccl-shared-memory-lost"))
+    if (vmm_has_imported() || fault_hazard("nccl-shared-memory-lost"))
         return CUDA_ERROR_NOT_SUPPORTED;
     return CUDA_SUCCESS;
 }
@@ -228,8 +242,12 @@ static CUresult checkpoint_process(const struct request *request)
         return result;
     fault_hazard_wait("multicast-hangs", -1);
     streams_drain(-1);
-    if (memory_has_managed())
+    if (kept.refused)
+        return CUDA_ERROR_UNKNOWN;
+    if (memory_has_managed()) {
+        kept.refused = true;
         return CUDA_ERROR_NOT_SUPPORTED;
+    }
     if (memory_has_imported() && driver_branch() >= IPC_BRANCH) {
         node_log("checkpoints of CUDA IPC, which drivers from %d on can do, are not implemented", IPC_BRANCH);
         return CUDA_ERROR_NOT_SUPPORTED;
@@ -271,6 +289,7 @@ static CUresult checkpoint_process(const struct request *request)
     kept.poisoned = false;
     kept.lost = note_losses();
     note_gpus();
+    gate_shut();
     memory_release();
     vmm_release();
     contexts_release();
@@ -312,6 +331,14 @@ static const void *mapped_to(const struct node_gpu *was, const struct request *r
     return to;
 }
 
+static bool was_openable(const void *uuid)
+{
+    for (int i = 0; i < kept.n_gpus; i++)
+        if (!memcmp(kept.was[i].uuid, uuid, sizeof(kept.was[i].uuid)))
+            return true;
+    return false;
+}
+
 /* Fill `after`. The map must be one from all GPUs that the process could open at its checkpoint into those that it can
  * open now, one to one, each onto the same chip. */
 static CUresult choose_gpus(const struct request *request)
@@ -327,12 +354,14 @@ static CUresult choose_gpus(const struct request *request)
     for (int i = 0; i < kept.n_gpus; i++) {
         const void *uuid = mapped_to(&kept.was[i], request);
         int gpu = uuid ? find_gpu(uuid) : -1;
-        if (gpu < 0 || !(openable >> gpu & 1) || taken >> gpu & 1 || !same_chip(&kept.was[i], &driver.node->gpus[gpu]))
+        if (gpu < 0 || taken >> gpu & 1 || !same_chip(&kept.was[i], &driver.node->gpus[gpu]) ||
+            !(openable >> gpu & 1 || was_openable(uuid)))
             return CUDA_ERROR_INVALID_VALUE;
         taken |= 1u << gpu;
         after[kept.gpu[i]] = gpu;
     }
-    return CUDA_SUCCESS;
+    /* A right map, but a node that was there has been covered meanwhile: measured. */
+    return taken & ~openable ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
 
 /* Take device memory. What was taken is given back where there is not enough. */
@@ -387,8 +416,10 @@ static CUresult restore_opened(const struct request *request)
     node_pace(since, kept.contexts ? rates->restore_fixed : rates->restore_fixed / 10, kept.device_bytes,
               rates->restore);
     driver_lock();
-    for (int i = 0; i < driver.n_devices; i++)
+    for (int i = 0; i < driver.n_devices; i++) {
         driver.devices[i] = gpu_after(driver.devices[i]);
+        memcpy(driver.known[i].uuid, driver.node->gpus[driver.devices[i]].uuid, sizeof(driver.known[i].uuid));
+    }
     driver.openable = devices_openable();
     driver_unlock();
     moving = false;
@@ -399,6 +430,7 @@ static CUresult restore_opened(const struct request *request)
     step("step:restore-loaded");
     fresh = true;
     driver.state = CU_PROCESS_STATE_LOCKED;
+    gate_unshut();
     return CUDA_SUCCESS;
 }
 
@@ -516,11 +548,6 @@ static void conclude(const struct job *job, CUresult result)
         gate_open();
 }
 
-static bool is_query(const struct request *request)
-{
-    return request->kind == REQUEST_STATE || request->kind == REQUEST_THREAD;
-}
-
 /* Wait for a request, at most `seconds` (negative: no limit). A process that a debugger or CRIU stops is interrupted
  * here, and comes back. */
 static bool next(double seconds, uint64_t *number)
@@ -573,7 +600,7 @@ static void work_and_tell(const struct job *job)
         }
         if (!take(number, &waiting[n]))
             continue;
-        if (is_query(&waiting[n].request))
+        if (waiting[n].request.kind == REQUEST_STATE)
             answer(&waiting[n], CUDA_SUCCESS, job->request.kind == REQUEST_CHECKPOINT ? 4 : 5);
         else
             n++;

@@ -246,25 +246,40 @@ static bool valid_flags(unsigned flags)
     return !(flags & ~(unsigned)CU_CTX_FLAGS_MASK) && scheduling != 3 && scheduling <= CU_CTX_SCHED_BLOCKING_SYNC;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *handle, CUdevice device)
+static CUresult primary_retain(CUcontext *handle, CUdevice device, bool only_active, unsigned faults)
 {
-    ENTER(CALL_MANAGE);
-    if (!handle)
-        RETURN(CUDA_ERROR_INVALID_VALUE);
-    if (!valid_device(device))
-        RETURN(CUDA_ERROR_INVALID_DEVICE);
     pthread_mutex_lock(&making);
     struct context *context = primary_of(device);
-    if (!context)
-        context = context_make(device, primary_flags[device], true);
-    CUresult result = context ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-    if (context && context->destroyed)
-        result = bring_up(context, call_.faults);
+    CUresult result = CUDA_SUCCESS;
+    if (only_active && (!context || context->destroyed))
+        result = CUDA_ERROR_INVALID_CONTEXT;
+    else if (!context && !(context = context_make(device, primary_flags[device], true)))
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    else if (context->destroyed)
+        result = bring_up(context, faults);
     if (result == CUDA_SUCCESS) {
         context->references++;
         *handle = (CUcontext)context;
     }
     pthread_mutex_unlock(&making);
+    return result;
+}
+
+/* Counting one more who retains it is nothing that a lock holds; making it is. */
+EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *handle, CUdevice device)
+{
+    ENTER(CALL_QUERY);
+    if (!handle)
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    if (!valid_device(device))
+        RETURN(CUDA_ERROR_INVALID_DEVICE);
+    CUresult result = call_.faults & FAULT_NO_DEVICE_MEMORY ? CUDA_ERROR_INVALID_CONTEXT
+                                                            : primary_retain(handle, device, true, 0);
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+        gate_enter();
+        result = primary_retain(handle, device, false, call_.faults);
+        gate_leave();
+    }
     RETURN(result);
 }
 
@@ -419,6 +434,8 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, un
 
 static CUresult destroy(CUcontext handle)
 {
+    if (!handle)
+        return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&making);
     driver_lock();
     struct context *context = context_of_handle(handle);
@@ -600,13 +617,13 @@ EXPORT CUresult cuCtxGetApiVersion(CUcontext handle, unsigned int *version)
 
 EXPORT CUresult cuCtxSynchronize(void)
 {
-    ENTER(CALL_WORK);
+    ENTER(CALL_SYNC | CALL_CONTEXT);
     RETURN(context_wait(call_.context));
 }
 
 EXPORT CUresult cuCtxSynchronize_v2(CUcontext handle)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_SYNC);
     struct context *context = meant(&call_, handle);
     if (!context)
         RETURN(CUDA_ERROR_INVALID_CONTEXT);
@@ -617,7 +634,7 @@ EXPORT CUresult cuCtxSynchronize_v2(CUcontext handle)
 
 EXPORT CUresult cuCtxGetLimit(size_t *value, CUlimit limit)
 {
-    ENTER(CALL_QUERY | CALL_CONTEXT);
+    ENTER(CALL_WORK);
     if (!value || (unsigned)limit >= CU_LIMIT_MAX)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     if (limit == CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH && driver.known[call_.context->ordinal].cc_major >= 9)
@@ -696,7 +713,7 @@ EXPORT CUresult cuCtxEnablePeerAccess(CUcontext handle, unsigned int flags)
     const struct context *peer = usable(handle);
     if (flags != 0)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    if (!peer || peer == call_.context)
+    if (!peer)
         RETURN(CUDA_ERROR_INVALID_CONTEXT);
     if (peer->ordinal == call_.context->ordinal)
         RETURN(CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);

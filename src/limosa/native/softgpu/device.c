@@ -1,4 +1,5 @@
-/* Devices: what they are called, what they can do. Nothing here needs the node: all of it is known since cuInit. */
+/* Devices: what they are called, what they can do. Nothing here needs the node: all of it is known since cuInit. (A real
+ * driver asks the GPU for its name, and cannot while the process is checkpointed.) */
 #define _GNU_SOURCE
 #include "driver.h"
 
@@ -32,7 +33,7 @@ EXPORT CUresult cuDeviceGet(CUdevice *device, int ordinal)
 
 EXPORT CUresult cuDeviceGetName(char *name, int length, CUdevice device)
 {
-    ENTER(CALL_QUERY);
+    ENTER(CALL_QUERY | CALL_ASKS);
     if (!name || length <= 0)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     if (!known(device))
@@ -47,7 +48,9 @@ static CUresult get_uuid(CUuuid *uuid, CUdevice device)
         return CUDA_ERROR_INVALID_VALUE;
     if (!known(device))
         return CUDA_ERROR_INVALID_DEVICE;
+    driver_lock(); /* a restore changes it */
     memcpy(uuid->bytes, known(device)->uuid, sizeof uuid->bytes);
+    driver_unlock();
     return CUDA_SUCCESS;
 }
 

@@ -33,11 +33,15 @@ enum call_flags {
     CALL_INIT = 1,    /* NOT_INITIALIZED before cuInit */
     CALL_CONTEXT = 2, /* INVALID_CONTEXT without a current context; implies CALL_INIT */
     CALL_GATED = 4,   /* waits while the process is locked */
+    /* What a lock does not hold, as a real driver does not: */
+    CALL_AWAITS = 16, /* waits while the process is checkpointed (synchronises: when locked there is nothing to await) */
+    CALL_ASKS = 32,   /* asks the GPU: OPERATING_SYSTEM while the process is checkpointed */
     CALL_OWN_FAULTS = 8, /* asks fault_ask itself, as it knows what the call is about (checkpoint calls: the target) */
     /* what most take: */
     CALL_QUERY = CALL_INIT,
     CALL_WORK = CALL_INIT | CALL_CONTEXT | CALL_GATED,
     CALL_MANAGE = CALL_INIT | CALL_GATED,
+    CALL_SYNC = CALL_INIT | CALL_AWAITS,
 };
 
 struct call {
@@ -73,8 +77,8 @@ struct driver {
      * changes these. */
     int n_devices;
     int devices[NODE_MAX_GPUS];
-    /* What the application is told of each, by ordinal: as at cuInit, also after it was restored onto another GPU, and
-     * while nothing of the node is mapped. */
+    /* What the application is told of each, by ordinal: as at cuInit, also while nothing of the node is mapped, and after
+     * it was restored onto another GPU: of that it is told the uuid, but still the old bus id. */
     struct node_gpu known[NODE_MAX_GPUS];
 
     _Atomic int state; /* CUprocessState */
@@ -95,13 +99,15 @@ int driver_thread(pthread_t *thread, const char *name, void *(*body)(void *), vo
 extern _Thread_local bool driver_own_thread;
 
 /* The gate. gate_close lets no new gated call in and waits until those inside have left; ETIMEDOUT (and open again) when
- * they have not after timeout_ms (0: no limit). */
-int gate_close(unsigned timeout_ms);
+ * they have not after timeout_ms (0: no limit), or when `abandoned` says that nobody waits for it any more. */
+int gate_close(unsigned timeout_ms, bool (*abandoned)(const void *), const void *argument);
 void gate_open(void);
-/* Around a wait for the device in a gated call: whether the caller counts as inside meanwhile is decided here. Neither
- * is called with a lock held. */
-void gate_wait_begin(void);
-void gate_wait_end(void);
+/* As what CALL_GATED does: for a part of a function that is not gated as a whole. */
+void gate_enter(void);
+void gate_leave(void);
+/* For a checkpoint, once it is certain: CALL_AWAITS waits, CALL_ASKS fails, those inside have left when this returns. */
+void gate_shut(void);
+void gate_unshut(void);
 
 /* Open and map /dev/nvidia* as a process with a driver does; undone for a checkpoint, done again by a restore. */
 int devices_open(void);
@@ -176,6 +182,7 @@ CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only);
  * Sizes are bytes of device memory to be saved. */
 bool memory_has_managed(void);
 bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (facts.md 7) */
+bool vmm_has_imported(void);    /* so is a handle of another process's memory */
 uint64_t memory_bytes(void);
 uint64_t vmm_bytes(void);
 char *memory_save(char *to);  /* copies all of it to `to`, returns the end; nothing is released yet */

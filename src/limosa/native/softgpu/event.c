@@ -138,7 +138,7 @@ EXPORT CUresult cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsi
 
 EXPORT CUresult cuEventQuery(CUevent handle)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_SYNC);
     streams_lock();
     const struct event *event = event_find(handle);
     CUresult result = !event                                  ? CUDA_ERROR_INVALID_HANDLE
@@ -151,23 +151,17 @@ EXPORT CUresult cuEventQuery(CUevent handle)
 
 EXPORT CUresult cuEventSynchronize(CUevent handle)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_SYNC);
     streams_lock();
     const struct event *event = event_find(handle);
     struct context *context = event ? event->context : NULL;
     struct mark *mark = event ? event->mark : NULL;
-    bool wait = mark && !mark->reached;
-    if (wait)
+    if (mark) {
         mark->references++;
-    streams_unlock();
-    if (wait) {
-        gate_wait_begin();
-        streams_lock();
         mark_wait(mark);
         mark_drop(mark);
-        streams_unlock();
-        gate_wait_end();
     }
+    streams_unlock();
     RETURN(context ? (CUresult)context->sticky : CUDA_ERROR_INVALID_HANDLE);
 }
 
@@ -193,13 +187,13 @@ static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
 
 EXPORT CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_SYNC);
     RETURN(elapsed(milliseconds, start, end));
 }
 
 EXPORT CUresult cuEventElapsedTime_v2(float *milliseconds, CUevent start, CUevent end)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_SYNC);
     RETURN(elapsed(milliseconds, start, end));
 }
 
@@ -226,12 +220,12 @@ static CUresult wait_event(struct context *context, CUstream handle, CUevent awa
 
 EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_QUERY);
     RETURN(wait_event(call_.context, stream, event, flags));
 }
 
 EXPORT CUresult cuStreamWaitEvent_ptsz(CUstream stream, CUevent event, unsigned int flags)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_QUERY);
     RETURN(wait_event(call_.context, PER_THREAD(stream), event, flags));
 }

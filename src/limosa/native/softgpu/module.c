@@ -211,7 +211,7 @@ bool function_find(CUfunction handle, struct function *found, struct context **c
 
 static CUresult get_function(void **handle, const void *of, const char *name)
 {
-    if (!handle || !name)
+    if (!handle || !name || !*name)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = CUDA_SUCCESS;
     driver_lock();
@@ -446,7 +446,7 @@ EXPORT CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *of
 
 EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function)
 {
-    ENTER(CALL_WORK);
+    ENTER(CALL_QUERY | CALL_CONTEXT);
     struct function found;
     struct context *context;
     if (!value)

@@ -98,19 +98,16 @@ int driver_thread(pthread_t *thread, const char *name, void *(*body)(void *), vo
 
 /* ------------------------------------------------------------------------------------------------------ the gate --- */
 
-/* Whether a gated call that waits for the device (a synchronise behind a kernel that does not end) holds a lock up. As
- * a lock waits for the work itself too, the answers to the controller are the same either way; with false, the caller
- * goes on waiting at the gate once the work is done. */
-#define WAITING_COUNTS_AS_INSIDE true
-
 static struct {
     pthread_mutex_t mutex;
     pthread_cond_t opened, left;
-    bool closed;
-    int inside;
+    bool closed; /* the process is locked */
+    bool shut;   /* it is checkpointed */
+    bool deadly; /* as a hazard: who would wait for what is checkpointed crashes */
+    int inside, asking;
 } gate = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-static void gate_enter(void)
+void gate_enter(void)
 {
     pthread_mutex_lock(&gate.mutex);
     while (gate.closed)
@@ -119,7 +116,7 @@ static void gate_enter(void)
     pthread_mutex_unlock(&gate.mutex);
 }
 
-static void gate_leave(void)
+void gate_leave(void)
 {
     pthread_mutex_lock(&gate.mutex);
     if (--gate.inside == 0 && gate.closed)
@@ -127,15 +124,20 @@ static void gate_leave(void)
     pthread_mutex_unlock(&gate.mutex);
 }
 
-int gate_close(unsigned timeout_ms)
+int gate_close(unsigned timeout_ms, bool (*abandoned)(const void *), const void *argument)
 {
     struct timespec deadline = driver_deadline(timeout_ms / 1e3);
     int error = 0;
     pthread_mutex_lock(&gate.mutex);
     gate.closed = true;
-    while (gate.inside > 0 && !error)
-        error = timeout_ms ? pthread_cond_timedwait(&gate.left, &gate.mutex, &deadline)
-                           : pthread_cond_wait(&gate.left, &gate.mutex);
+    while (gate.inside > 0 && !error) {
+        struct timespec look = driver_deadline(0.1);
+        bool last = timeout_ms && (deadline.tv_sec < look.tv_sec ||
+                                   (deadline.tv_sec == look.tv_sec && deadline.tv_nsec <= look.tv_nsec));
+        error = pthread_cond_timedwait(&gate.left, &gate.mutex, last ? &deadline : &look);
+        if (error == ETIMEDOUT && !last && !abandoned(argument))
+            error = 0;
+    }
     if (gate.inside == 0)
         error = 0;
     if (error) {
@@ -154,16 +156,52 @@ void gate_open(void)
     pthread_mutex_unlock(&gate.mutex);
 }
 
-void gate_wait_begin(void)
+void gate_shut(void)
 {
-    if (!WAITING_COUNTS_AS_INSIDE && !driver_own_thread)
-        gate_leave();
+    bool deadly = fault_hazard("synchronise-while-checkpointed-segfaults");
+    pthread_mutex_lock(&gate.mutex);
+    gate.shut = true;
+    gate.deadly = deadly;
+    while (gate.asking > 0)
+        pthread_cond_wait(&gate.left, &gate.mutex);
+    pthread_mutex_unlock(&gate.mutex);
 }
 
-void gate_wait_end(void)
+void gate_unshut(void)
 {
-    if (!WAITING_COUNTS_AS_INSIDE && !driver_own_thread)
-        gate_enter();
+    pthread_mutex_lock(&gate.mutex);
+    gate.shut = gate.deadly = false;
+    pthread_cond_broadcast(&gate.opened);
+    pthread_mutex_unlock(&gate.mutex);
+}
+
+/* Where CALL_AWAITS and CALL_ASKS come in and go out. */
+static CUresult ask_enter(unsigned flags)
+{
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&gate.mutex);
+    if (flags & CALL_AWAITS) {
+        if (gate.shut && gate.deadly)
+            raise(SIGSEGV);
+        while (gate.shut)
+            pthread_cond_wait(&gate.opened, &gate.mutex);
+    }
+    if (flags & CALL_ASKS) {
+        if (gate.shut)
+            result = CUDA_ERROR_OPERATING_SYSTEM;
+        else
+            gate.asking++;
+    }
+    pthread_mutex_unlock(&gate.mutex);
+    return result;
+}
+
+static void ask_leave(void)
+{
+    pthread_mutex_lock(&gate.mutex);
+    if (--gate.asking == 0)
+        pthread_cond_broadcast(&gate.left);
+    pthread_mutex_unlock(&gate.mutex);
 }
 
 /* ---------------------------------------------------------------------------------------------------- every call --- */
@@ -187,6 +225,8 @@ static void leave(const struct call *call)
 {
     if ((call->flags & CALL_GATED) && !driver_own_thread)
         gate_leave();
+    if (call->flags & CALL_ASKS)
+        ask_leave();
 }
 
 CUresult call_begin(struct call *call, const char *name, unsigned flags)
@@ -211,15 +251,23 @@ CUresult call_begin(struct call *call, const char *name, unsigned flags)
         if (fault.actions & FAULT_RESULT)
             refused = (CUresult)fault.result;
     }
-    if (refused == CUDA_SUCCESS && (flags & CALL_GATED) && checkpoint_first_call)
+    bool asked = false;
+    if (refused == CUDA_SUCCESS && (flags & (CALL_AWAITS | CALL_ASKS))) {
+        refused = ask_enter(flags);
+        asked = refused == CUDA_SUCCESS;
+    }
+    if (refused == CUDA_SUCCESS && (flags & (CALL_GATED | CALL_AWAITS | CALL_ASKS)) && checkpoint_first_call)
         checkpoint_first_call(name);
     if (refused == CUDA_SUCCESS && (flags & CALL_INIT)) {
         call->context = context_current();
         if (flags & CALL_CONTEXT)
             refused = refuse_context(call);
     }
-    if (refused != CUDA_SUCCESS)
+    if (refused != CUDA_SUCCESS) {
+        if (!asked)
+            call->flags &= ~(unsigned)CALL_ASKS;
         leave(call);
+    }
     return refused;
 }
 
@@ -410,7 +458,7 @@ EXPORT CUresult cuInit(unsigned int flags)
     CUresult result = open_node(); /* first: it holds the faults that ENTER asks for */
     if (result != CUDA_SUCCESS)
         return result;
-    ENTER(CALL_ANY);
+    ENTER(driver.initialised ? CALL_GATED : CALL_ANY);
     pthread_mutex_lock(&init_mutex);
     if (!driver.initialised) {
         result = initialise();
@@ -447,8 +495,8 @@ static void fork_child(void)
     pthread_mutex_init(&gate.mutex, NULL);
     driver_condition(&gate.opened);
     driver_condition(&gate.left);
-    gate.closed = false;
-    gate.inside = 0;
+    gate.closed = gate.shut = gate.deadly = false;
+    gate.inside = gate.asking = 0;
     streams_forked();
     if (!driver.initialised)
         return;

@@ -302,17 +302,14 @@ CUresult stream_run(struct context *context, CUstream handle, void (*run)(void *
         done->references = 2; /* ours and the work's */
         result = stream_append(stream, run, argument, true, NULL, done);
     }
-    streams_unlock();
     if (!done || result != CUDA_SUCCESS) {
+        streams_unlock();
         free(done);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    gate_wait_begin();
-    streams_lock();
     mark_wait(done);
     mark_drop(done);
     streams_unlock();
-    gate_wait_end();
     return (CUresult)context->sticky;
 }
 
@@ -344,16 +341,8 @@ CUresult stream_wait(struct context *context, CUstream handle)
     stream->references++;
     context = stream->context;
     uint64_t number = last_number;
-    if (busy(NULL, stream, number)) {
-        streams_unlock();
-        gate_wait_begin();
-        streams_lock();
-        while (busy(NULL, stream, number))
-            wait_for_change();
-        streams_unlock();
-        gate_wait_end();
-        streams_lock();
-    }
+    while (busy(NULL, stream, number))
+        wait_for_change();
     stream_drop(stream);
     streams_unlock();
     return (CUresult)context->sticky;
@@ -363,17 +352,9 @@ CUresult context_wait(struct context *context)
 {
     streams_lock();
     uint64_t number = last_number;
-    if (busy(context, NULL, number)) {
-        streams_unlock();
-        gate_wait_begin();
-        streams_lock();
-        while (busy(context, NULL, number))
-            wait_for_change();
-        streams_unlock();
-        gate_wait_end();
-    } else {
-        streams_unlock();
-    }
+    while (busy(context, NULL, number))
+        wait_for_change();
+    streams_unlock();
     return (CUresult)context->sticky;
 }
 
@@ -567,8 +548,8 @@ static CUresult add_host_function(struct context *context, CUstream handle, stru
         RETURN(result);                                                                                                \
     }
 
-BOTH(cuStreamSynchronize, CALL_MANAGE, RETURN(stream_wait(call_.context, stream));)
-BOTH(cuStreamQuery, CALL_MANAGE, RETURN(query(call_.context, stream));)
+BOTH(cuStreamSynchronize, CALL_SYNC, RETURN(stream_wait(call_.context, stream));)
+BOTH(cuStreamQuery, CALL_SYNC, RETURN(query(call_.context, stream));)
 BOTH(cuStreamGetCtx, CALL_QUERY, ANSWER(context, (CUcontext)seen.context), CUcontext *context)
 BOTH(cuStreamGetDevice, CALL_QUERY, ANSWER(device, seen.context->ordinal), CUdevice *device)
 BOTH(cuStreamGetFlags, CALL_QUERY, ANSWER(flags, seen.flags), unsigned int *flags)

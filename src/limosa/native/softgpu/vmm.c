@@ -517,9 +517,7 @@ EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size)
     driver_unlock();
     if (!whole)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    gate_wait_begin();
     streams_drain(-1); /* the memory belongs to no context: whatever is running may be using it */
-    gate_wait_end();
     driver_lock();
     whole = whole_mappings(ptr, size); /* another thread may have been faster */
     if (whole)
