@@ -57,11 +57,11 @@ part() {
     esac
 }
 
-# Two minutes for a thousand small tests; every answer is written down (tests/conformance/record.py shows it).
+# Some minutes for a thousand small tests (the driver makes contexts one after the other); every answer is written down (tests/conformance/record.py shows it).
 conformance() {
     record=${RECORD:-$(mktemp -d)}
     many=
-    [ -n "$side" ] && many="-n ${JOBS:-8} --dist loadgroup"
+    [ -n "$side" ] && many="-n ${JOBS:-6} --dist loadgroup"
     LIMOSA_CONFORMANCE=real LIMOSA_CONFORMANCE_RECORD=$record
     export LIMOSA_CONFORMANCE LIMOSA_CONFORMANCE_RECORD
     # shellcheck disable=SC2086 # no option or several words
