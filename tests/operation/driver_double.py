@@ -60,8 +60,9 @@ class DriverDouble:
         self.after_checkpoint()
 
     def restore(self, pid: int, mapping: Mapping[str, str] | None = None, limit: float | None = None) -> None:
+        if mapping is None:  # where it was
+            mapping = {u: u for u in self.uuids}
         with self._mutex:
-            assert mapping is not None
             assert sorted(mapping) == sorted(self.uuids) == sorted(mapping.values())
         self._call("restore", pid, "checkpointed", "locked")
         with self._mutex:

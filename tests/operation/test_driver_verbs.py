@@ -171,6 +171,21 @@ def out_of_memory(pid: int) -> DriverError:
     return DriverError(call="restore", pid=pid, result="CUDA_ERROR_OUT_OF_MEMORY", code=2, meaning="out of memory")
 
 
+def test_a_map_that_changes_nothing_and_is_refused_is_left_out(gpu_like: GpuLike, double: DriverDouble) -> None:
+    """A GPU that was off the bus when the job was suspended is back: the driver knows the job with fewer GPUs."""
+    pid = gpu_like()
+    operation.suspend(pid)
+    refused = DriverError(call="restore", pid=pid, result="CUDA_ERROR_INVALID_VALUE", code=1, meaning="an argument")
+    double.faults["restore", 0] = refused
+    operation.resume(pid)
+    assert double.states[pid] == "running"
+    operation.suspend(pid)
+    double.faults["restore", 2] = refused
+    with pytest.raises(FailedUndone):
+        operation.resume(pid, to="1")
+    assert double.states[pid] == "checkpointed"
+
+
 def test_a_call_that_never_comes_back_is_not_called_undone(gpu_like: GpuLike, double: DriverDouble) -> None:
     """A lock that was given up on was taken after everything had been "undone", and the job stood still for good."""
     pid = gpu_like()

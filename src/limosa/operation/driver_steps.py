@@ -116,7 +116,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
         def call(m: Member) -> None:
             mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
             try:
-                work.driver.restore(m.pid, mapping or None, limit=call_limit(m))
+                restore_one(work.driver, m, mapping)
             except DriverError as error:
                 if error.result == OUT_OF_MEMORY:
                     work.doubtful[m.pid] = error
@@ -256,7 +256,7 @@ def bring_back(
     for member in back:
         if journal is not None:
             journal.try_note("restore-home", "begin", member.pid)
-    _each(back, lambda m: _restore_home(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home))
+    _each(back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home))
     for member in back:
         if journal is not None:
             journal.try_note("restore-home", "done", member.pid)
@@ -305,16 +305,17 @@ def _is_away(member: Member, state: str, journal: Journal | None) -> bool:
     return away
 
 
-def _restore_home(driver: gpu.Driver, member: Member, mapping: dict[str, str]) -> None:
-    """Restores with an explicit map, or with none where the driver does not accept it.
+def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | None) -> None:
+    """Restores with an explicit map, or with none where it changes nothing and the driver does not accept it.
 
-    A device cgroup can hide what the job can really open; no map means "where it was". After a refused map the process
-    is still whole (facts §2).
+    A device cgroup can hide what the job can really open, and a GPU that was gone when it was checkpointed may be back;
+    no map means "where it was". After a refused map the process is still whole (facts §2).
     """
     try:
         driver.restore(member.pid, mapping or None, limit=call_limit(member))
     except DriverError as error:
-        if error.result != "CUDA_ERROR_INVALID_VALUE" or any(a != b for a, b in mapping.items()):
+        changes = mapping is None or any(a != b for a, b in mapping.items())
+        if error.result != "CUDA_ERROR_INVALID_VALUE" or changes:
             raise
         driver.restore(member.pid, None, limit=call_limit(member))
 

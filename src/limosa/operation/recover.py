@@ -473,7 +473,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
     if asleep:
         room.check(gpu.inventory(), asleep, dead.header.id)
         for member in asleep:
-            driver.restore(member.pid, member.map or None, limit=driver_steps.call_limit(member))
+            driver_steps.restore_one(driver, member, member.map)
     for member in members:
         if driver_steps.settled_state(driver, member.pid, progress) == "locked":
             driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
