@@ -52,6 +52,7 @@ def read(folder: str) -> tuple[dict[str, list[dict[str, Any]]], dict[str, dict[s
                 said = json.loads(line)
             except ValueError:
                 continue  # a line that was cut off
+            said["test"] = said["test"].partition("@")[0]  # xdist adds the group's name
             if "outcome" not in said:
                 calls[said["test"]].append(said)
             elif outcomes.get(said["test"], {}).get("outcome") != "failed":
