@@ -36,6 +36,7 @@ enum call_flags {
     /* What a lock does not hold, as a real driver does not: */
     CALL_AWAITS = 16, /* waits while the process is checkpointed (synchronises: when locked there is nothing to await) */
     CALL_ASKS = 32,   /* asks the GPU: OPERATING_SYSTEM while the process is checkpointed */
+    CALL_EXPORTS = 64, /* goes with CALL_ASKS: UNKNOWN instead */
     CALL_OWN_FAULTS = 8, /* asks fault_ask itself, as it knows what the call is about (checkpoint calls: the target) */
     /* what most take: */
     CALL_QUERY = CALL_INIT,

@@ -188,7 +188,7 @@ static CUresult ask_enter(unsigned flags)
     }
     if (flags & CALL_ASKS) {
         if (gate.shut)
-            result = CUDA_ERROR_OPERATING_SYSTEM;
+            result = flags & CALL_EXPORTS ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_OPERATING_SYSTEM;
         else
             gate.asking++;
     }
@@ -424,14 +424,13 @@ static CUresult initialise(void)
     enumerate_devices();
     for (int i = 0; i < driver.n_devices; i++)
         driver.known[i] = driver.node->gpus[driver.devices[i]];
+    /* Also without a GPU, as with a real driver: such a process has a state, and cannot be locked. */
+    if (!driver.restore_thread && restore_thread_start() != 0)
+        return CUDA_ERROR_OPERATING_SYSTEM;
     if (driver.n_devices == 0)
         return CUDA_ERROR_NO_DEVICE;
     if (devices_open() != 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
-    if (restore_thread_start() != 0) {
-        devices_close();
-        return CUDA_ERROR_OPERATING_SYSTEM;
-    }
     node_pace(since, driver.node->rates.init_fixed, 0, 0);
     driver.initialised = true;
     return CUDA_SUCCESS;
@@ -497,6 +496,7 @@ static void fork_child(void)
     driver_condition(&gate.left);
     gate.closed = gate.shut = gate.deadly = false;
     gate.inside = gate.asking = 0;
+    driver.restore_thread = 0;
     streams_forked();
     if (!driver.initialised)
         return;
@@ -504,7 +504,6 @@ static void fork_child(void)
     driver.forked = true;
     driver.node = NULL;
     driver.state = CU_PROCESS_STATE_RUNNING;
-    driver.restore_thread = 0;
     driver_own_thread = false;
     memset(&nodes, 0, sizeof nodes); /* its descriptors and mappings stay, as a real driver's do */
     contexts_forked();
