@@ -165,9 +165,9 @@ class Run(Fault):
             again = room.operate(["recover", "-o", "json"], points=False)
             problems += room.settle()
             errors = [one for one in again.answer.get("recovered", []) if one["exit_code"] not in (0, 41)]
+            self.told["recovered"] = again.rc
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
-            self.told["recovered"] = True
         if self.kills_job:
             self._remove_kept()
         left = room.litter()
@@ -180,6 +180,8 @@ class Run(Fault):
         wanted: list[tuple[str, list[int]]]
         if unfinished or self.case.operation in BROKEN:
             wanted = [before[0], promised]
+            if 41 in (rc, self.told.get("recovered")):
+                wanted.append(("checkpointed", []))
         elif rc == 0:
             wanted = [promised]
         elif rc == 41:
@@ -249,6 +251,8 @@ class Run(Fault):
         if state == "checkpointed":
             room.well(["resume", str(job.pid), "-o", "json"])
         elif state == "gone":
+            job.kill()  # a child that it has left behind
+            room.reap()
             path = image if image.exists() else self.image
             if path is None:
                 problems.append("there is no copy of the job")

@@ -29,7 +29,7 @@ class Summary:
         operation, victim, step, fault = result["name"].split("/")
         self.runs += 1
         self.idle += not result.get("happened", True)
-        self.recovered += bool(result.get("recovered"))
+        self.recovered += result.get("recovered") is not None
         self.again += bool(result.get("again"))
         kinds = {
             "operation": operation,

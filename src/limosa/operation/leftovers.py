@@ -18,7 +18,7 @@ from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG
 from limosa.process.criu.stats import read_at
-from limosa.process.identity import Handle, Identity
+from limosa.process.identity import Handle, Identity, read_stat
 
 _RUN_ID = re.compile(rb"CRIU run id = ([0-9A-Za-z-]{8,40})")
 _SHORTEST = 8  # characters of a run id that tell one run from all others
@@ -47,6 +47,25 @@ def end_rest(tree: Iterable[Identity]) -> None:
     for identity in tree:
         with contextlib.suppress(LimosaError), Handle(identity) as handle:
             handle.signal(signal.SIGKILL)
+
+
+def let_go_on(tree: Iterable[Identity]) -> list[int]:
+    """Continues what is stopped (state T) of a job that CRIU has brought back.
+
+    It was stopped between the last look at it and the moment when CRIU froze it, and CRIU brings it back as it found
+    it; the driver cannot be asked about a stopped process, it answers after SIGCONT (facts §7).
+
+    Returns:
+        The pids that were stopped.
+    """
+    found = []
+    for identity in tree:
+        with contextlib.suppress(LimosaError):
+            if read_stat(identity.pid).state == "T":
+                with Handle(identity) as handle:
+                    handle.signal(signal.SIGCONT)
+                found.append(identity.pid)
+    return found
 
 
 def remove_table(table: str, criu: Criu | None = None) -> None:

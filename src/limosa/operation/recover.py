@@ -31,7 +31,7 @@ from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
 from limosa.operation import claims, driver_steps, journal, room
 from limosa.operation.journal import Journal, Member
-from limosa.operation.leftovers import end_rest, release_network, remove_table, tables_of
+from limosa.operation.leftovers import end_rest, let_go_on, release_network, remove_table, tables_of
 from limosa.operation.restore import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
@@ -461,6 +461,7 @@ def _criu_was_done(dead: Journal) -> bool:
 
 def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
     members = dead.header.members
+    let_go_on(job_tree(root))
     if not members:
         return []
     pids = {i.pid: i for i in job_tree(root)}

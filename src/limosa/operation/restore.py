@@ -22,6 +22,7 @@ from limosa.errors import (
     FailedUndone,
     LimosaError,
     NoRoomOnGpu,
+    Reason,
     Refused,
     UndoFailed,
 )
@@ -30,6 +31,7 @@ from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, room
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
+from limosa.operation.leftovers import let_go_on
 from limosa.operation.restore_plan import Options, Ready, look
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
@@ -39,7 +41,7 @@ from limosa.process.criu.program import Criu
 from limosa.process.criu.run import RestoreOptions
 from limosa.process.criu.run import restore as criu_restore
 from limosa.process.criu.stats import restore_stats
-from limosa.process.identity import Handle, Identity
+from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.records import EndedRecord, RunRecord
 from limosa.process.tree import job_tree
 from limosa.progress import ProgressFn, silent
@@ -189,6 +191,9 @@ class _Restore:
         assert work.claim is not None
         work.claim.pids = job_tree(self.root)
         work.claim.save()
+        for stopped in let_go_on(work.claim.pids):
+            text = f"process {stopped} was stopped when it was written to disk; it goes on"
+            work.warnings.append(Reason(id="stopped", text=text, pid=stopped))
 
     def _started(self, who: Identity) -> None:
         self.criu = who
@@ -259,7 +264,7 @@ def end_tree(
         return
     tree = job_tree(found)
     for member in members:
-        if member.identity.start_time and member.identity.alive():
+        if member.identity.start_time and member.identity.alive() and not _stopped(member.pid):
             state = driver_steps.settled_state(driver, member.pid)
             if state == "running":
                 driver.lock(member.pid, timeout_ms=10_000, limit=20)
@@ -277,6 +282,14 @@ def end_tree(
         time.sleep(0.01)
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(found.pid, os.WNOHANG)  # ours to reap where we adopted it
+
+
+def _stopped(pid: int) -> bool:
+    """Whether it is stopped: the driver does not answer about it, and it is only to be ended."""
+    try:
+        return read_stat(pid).state == "T"
+    except LimosaError:
+        return False
 
 
 def started_at(identity: Identity) -> float:
