@@ -146,10 +146,15 @@ def _points(operation: str, victim: str, steps: dict[str, Any], ground: str) -> 
             faults = [ACTS[victim], f"{ACTS[victim]}+kill-limosa"]
         elif not operation.startswith(("restore", "recover-restore")):
             faults.append("job-killed")
-        if ground == "soft" and victim not in ACTS and operation in FILLED and name.startswith("after note"):
+        if ground == "soft" and victim not in ACTS and operation in FILLED and _filled_at(name):
             faults += ["fill-there", "fill-both"]
         for fault in faults:
             yield Case(operation, victim, step, fault)
+
+
+def _filled_at(point: str) -> bool:
+    """Not between the last look at the room and the restore: the driver poisons a job then, and nobody can help it."""
+    return point.startswith("after note") and point != "after note restore begin"
 
 
 def _calls(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]:

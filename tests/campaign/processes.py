@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from support import pids, stat_of
+
 
 class Found(NamedTuple):
     """How a command line ended."""
@@ -84,8 +86,17 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def where_stuck(pid: int) -> str:
-    """What a process that does not end waits for."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/wchan").read_text() + " " + Path(f"/proc/{pid}/syscall").read_text().strip()
-    return ""
+def where_stuck(pid: int) -> list[str]:
+    """What a process that does not end, and all that it has started, wait for."""
+    found = []
+    doomed = {pid}
+    for one in pids():
+        stat = stat_of(one)
+        if stat is not None and (one in doomed or stat[0] in doomed):
+            doomed.add(one)
+            with contextlib.suppress(OSError):
+                where = Path(f"/proc/{one}/wchan").read_text()
+                words = Path(f"/proc/{one}/cmdline").read_bytes().replace(b"\0", b" ")[-60:].decode(errors="replace")
+                call = Path(f"/proc/{one}/syscall").read_text().split()[0]
+                found.append(f"{one} (of {stat[0]}, {stat[2]}) in {where}, call {call}: {words}")
+    return found

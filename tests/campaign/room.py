@@ -284,8 +284,7 @@ class Room:
         job = self.jobs.get("a")
         path = self.images.get(f"a-{shape}")
         if job is not None and job.shape == shape and path is not None and path.exists():
-            if job.alive():
-                job.kill()
+            job.kill()
             self.reap()
             return path
         job = self.job("a", shape)

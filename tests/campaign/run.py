@@ -243,6 +243,8 @@ class Run(Fault):
                 room.end(key)
             self._leaks(alone=True)
             return
+        if self.kills_job and state.startswith("mixed"):  # a part of it has ended: the rest is of no use
+            state = "gone"
         if state == "locked":  # excused: somebody has to let it go on
             from limosa.gpu import driver
 

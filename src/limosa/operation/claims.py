@@ -52,14 +52,7 @@ class Claim(msgspec.Struct, kw_only=True):
     def release(self) -> None:
         """Removes the claim, whoever's folder it lies in; one that cannot be removed is emptied and claims nothing."""
         for _, folder in records.folders(_KIND):
-            path = folder / f"{self.id}.json"
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.truncate(path, 0)
+            records.remove_or_empty(folder / f"{self.id}.json")
 
 
 def everybodys() -> list[Claim]:

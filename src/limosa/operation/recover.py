@@ -299,7 +299,12 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
     if job_lives:
         with contextlib.suppress(OSError, LimosaError):
             EndedRecord(root=header.roots[0], image="").forget()
-        driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+        try:
+            driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+        except LeftSuspended:
+            if not committed:
+                _remove_drafts(dead)  # the job is there: nobody needs what was not finished
+            raise
         did.append("the job runs on")
     else:
         if committed:

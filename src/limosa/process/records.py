@@ -17,7 +17,17 @@ import msgspec
 
 from limosa.errors import NoSuchProcess, UsageError
 from limosa.process.identity import Identity
-from limosa.process.runtime import RuntimeDir, entries, folders, lock, own_folder, read_owned, runtime_dir, write_atomic
+from limosa.process.runtime import (
+    RuntimeDir,
+    entries,
+    folders,
+    lock,
+    own_folder,
+    read_owned,
+    remove_or_empty,
+    runtime_dir,
+    write_atomic,
+)
 
 __all__ = [
     "EndedRecord",
@@ -31,6 +41,7 @@ __all__ = [
     "lock",
     "own_folder",
     "read_owned",
+    "remove_or_empty",
     "runtime_dir",
     "write_atomic",
 ]
@@ -82,8 +93,7 @@ class Record(msgspec.Struct, kw_only=True):
     def forget(self) -> None:
         """Removes every record of this kind about this process that the caller may remove (root: all of them)."""
         for _, folder in folders(self.kind):
-            with contextlib.suppress(OSError):
-                os.unlink(folder / f"{self.root.pid}-{self.root.start_time}.json")
+            remove_or_empty(folder / f"{self.root.pid}-{self.root.start_time}.json")
 
     def believed(self, owner: int) -> bool:
         """Whether a record in the folder of uid ``owner`` counts: the process lives and he may speak for it."""

@@ -192,6 +192,17 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
         raise
 
 
+def remove_or_empty(path: Path) -> None:
+    """Removes a file; one that cannot be removed is emptied, so that it says nothing any more."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, 0)
+
+
 def read_owned(path: Path, uid: int) -> bytes | None:
     """The bytes of a regular file that belongs to ``uid``, or None: gone, a link, a pipe, too large, not his."""
     try:
