@@ -178,7 +178,8 @@ def test_images(job: Far, node: Any) -> None:
     assert job("said(cu.cuModuleLoadData(PTX.read_bytes()[:-40] + b'\\0'))") == "INVALID_PTX"  # cut off
     assert job("said(cu.cuModuleGetGlobal(other, b'nothing'))") == "NOT_FOUND"
     assert job("said(cu.cuModuleGetGlobal(other, b'counter'))") == "NOT_SUPPORTED"
-    assert job("said(cu.cuModuleLoadData(b'no such thing'))") == "INVALID_PTX"
+    assert job("said(cu.cuModuleLoadData(b'no such thing'))") == "INVALID_IMAGE"
+    assert job("said(cu.cuModuleLoadData(b'.version 7.0'))") == "INVALID_PTX"
     assert job("said(cu.cuModuleLoadData(bytes(64)))") == "INVALID_IMAGE"
     assert job("said(cu.cuModuleLoadData(b'\\xff' * 64))") == "INVALID_IMAGE"
     assert job("said(cu.cuModuleLoadData(b'\\x7fELF' + bytes(60)))") == "NOT_SUPPORTED"

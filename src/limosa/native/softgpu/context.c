@@ -150,7 +150,7 @@ __attribute__((weak)) void memory_context_gone(struct context *context)
 
 static const size_t default_limits[CU_LIMIT_MAX] = {
     [CU_LIMIT_STACK_SIZE] = 1024,
-    [CU_LIMIT_PRINTF_FIFO_SIZE] = 7 << 20,
+    [CU_LIMIT_PRINTF_FIFO_SIZE] = 8650752,
     [CU_LIMIT_MALLOC_HEAP_SIZE] = 8 << 20,
     [CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = 2048,
     [CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64,

@@ -53,7 +53,7 @@ static bool is_ptx(const char *image)
     int depth = 0;
     for (const char *at = image; *at; at++)
         depth += *at == '{' ? 1 : *at == '}' ? -1 : 0;
-    return depth == 0 && strstr(image, ".version") && strstr(image, ".target");
+    return depth == 0 && strstr(image, ".target");
 }
 
 /* What there is to read: PTX as it is, or the contents of a container of images. Its compiled code is of no use. */
@@ -64,6 +64,8 @@ static CUresult read_image(const void *image, const char **from, size_t *bytes)
     if (is_text(image)) {
         *from = image;
         *bytes = strlen(image);
+        if (!strstr(image, ".version"))
+            return CUDA_ERROR_INVALID_IMAGE;
         return is_ptx(image) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_PTX;
     }
     const char *start = image;
