@@ -19,12 +19,11 @@ class Difference(NamedTuple):
 HARDWARE = "/dev/nvidia-soft/"
 
 DIFFERENCES: dict[str, Difference] = {
-    "a map at no address": Difference("DIED -11", "INVALID_VALUE", "a caller is not made to crash"),
     "a question about work while checkpointed": Difference(
         "DIED -11",
         "BLOCKED",
         "the driver looks at device memory that is not there and the job ends by SIGSEGV; no test of anything else "
-        "could be believed if the software GPU did so (it has a switch for it)",
+        "could be believed if the software GPU did so (the hazard synchronise-while-checkpointed-segfaults does it)",
     ),
     "file of memory that is shared by IPC": Difference(
         False,
