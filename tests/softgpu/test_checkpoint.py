@@ -128,11 +128,15 @@ def test_a_locked_process_stands_still_in_its_next_call(job: Far, controller: Fa
     first = job("ticks")
     time.sleep(0.1)
     assert job("ticks") - first <= 1
-    blocked = job.send("context() or ok(cu.cuCtxSynchronize())")
+    blocked = job.send("context() or ok(cu.cuMemAlloc(4096)) and None")
     assert controller.checkpoint(job.pid) == "SUCCESS"
+    synchronising = job.send("ok(cu.cuCtxSynchronize())", main=True)  # held by a checkpoint only
+    time.sleep(0.1)
     assert not blocked.done
+    assert not synchronising.done
     controller.resume(job.pid)
     blocked.value()
+    synchronising.value()
     until(lambda: job("ticks") > first + 5)
     assert job("intact()")
 
@@ -140,9 +144,11 @@ def test_a_locked_process_stands_still_in_its_next_call(job: Far, controller: Fa
 def test_questions_that_no_gate_holds_are_answered_in_a_checkpointed_process_and_open_nothing(
     job: Far, controller: Far
 ) -> None:
-    before = job("word(cu.cuDeviceGetName(64, 0)[1])"), job("ok(cu.cuDriverGetVersion())")
+    questions = "ok(cu.cuDeviceGetPCIBusId(32, 0)), ok(cu.cuDeviceTotalMem(0)), ok(cu.cuDriverGetVersion())"
+    before = job(questions)
     controller.suspend(job.pid)
-    assert (job("word(cu.cuDeviceGetName(64, 0)[1])"), job("ok(cu.cuDriverGetVersion())")) == before
+    assert job(questions) == before
+    assert job("word(cu.cuDeviceGetName(64, 0)[0])") == "OPERATING_SYSTEM"
     assert of_the_node(job.pid) == []
     controller.resume(job.pid)
 
@@ -243,6 +249,41 @@ def test_a_controller_killed_while_it_waits_its_turn_is_forgotten(job: Far, far:
     assert waiting(node) == []
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_lock_that_still_waits_when_its_controller_dies_is_not_taken(
+    inside: bool, job: Far, far: Callable[..., Far]
+) -> None:
+    job("spin()")
+    waiting_call = job.send("ok(cu.cuCtxSynchronize())", main=True) if inside else None
+    doomed, other = far(), far()
+    doomed.send(f"lock({job.pid})")
+    time.sleep(0.2)
+    query = other.send(f"state({job.pid})")
+    time.sleep(0.2)
+    assert not query.done
+    assert other(f"thread_id({job.pid})") > 0  # which can be seen from outside
+    doomed.process.kill()
+    doomed.process.wait()
+    assert query.value(5) == "running"
+    job.send("release()").value()
+    if waiting_call:
+        waiting_call.value()
+    assert other.state(job.pid) == "running"
+    assert job("intact()")
+
+
+def test_a_process_whose_cuinit_found_no_gpu_has_a_state_and_cannot_be_locked(
+    far: Callable[..., Far], controller: Far
+) -> None:
+    job = far(env={"CUDA_VISIBLE_DEVICES": ""})
+    assert job("word(cu.cuInit(0)[0])") == "NO_DEVICE"
+    assert controller.state(job.pid) == "running"
+    assert controller.lock(job.pid) == "OPERATING_SYSTEM"
+    for call in (controller.checkpoint, controller.restore, controller.unlock):
+        assert call(job.pid) == "ILLEGAL_STATE"
+    assert of_the_node(job.pid) == []
+
+
 def test_what_a_killed_controller_leaves_is_cleared_up_by_the_next(
     job: Far, far: Callable[..., Far], node: Any
 ) -> None:
@@ -295,7 +336,7 @@ def test_a_target_killed_in_the_middle_is_told_to_its_controller(call: str, new_
     assert not under_way.done
     os.kill(job.pid, signal.SIGKILL)
     assert under_way.value(2) == "OPERATING_SYSTEM"
-    assert controller.state(job.pid) in ("INVALID_VALUE", "NOT_INITIALIZED")
+    assert controller.state(job.pid) in ("OPERATING_SYSTEM", "NOT_INITIALIZED")
     assert waiting(node) == []
     assert node.switches.used(0) >= 4 * MIB
     assert controller.send("ok(cu.cuDeviceGetCount())").value() == 2
@@ -345,7 +386,7 @@ def test_processes_without_the_driver_are_never_touched(far: Callable[..., Far],
         assert controller.lock(pid, 100) == "NOT_INITIALIZED"
     assert status_pending(impostor.pid) == 0
     for pid in (0, -1, 1 << 30):
-        assert controller.state(pid) == "INVALID_VALUE"
+        assert controller.state(pid) == "OPERATING_SYSTEM"
 
 
 def status_pending(pid: int) -> int:
@@ -452,7 +493,7 @@ def test_what_can_be_opened_may_change_while_it_is_checkpointed(
     controller.suspend(job.pid)
     swap = "umount /dev/nvidia1 && mount --bind /dev/null /dev/nvidia0"
     subprocess.run(["nsenter", "-t", str(job.pid), "-m", "sh", "-c", swap], check=True, timeout=30)
-    assert controller.restore(job.pid) == "INVALID_VALUE"  # it cannot stay
+    assert controller.restore(job.pid) == "NOT_SUPPORTED"  # it cannot stay
     controller.resume(job.pid, [(a, b)])
     assert held(node)[0] == 0
     controller.suspend(job.pid)
@@ -475,8 +516,11 @@ def test_a_restore_without_room_is_the_end_of_it(job: Far, controller: Far, node
 def test_managed_memory_is_not_supported_and_it_runs_on(job: Far, controller: Far) -> None:
     managed = job("int(ok(cu.cuMemAllocManaged(4096, 1)))")
     assert controller.lock(job.pid) == "SUCCESS"
-    assert controller.checkpoint(job.pid) == "NOT_SUPPORTED"
+    assert [controller.checkpoint(job.pid) for _ in range(3)] == ["NOT_SUPPORTED", "UNKNOWN", "UNKNOWN"]
     assert controller.state(job.pid) == "locked"
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "NOT_SUPPORTED"
     assert controller.unlock(job.pid) == "SUCCESS"
     assert job("intact()")
     job(f"ok(cu.cuMemFree({managed}))")
@@ -507,7 +551,7 @@ def test_a_lost_gpu_cannot_be_saved_and_one_lost_meanwhile_can_be_left(job: Far,
     node.switches.lose(0, False)
     assert controller.checkpoint(job.pid) == "SUCCESS"
     node.switches.lose(0)
-    assert controller.restore(job.pid) == "INVALID_VALUE"
+    assert controller.restore(job.pid) == "NOT_SUPPORTED"
     assert controller.state(job.pid) == "checkpointed"
     node.switches.lose(0, False)
     controller.resume(job.pid, [(a, b), (b, a)])

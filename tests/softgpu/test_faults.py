@@ -135,7 +135,7 @@ def test_a_crash_of_the_caller_before_and_after(node: Any, job: Far, controller:
 
 def test_a_crash_of_the_target_before_and_after(node: Any, controller: Far) -> None:
     for rule, answers in (
-        ("crash=target", {"OPERATING_SYSTEM", "NOT_INITIALIZED", "INVALID_VALUE"}),
+        ("crash=target", {"OPERATING_SYSTEM", "NOT_INITIALIZED"}),
         ("crash-after=target", {"SUCCESS"}),
     ):
         job = Far(node)
@@ -226,7 +226,7 @@ def test_a_target_that_dies_in_the_middle(step: str, node: Any, job: Far, contro
     rule = node.switches.add(f"function=step:{step} crash=caller")
     answers = [controller(f"{call}({job.pid})") for call in ("lock", "checkpoint", "restore", "unlock")]
     assert "OPERATING_SYSTEM" in answers
-    assert set(answers) <= {"SUCCESS", "OPERATING_SYSTEM", "NOT_INITIALIZED", "INVALID_VALUE"}
+    assert set(answers) <= {"SUCCESS", "OPERATING_SYSTEM", "NOT_INITIALIZED"}
     assert job.died() == -signal.SIGKILL
     node.switches.remove(rule)
     assert controller("ok(cu.cuMemGetInfo()) if context() is None else 0") is not None
@@ -262,7 +262,7 @@ def test_first_synchronise_segfaults(node: Any, job: Far, controller: Far) -> No
     job("ok(cu.cuCtxSynchronize())")
     controller.suspend(job.pid)
     call = job.send("ok(cu.cuCtxSynchronize())", main=True)
-    controller.resume(job.pid)
+    assert controller.restore(job.pid) == "SUCCESS"  # a lock does not hold a synchronise
     with pytest.raises(Died) as caught:
         call.value()
     assert caught.value.args == (-signal.SIGSEGV,)
@@ -286,15 +286,11 @@ def test_collective_deadlocks_lock(node: Any, job: Far, controller: Far) -> None
     assert controller.lock(other.pid, 200) == "SUCCESS"
 
 
-@pytest.mark.parametrize(
-    ("hazard", "answer"),
-    [("peer-large-allocation-lost", "INVALID_VALUE"), ("nccl-shared-memory-lost", "NOT_SUPPORTED")],
-)
-def test_checkpointed_and_never_restored(hazard: str, answer: str, node: Any, job: Far, controller: Far) -> None:
-    rule = node.switches.add(f"hazard={hazard}")
+def test_nccl_shared_memory_lost(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=nccl-shared-memory-lost")
     controller.suspend(job.pid)
     node.switches.remove(rule)
-    assert [controller.restore(job.pid) for _ in range(2)] == [answer] * 2
+    assert [controller.restore(job.pid) for _ in range(2)] == ["NOT_SUPPORTED"] * 2
     assert controller.state(job.pid) == "checkpointed"
 
 

@@ -430,7 +430,6 @@ static CUresult restore_opened(const struct request *request)
     step("step:restore-loaded");
     fresh = true;
     driver.state = CU_PROCESS_STATE_LOCKED;
-    gate_unshut();
     return CUDA_SUCCESS;
 }
 
@@ -540,10 +539,12 @@ static CUresult work(const struct request *request)
     }
 }
 
-/* Answer. An unlocked process may end at once: its controller is answered first. */
+/* Answer. A process whose threads go on may end at once: its controller is answered first. */
 static void conclude(const struct job *job, CUresult result)
 {
     answer(job, result, driver.state);
+    if (job->request.kind == REQUEST_RESTORE && result == CUDA_SUCCESS)
+        gate_unshut();
     if (job->request.kind == REQUEST_UNLOCK && result == CUDA_SUCCESS)
         gate_open();
 }

@@ -24,7 +24,6 @@
 
 enum request_kind {
     REQUEST_STATE = 1,
-    REQUEST_THREAD,
     REQUEST_LOCK,
     REQUEST_CHECKPOINT,
     REQUEST_RESTORE,

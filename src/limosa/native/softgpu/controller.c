@@ -127,10 +127,10 @@ static CUresult target_open(pid_t pid, struct target *target)
 
     target->pidfd = -1;
     if (pid <= 0 || !read_status(pid, -1, &target->tgid, &blocked))
-        return CUDA_ERROR_INVALID_VALUE;
+        return CUDA_ERROR_OPERATING_SYSTEM;
     target->pidfd = (int)syscall(SYS_pidfd_open, target->tgid, 0);
     if (target->pidfd < 0)
-        return errno == ESRCH || errno == EINVAL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OPERATING_SYSTEM;
+        return CUDA_ERROR_OPERATING_SYSTEM;
     target->tid = find_restore_thread(target->tgid);
     if (!target->tid)
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -301,7 +301,8 @@ static CUresult ask(const char *name, pid_t pid, struct request *request, int *v
         crash_target(pid);
     request->faults = fault.actions & (FAULT_NO_DEVICE_MEMORY | FAULT_NO_HOST_MEMORY);
     CUresult result = target_open(pid, &target);
-    if (result == CUDA_SUCCESS)
+    /* Which thread it is can be seen from outside: that query waits for nothing. */
+    if (result == CUDA_SUCCESS && !thread)
         result = ask_target(&target, request, value ? value : &ignored);
     if (target.pidfd >= 0)
         close(target.pidfd);
@@ -341,7 +342,7 @@ EXPORT CUresult cuCheckpointProcessGetState(int pid, CUprocessState *state)
 EXPORT CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
 {
     ENTER(CALL_ANY | CALL_OWN_FAULTS);
-    struct request request = {.kind = REQUEST_THREAD};
+    struct request request = {0};
     pid_t thread = 0;
 
     if (!tid)
@@ -392,9 +393,10 @@ EXPORT CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *arg
 
     if (args) {
         if (!all_zero(args->reserved, sizeof(args->reserved)) || args->reserved1 ||
-            args->gpuPairsCount > NODE_MAX_GPUS || (args->gpuPairsCount && !args->gpuPairs))
+            args->gpuPairsCount > NODE_MAX_GPUS)
             RETURN(CUDA_ERROR_INVALID_VALUE);
         request.n_pairs = args->gpuPairsCount;
+        /* Without a pointer to them this crashes, as it does with a real driver. */
         for (unsigned i = 0; i < args->gpuPairsCount; i++)
             request.pairs[i] = args->gpuPairs[i];
     }
