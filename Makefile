@@ -12,12 +12,13 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-gpu bench bench-gpu lint check clean help
+.PHONY: demo test test-gpu faults bench bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
 	@echo "make test-gpu   tests on the GPUs of this machine"
+	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
 
 demo:
@@ -45,6 +46,12 @@ lint:
 test-gpu:
 	@$(READY_TEST)
 	$(SUDO) env PY="$(PY)" scripts/test-gpu.sh
+
+# Without N every (operation, step, fault) once, N=all every class of victim with each; RECORD=1 notes the steps anew.
+faults:
+	@$(READY_TEST)
+	$(SUDO) env PYTHONPATH=tests $(PY) -m campaign $(if $(RECORD),--record) $(if $(CASE),--case $(CASE)) \
+		--seed $(or $(SEED),1) $(if $(N),--count $(N)) $(if $(SUMMARY),--summary $(SUMMARY))
 
 bench:
 	@$(READY_TEST)

@@ -192,10 +192,11 @@ def main() -> int:
     )
     parser.add_argument("--case")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=0, help="how many runs (0: all)")
+    parser.add_argument("--count", default="", help="how many runs, or all (else: every operation, step, fault once)")
     parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
+    parser.add_argument("--without", type=Path, default=None, help="a JSON list of names that were run already")
     parser.add_argument("--limit", type=float, default=None, help="seconds after which no more is begun")
     parser.add_argument("--summary", type=Path, default=None)
     parser.add_argument("--record", action="store_true")
@@ -203,7 +204,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if chosen.ground == "real":
         os.environ["LIMOSA_CAMPAIGN"] = "real"
-        chosen.count = chosen.count or 330
+        chosen.count = chosen.count or "330"
     if chosen.record:
         found = {**cases.table(), **record(chosen.rooms, chosen.ground)}
         cases.STEPS.write_text(cases.as_text(found))
@@ -216,17 +217,24 @@ def main() -> int:
     everything = list(cases.enumerate_all(cases.table(), ground=chosen.ground))
     parts = [part for part in chosen.only.split(",") if part]
     everything = [case for case in everything if all(part in case.name for part in parts)]
-    picked = cases.chosen(everything, chosen.count or len(everything), chosen.seed)
+    count = len(everything) if chosen.count == "all" else int(chosen.count or cases.once(everything))
+    picked = cases.chosen(everything, count, chosen.seed)
+    if chosen.without:
+        done = set(json.loads(chosen.without.read_text()))
+        picked = [case for case in picked if case.name not in done]
     if chosen.list:
         print("\n".join(case.name for case in picked))
         return 0
     summary = Summary(len(picked), len(everything), chosen.seed)
     print(f"{len(picked)} runs of {len(everything)} cases, seed {chosen.seed}, {chosen.rooms} rooms", flush=True)
-    run(spread(picked, chosen.seed), rooms=chosen.rooms, ground=chosen.ground, limit=chosen.limit, tell=summary.add)
-    summary.end()
-    if chosen.summary:
-        chosen.summary.write_text(json.dumps(summary.json(), indent=1) + "\n")
-        chosen.summary.with_suffix(".md").write_text(summary.table())
+    try:
+        todo = spread(picked, chosen.seed)
+        run(todo, rooms=chosen.rooms, ground=chosen.ground, limit=chosen.limit, tell=summary.add)
+    finally:  # what was found is worth keeping, also where somebody has had enough of it
+        summary.end()
+        if chosen.summary:
+            chosen.summary.write_text(json.dumps(summary.json(), indent=1) + "\n")
+            chosen.summary.with_suffix(".md").write_text(summary.table())
     return int(bool(summary.failures))
 
 

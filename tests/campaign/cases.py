@@ -251,6 +251,11 @@ def kind_of_fault(fault: str) -> str:
     return kind if number.isdigit() else head
 
 
+def once(cases: list[Case]) -> int:
+    """How many runs it takes to have each (operation, step, fault) once."""
+    return len({(case.operation, _alike(case.step), case.fault) for case in cases})
+
+
 def _alike(step: str) -> str:
     """The step without which of several alike it is."""
     return step.rpartition(".")[0] or step
