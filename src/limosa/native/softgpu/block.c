@@ -139,11 +139,11 @@ bool space_ours(CUdeviceptr address)
 
 /* ------------------------------------------------------------------------------------------------------ blocks --- */
 
-int block_map_fd(int fd, size_t offset, size_t bytes, CUdeviceptr address, int protection)
+int block_map_fd(int fd, size_t bytes, CUdeviceptr address, int protection)
 {
     void *at = (void *)(uintptr_t)address;
 
-    if (mmap(at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED)
+    if (mmap(at, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED)
         return -errno;
     madvise(at, bytes, MADV_DONTFORK);
     return 0;
@@ -179,7 +179,7 @@ int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, 
             error = -errno;
     }
     if (!error && address) {
-        error = block_map_fd(fd, 0, bytes, address, PROT_READ | PROT_WRITE);
+        error = block_map_fd(fd, bytes, address, PROT_READ | PROT_WRITE);
         if (error && holder)
             munmap(*holder, HOLDER_BYTES);
     }
@@ -204,13 +204,13 @@ int block_open(uint64_t id)
     return -ENOENT;
 }
 
-int block_map(uint64_t id, size_t offset, size_t bytes, CUdeviceptr address, int protection)
+int block_map(uint64_t id, size_t bytes, CUdeviceptr address, int protection)
 {
     int error, fd = block_open(id);
 
     if (fd < 0)
         return fd;
-    error = block_map_fd(fd, offset, bytes, address, protection);
+    error = block_map_fd(fd, bytes, address, protection);
     close(fd);
     return error;
 }

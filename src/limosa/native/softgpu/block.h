@@ -16,9 +16,9 @@ bool space_ours(CUdeviceptr address);
 
 /* Take a new block and map it at an address that is reserved (0: map nothing, hold it by *holder). 0 or -errno. */
 int block_take(int gpu, size_t bytes, enum node_kind kind, CUdeviceptr address, uint64_t *id, void **holder);
-/* Map a part of a block, by a descriptor or by its id while somebody holds it. 0 or -errno. */
-int block_map_fd(int fd, size_t offset, size_t bytes, CUdeviceptr address, int protection);
-int block_map(uint64_t id, size_t offset, size_t bytes, CUdeviceptr address, int protection);
+/* Map a block, by a descriptor or by its id while somebody holds it. 0 or -errno. */
+int block_map_fd(int fd, size_t bytes, CUdeviceptr address, int protection);
+int block_map(uint64_t id, size_t bytes, CUdeviceptr address, int protection);
 /* Keep a block alive without a descriptor: the holder, NULL with errno. Let go: */
 void *block_hold(int fd);
 void block_let_go(void *holder, uint64_t id);

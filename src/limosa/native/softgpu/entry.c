@@ -224,8 +224,7 @@ static CUresult function_find(const char *symbol, void **pfn, int version, cuuin
         *status = best    ? CU_GET_PROC_ADDRESS_SUCCESS
                   : named ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
                           : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    /* cuda.h promises SUCCESS with a null pointer here; the drivers answer NOT_FOUND, and programs rely on it. */
-    return best ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+    return best || status ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND; /* it is told in one way or the other */
 }
 
 EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags)

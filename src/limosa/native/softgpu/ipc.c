@@ -76,7 +76,7 @@ void ipc_forked(void)
 
 EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 {
-    ENTER(CALL_WORK);
+    ENTER(CALL_INIT | CALL_CONTEXT | CALL_ASKS);
     struct handle handle = {.magic = HANDLE_MAGIC, .pid = getpid(), .start_time = node_start_time(getpid())};
     struct allocation *found;
     CUresult result = CUDA_ERROR_INVALID_VALUE;
@@ -127,7 +127,7 @@ static struct allocation *import(const struct handle *handle, int fd, uint64_t b
     block->context = context;
     block->imported = true;
     block->address = space_take(block_bytes, NODE_GRANULARITY, 0);
-    if (block->address && block_map_fd(fd, 0, block_bytes, block->address, PROT_READ | PROT_WRITE) == 0)
+    if (block->address && block_map_fd(fd, block_bytes, block->address, PROT_READ | PROT_WRITE) == 0)
         made = allocation_add(MEMORY_IPC, block->address + handle->offset, handle->bytes);
     if (!made) {
         if (block->address)
@@ -176,7 +176,7 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle
     if (its.pid == getpid() && node_same_start(its.start_time, node_start_time(getpid())))
         RETURN(CUDA_ERROR_INVALID_CONTEXT); /* one's own memory */
     if (!node_same_start(node_start_time(its.pid), its.start_time))
-        RETURN(CUDA_ERROR_INVALID_VALUE);
+        RETURN(CUDA_ERROR_INVALID_HANDLE);
     driver_lock();
     found = opened(&its, call_.context);
     if (found) {

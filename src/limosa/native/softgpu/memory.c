@@ -412,7 +412,7 @@ EXPORT CUresult CUDAAPI cuMemFree_v2(CUdeviceptr dptr)
 
 EXPORT CUresult CUDAAPI cuMemGetInfo_v2(size_t *free, size_t *total)
 {
-    ENTER(CALL_WORK);
+    ENTER(CALL_INIT | CALL_CONTEXT | CALL_ASKS);
     if (!free || !total)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     int gpu = context_gpu(call_.context);
@@ -445,9 +445,13 @@ static CUresult allocate_host(struct call *call, void **address, size_t bytes, u
     size_t whole = round_up(bytes, PAGE);
     void *at;
 
-    if (!address || !bytes ||
+    if (!address ||
         flags & ~(unsigned)(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED))
         return CUDA_ERROR_INVALID_VALUE;
+    if (!bytes) {
+        *address = NULL;
+        return CUDA_SUCCESS;
+    }
     if (bytes > LARGEST || (call->faults & FAULT_NO_HOST_MEMORY))
         return CUDA_ERROR_OUT_OF_MEMORY;
     at = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -493,7 +497,8 @@ static CUresult forget_host(struct call *call, void *p, enum memory_kind kind, C
     if (found && found->start == (uintptr_t)p && found->kind == kind && !found->freeing) {
         ours = found->freeing = true;
         owner = found->context;
-    }
+    } else if (found && !found->freeing && found->ordinal < 0)
+        otherwise = CUDA_ERROR_INVALID_VALUE; /* host memory, but not so, or not from its beginning */
     driver_unlock();
     if (!ours)
         return otherwise;
@@ -569,7 +574,7 @@ EXPORT CUresult CUDAAPI cuMemHostGetFlags(unsigned int *pFlags, void *p)
 
     if (!pFlags || !p || !memory_find((uintptr_t)p, &range) || range.kind != MEMORY_HOST)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    *pFlags = range.flags;
+    *pFlags = range.flags | CU_MEMHOSTALLOC_DEVICEMAP; /* with unified addresses it always is */
     RETURN(CUDA_SUCCESS);
 }
 

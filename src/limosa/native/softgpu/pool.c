@@ -390,11 +390,15 @@ static CUresult allocate_async(struct call *call, CUdeviceptr *address, size_t b
     struct allocation *made;
     CUresult result;
 
-    if (!address || !bytes)
+    if (!address)
         return CUDA_ERROR_INVALID_VALUE;
     result = owner_of(call, stream, &context);
     if (result != CUDA_SUCCESS)
         return result;
+    if (!bytes) {
+        *address = 0;
+        return CUDA_SUCCESS;
+    }
     if (bytes > (size_t)1 << 46 || (call->faults & FAULT_NO_DEVICE_MEMORY))
         return CUDA_ERROR_OUT_OF_MEMORY;
     for (int i = 0;; i++) {

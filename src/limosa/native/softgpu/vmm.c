@@ -34,7 +34,7 @@ struct table {
 struct memory {
     CUmemGenericAllocationHandle handle;
     int references, mappings;
-    uint64_t block;
+    uint64_t block, before; /* the block; the one that it was at the last checkpoint */
     void *holder; /* keeps the block; NULL while the process is checkpointed */
     int ordinal;
     size_t bytes;
@@ -45,7 +45,6 @@ struct memory {
 struct mapping {
     struct piece piece;
     struct memory *memory;
-    size_t offset;
     unsigned access[NODE_MAX_GPUS]; /* CUmemAccess_flags by ordinal */
     unsigned long long buffer_id;
 };
@@ -186,7 +185,7 @@ static bool multiple_of(unsigned long long value, size_t of)
 EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_t alignment, CUdeviceptr addr,
                                             unsigned long long flags)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_QUERY);
     struct piece *made;
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
@@ -213,7 +212,7 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_
 
 EXPORT CUresult CUDAAPI cuMemAddressFree(CUdeviceptr ptr, size_t size)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_QUERY);
     struct piece *found;
     CUresult result = CUDA_ERROR_INVALID_VALUE;
 
@@ -256,7 +255,7 @@ static CUresult check_properties(const CUmemAllocationProp *prop)
 EXPORT CUresult CUDAAPI cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop,
                                                       CUmemAllocationGranularity_flags option)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_QUERY);
     CUresult result = check_properties(prop);
 
     if (!granularity || (option != CU_MEM_ALLOC_GRANULARITY_MINIMUM && option != CU_MEM_ALLOC_GRANULARITY_RECOMMENDED))
@@ -358,9 +357,10 @@ EXPORT CUresult CUDAAPI cuMemRetainAllocationHandle(CUmemGenericAllocationHandle
 EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shareableHandle, CUmemGenericAllocationHandle handle,
                                                      CUmemAllocationHandleType handleType, unsigned long long flags)
 {
-    ENTER(CALL_MANAGE);
+    ENTER(CALL_INIT | CALL_ASKS | CALL_EXPORTS);
     struct memory *memory;
     int fd = -EINVAL;
+    bool away = false;
 
     if (!shareableHandle || flags)
         RETURN(CUDA_ERROR_INVALID_VALUE);
@@ -369,10 +369,12 @@ EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shareableHandle, CUme
     /* Memory can be exported as what it was made for, by the process that made it. */
     if (memory && !memory->imported && memory->prop.requestedHandleTypes & handleType &&
         handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-        fd = block_open(memory->block);
+        fd = memory->holder ? block_open(memory->block) : -ENOENT;
+    away = memory && !memory->holder;
     driver_unlock();
     if (fd < 0)
-        RETURN(fd == -EINVAL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OPERATING_SYSTEM);
+        RETURN(away            ? CUDA_ERROR_UNKNOWN
+               : fd == -EINVAL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)shareableHandle = fd;
     RETURN(CUDA_SUCCESS);
 }
@@ -385,7 +387,7 @@ static CUresult import(int fd, CUmemGenericAllocationHandle *handle)
     int gpu;
 
     if (node_identify(fd, &id, &gpu, &bytes, &kind) != 0 || kind != NODE_VMM)
-        return CUDA_ERROR_INVALID_VALUE;
+        return CUDA_ERROR_UNKNOWN;
     if (ordinal_of_gpu(gpu) < 0)
         return CUDA_ERROR_NOT_SUPPORTED;
     made = memory_add();
@@ -443,8 +445,10 @@ static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAll
     struct mapping *made;
     int error;
 
-    if (!memory || offset > memory->bytes || size > memory->bytes - offset)
+    if (!memory)
         return CUDA_ERROR_INVALID_VALUE;
+    if (offset || size != memory->bytes)
+        return CUDA_ERROR_NOT_SUPPORTED; /* a part of it cannot be mapped */
     if (!reserved || size > reserved->start + reserved->bytes - ptr || piece_in(&mappings, ptr, size))
         return CUDA_ERROR_INVALID_VALUE;
     made = calloc(1, sizeof(*made));
@@ -452,9 +456,8 @@ static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAll
         return CUDA_ERROR_OUT_OF_MEMORY;
     made->piece = (struct piece){ptr, size};
     made->memory = memory;
-    made->offset = offset;
     made->buffer_id = buffer_id_next();
-    error = block_map(memory->block, offset, size, ptr, PROT_NONE);
+    error = block_map(memory->block, size, ptr, PROT_NONE);
     if (error || !piece_insert(&mappings, &made->piece)) {
         if (!error)
             block_unmap(ptr, size, memory->block);
@@ -471,8 +474,7 @@ EXPORT CUresult CUDAAPI cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CU
     ENTER(CALL_MANAGE);
     CUresult result;
 
-    if (!ptr || !size || flags || !multiple_of(ptr, NODE_GRANULARITY) || !multiple_of(size, NODE_GRANULARITY) ||
-        !multiple_of(offset, NODE_GRANULARITY))
+    if (!ptr || !size || flags || !multiple_of(ptr, NODE_GRANULARITY))
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     result = map(ptr, size, offset, handle);
@@ -496,6 +498,20 @@ static bool whole_mappings(CUdeviceptr ptr, size_t size)
     return true;
 }
 
+/* Whether a range may be unmapped: within a reservation, and no mapping only in part. Where nothing is mapped there is
+ * nothing to do. */
+static bool may_unmap(CUdeviceptr ptr, size_t size)
+{
+    struct piece *reserved = piece_in(&reservations, ptr, 1);
+
+    if (!size || !multiple_of(ptr, NODE_GRANULARITY) || !multiple_of(size, NODE_GRANULARITY))
+        return false;
+    if (!reserved || size > reserved->start + reserved->bytes - ptr)
+        return false;
+    struct piece *first = piece_in(&mappings, ptr, 1), *last = piece_in(&mappings, ptr + size - 1, 1);
+    return (!first || first->start == ptr) && (!last || last->start + last->bytes == ptr + size);
+}
+
 static void unmap(CUdeviceptr ptr, size_t size)
 {
     for (struct mapping *mapping; (mapping = mapping_in(ptr, size));) {
@@ -510,20 +526,20 @@ static void unmap(CUdeviceptr ptr, size_t size)
 EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size)
 {
     ENTER(CALL_MANAGE);
-    bool whole;
+    bool allowed;
 
     driver_lock();
-    whole = whole_mappings(ptr, size);
+    allowed = may_unmap(ptr, size);
     driver_unlock();
-    if (!whole)
+    if (!allowed)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     streams_drain(-1); /* the memory belongs to no context: whatever is running may be using it */
     driver_lock();
-    whole = whole_mappings(ptr, size); /* another thread may have been faster */
-    if (whole)
+    allowed = may_unmap(ptr, size); /* another thread may have been faster */
+    if (allowed)
         unmap(ptr, size);
     driver_unlock();
-    RETURN(whole ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+    RETURN(allowed ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
 }
 
 static CUresult check_access(const CUmemAccessDesc *desc, size_t count)
@@ -535,7 +551,7 @@ static CUresult check_access(const CUmemAccessDesc *desc, size_t count)
         if (desc[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE)
             return CUDA_ERROR_INVALID_VALUE; /* device memory cannot be given to the host */
         if (desc[i].location.id < 0 || desc[i].location.id >= driver.n_devices)
-            return CUDA_ERROR_INVALID_DEVICE;
+            return CUDA_ERROR_INVALID_VALUE;
     }
     return CUDA_SUCCESS;
 }
@@ -603,18 +619,44 @@ bool vmm_find(CUdeviceptr address, struct vmm_place *found)
 
 /* ------------------------------------------------------------------------------------------------ a checkpoint --- */
 
+/* A handle of memory that another process has made. */
+bool vmm_has_imported(void)
+{
+    struct node_state *node = driver.node;
+    bool found = false;
+
+    driver_lock();
+    for (size_t i = 0; i < n_memories; i++) {
+        const struct node_block *block = &node->blocks[memories[i]->block % NODE_MAX_BLOCKS];
+        found = found || (memories[i]->imported && !(block->id == memories[i]->block && block->pid == getpid()));
+    }
+    driver_unlock();
+    return found;
+}
+
+/* The memory of this process's own that a handle was imported of, or NULL. */
+static struct memory *original(size_t place, bool before)
+{
+    struct memory *memory = memories[place];
+
+    for (size_t i = 0; memory->imported && i < place; i++)
+        if (before ? memories[i]->before == memory->before : memories[i]->block == memory->block)
+            return memories[i];
+    return NULL;
+}
+
 uint64_t vmm_bytes(void)
 {
     uint64_t bytes = 0;
 
     driver_lock();
     for (size_t i = 0; i < n_memories; i++)
-        bytes += memories[i]->bytes;
+        bytes += original(i, false) ? 0 : memories[i]->bytes;
     driver_unlock();
     return bytes;
 }
 
-/* A memory may be mapped nowhere, in part, or several times: it is looked at through a mapping of its own. */
+/* A memory may be mapped nowhere or several times: it is looked at through a mapping of its own. */
 static void *window_open(const struct memory *memory)
 {
     void *window = MAP_FAILED;
@@ -635,6 +677,8 @@ static void *window_open(const struct memory *memory)
 char *vmm_save(char *to)
 {
     for (size_t i = 0; i < n_memories; i++) {
+        if (original(i, false))
+            continue;
         void *window = window_open(memories[i]);
         if (window) {
             memcpy(to, window, memories[i]->bytes);
@@ -650,6 +694,8 @@ char *vmm_save(char *to)
 const char *vmm_load(const char *from)
 {
     for (size_t i = 0; i < n_memories; i++) {
+        if (original(i, false))
+            continue;
         void *window = window_open(memories[i]);
         if (window) {
             memcpy(window, from, memories[i]->bytes);
@@ -755,9 +801,23 @@ void vmm_release(void)
     }
     for (size_t i = 0; i < n_memories; i++) {
         block_let_go(memories[i]->holder, memories[i]->block);
+        if (memories[i]->holder)
+            memories[i]->before = memories[i]->block;
         memories[i]->holder = NULL;
     }
     driver_unlock();
+}
+
+static int hold_same(struct memory *memory, const struct memory *same)
+{
+    int fd = block_open(same->block);
+
+    if (fd < 0)
+        return fd;
+    memory->block = same->block;
+    memory->holder = block_hold(fd);
+    close(fd);
+    return memory->holder ? 0 : -ENOMEM;
 }
 
 int vmm_claim(void)
@@ -766,15 +826,16 @@ int vmm_claim(void)
 
     driver_lock();
     for (size_t i = 0; i < n_memories && !error; i++) {
-        struct memory *memory = memories[i];
-        if (!memory->holder)
+        struct memory *memory = memories[i], *same = original(i, true);
+        if (!memory->holder && same)
+            error = hold_same(memory, same);
+        else if (!memory->holder)
             error = block_take(gpu_after(driver.devices[memory->ordinal]), memory->bytes, NODE_VMM, 0, &memory->block,
                                &memory->holder);
     }
     for (size_t i = 0; i < mappings.n && !error; i++) {
         struct mapping *mapping = (struct mapping *)mappings.items[i];
-        error = block_map(mapping->memory->block, mapping->offset, mapping->piece.bytes, mapping->piece.start,
-                          protection_of(mapping));
+        error = block_map(mapping->memory->block, mapping->piece.bytes, mapping->piece.start, protection_of(mapping));
     }
     if (!error)
         descriptors_back();
