@@ -114,13 +114,21 @@ static void *contexts_come_and_go(void *argument)
     return NULL;
 }
 
+static bool never(const void *argument)
+{
+    (void)argument;
+    return false;
+}
+
 static void *lock_and_unlock(void *argument)
 {
     (void)argument;
     while (!over) {
-        if (gate_close(10000) != 0 || !streams_drain(10))
+        if (gate_close(10000, never, NULL) != 0 || !streams_drain(10))
             abort();
+        gate_shut();
         usleep(500);
+        gate_unshut();
         gate_open();
         usleep(3000);
     }
