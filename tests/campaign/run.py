@@ -263,8 +263,14 @@ class Run(Fault):
                 room.well(["restore", str(path), "-o", "json"])
         for one in self.jobs:
             if one.alive():
-                one.goes_on()
-                one.prove()
+                try:
+                    one.goes_on()
+                    one.prove()
+                except Lost:
+                    if not self.fault.startswith("lost-"):
+                        raise
+                    one.kill()  # its GPU was away while it ran there: its end, and nobody's fault
+                    room.reap()
         if job.alive():
             if self.case.victim == "forks":
                 job.command("join")

@@ -19,6 +19,7 @@ from limosa.errors import (
     InvalidMap,
     LeftSuspended,
     LimosaError,
+    NoCudaState,
     NoRoomOnGpu,
     NotSupported,
     Refused,
@@ -27,7 +28,7 @@ from limosa.errors import (
     UsageError,
 )
 from limosa.gpu import LockResult
-from limosa.operation import claims, journal
+from limosa.operation import claims, driver_steps, journal
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
@@ -184,6 +185,41 @@ def test_a_map_that_changes_nothing_and_is_refused_is_left_out(gpu_like: GpuLike
     with pytest.raises(FailedUndone):
         operation.resume(pid, to="1")
     assert double.states[pid] == "checkpointed"
+
+
+def test_a_journal_that_cannot_be_removed_does_not_undo_what_is_done(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch
+) -> None:
+    """It ended with 1, an internal error, although the job was where it should be; now it is emptied."""
+    pid = gpu_like()
+    unlink = os.unlink
+
+    def broken(path: object, **options: object) -> None:
+        if str(path).endswith(".jsonl"):
+            raise OSError(5, "Input/output error")
+        unlink(path, **options)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "unlink", broken)
+        operation.suspend(pid)
+    assert double.states[pid] == "checkpointed"
+    operation.resume(pid)  # nobody works on it any more
+    assert operation.recover() == []
+
+
+def test_one_answer_that_a_member_has_no_cuda_state_is_not_believed(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch
+) -> None:
+    pid = gpu_like()
+    ask, answers = double.state, iter([True, False])
+
+    def no_state_once(asked: int, timeout: float | None = 5.0) -> object:
+        if next(answers, False):
+            raise NoCudaState(call="cuCheckpointProcessGetState", pid=pid, result="X", code=3, meaning="none")
+        return ask(asked, timeout)
+
+    monkeypatch.setattr(double, "state", no_state_once)
+    assert driver_steps.settled_state(double, pid) == "running"  # type: ignore[arg-type]
 
 
 def test_a_call_that_never_comes_back_is_not_called_undone(gpu_like: GpuLike, double: DriverDouble) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from limosa.errors import NoSuchProcess, PermissionDenied, UsageError
+from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied, UsageError
 from limosa.process import records
 from limosa.process import runtime as runtime_module
 from limosa.process.identity import Identity
@@ -179,6 +180,32 @@ def test_a_file_whose_folder_cannot_be_synced_was_never_written(tmp_path, monkey
     with pytest.raises(OSError, match="Input/output"):
         records.write_atomic(path, b"new")
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 15), (errno.EROFS, 11), (errno.EIO, 21)])
+def test_a_runtime_folder_that_cannot_be_made_has_its_exit_code(runtime, monkeypatch, number, code):
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    records.runtime_dir()
+    monkeypatch.setattr(os, "mkdir", broken)
+    with pytest.raises(LimosaError) as failed:
+        records.own_folder("claims")
+    assert failed.value.exit_code == code
+
+
+def test_a_record_that_cannot_be_removed_says_nothing_any_more(runtime, monkeypatch):
+    record = job()
+    path = record.save()
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "unlink", broken)
+    record.forget()
+    monkeypatch.undo()
+    assert path.exists()
+    assert RunRecord.of(SELF) is None
 
 
 def test_names_are_checked_and_found(start):
