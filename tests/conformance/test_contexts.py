@@ -205,18 +205,19 @@ def test_memory_goes_with_its_context(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1024, 1024), (4096, 4096), (1000, 1008)])
-def test_the_stack_limit(asked: int, given: int, job: Job) -> None:
-    job.do("cuCtxSetLimit", STACK, asked)
-    assert job.do("cuCtxGetLimit", STACK) == given
+def test_the_stack_limit(asked: int, given: int, work: Job) -> None:
+    work.do("cuCtxSetLimit", STACK, asked)
+    assert work.do("cuCtxGetLimit", STACK) == given
+    work.do("cuCtxSetLimit", STACK, 1024)
 
 
-def test_the_stack_limit_at_first(job: Job) -> None:
-    assert job.do("cuCtxGetLimit", STACK) == 1024
+def test_the_stack_limit_at_first(work: Job) -> None:
+    assert work.do("cuCtxGetLimit", STACK) == 1024
 
 
 @pytest.mark.parametrize(("name", "value"), [("MALLOC_HEAP_SIZE", 8 << 20), ("PRINTF_FIFO_SIZE", 8650752)])
-def test_limit_at_first(name: str, value: int, job: Job) -> None:
-    assert job.do("cuCtxGetLimit", enum(f"CUlimit.CU_LIMIT_{name}")) == value
+def test_limit_at_first(name: str, value: int, work: Job) -> None:
+    assert work.do("cuCtxGetLimit", enum(f"CUlimit.CU_LIMIT_{name}")) == value
 
 
 def test_api_version(work: Job) -> None:

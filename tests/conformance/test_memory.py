@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,12 @@ SIZES = [1, 8, 256, 1000, 4096, MIB, 2 * MIB + 1]
 
 def attribute(name: str) -> dict[str, str]:
     return enum(f"CUpointer_attribute.CU_POINTER_ATTRIBUTE_{name}")
+
+
+@pytest.fixture
+def job(job_in: Callable[[str], Job]) -> Job:
+    """A job that may be kept busy."""
+    return job_in("running")
 
 
 @pytest.fixture
@@ -263,7 +269,8 @@ def test_memset_2d(work: Job) -> None:
     work.do("cuMemFree", address)
 
 
-def test_peer_copy_between_the_gpus(job: Job) -> None:
+def test_peer_copy_between_the_gpus(start: Callable[..., Job]) -> None:
+    job = start().start_up()
     second = job.do("cuDevicePrimaryCtxRetain", 1)
     here = job.do("cuMemAlloc", 4096)
     job.do("cuMemsetD8", here, 0x42, 4096)
@@ -321,9 +328,9 @@ POOL_ATTRIBUTES = {"RELEASE_THRESHOLD": 0, "REUSE_FOLLOW_EVENT_DEPENDENCIES": 1,
 
 
 @pytest.mark.parametrize("name", POOL_ATTRIBUTES)
-def test_the_default_pools_attributes(name: str, job: Job) -> None:
-    pool = job.do("cuDeviceGetDefaultMemPool", 0)
-    told = job.do("cuMemPoolGetAttribute", pool, enum(f"CUmemPool_attribute.CU_MEMPOOL_ATTR_{name}"))
+def test_the_default_pools_attributes(name: str, work: Job) -> None:
+    pool = work.do("cuDeviceGetDefaultMemPool", 0)
+    told = work.do("cuMemPoolGetAttribute", pool, enum(f"CUmemPool_attribute.CU_MEMPOOL_ATTR_{name}"))
     assert told == POOL_ATTRIBUTES[name]
 
 
