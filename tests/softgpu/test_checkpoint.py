@@ -162,13 +162,18 @@ def test_the_restore_thread_is_one_of_the_targets(job: Far, controller: Far) -> 
     controller.resume(job.pid)
 
 
-def test_a_process_can_lock_itself(job: Far) -> None:
+def test_a_process_can_lock_itself_and_never_ends_to_checkpoint_itself(job: Far, controller: Far) -> None:
     assert job(f"lock({job.pid})") == "SUCCESS"
-    assert job(f"checkpoint({job.pid})") == "SUCCESS"
-    assert job(f"state({job.pid})") == "checkpointed"
-    assert job(f"restore({job.pid})") == "SUCCESS"
+    assert job(f"state({job.pid})") == "locked"
     assert job(f"unlock({job.pid})") == "SUCCESS"
-    assert job("intact()")
+    assert job(f"lock({job.pid})") == "SUCCESS"
+    checkpoint = job.send(f"checkpoint({job.pid})")
+    query = controller.send(f"state({job.pid})")
+    time.sleep(0.3)
+    assert not checkpoint.done
+    assert not query.done
+    job.process.kill()
+    assert query.value() == "OPERATING_SYSTEM"
 
 
 # --- time-outs and queues -------------------------------------------------------------------------------------------
