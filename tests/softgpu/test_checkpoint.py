@@ -168,6 +168,7 @@ def test_a_process_can_lock_itself_and_never_ends_to_checkpoint_itself(job: Far,
     assert job(f"unlock({job.pid})") == "SUCCESS"
     assert job(f"lock({job.pid})") == "SUCCESS"
     checkpoint = job.send(f"checkpoint({job.pid})")
+    time.sleep(0.5)
     query = controller.send(f"state({job.pid})")
     time.sleep(0.3)
     assert not checkpoint.done
@@ -215,7 +216,7 @@ def test_a_state_query_waits_for_the_checkpoint_under_way(new_node: Callable[...
     assert controller.lock(job.pid) == "SUCCESS"
     before = time.monotonic()
     under_way = controller.send(f"checkpoint({job.pid})")
-    time.sleep(0.1)
+    time.sleep(0.2)
     assert other.state(job.pid) == "checkpointed"
     assert time.monotonic() - before > 0.45
     assert under_way.value() == "SUCCESS"
@@ -262,7 +263,7 @@ def test_a_lock_that_still_waits_when_its_controller_dies_is_not_taken(
     waiting_call = job.send("ok(cu.cuCtxSynchronize())", main=True) if inside else None
     doomed, other = far(), far()
     doomed.send(f"lock({job.pid})")
-    time.sleep(0.2)
+    time.sleep(0.5)
     query = other.send(f"state({job.pid})")
     time.sleep(0.2)
     assert not query.done
