@@ -668,8 +668,8 @@ bool memory_has_imported(void)
     return any_of(MEMORY_IPC, 0);
 }
 
-/* One allocation of 512 MiB or more, and peer access between the process's GPUs: the driver takes the checkpoint and
- * cannot restore it. */
+/* One allocation of 512 MiB or more, and peer access between the process's GPUs: the driver was seen to take the checkpoint
+ * of such processes and not to restore them (of PyTorch's, not of bare calls: a hazard to be switched on). */
 bool memory_has_peer_hazard(void)
 {
     bool peers = false;
