@@ -193,7 +193,7 @@ class _Restore:
         work.claim.save()
         for stopped in let_go_on(work.claim.pids):
             text = f"process {stopped} was stopped when it was written to disk; it goes on"
-            work.warnings.append(Reason(id="stopped", text=text, pid=stopped))
+            work.warnings.append(Reason(id="was-stopped", text=text, pid=stopped))
 
     def _started(self, who: Identity) -> None:
         self.criu = who
