@@ -36,9 +36,12 @@ class Recording:
 
     def __call__(self, said: dict[str, Any]) -> None:
         if self._file is not None:
+            args = said.get("args", [])
+            if len(repr(args)) > 3000:  # a module
+                said = {**said, "args": [*args[:1], "…"]}
             line = json.dumps({"test": self.test, "t": round(time.monotonic() - self._begin, 3), **said}, default=repr)
             with self._guard:
-                self._file.write((line if len(line) < 4000 else line[:4000]) + "\n")
+                self._file.write(line + "\n")
                 self._file.flush()
 
 
