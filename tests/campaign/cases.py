@@ -55,6 +55,7 @@ FILLED = ("move", "resume", "resume-to", "toggle-up", "leave-running", "restore"
 
 NVML = "nvmlDeviceGetCount_v2"  # once in each look at all GPUs
 
+ASKED = ("before answer", "after answer", "before action", "after action")  # how often depends on CRIU
 RACING = ("after answer", "after action")  # CRIU and its script go on by themselves then
 
 

@@ -151,16 +151,23 @@ class Disturber(Points):
         WorkerProcess.__init__ = started  # type: ignore[method-assign]
 
     def do_kill(self, wanted: dict[str, Any]) -> None:
-        """SIGKILL for those of Limosa's processes, in this order."""
+        """SIGKILL for those of Limosa's processes, in this order; the worker and limosa at the same moment."""
         living = self.living()
-        for who in wanted["who"]:
-            if who not in living:
-                self.say(missing=who)
-                continue
-            self.say(killed=who)
-            os.kill(living[who], signal.SIGKILL)
-            if who != "limosa":
-                _until(lambda pid=living[who]: _state(pid) in ("", "Z", "X"))
+        who = [one for one in wanted["who"] if one in living]
+        for missing in set(wanted["who"]) - set(who):
+            self.say(missing=missing)
+        self.say(killed=who)
+        together = [living[one] for one in ("limosa", "worker") if one in who and "limosa" in who]
+        for one in who:
+            if living[one] not in together:
+                os.kill(living[one], signal.SIGKILL)
+                _until(lambda pid=living[one]: _state(pid) in ("", "Z", "X"))
+        if together and os.fork() == 0:  # one alone would let the other do its part: another worker, the will
+            for pid in together:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        elif together:
+            time.sleep(10)
 
     def do_signal(self, wanted: dict[str, Any]) -> None:
         """A signal for ourselves, as from a terminal or an init; more than one after one another."""

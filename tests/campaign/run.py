@@ -168,7 +168,7 @@ class Run(Fault):
             self.told["recovered"] = again.rc
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
-        if self.kills_job:
+        if self.kills_job or self.case.step.startswith("disk.rmdir") or self.case.step.startswith("disk.unlink"):
             self._remove_kept()
         left = room.litter()
         if left:
@@ -210,9 +210,9 @@ class Run(Fault):
         self.told["descriptors"] = grown
 
     def _remove_kept(self) -> None:
-        """A dump that was whole when the job ended by itself may be its last copy: ``recover`` keeps it for ``rm``."""
+        """``recover`` leaves to ``rm`` a dump that was whole when its job ended, and what a disk does not let go."""
         for path in (self.room.base / "images").glob(".*limosa-partial*"):
-            if not self.jobs[0].alive():
+            if not self.jobs[0].alive() or self.case.step.startswith("disk."):
                 self.room.well(["rm", str(path), "-o", "json"])
 
     def _may_fail_to_undo(self) -> bool:
@@ -250,6 +250,9 @@ class Run(Fault):
 
             driver.unlock(job.pid)
             state = room.state(job)
+        for other in self.jobs[1:]:
+            if room.state(other) == "checkpointed":
+                room.well(["resume", str(other.pid), "-o", "json"])
         if state == "checkpointed":
             room.well(["resume", str(job.pid), "-o", "json"])
         elif state == "gone":

@@ -333,8 +333,11 @@ def _remove_drafts(dead: Journal) -> list[str]:
             nameless = folder.state == "dead" and not folder.operation
             ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))
             if folder.operation == header.id or str(folder.path) == header.draft or ours:
-                remove_folder(folder.path)
-                did.append(f"removed {folder.path}")
+                try:
+                    remove_folder(folder.path)
+                    did.append(f"removed {folder.path}")
+                except (LimosaError, OSError) as error:
+                    did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
     return did
 
 
