@@ -20,7 +20,8 @@
         }                                                                                                              \
     } while (0)
 
-static const char ptx[] = ".version 6.3\n.target sm_75\n.visible .entry fill(\n.visible .entry stamp(\n.visible .entry hash(\n";
+static const char ptx[] = ".version 6.3\n.target sm_75\n"
+                          ".visible .entry fill(\n.visible .entry stamp(\n.visible .entry hash(\n";
 static CUcontext primary;
 static CUfunction fill, hash;
 static int rounds;

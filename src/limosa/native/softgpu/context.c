@@ -50,7 +50,7 @@ int context_gpu(const struct context *context)
     return driver.devices[context->ordinal];
 }
 
-/* ------------------------------------------------------------------------------------------ what a context takes --- */
+/* ----------------------------------------------------------------------------------------- what a context takes --- */
 
 static CUresult claim(struct context *context, int gpu)
 {
@@ -462,7 +462,7 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
     RETURN(destroy(context));
 }
 
-/* ------------------------------------------------------------------------------------------------------- current --- */
+/* ------------------------------------------------------------------------------------------------------ current --- */
 
 /* A handle that may be made current; a primary context may be so before it is retained again. */
 static struct context *usable(CUcontext handle)
@@ -540,7 +540,7 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *context)
     RETURN(CUDA_SUCCESS);
 }
 
-/* -------------------------------------------------------------------------------------------- what a context says --- */
+/* ------------------------------------------------------------------------------------------ what a context says --- */
 
 /* The context that a handle means, NULL being the current one. */
 static struct context *meant(const struct call *call, CUcontext handle)
@@ -705,7 +705,7 @@ EXPORT CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
     RETURN(CUDA_SUCCESS);
 }
 
-/* --------------------------------------------------------------------------------------------------- peer access --- */
+/* -------------------------------------------------------------------------------------------------- peer access --- */
 
 EXPORT CUresult cuCtxEnablePeerAccess(CUcontext handle, unsigned int flags)
 {

@@ -67,8 +67,8 @@ static void run_copy(void *argument)
 }
 
 /* Work whose end the caller need not see runs behind its back. */
-static CUresult submit(struct context *context, CUstream stream, void (*run)(void *), const void *argument, size_t bytes,
-                       bool wait)
+static CUresult submit(struct context *context, CUstream stream, void (*run)(void *), const void *argument,
+                       size_t bytes, bool wait)
 {
     if (wait)
         return stream_run(context, stream, run, (void *)(uintptr_t)argument);
@@ -186,8 +186,8 @@ static CUresult copy_2d(struct context *current, CUstream stream, const CUDA_MEM
     CUresult result = side_of(&copy.to, c->dstMemoryType, c->dstHost, c->dstDevice, c->dstPitch, 0, c->dstXInBytes,
                               c->dstY, 0, extent);
     if (result == CUDA_SUCCESS)
-        result = side_of(&copy.from, c->srcMemoryType, c->srcHost, c->srcDevice, c->srcPitch, 0, c->srcXInBytes, c->srcY,
-                         0, extent);
+        result = side_of(&copy.from, c->srcMemoryType, c->srcHost, c->srcDevice, c->srcPitch, 0, c->srcXInBytes,
+                         c->srcY, 0, extent);
     return result == CUDA_SUCCESS ? start(current, stream, copy, synchronous) : result;
 }
 
@@ -205,7 +205,7 @@ static CUresult copy_3d(struct context *current, CUstream stream, const CUDA_MEM
     return result == CUDA_SUCCESS ? start(current, stream, copy, synchronous) : result;
 }
 
-/* ------------------------------------------------------------------------------------------------------- memsets --- */
+/* ------------------------------------------------------------------------------------------------------ memsets --- */
 
 struct set {
     struct context *context;
@@ -262,7 +262,7 @@ static CUresult fill(struct context *current, CUstream stream, CUdeviceptr to, s
     return submit(current, stream, run_set, &set, sizeof set, synchronous && place(to, &pageable) < 0);
 }
 
-/* -------------------------------------------------------------------------------------------------- entry points --- */
+/* ------------------------------------------------------------------------------------------------- entry points --- */
 
 #define HOST(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
 #define ARGUMENTS(...) __VA_ARGS__

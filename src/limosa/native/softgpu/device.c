@@ -88,7 +88,7 @@ EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
     RETURN(CUDA_SUCCESS);
 }
 
-/* --------------------------------------------------------------------------------------------------- PCI bus ids --- */
+/* -------------------------------------------------------------------------------------------------- PCI bus ids --- */
 
 static bool parse_pci(const char *text, unsigned *domain, unsigned *bus, unsigned *slot, unsigned *function)
 {
@@ -149,7 +149,7 @@ EXPORT CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *id)
     RETURN(CUDA_ERROR_INVALID_DEVICE);
 }
 
-/* ---------------------------------------------------------------------------------------------------- attributes --- */
+/* --------------------------------------------------------------------------------------------------- attributes --- */
 
 /* An H200's, other than those that depend on the GPU. What this driver does not implement (multicast, stream memory
  * operations, fabric handles, graphics) is said not to be there. */
@@ -293,7 +293,7 @@ EXPORT CUresult cuDeviceGetProperties(CUdevprop *properties, CUdevice device)
     RETURN(CUDA_SUCCESS);
 }
 
-/* --------------------------------------------------------------------------------------------------------- peers --- */
+/* -------------------------------------------------------------------------------------------------------- peers --- */
 
 EXPORT CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 {

@@ -194,7 +194,7 @@ int memory_claim(void);       /* takes device memory on gpu_after(), maps it at 
 int vmm_claim(void);
 const char *memory_load(const char *from);
 const char *vmm_load(const char *from);
-void memory_context_gone(struct context *context); /* the context is destroyed: free what was allocated in it. Not locked */
+void memory_context_gone(struct context *context); /* destroyed: free what was allocated in it. Not locked */
 void memory_forked(void);     /* in a child: close what is open, forget everything */
 void vmm_forked(void);
 

@@ -36,7 +36,7 @@ struct fatbin_wrapper {
     const void *data, *filename;
 };
 
-/* ------------------------------------------------------------------------------------------------------- loading --- */
+/* ------------------------------------------------------------------------------------------------------ loading --- */
 
 /* PTX is text. Only its beginning is looked at: what is no text may have no end. */
 static bool is_text(const char *image)
@@ -163,7 +163,7 @@ static CUresult unload(const void *handle, bool library)
     return result;
 }
 
-/* ------------------------------------------------------------------------------------------------------- finding --- */
+/* ------------------------------------------------------------------------------------------------------ finding --- */
 
 /* Whether the image declares `name` after one of the words, as in ".visible .entry fill(": a whole word. */
 static bool declares(const struct module *module, const char *word, const char *name)
@@ -244,7 +244,7 @@ static CUresult get_function(void **handle, const void *of, const char *name)
     return result;
 }
 
-/* -------------------------------------------------------------------------------------------------- entry points --- */
+/* ------------------------------------------------------------------------------------------------- entry points --- */
 
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
 {

@@ -61,7 +61,7 @@ struct timespec driver_deadline(double seconds)
     return now;
 }
 
-/* ----------------------------------------------------------------------------------------------- threads of ours --- */
+/* ---------------------------------------------------------------------------------------------- threads of ours --- */
 
 struct beginning {
     void *(*body)(void *);
@@ -96,7 +96,7 @@ int driver_thread(pthread_t *thread, const char *name, void *(*body)(void *), vo
     return error;
 }
 
-/* ------------------------------------------------------------------------------------------------------ the gate --- */
+/* ----------------------------------------------------------------------------------------------------- the gate --- */
 
 static struct {
     pthread_mutex_t mutex;
@@ -204,7 +204,7 @@ static void ask_leave(void)
     pthread_mutex_unlock(&gate.mutex);
 }
 
-/* ---------------------------------------------------------------------------------------------------- every call --- */
+/* --------------------------------------------------------------------------------------------------- every call --- */
 
 static CUresult refuse_context(const struct call *call)
 {
@@ -279,7 +279,7 @@ CUresult call_end(struct call *call, CUresult result)
     return result == CUDA_SUCCESS && call->late ? call->late : result;
 }
 
-/* -------------------------------------------------------------------------------------------------- device nodes --- */
+/* ------------------------------------------------------------------------------------------------- device nodes --- */
 
 static struct {
     int n_fds, fds[2 * NODE_MAX_GPUS + 8];
@@ -351,7 +351,7 @@ __attribute__((weak)) int gpu_after(int gpu)
     return gpu;
 }
 
-/* -------------------------------------------------------------------------------------------------------- cuInit --- */
+/* ------------------------------------------------------------------------------------------------------- cuInit --- */
 
 /* The GPU that one word of CUDA_VISIBLE_DEVICES means, as an index in candidates[], or -1. */
 static int named_gpu(const char *word, const int *candidates, int n, bool by_uuid)
@@ -468,7 +468,7 @@ EXPORT CUresult cuInit(unsigned int flags)
     RETURN(result);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- fork --- */
+/* --------------------------------------------------------------------------------------------------------- fork --- */
 
 /* The locks are taken so that what the child inherits is whole: it has to close what the lists name. */
 static void fork_prepare(void)

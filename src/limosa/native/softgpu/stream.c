@@ -57,7 +57,7 @@ void context_fail(struct context *context, CUresult error)
     atomic_compare_exchange_strong(&context->sticky, &none, (int)error);
 }
 
-/* ------------------------------------------------------------------------------------------------------- streams --- */
+/* ------------------------------------------------------------------------------------------------------ streams --- */
 
 static struct stream *stream_make(struct context *context, unsigned flags, int priority)
 {
@@ -153,7 +153,7 @@ struct stream *stream_find(struct context *context, CUstream handle, CUresult *e
     return made;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- work --- */
+/* --------------------------------------------------------------------------------------------------------- work --- */
 
 static bool blocking(const struct stream *stream)
 {
@@ -238,7 +238,7 @@ static struct work *work_add(struct stream *stream, void (*run)(void *), void *a
 CUresult stream_append(struct stream *stream, void (*run)(void *), void *argument, bool keep, struct mark *after,
                        struct mark *sets)
 {
-    if (!run && !stream->head && may_run(stream, last_number + 1, after)) { /* a mark in a stream that has nothing to do */
+    if (!run && !stream->head && may_run(stream, last_number + 1, after)) { /* a mark, and nothing to do before */
         if (sets) {
             sets->reached = true;
             sets->time = node_now();
@@ -313,7 +313,7 @@ CUresult stream_run(struct context *context, CUstream handle, void (*run)(void *
     return (CUresult)context->sticky;
 }
 
-/* ------------------------------------------------------------------------------------------------------- waiting --- */
+/* ------------------------------------------------------------------------------------------------------ waiting --- */
 
 /* Whether work up to this number is unfinished: in one stream and, if that is a legacy one, in those that it waits for;
  * in a context (stream NULL); anywhere (both NULL). */
@@ -404,7 +404,7 @@ __attribute__((constructor)) static void loaded(void)
     pthread_key_create(&thread_key, thread_ended);
 }
 
-/* -------------------------------------------------------------------------------------------------- entry points --- */
+/* ------------------------------------------------------------------------------------------------- entry points --- */
 
 static CUresult create(CUstream *handle, struct context *context, unsigned flags, int priority)
 {
