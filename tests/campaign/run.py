@@ -168,7 +168,8 @@ class Run(Fault):
             self.told["recovered"] = again.rc
             if again.rc not in (0, 41) or errors:
                 problems.append(f"recover failed: {again.rc} {errors or again.short()} {again.stderr[-300:]}")
-        if self.kills_job or self.case.step.startswith("disk.rmdir") or self.case.step.startswith("disk.unlink"):
+        kept = ("disk.",) if self.case.operation in BROKEN else ("disk.rmdir", "disk.unlink")
+        if self.kills_job or self.case.step.startswith(kept):
             self._remove_kept()
         left = room.litter()
         if left:
