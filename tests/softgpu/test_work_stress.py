@@ -31,7 +31,7 @@ def test_stress(new_node: Any, tmp_path: Path, sanitizer: str) -> None:
     subprocess.run(
         [*compiler, *flags, f"-I{SOURCES}", "-o", program, HERE / "stress_work.c", *sources, "-lpthread"],
         check=True,
-        timeout=120,
+        timeout=300,
     )
     node = new_node(memory="512MiB")
     answer = node.run([program, 4, 20], limit=120)
