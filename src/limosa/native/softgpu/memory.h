@@ -1,4 +1,4 @@
-/* The table of everything that has an address: what memory.c, pool.c, ipc.c and pointer.c share.
+/* The table of everything that has an address: what allocation.c, memory.c, pool.c, ipc.c and pointer.c share.
  *
  * Everything here is called with driver.mutex held.
  */

@@ -5,14 +5,11 @@
  * restore takes new memory for the same handles and addresses. Whoever else had the old memory keeps that.
  */
 #define _GNU_SOURCE
-#include "block.h"
+#include "vmm.h"
 #include "fault.h"
 #include "memory.h"
 
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -20,38 +17,10 @@
 
 #define PAGE ((size_t)4096)
 
-/* Things with an address, sorted by it. */
-struct piece {
-    CUdeviceptr start;
-    size_t bytes;
-};
-
-struct table {
-    struct piece **items;
-    size_t n, room;
-};
-
-struct memory {
-    CUmemGenericAllocationHandle handle;
-    int references, mappings;
-    uint64_t block, before; /* the block; the one that it was at the last checkpoint */
-    void *holder; /* keeps the block; NULL while the process is checkpointed */
-    int ordinal;
-    size_t bytes;
-    CUmemAllocationProp prop;
-    bool imported;
-};
-
-struct mapping {
-    struct piece piece;
-    struct memory *memory;
-    unsigned access[NODE_MAX_GPUS]; /* CUmemAccess_flags by ordinal */
-    unsigned long long buffer_id;
-};
-
-static struct table reservations, mappings;
-static struct memory **memories; /* sorted by handle */
-static size_t n_memories, room_memories;
+struct table vmm_reservations, vmm_mappings;
+struct memory **vmm_memories;
+size_t vmm_n_memories;
+static size_t room_memories;
 
 /* ------------------------------------------------------------------------------------------------------ tables --- */
 
@@ -107,18 +76,18 @@ static void piece_remove(struct table *table, struct piece *piece)
 
 static struct mapping *mapping_in(CUdeviceptr address, size_t bytes)
 {
-    return (struct mapping *)piece_in(&mappings, address, bytes);
+    return (struct mapping *)piece_in(&vmm_mappings, address, bytes);
 }
 
-/* -------------------------------------------------------------------------------------------------- memories --- */
+/* -------------------------------------------------------------------------------------------------- vmm_memories --- */
 
-static size_t memory_place(CUmemGenericAllocationHandle handle)
+size_t vmm_memory_place(CUmemGenericAllocationHandle handle)
 {
-    size_t low = 0, high = n_memories;
+    size_t low = 0, high = vmm_n_memories;
 
     while (low < high) {
         size_t middle = (low + high) / 2;
-        if (memories[middle]->handle >= handle)
+        if (vmm_memories[middle]->handle >= handle)
             high = middle;
         else
             low = middle + 1;
@@ -129,11 +98,11 @@ static size_t memory_place(CUmemGenericAllocationHandle handle)
 /* The memory of a handle that the application may use. */
 static struct memory *memory_of(CUmemGenericAllocationHandle handle)
 {
-    size_t place = memory_place(handle);
+    size_t place = vmm_memory_place(handle);
 
-    if (place == n_memories || memories[place]->handle != handle || !memories[place]->references)
+    if (place == vmm_n_memories || vmm_memories[place]->handle != handle || !vmm_memories[place]->references)
         return NULL;
-    return memories[place];
+    return vmm_memories[place];
 }
 
 static struct memory *memory_add(void)
@@ -141,12 +110,12 @@ static struct memory *memory_add(void)
     static CUmemGenericAllocationHandle last; /* never used twice: a handle that was released names nothing */
     struct memory *made;
 
-    if (n_memories == room_memories) {
+    if (vmm_n_memories == room_memories) {
         size_t room = room_memories ? 2 * room_memories : 64;
-        struct memory **more = realloc(memories, room * sizeof(struct memory *));
+        struct memory **more = realloc(vmm_memories, room * sizeof(struct memory *));
         if (!more)
             return NULL;
-        memories = more;
+        vmm_memories = more;
         room_memories = room;
     }
     made = calloc(1, sizeof(*made));
@@ -154,16 +123,16 @@ static struct memory *memory_add(void)
         return NULL;
     made->handle = ++last;
     made->references = 1;
-    memories[n_memories++] = made;
+    vmm_memories[vmm_n_memories++] = made;
     return made;
 }
 
 static void memory_remove(struct memory *memory)
 {
-    size_t place = memory_place(memory->handle);
+    size_t place = vmm_memory_place(memory->handle);
 
-    n_memories--;
-    memmove(&memories[place], &memories[place + 1], (n_memories - place) * sizeof(struct memory *));
+    vmm_n_memories--;
+    memmove(&vmm_memories[place], &vmm_memories[place + 1], (vmm_n_memories - place) * sizeof(struct memory *));
     free(memory);
 }
 
@@ -190,7 +159,8 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
     /* cuda.h asks for multiples of a page; the drivers want the granularity. */
-    if (!ptr || !size || !multiple_of(size, NODE_GRANULARITY) || !multiple_of(addr, PAGE) || (alignment & (alignment - 1)) || flags)
+    if (!ptr || !size || !multiple_of(size, NODE_GRANULARITY) || !multiple_of(addr, PAGE) ||
+        (alignment & (alignment - 1)) || flags)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     made = calloc(1, sizeof(*made));
@@ -198,7 +168,7 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_
         made->bytes = size;
         made->start = space_take(size, alignment, addr);
     }
-    if (made && made->start && piece_insert(&reservations, made)) {
+    if (made && made->start && piece_insert(&vmm_reservations, made)) {
         *ptr = made->start;
         result = CUDA_SUCCESS;
     } else {
@@ -217,10 +187,10 @@ EXPORT CUresult CUDAAPI cuMemAddressFree(CUdeviceptr ptr, size_t size)
     CUresult result = CUDA_ERROR_INVALID_VALUE;
 
     driver_lock();
-    found = piece_in(&reservations, ptr, 1);
-    if (found && found->start == ptr && found->bytes == size && !piece_in(&mappings, ptr, size)) {
+    found = piece_in(&vmm_reservations, ptr, 1);
+    if (found && found->start == ptr && found->bytes == size && !piece_in(&vmm_mappings, ptr, size)) {
         space_give(ptr, size);
-        piece_remove(&reservations, found);
+        piece_remove(&vmm_reservations, found);
         result = CUDA_SUCCESS;
     }
     driver_unlock();
@@ -428,7 +398,7 @@ EXPORT CUresult CUDAAPI cuMemImportFromShareableHandle(CUmemGenericAllocationHan
 /* ---------------------------------------------------------------------------------------------------- mappings --- */
 
 /* The CPU's right is the greatest that any device has: what runs on the devices are this process's threads. */
-static int protection_of(const struct mapping *mapping)
+int vmm_protection(const struct mapping *mapping)
 {
     unsigned all = 0;
 
@@ -441,7 +411,7 @@ static int protection_of(const struct mapping *mapping)
 static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle)
 {
     struct memory *memory = memory_of(handle);
-    struct piece *reserved = piece_in(&reservations, ptr, 1);
+    struct piece *reserved = piece_in(&vmm_reservations, ptr, 1);
     struct mapping *made;
     int error;
 
@@ -449,7 +419,7 @@ static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAll
         return CUDA_ERROR_INVALID_VALUE;
     if (offset || size != memory->bytes)
         return CUDA_ERROR_NOT_SUPPORTED; /* a part of it cannot be mapped */
-    if (!reserved || size > reserved->start + reserved->bytes - ptr || piece_in(&mappings, ptr, size))
+    if (!reserved || size > reserved->start + reserved->bytes - ptr || piece_in(&vmm_mappings, ptr, size))
         return CUDA_ERROR_INVALID_VALUE;
     made = calloc(1, sizeof(*made));
     if (!made)
@@ -458,7 +428,7 @@ static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAll
     made->memory = memory;
     made->buffer_id = buffer_id_next();
     error = block_map(memory->block, size, ptr, PROT_NONE);
-    if (error || !piece_insert(&mappings, &made->piece)) {
+    if (error || !piece_insert(&vmm_mappings, &made->piece)) {
         if (!error)
             block_unmap(ptr, size, memory->block);
         free(made);
@@ -502,13 +472,13 @@ static bool whole_mappings(CUdeviceptr ptr, size_t size)
  * nothing to do. */
 static bool may_unmap(CUdeviceptr ptr, size_t size)
 {
-    struct piece *reserved = piece_in(&reservations, ptr, 1);
+    struct piece *reserved = piece_in(&vmm_reservations, ptr, 1);
 
     if (!size || !multiple_of(ptr, NODE_GRANULARITY) || !multiple_of(size, NODE_GRANULARITY))
         return false;
     if (!reserved || size > reserved->start + reserved->bytes - ptr)
         return false;
-    struct piece *first = piece_in(&mappings, ptr, 1), *last = piece_in(&mappings, ptr + size - 1, 1);
+    struct piece *first = piece_in(&vmm_mappings, ptr, 1), *last = piece_in(&vmm_mappings, ptr + size - 1, 1);
     return (!first || first->start == ptr) && (!last || last->start + last->bytes == ptr + size);
 }
 
@@ -517,7 +487,7 @@ static void unmap(CUdeviceptr ptr, size_t size)
     for (struct mapping *mapping; (mapping = mapping_in(ptr, size));) {
         struct memory *memory = mapping->memory;
         block_unmap(mapping->piece.start, mapping->piece.bytes, memory->block);
-        piece_remove(&mappings, &mapping->piece);
+        piece_remove(&vmm_mappings, &mapping->piece);
         memory->mappings--;
         memory_drop_unused(memory);
     }
@@ -571,7 +541,7 @@ EXPORT CUresult CUDAAPI cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmem
         struct mapping *mapping = mapping_in(at, 1);
         for (size_t i = 0; i < count; i++)
             mapping->access[desc[i].location.id] = desc[i].flags;
-        if (mprotect((void *)(uintptr_t)at, mapping->piece.bytes, protection_of(mapping)) != 0)
+        if (mprotect((void *)(uintptr_t)at, mapping->piece.bytes, vmm_protection(mapping)) != 0)
             result = CUDA_ERROR_OPERATING_SYSTEM;
         at += mapping->piece.bytes;
     }
@@ -598,7 +568,7 @@ EXPORT CUresult CUDAAPI cuMemGetAccess(unsigned long long *flags, const CUmemLoc
 
 bool vmm_find(CUdeviceptr address, struct vmm_place *found)
 {
-    struct piece *reserved = piece_in(&reservations, address, 1);
+    struct piece *reserved = piece_in(&vmm_reservations, address, 1);
     struct mapping *mapping = mapping_in(address, 1);
 
     if (!reserved)
@@ -615,238 +585,4 @@ bool vmm_find(CUdeviceptr address, struct vmm_place *found)
         found->buffer_id = mapping->buffer_id;
     }
     return true;
-}
-
-/* ------------------------------------------------------------------------------------------------ a checkpoint --- */
-
-/* A handle of memory that another process has made. */
-bool vmm_has_imported(void)
-{
-    struct node_state *node = driver.node;
-    bool found = false;
-
-    driver_lock();
-    for (size_t i = 0; i < n_memories; i++) {
-        const struct node_block *block = &node->blocks[memories[i]->block % NODE_MAX_BLOCKS];
-        found = found || (memories[i]->imported && !(block->id == memories[i]->block && block->pid == getpid()));
-    }
-    driver_unlock();
-    return found;
-}
-
-/* The memory of this process's own that a handle was imported of, or NULL. */
-static struct memory *original(size_t place, bool before)
-{
-    struct memory *memory = memories[place];
-
-    for (size_t i = 0; memory->imported && i < place; i++)
-        if (before ? memories[i]->before == memory->before : memories[i]->block == memory->block)
-            return memories[i];
-    return NULL;
-}
-
-uint64_t vmm_bytes(void)
-{
-    uint64_t bytes = 0;
-
-    driver_lock();
-    for (size_t i = 0; i < n_memories; i++)
-        bytes += original(i, false) ? 0 : memories[i]->bytes;
-    driver_unlock();
-    return bytes;
-}
-
-/* A memory may be mapped nowhere or several times: it is looked at through a mapping of its own. */
-static void *window_open(const struct memory *memory)
-{
-    void *window = MAP_FAILED;
-    int fd;
-
-    driver_lock();
-    fd = block_open(memory->block);
-    if (fd >= 0) {
-        window = mmap(NULL, memory->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-        if (window != MAP_FAILED)
-            madvise(window, memory->bytes, MADV_DONTFORK);
-        close(fd);
-    }
-    driver_unlock();
-    return window == MAP_FAILED ? NULL : window;
-}
-
-char *vmm_save(char *to)
-{
-    for (size_t i = 0; i < n_memories; i++) {
-        if (original(i, false))
-            continue;
-        void *window = window_open(memories[i]);
-        if (window) {
-            memcpy(to, window, memories[i]->bytes);
-            munmap(window, memories[i]->bytes);
-        } else {
-            node_log("block %llu cannot be saved", (unsigned long long)memories[i]->block);
-        }
-        to += memories[i]->bytes;
-    }
-    return to;
-}
-
-const char *vmm_load(const char *from)
-{
-    for (size_t i = 0; i < n_memories; i++) {
-        if (original(i, false))
-            continue;
-        void *window = window_open(memories[i]);
-        if (window) {
-            memcpy(window, from, memories[i]->bytes);
-            munmap(window, memories[i]->bytes);
-        } else {
-            node_log("block %llu cannot be loaded", (unsigned long long)memories[i]->block);
-        }
-        from += memories[i]->bytes;
-    }
-    return from;
-}
-
-/* Descriptors that the application has exported, or was given, are its own; but while it is checkpointed nothing of the
- * node may be open in it. So /dev/nvidiactl stands in for each, as which the real driver's descriptors are seen anyway, and
- * a restore puts a descriptor of the new memory in its place where the memory is one that this process knows. (An
- * application that closes one in this very moment could have its next file replaced: a driver in the kernel has no such
- * gap.) */
-struct stand_in {
-    struct stand_in *next;
-    int fd;
-    CUmemGenericAllocationHandle handle; /* 0: of memory that is not known here */
-};
-static struct stand_in *stand_ins;
-
-static bool link_of(const char *name, char *link, size_t room)
-{
-    char path[64];
-
-    snprintf(path, sizeof(path), "/proc/self/fd/%.16s", name);
-    ssize_t length = readlink(path, link, room - 1);
-    if (length <= 0)
-        return false;
-    link[length] = 0;
-    return true;
-}
-
-/* Put another file behind a descriptor's number. */
-static bool replace(int fd, int by)
-{
-    int flags = fcntl(fd, F_GETFD);
-
-    return flags >= 0 && dup3(by, fd, flags & FD_CLOEXEC ? O_CLOEXEC : 0) >= 0;
-}
-
-static void descriptors_away(void)
-{
-    static const char folder[] = NODE_FOLDER "/memory/";
-    char link[128];
-    DIR *all = opendir("/proc/self/fd");
-    int control = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-
-    for (struct dirent *entry; all && control >= 0 && (entry = readdir(all));) {
-        struct stand_in *made;
-        if (!link_of(entry->d_name, link, sizeof(link)) || strncmp(link, folder, sizeof(folder) - 1) != 0)
-            continue;
-        made = calloc(1, sizeof(*made));
-        if (!made || !replace(atoi(entry->d_name), control)) {
-            free(made);
-            continue;
-        }
-        uint64_t id = strtoull(link + sizeof(folder) - 1, NULL, 10);
-        made->fd = atoi(entry->d_name);
-        for (size_t i = 0; i < n_memories; i++)
-            if (memories[i]->block == id)
-                made->handle = memories[i]->handle;
-        made->next = stand_ins;
-        stand_ins = made;
-    }
-    if (control >= 0)
-        close(control);
-    if (all)
-        closedir(all);
-}
-
-static void descriptors_back(void)
-{
-    for (struct stand_in *one; (one = stand_ins);) {
-        size_t place = memory_place(one->handle);
-        char name[16], link[128];
-        stand_ins = one->next;
-        snprintf(name, sizeof(name), "%d", one->fd);
-        /* The application may have closed it meanwhile. Where CRIU had no /dev/nvidiactl, it is /dev/null. */
-        if (place < n_memories && memories[place]->handle == one->handle && link_of(name, link, sizeof(link)) &&
-            (!strcmp(link, "/dev/nvidiactl") || !strcmp(link, "/dev/null"))) {
-            int fd = block_open(memories[place]->block);
-            if (fd >= 0) {
-                replace(one->fd, fd);
-                close(fd);
-            }
-        }
-        free(one);
-    }
-}
-
-void vmm_release(void)
-{
-    driver_lock();
-    descriptors_away(); /* first: it looks for the blocks' numbers */
-    for (size_t i = 0; i < mappings.n; i++) {
-        struct mapping *mapping = (struct mapping *)mappings.items[i];
-        if (mapping->memory->holder)
-            block_unmap(mapping->piece.start, mapping->piece.bytes, mapping->memory->block);
-    }
-    for (size_t i = 0; i < n_memories; i++) {
-        block_let_go(memories[i]->holder, memories[i]->block);
-        if (memories[i]->holder)
-            memories[i]->before = memories[i]->block;
-        memories[i]->holder = NULL;
-    }
-    driver_unlock();
-}
-
-static int hold_same(struct memory *memory, const struct memory *same)
-{
-    int fd = block_open(same->block);
-
-    if (fd < 0)
-        return fd;
-    memory->block = same->block;
-    memory->holder = block_hold(fd);
-    close(fd);
-    return memory->holder ? 0 : -ENOMEM;
-}
-
-int vmm_claim(void)
-{
-    int error = 0;
-
-    driver_lock();
-    for (size_t i = 0; i < n_memories && !error; i++) {
-        struct memory *memory = memories[i], *same = original(i, true);
-        if (!memory->holder && same)
-            error = hold_same(memory, same);
-        else if (!memory->holder)
-            error = block_take(gpu_after(driver.devices[memory->ordinal]), memory->bytes, NODE_VMM, 0, &memory->block,
-                               &memory->holder);
-    }
-    for (size_t i = 0; i < mappings.n && !error; i++) {
-        struct mapping *mapping = (struct mapping *)mappings.items[i];
-        error = block_map(mapping->memory->block, mapping->piece.bytes, mapping->piece.start, protection_of(mapping));
-    }
-    if (!error)
-        descriptors_back();
-    driver_unlock();
-    return error;
-}
-
-/* Nothing of it is mapped in a child (MADV_DONTFORK), and no descriptor is kept. */
-void vmm_forked(void)
-{
-    n_memories = 0;
-    reservations.n = mappings.n = 0;
-    stand_ins = NULL;
 }
