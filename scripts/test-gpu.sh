@@ -5,6 +5,7 @@
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
 #   scripts/test-gpu.sh driver     the driver's calls, maps
 #   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
+#   scripts/test-gpu.sh faults     330 faulted runs of the campaign, those that are safe here (JOBS=… side by side)
 #   scripts/test-gpu.sh large      two jobs that fill their GPUs (minutes)
 #   scripts/test-gpu.sh -- ARGS    pytest with these arguments
 #
@@ -70,6 +71,16 @@ conformance() {
     echo "every call of it: $record"
 }
 
+# What was found beside the summary: FAULTS=… names the file.
+faults() {
+    echo "--- fault campaign"
+    LIMOSA_CAMPAIGN=real PYTHONPATH=tests timeout -k 15 "$limit" "$PY" -m campaign \
+        --rooms "${JOBS:-8}" --count "${RUNS:-330}" --seed "${SEED:-1}" ${FAULTS:+--summary "$FAULTS"}
+    code=$?
+    [ "$code" = 0 ] || failed=1
+    [ "$code" = 124 ] && echo "NOT FINISHED within $limit s"
+}
+
 run() {
     head_lines
     case $what in
@@ -81,6 +92,7 @@ run() {
             part -m "gpu_core and gpu_alone" tests/gpu
             ;;
         conformance) conformance ;;
+        faults) faults ;;
         large) part -m "gpu and slow" tests/gpu ;;
         all)
             conformance
@@ -89,6 +101,7 @@ run() {
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
             part -m "gpu and slow" tests/gpu
+            faults
             ;;
         --) part "$@" ;;
         *) echo "test-gpu.sh: no part called $what" >&2; failed=2 ;;

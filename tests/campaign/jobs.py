@@ -39,7 +39,7 @@ class Job:
         self.pid = int(nursery.ask(order, "victim")["victim"])
         self._requests = 0
         self.goes_on(limit=max(30.0, 2 * PATIENCE))
-        self.size = self.resident()
+        self.size, self.open, self.ran = self.resident(), self.descriptors(), self.threads()
 
     def get(self, slot: int, word: int) -> int:
         """A word of the control page."""

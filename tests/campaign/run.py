@@ -208,7 +208,8 @@ class Run(Fault):
         if now[0][0] == "checkpointed" and not records and not self._excused(now[0]):
             problems.append("the job is suspended and not noted as such")
         grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
-        self.told["descriptors"] = grown
+        if grown > 6:  # those of NVML, and of modules that were loaded on the way
+            problems.append(f"limosa itself has left {grown} descriptors open")
 
     def _remove_kept(self) -> None:
         """``recover`` leaves to ``rm`` a dump that was whole when its job ended, and what a disk does not let go."""
@@ -280,6 +281,10 @@ class Run(Fault):
                 job.command("join")
             if len(job.session()) != job.slots:
                 problems.append(f"processes {job.session()} instead of {job.slots}")
+            if job.descriptors() != job.open:
+                problems.append(f"the job has other descriptors: {sorted(set(job.descriptors()) ^ set(job.open))}")
+            if job.threads() != job.ran:
+                problems.append(f"the job has {job.threads()} threads instead of {job.ran}")
             grown = job.resident() - job.size
             if grown > 40 << 20:
                 problems.append(f"the job holds {grown >> 20} MiB more host memory than before")
