@@ -34,7 +34,8 @@ static size_t n_spans, room_spans;
 static bool reserve_at(CUdeviceptr address, size_t bytes)
 {
     void *wanted = (void *)(uintptr_t)address;
-    void *got = mmap(wanted, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE;
+    void *got = mmap(wanted, bytes, PROT_NONE, flags, -1, 0);
 
     if (got == wanted)
         return true;

@@ -1,7 +1,7 @@
 /* Where device memory lies in a process, and blocks of it: what memory.c and vmm.c share.
  *
- * Everything here is called with driver.mutex held: fork takes it too, so that no child is born between a mapping and its
- * MADV_DONTFORK (a child that held a block would keep its memory from everybody).
+ * Everything here is called with driver.mutex held: fork takes it too, so that no child is born between a mapping and
+ * its MADV_DONTFORK (a child that held a block would keep its memory from everybody).
  */
 #ifndef LIMOSA_BLOCK_H
 #define LIMOSA_BLOCK_H

@@ -110,7 +110,8 @@ static const struct error {
      "attempt to terminate a thread-local capture sequence from another thread"},
     {909, "CUDA_ERROR_TIMEOUT", "wait operation timed out"},
     {910, "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE",
-     "the graph update was not performed because it included changes which violated constraints specific to instantiated graph update"},
+     "the graph update was not performed because it included changes which violated constraints specific to "
+     "instantiated graph update"},
     {911, "CUDA_ERROR_EXTERNAL_DEVICE", "an async error has occured in external entity outside of CUDA"},
     {912, "CUDA_ERROR_INVALID_CLUSTER_SIZE", "a kernel launch error has occurred due to cluster misconfiguration"},
     {913, "CUDA_ERROR_FUNCTION_NOT_LOADED",
@@ -195,8 +196,8 @@ EXPORT CUresult CUDAAPI cuGetExportTable(const void **ppExportTable, const CUuui
     RETURN(CUDA_ERROR_NOT_FOUND);
 }
 
-/* The newest function of a name whose version is not newer than what was asked for. With the per-thread flag its variants
- * for per-thread streams come first, where there is one that is old enough. */
+/* The newest function of a name whose version is not newer than what was asked for. With the per-thread flag its
+ * variants for per-thread streams come first, where there is one that is old enough. */
 static CUresult function_find(const char *symbol, void **pfn, int version, cuuint64_t flags,
                               CUdriverProcAddressQueryResult *status)
 {

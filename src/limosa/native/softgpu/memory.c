@@ -79,7 +79,7 @@ EXPORT CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, si
 }
 
 /* Managed memory is the process's own, seen from outside as what it is on a real driver: one more mapping of
- * /dev/nvidia-uvm, among the libraries. It is not counted as device memory, and never survives a checkpoint, as a process
+ * /dev/nvidia-uvm, among the libraries. It is not counted as device memory, and never survives a checkpoint: a process
  * that has any is refused. */
 static CUresult allocate_managed(struct call *call, size_t bytes, unsigned flags, CUdeviceptr *address)
 {
@@ -417,8 +417,8 @@ bool memory_has_imported(void)
     return any_of(MEMORY_IPC, 0);
 }
 
-/* One allocation of 512 MiB or more, and peer access between the process's GPUs: the driver was seen to take the checkpoint
- * of such processes and not to restore them (of PyTorch's, not of bare calls: a hazard to be switched on). */
+/* One allocation of 512 MiB or more, and peer access between the process's GPUs: the driver was seen to checkpoint such
+ * processes and not to restore them (PyTorch's, not those of bare calls: a hazard to be switched on). */
 bool memory_has_peer_hazard(void)
 {
     bool peers = false;

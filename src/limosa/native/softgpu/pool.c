@@ -1,7 +1,7 @@
 /* Memory in stream order: cuMemAllocAsync, cuMemFreeAsync, and the pools behind them.
  *
- * An allocation is there at once, which every order of streams allows; a free takes effect when its stream gets to it. A
- * pool gives blocks back as soon as they are unused, as far as its release threshold wants it; a driver waits with that
+ * An allocation is there at once, which every order of streams allows; a free takes effect when its stream gets to it.
+ * A pool gives blocks back as soon as they are unused, as far as its release threshold wants it; a driver waits with that
  * for the next synchronise.
  */
 #include "memory.h"

@@ -1,8 +1,7 @@
 /* The virtual memory group: reservations of address space, memory handles, and mappings of the one into the other.
  *
- * A memory is one block of the node. It lives while the application has a reference to its handle or a mapping of it, and
- * beyond that while anybody else has a descriptor of it. A checkpoint saves what this process knows of, and lets it go; a
- * restore takes new memory for the same handles and addresses. Whoever else had the old memory keeps that.
+ * A memory is one block of the node. It lives while the application has a reference to its handle or a mapping of it,
+ * and beyond that while anybody else has a descriptor of it. What a checkpoint does with it is in vmm_saved.c.
  */
 #define _GNU_SOURCE
 #include "vmm.h"
@@ -79,7 +78,7 @@ static struct mapping *mapping_in(CUdeviceptr address, size_t bytes)
     return (struct mapping *)piece_in(&vmm_mappings, address, bytes);
 }
 
-/* -------------------------------------------------------------------------------------------------- vmm_memories --- */
+/* ---------------------------------------------------------------------------------------------------- memories --- */
 
 size_t vmm_memory_place(CUmemGenericAllocationHandle handle)
 {

@@ -1,4 +1,8 @@
-/* Virtual memory through a checkpoint and a restore. */
+/* Virtual memory through a checkpoint and a restore.
+ *
+ * A checkpoint saves what this process knows of, and lets it go; a restore takes new memory for the same handles and
+ * addresses. Whoever else had the old memory keeps that.
+ */
 #define _GNU_SOURCE
 #include "vmm.h"
 
@@ -20,7 +24,8 @@ bool vmm_has_imported(void)
     driver_lock();
     for (size_t i = 0; i < vmm_n_memories; i++) {
         const struct node_block *block = &node->blocks[vmm_memories[i]->block % NODE_MAX_BLOCKS];
-        found = found || (vmm_memories[i]->imported && !(block->id == vmm_memories[i]->block && block->pid == getpid()));
+        bool ours = block->id == vmm_memories[i]->block && block->pid == getpid();
+        found = found || (vmm_memories[i]->imported && !ours);
     }
     driver_unlock();
     return found;
@@ -101,7 +106,7 @@ const char *vmm_load(const char *from)
 }
 
 /* Descriptors that the application has exported, or was given, are its own; but while it is checkpointed nothing of the
- * node may be open in it. So /dev/nvidiactl stands in for each, as which the real driver's descriptors are seen anyway, and
+ * node may be open in it. So /dev/nvidiactl stands in for each (a real driver's descriptors are seen as that anyway), and
  * a restore puts a descriptor of the new memory in its place where the memory is one that this process knows. (An
  * application that closes one in this very moment could have its next file replaced: a driver in the kernel has no such
  * gap.) */
