@@ -113,7 +113,7 @@ def main() -> None:
     print("READY", os.getpid(), flush=True)
     number = 0
     while not (options.folder / "stop").exists():
-        time.sleep(0.01)
+        time.sleep(0.02)
         if options.spin:
             continue  # every further call on its stream would wait for the kernel
         for memory in held:
