@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import signal
 import subprocess
 import sys
 import time
@@ -372,7 +373,11 @@ def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
         return
     who = Identity.from_str(str(notes[-1].data["criu"]))
     deadline = time.monotonic() + _CRIU_PATIENCE
+    standstill = leftovers.Standstill(who.pid, began=True)
     while who.alive():
+        if step == "criu-restore" and standstill():
+            with contextlib.suppress(LimosaError), Handle(who) as handle:
+                handle.signal(signal.SIGKILL)
         if time.monotonic() > deadline:
             raise CannotBeMoved(detail=f"CRIU (process {who.pid}) still runs", hint="wait for it, then limosa recover")
         progress(Progress("recover", message=f"waiting for CRIU (process {who.pid})"))

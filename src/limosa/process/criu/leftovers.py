@@ -14,8 +14,41 @@ from collections.abc import Iterable
 
 from limosa.errors import Busy, LimosaError
 from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.tree import snapshot
 
 PATIENCE = 5.0  # seconds until a killed process must be gone
+STANDSTILL = 10.0  # seconds that a restore may be without any process
+
+
+class Standstill:
+    """Notices a restore that would never end: CRIU waits for processes, and none that it has made is left.
+
+    When one of its scripts fails CRIU ends what it has made and may miss the end of the last of them; it waits on a
+    futex then for ever (4.2.1, seen some times in ten thousand disturbed restores). Nothing of the job is there, so
+    that it can be ended.
+
+    Args:
+        pid: CRIU.
+        began: whether it has made processes already, as far as the caller knows.
+        patience: seconds without any after which it stands still.
+    """
+
+    def __init__(self, pid: int, *, began: bool = False, patience: float = STANDSTILL):
+        self._pid, self._began, self._patience = pid, began, patience
+        self._looked = 0.0
+        self._since: float | None = None
+
+    def __call__(self) -> bool:
+        """Look, twice a second at most; True where it has stood still for too long."""
+        now = time.monotonic()
+        if now - self._looked < 0.5:
+            return False
+        self._looked = now
+        if any(stat.ppid == self._pid for stat in snapshot().values()):
+            self._began, self._since = True, None
+        elif self._began and self._since is None:
+            self._since = now
+        return self._since is not None and now - self._since > self._patience
 
 
 def find_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:

@@ -29,6 +29,7 @@ import msgspec
 
 from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCriu, TimedOutUndone
 from limosa.process.criu import cgroup, log, network, stats
+from limosa.process.criu.leftovers import Standstill
 from limosa.process.criu.options import DumpOptions, RestoreOptions
 from limosa.process.criu.program import Criu
 from limosa.process.criu.stats import DumpStats
@@ -252,6 +253,7 @@ class _Run:
         limit = None if timeout is None else time.monotonic() + timeout
         buffer = b""
         pidfd = os.pidfd_open(self._child.pid)
+        standstill = Standstill(self._child.pid)
         try:
             poller = select.poll()
             poller.register(self._ask, select.POLLIN)
@@ -267,6 +269,8 @@ class _Run:
                         self._cancelled = TimedOutUndone(what=f"CRIU's attempt to {self.what}", seconds=timeout)
                 if self._cancelled is not None:
                     self._stop()
+                if self.kind == "restore" and standstill():
+                    os.kill(self._child.pid, signal.SIGKILL)  # not reaped yet, so still its own
                 if self._ask.fileno() in ready:
                     chunk = self._ask.read(4096) or b""
                     if not chunk:
