@@ -15,8 +15,8 @@ from campaign import cases
 from campaign.__main__ import record, run, spread
 from campaign.summary import replay
 
-RUNS = 480
-CHUNKS = 24
+RUNS = 420
+CHUNKS = 12
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]
