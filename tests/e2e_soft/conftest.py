@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from soft_node import Answer, Node
 from support import Reaper, Victim
 
 import native_build
+from limosa.softgpu.state import opened
 
 JOB = Path(__file__).with_name("job.py")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -83,9 +85,30 @@ class Soft(Node):
         return found[0]["state"] if found else "none"
 
     def where(self, job: Job) -> list[int]:
-        """On which GPUs a job holds memory."""
-        gpus = self.limosa("gpus", "-o", "json").json["gpus"]
-        return [g["index"] for g in gpus if any(p["pid"] == job.pid for p in g["processes"])]
+        """On which GPUs a job holds memory: from the node's state, as NVML counts it."""
+        found = set()
+        with opened(self.folder) as state:
+            for place in range(state.n_blocks):
+                block = state.blocks[place]
+                if block.id and block.pid == job.pid and self._held(block.id):
+                    found.add(int(block.gpu))
+            del block, state
+        return sorted(found)
+
+    def _held(self, block: int) -> bool:
+        """Whether anybody still holds a block: then its file cannot be locked."""
+        try:
+            fd = os.open(f"{self.folder}/memory/{block}", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        else:
+            return False
+        finally:
+            os.close(fd)
 
     def later(self, verb: object, *arguments: object) -> subprocess.Popen[str]:
         """Starts ``limosa VERB … -o json`` and does not wait for it."""
