@@ -446,9 +446,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
     work.drop("driver")
     for p in prepared:
-        record = SuspendRecord.of(p.root)
-        if record is not None:
-            record.forget()
+        SuspendRecord(root=p.root).forget()
 
 
 def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
