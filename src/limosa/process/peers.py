@@ -35,7 +35,7 @@ class Found(msgspec.Struct):
 
     Attributes:
         hidden: processes whose descriptors could not be read.
-        newborn: a process was left out that was born into the tree since that was read.
+        newborn: a process was left out that was born into the tree since that was read, or has ended meanwhile.
     """
 
     targets: dict[str, list[Peer]] = msgspec.field(default_factory=dict)
@@ -74,11 +74,16 @@ def _tty_index(pid: int, fd: str) -> int:
 
 
 def _born_into(pid: int, inside: set[int]) -> bool:
-    """Return whether a process descends from the tree: it was started after the tree was read."""
+    """Return whether a process descends from the tree (it was started after the tree was read), or has ended.
+
+    What has ended holds nothing any more, and nobody can tell whose child it was.
+    """
     for _ in range(64):
         try:
             pid = read_stat(pid).ppid
-        except (NoSuchProcess, PermissionDenied):
+        except NoSuchProcess:
+            return True
+        except PermissionDenied:
             return False
         if pid in inside:
             return True
