@@ -8,7 +8,8 @@ journal, the claim, each of the image's steps, each question of CRIU's script an
 An undisturbed run lists them with who lives at each, so that a new step is disturbed without a change here.
 What an order may say:
 
-    kill: {"who": ["criu" | "script" | "worker" | "limosa", …], "point": n}    SIGKILL at the n-th point, in this order
+    kill: {"who": ["criu" | "script" | "worker" | "limosa", …], "point": n}    SIGKILL at the n-th point, in this order;
+                                             [name, k] is the k-th point of that name (how many there are in all varies)
     cancel: n                                the caller's ``cancel`` is set at the n-th point
     hold: {"point": name, "seconds": s}      nothing goes on for so long at the first point of that name
     fail: {"call": name, "n": n}             the n-th change of that kind to a disk fails with EIO (or ``errno``);
@@ -26,6 +27,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ class Disturber:
         self.quiet = any(self.__dict__[name] is not None for name in ("kill", "fail", "hold", "cancel_at"))
         self.pipe = pipe
         self.count = 0
+        self.names: Counter[str] = Counter()
         self.calls: dict[str, int] = {}
         self.run_ids: set[str] = set()
         self.work: Any = None
@@ -95,6 +98,7 @@ class Disturber:
 
     def at(self, name: str) -> None:
         number, self.count = self.count, self.count + 1
+        self.names[name] += 1
         self._run_id()
         if self.hold is not None and self.hold["point"] == name:
             seconds, self.hold = self.hold["seconds"], None
@@ -105,7 +109,7 @@ class Disturber:
             self.cancel.set()
         if not self.quiet:
             self.say(point=name, living=sorted(self.living()))
-        if self.kill is None or number != self.kill["point"]:
+        if self.kill is None or self.kill["point"] not in (number, [name, self.names[name]]):
             return
         living = self.living()
         who = [one for one in self.kill["who"] if one in living]

@@ -15,7 +15,8 @@ SOURCES = native_build.SOFTGPU
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_stress(new_node: Any, tmp_path: Path, sanitizer: str) -> None:
+def test_stress(new_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sanitizer: str) -> None:
+    monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={HERE / 'tsan.supp'}")
     compiler = native_build.compilers()[0]
     probe = tmp_path / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
