@@ -82,12 +82,18 @@ def test_rules_from_the_start(new_node: Callable[..., Any]) -> None:
     assert [far("word(cu.cuInit(0)[0])") for _ in range(3)] == ["SUCCESS", "NO_DEVICE", "SUCCESS"]
 
 
+@pytest.mark.parametrize("name", ["cuMemAlloc", "cuMemAlloc_v2", "cuMemAll*"])
+def test_a_function_is_meant_with_and_without_its_version(node: Any, job: Far, name: str) -> None:
+    node.switches.add(f"function={name} result=CUDA_ERROR_NOT_MAPPED")
+    assert [job("word(cu.cuMemAlloc(4096)[0])") for _ in range(2)] == ["NOT_MAPPED", "SUCCESS"]
+
+
 def test_a_rule_that_means_nothing_is_void_and_said(node: Any, job: Far) -> None:
     folder = f"{node.folder}/faults"
     for name, text in (("zz1", "functoin=* result=2"), ("zz2", "result=CUDA_ERROR_WHATEVER"), ("zz3", "hang=5")):
         with open(f"{folder}/{name}", "w") as file:
             file.write(text)
-    node.switches.add("function=nothing result=2")  # counts the generation up
+    node.switches.add("function=cuProfilerInitialize result=2")  # counts the generation up
     assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
     assert [sum(f"fault {name} is void" in line for line in node.log()) >= 1 for name in ("zz1", "zz2", "zz3")] == [
         True

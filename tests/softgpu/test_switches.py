@@ -17,6 +17,8 @@ from limosa.softgpu import faults, state
 from limosa.softgpu.faults import check_rule
 from limosa.softgpu.spec import CHIPS, make_spec
 
+SOURCES = native_build.SOFTGPU
+
 STRUCTURES = {
     "node_gpu": state.NodeGpu,
     "node_rates": state.NodeRates,
@@ -134,6 +136,8 @@ def test_a_new_state_is_whole():
         "memory=host",
         "function=step:* lost=1",
         "hazard=restore-poisons",
+        "function=cuMemAlloc result=CUDA_ERROR_NOT_MAPPED",
+        "after=NVML_ERROR_IN_USE",
         "function=nvmlDeviceGetMemoryInfo* lie=free:0",
     ],
 )
@@ -165,11 +169,24 @@ def test_rules_that_are_rules(rule):
         "hang hang=2",
         "result=1 result=2",
         "hazard=What",
+        "hazard=nonsense",
+        "function=cuNoSuch hang",
+        "result=CUDA_ERROR_FOO",
+        "after=NVML_ERROR_FOO",
+        "lie=weather:fine",
+        "function=cuMemAlloc crash=target",
     ],
 )
 def test_rules_that_are_none(rule):
     with pytest.raises(UsageError):
         check_rule(rule)
+
+
+def test_the_names_are_those_that_the_library_asks_for():
+    text = "".join(path.read_text() for path in sorted(SOURCES.glob("*.c")))
+    hazards = re.findall(r'fault_hazard(?:_wait)?\("([a-z0-9-]+)"|define KILL_HAZARD "([a-z-]+)"', text)
+    assert {one or other for one, other in hazards} == faults.HAZARDS
+    assert set(re.findall(r'"(step:[a-z-]+)"', text)) == faults.STEPS
 
 
 @needs_root
@@ -189,7 +206,7 @@ def test_the_library_takes_every_word_that_is_taken_here(node):
         "state": "2",
         "memory": "host",
         "lost": "0",
-        "hazard": "some-name",
+        "hazard": "vgpu",
         "lie": "free:1",
     }
     assert set(values) == set(faults.WORDS)

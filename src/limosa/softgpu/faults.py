@@ -13,8 +13,11 @@ Examples:
 from __future__ import annotations
 
 import fcntl
+import fnmatch
+import functools
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from limosa.errors import UsageError
@@ -51,7 +54,38 @@ WORDS: dict[str, re.Pattern[str]] = {
     "hazard": re.compile(r"[a-z][a-z0-9-]*"),
     "lie": re.compile(r"[a-z]+:.*"),
 }
+HAZARDS = {
+    "collective-deadlocks-lock",
+    "first-synchronise-segfaults",
+    "init-slow",
+    "kill-after-restore-hangs",
+    "killed-by-cgroup",
+    "multicast-hangs",
+    "nccl-shared-memory-lost",
+    "no-map-refused",
+    "peer-large-allocation-lost",
+    "restore-poisons",
+    "states-4-and-5",
+    "synchronise-while-checkpointed-segfaults",
+    "vgpu",
+}
+"""The hazards that can be switched (``docs/softgpu.md``); those that are always so have no name here."""
+STEPS = {
+    "step:checkpoint-begin",
+    "step:checkpoint-released",
+    "step:checkpoint-saved",
+    "step:lock-begin",
+    "step:lock-closed",
+    "step:restore-begin",
+    "step:restore-claimed",
+    "step:restore-loaded",
+    "step:unlock-begin",
+}
+LIES = {"free", "used", "total", "processes", "name", "uuid"}
 CONDITIONS = {"function", "nth", "every", "caller", "target"}
+_NATIVE = Path(__file__).resolve().parents[1] / "native" / "softgpu"
+_LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
+_VERSION = re.compile(r"(_v\d+)?(_pt[sd][sz])?$")
 COMPUTE_MODES = {"default": 0, "exclusive_thread": 1, "prohibited": 2, "exclusive_process": 3}
 
 
@@ -77,10 +111,59 @@ def check_rule(rule: str) -> None:
         if key in seen:
             raise UsageError(detail=f"fault {rule!r}: {key}= stands there twice")
         seen.add(key)
+    given = dict(word.partition("=")[::2] for word in words)
+    for key in ("result", "after"):
+        if key in given and result_number(given[key]) is None:
+            raise UsageError(detail=f"fault {rule!r}: no CUresult and no NVML result is called {given[key]}")
+    if given.get("hazard", "vgpu") not in HAZARDS:
+        raise UsageError(detail=f"fault {rule!r}: there is no hazard {given['hazard']} ({', '.join(sorted(HAZARDS))})")
+    if given.get("lie", "free:").partition(":")[0] not in LIES:
+        raise UsageError(detail=f"fault {rule!r}: NVML can lie about {', '.join(sorted(LIES))}")
+    function = given.get("function", "*")
+    if not any(fnmatch.fnmatchcase(name, function) for name in functions()):
+        raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {function}")
+    about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
+    if "target" in (given.get("crash"), given.get("crash-after")) and not about_a_target:
+        raise UsageError(detail=f"fault {rule!r}: only checkpoint calls have a target; crash=caller is whoever calls")
     if not seen - CONDITIONS:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
     if "nth" in seen and "every" in seen:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
+
+
+def result_number(name: str) -> int | None:
+    """Return the number of a ``CUresult`` or ``nvmlReturn_t`` given by name or number, None where there is none."""
+    if name.isdigit():
+        return int(name)
+    if name.startswith("NVML_"):
+        import pynvml
+
+        value = getattr(pynvml, name, None)
+        return value if isinstance(value, int) else None
+    from cuda.bindings import driver
+
+    found = driver.CUresult.__members__.get(name)
+    return None if found is None else int(found)
+
+
+@functools.cache
+def functions() -> frozenset[str]:
+    """Return the names that ``function=`` can mean: what the libraries export, the same without versions, the steps."""
+    listed = {
+        name
+        for path in ("functions.list", "nvml_functions.list")
+        for name in _LISTED.findall((_NATIVE / path).read_text(encoding="utf-8"))
+    }
+    return frozenset(listed | {_VERSION.sub("", name) for name in listed} | STEPS)
+
+
+def _numbered(rule: str) -> str:
+    """Return a rule with results as numbers, which is what the libraries need no list for."""
+    words = []
+    for word in rule.split():
+        key, _, value = word.partition("=")
+        words.append(f"{key}={result_number(value)}" if key in ("result", "after") else word)
+    return " ".join(words)
 
 
 class Switches:
@@ -111,7 +194,7 @@ class Switches:
             name = f"{max(taken, default=0) + 1:06}"
             hidden = os.path.join(names, f".{name}")
             with open(hidden, "w", encoding="utf-8") as file:
-                file.write(" ".join(rule.split()) + "\n")
+                file.write(_numbered(rule) + "\n")
             os.chmod(hidden, 0o666)
             os.rename(hidden, os.path.join(names, name))
             self._changed()

@@ -344,6 +344,23 @@ static bool still_there(const struct rule *rule)
     return access(path, F_OK) == 0;
 }
 
+/* Whether a pattern means a function: cuMemAlloc means cuMemAlloc_v2 as well, cuMemcpyAsync also cuMemcpyAsync_ptsz. */
+static bool means(const char *pattern, const char *function)
+{
+    char plain[sizeof(((struct rule *)0)->function)];
+    if (fnmatch(pattern, function, 0) == 0)
+        return true;
+    if (!read_text(function, plain, sizeof(plain)))
+        return false;
+    size_t length = strlen(plain);
+    if (length > 5 && (!strcmp(plain + length - 5, "_ptsz") || !strcmp(plain + length - 5, "_ptds")))
+        plain[length -= 5] = 0;
+    if (length > 3 && plain[length - 3] == '_' && plain[length - 2] == 'v' && plain[length - 1] >= '0' &&
+        plain[length - 1] <= '9')
+        plain[length - 3] = 0;
+    return fnmatch(pattern, plain, 0) == 0;
+}
+
 static bool concerns(const struct rule *rule, const char *function, pid_t target)
 {
     bool step = !strncmp(function, "step:", 5);
@@ -353,7 +370,7 @@ static bool concerns(const struct rule *rule, const char *function, pid_t target
         return false;
     if (step != !strncmp(rule->function, "step:", 5))
         return false;
-    return fnmatch(rule->function, function, 0) == 0;
+    return means(rule->function, function);
 }
 
 /* The first rule that fits and whose turn it is, as a copy. */
