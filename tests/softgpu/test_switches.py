@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -331,3 +332,31 @@ def test_a_writer_that_is_killed_leaves_the_node_working(node):
     assert ask.poll() is None
     job.kill()
     assert ask.wait(10) == 0
+
+
+@needs_root
+def test_the_command_line_changes_the_node_that_it_is_called_in(node):
+    def softgpu(*options, rc=0):
+        return node.run([sys.executable, "-m", "limosa", "softgpu", *options], rc=rc)
+
+    told = softgpu("--fault", "function=cuMemAlloc hang", "--turn", "1:lost=on", "-o", "json")
+    ((name, rule),) = node.switches.rules().items()
+    assert json.loads(told.stdout)["faults"] == [{"name": name, "rule": rule, "calls": 0}]
+    assert rule == "function=cuMemAlloc hang"
+    with state.opened(node.folder) as seen:
+        assert [seen.gpus[0].lost, seen.gpus[1].lost] == [0, 1]
+        del seen
+    assert rule in softgpu().stdout
+    softgpu("--lift", name, "--turn", "1:lost=off", "--turn", "mps=on")
+    assert node.switches.rules() == {}
+    for wrong in ("7:lost=on", "lost=on", "1:mps=on", "1:lost"):
+        assert "--turn" in softgpu("--turn", wrong, rc=2).stderr
+    assert "hazard" in softgpu("--fault", "hazard=nonsense", "--lift", "all", rc=2).stderr
+
+
+def test_a_node_is_changed_from_inside_only():
+    told = subprocess.run(
+        [sys.executable, "-m", "limosa", "softgpu", "--turn", "0:lost=on", "--", "true"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (told.returncode, "this is none" in told.stderr) == (2, True)

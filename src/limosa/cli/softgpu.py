@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
 from limosa.cli.output import Format, reporting
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows COMMAND is COMMAND's
 NOT_FOUND, NOT_STARTED = 127, 126  # as a shell has them
+
+
+def _change(add: list[str], lift: list[str], turn: list[str]) -> None:
+    """Change the node that this process is in."""
+    from limosa.softgpu.faults import Switches, check_rule
+
+    node = Switches()
+    for rule in add:
+        check_rule(rule)
+    for word in turn:
+        node.turn(word)
+    for name in lift:
+        if name == "all":
+            node.clear()
+        node.remove(name)
+    for rule in add:
+        node.add(rule)
+
+
+def _faults() -> dict[str, Any]:
+    """Return the node's faults, each with how many calls it has met."""
+    from limosa.softgpu.faults import Switches
+
+    node = Switches()
+    return {"faults": [{"name": n, "rule": rule, "calls": node.count(n)} for n, rule in node.rules().items()]}
+
+
+def _draw(console: Console) -> None:
+    """A line a fault."""
+    rows = [(fault["name"], fault["calls"], fault["rule"]) for fault in _faults()["faults"]]
+    words.table(console, ("FAULT", "CALLS", "RULE"), rows, right=("CALLS",))
 
 
 def command(
@@ -33,7 +68,15 @@ def command(
         str | None, typer.Option("--driver", metavar="VERSION", help="What the driver calls itself.")
     ] = None,
     fault: Annotated[
-        list[str] | None, typer.Option("--fault", metavar="SPEC", help="Let calls fail; may be repeated.")
+        list[str] | None,
+        typer.Option("--fault", metavar="SPEC", help="Let calls fail; may be repeated. In a node: from now on."),
+    ] = None,
+    lift: Annotated[
+        list[str] | None, typer.Option("--lift", metavar="NAME", help="In a node: take that fault away, or all.")
+    ] = None,
+    turn: Annotated[
+        list[str] | None,
+        typer.Option("--turn", metavar="GPU:WHAT=on|off", help="In a node: lost, mig or persistence; also mps=on."),
     ] = None,
     shell: Annotated[bool, typer.Option("--shell", help="Start your shell instead of COMMAND.")] = False,
     fmt: FormatOption = Format.text,
@@ -47,6 +90,9 @@ def command(
     checkpoint calls and their failures. Nothing outside of COMMAND sees them;
     the node is gone with the last process in it. Needs root.
 
+    Without COMMAND, in a node: --fault, --lift and --turn change the node that
+    runs, then its faults are listed, each with the calls that it has met.
+
     Exit code: COMMAND's. 126, 127: it cannot be started.
     """
     with reporting("softgpu", fmt, quiet, verbose) as report:
@@ -54,6 +100,12 @@ def command(
         from limosa.softgpu import node
         from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
+        if node.inside() and not command_line and not shell:
+            _change(fault or [], lift or [], turn or [])
+            report.result(_faults(), _draw)
+            return
+        if lift or turn:
+            raise UsageError(detail="--lift and --turn change the node that they are called in, and this is none")
         if bool(command_line) == shell:
             raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
         argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())

@@ -17,6 +17,7 @@ import fnmatch
 import functools
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ CONDITIONS = {"function", "nth", "every", "caller", "target"}
 _NATIVE = Path(__file__).resolve().parents[1] / "native" / "softgpu"
 _LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
 _VERSION = re.compile(r"(_v\d+)?(_pt[sd][sz])?$")
+_TURN = re.compile(r"((?P<gpu>\d+):)?(?P<what>lost|mig|persistence|mps)=(?P<how>on|off)")
 COMPUTE_MODES = {"default": 0, "exclusive_thread": 1, "prohibited": 2, "exclusive_process": 3}
 
 
@@ -278,6 +280,31 @@ class Switches:
         with locked(self.folder), opened(self.folder) as state:
             state.nvml_flags = state.nvml_flags | NVML_MPS if on else state.nvml_flags & ~NVML_MPS
             del state
+
+    def turn(self, word: str) -> None:
+        """Do what ``limosa softgpu --turn`` is told: "1:lost=on", "0:mig=off", "mps=on".
+
+        Raises:
+            UsageError: it is none of these, or there is no such GPU.
+        """
+        match = _TURN.fullmatch(word)
+        if not match or (match["gpu"] is None) != (match["what"] == "mps"):
+            raise UsageError(
+                detail=f"--turn {word}: it is GPU:lost=on, GPU:mig=on, GPU:persistence=on (or off), mps=on"
+            )
+        on = match["how"] == "on"
+        if match["what"] == "mps":
+            self.mps(on)
+        else:
+            changes: dict[str, Callable[[int, bool], None]] = {
+                "lost": self.lose,
+                "mig": self.mig,
+                "persistence": self.persistence,
+            }
+            try:
+                changes[match["what"]](int(match["gpu"]), on)
+            except IndexError as error:
+                raise UsageError(detail=f"--turn {word}: {error}") from None
 
     def _set(self, gpu: int, **fields: int) -> None:
         with locked(self.folder), opened(self.folder) as state:

@@ -61,6 +61,11 @@ def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOUR
     return env
 
 
+def inside() -> bool:
+    """Return whether this process is in a node."""
+    return os.path.exists(os.path.join(NODE_FOLDER, "state"))
+
+
 def enter(spec: NodeSpec) -> None:
     """Make a node and put this process (and what it starts from now on) into it.
 
