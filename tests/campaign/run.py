@@ -266,6 +266,12 @@ class Run(Fault):
                 return
             if self.image is None or self._thorough(2):
                 room.well(["restore", str(path), "-o", "json"])
+        if self.kills_job and any(one.alive() and len(one.session()) < one.slots for one in self.jobs):
+            # The fault ended one of several processes: what is left is whole, or was brought back, and waits for it.
+            for key in list(room.jobs):
+                room.end(key)
+            self._leaks(alone=True)
+            return
         for one in self.jobs:
             if one.alive():
                 try:

@@ -519,6 +519,8 @@ def test_an_importer_that_has_closed_is_restored(ipc: tuple[Far, Far], controlle
 
 def test_a_child_has_nothing_of_it(ipc: tuple[Far, Far]) -> None:
     for far in ipc:
-        far("child = os.fork()\nif child == 0: time.sleep(60)\n")
+        # fork() answers the parent before the child has let go of anything.
+        far("said, say = os.pipe()\nchild = os.fork()\nif child == 0: os.write(say, b'1'); time.sleep(60)\n")
+        assert far("len(os.read(said, 1))") == 1
         assert shared(far("child")) == []
         far("os.kill(child, 9); os.waitpid(child, 0)")
