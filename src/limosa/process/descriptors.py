@@ -34,6 +34,9 @@ def _character_device(target: str, rdev: int) -> str:
     return "device"
 
 
+_TRIES = 3  # looks at a descriptor that changes all the time
+
+
 def kind_of(target: str, info: os.stat_result | None) -> str:
     """Return the kind of a descriptor (see :class:`FdObservation`) from its link's text and stat."""
     if target.startswith("pipe:["):
@@ -100,37 +103,52 @@ def read_descriptors(folder: str, mounts: set[int]) -> list[FdObservation]:
     """
     found = []
     for name in sorted(os.listdir(f"{folder}/fd"), key=int):
-        path = f"{folder}/fd/{name}"
-        try:
-            target = os.readlink(path)
-            entry = FdObservation(fd=int(name), target=target)
-            if target.startswith("socket:["):
-                # All that matters of a socket is in the kernel's tables; jobs have hundreds of them.
-                entry.kind, entry.inode = "socket", int(target[8:-1])
-                found.append(entry)
-                continue
-            _fill_from_fdinfo(entry, folder)
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # closed since
-        try:
-            info: os.stat_result | None = os.stat(path)
-        except OSError:
-            info = None
-        if target.endswith(_DELETED):
-            entry.target, entry.deleted = target[: -len(_DELETED)], True
-        entry.kind = kind_of(target, info)
-        if info is not None:
-            entry.inode, entry.links = info.st_ino, info.st_nlink
-            entry.dev = f"{os.major(info.st_dev)}:{os.minor(info.st_dev)}"
-            if stat_bits.S_ISREG(info.st_mode) and entry.kind != "namespace":
-                entry.size = info.st_size
-            if stat_bits.S_ISCHR(info.st_mode) or stat_bits.S_ISBLK(info.st_mode):
-                entry.device = f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
-        if entry.flags & os.O_PATH:
-            entry.kind = "path"
-        if entry.kind in _FILE_LIKE:
-            entry.mounted = entry.mount_id in mounts
-            if entry.kind == "file" and not entry.mounted and entry.size == _MQUEUE_SIZE and target.count("/") == 1:
-                entry.kind = "mqueue"
-        found.append(entry)
+        for _ in range(_TRIES):
+            try:
+                entry, target = _read_descriptor(folder, int(name), mounts)
+                # A number may be closed and opened again between the looks: what was read is then of two things.
+                if entry.kind == "socket" or os.readlink(f"{folder}/fd/{name}") == target:
+                    found.append(entry)
+                    break
+            except (FileNotFoundError, ProcessLookupError):
+                break  # closed since
+        else:
+            found.append(entry)  # renamed all the time, say: it is there
     return found
+
+
+def _read_descriptor(folder: str, number: int, mounts: set[int]) -> tuple[FdObservation, str]:
+    """Return one descriptor, and its link's text as it was at first.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: it has been closed.
+    """
+    path = f"{folder}/fd/{number}"
+    target = os.readlink(path)
+    entry = FdObservation(fd=number, target=target)
+    if target.startswith("socket:["):
+        # All that matters of a socket is in the kernel's tables; jobs have hundreds of them.
+        entry.kind, entry.inode = "socket", int(target[8:-1])
+        return entry, target
+    _fill_from_fdinfo(entry, folder)
+    try:
+        info: os.stat_result | None = os.stat(path)
+    except OSError:
+        info = None
+    if target.endswith(_DELETED):
+        entry.target, entry.deleted = target[: -len(_DELETED)], True
+    entry.kind = kind_of(target, info)
+    if info is not None:
+        entry.inode, entry.links = info.st_ino, info.st_nlink
+        entry.dev = f"{os.major(info.st_dev)}:{os.minor(info.st_dev)}"
+        if stat_bits.S_ISREG(info.st_mode) and entry.kind != "namespace":
+            entry.size = info.st_size
+        if stat_bits.S_ISCHR(info.st_mode) or stat_bits.S_ISBLK(info.st_mode):
+            entry.device = f"{os.major(info.st_rdev)}:{os.minor(info.st_rdev)}"
+    if entry.flags & os.O_PATH:
+        entry.kind = "path"
+    if entry.kind in _FILE_LIKE:
+        entry.mounted = entry.mount_id in mounts
+        if entry.kind == "file" and not entry.mounted and entry.size == _MQUEUE_SIZE and target.count("/") == 1:
+            entry.kind = "mqueue"
+    return entry, target
