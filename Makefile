@@ -12,11 +12,12 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-gpu faults bench bench-gpu lint check clean help
+.PHONY: demo test test-soft test-gpu faults bench bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
+	@echo "make test-soft  tests on software GPUs, the fault campaign among them"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
@@ -27,14 +28,19 @@ demo:
 
 test: lint check
 
-# Fast ones first; then those that need CRIU or root or take long, each process in a network of its own.
+# Fast ones first; then those that need CRIU or take long, each process in a network of its own.
 check:
 	@$(READY_TEST)
 	$(PYTEST) -q -n 2 -m "not (gpu or criu or root or slow or network or conformance)"
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="-n 2"; fi; \
-	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or root or slow) and not (gpu or network or conformance)"
+	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -m "network and not gpu"
+
+# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (ten minutes).
+test-soft:
+	@$(READY_TEST)
+	$(SUDO) $(PYTEST) -q -n 2 --durations=10 -m "root and not (gpu or conformance)"
 
 lint:
 	@$(READY_TEST)
