@@ -22,6 +22,7 @@ from typing import Any
 
 from campaign import cases
 from campaign.cases import Case
+from campaign.processes import python_path
 from campaign.summary import Summary
 
 ROOM_LIMIT = 200.0 if os.environ.get("LIMOSA_CAMPAIGN") == "real" else 90.0
@@ -33,9 +34,7 @@ class RoomProcess:
     """A room in a process of its own: a pid namespace and a node, or just this machine."""
 
     def __init__(self, ground: str):
-        tests = Path(__file__).parents[1]
-        paths = f"{tests}:{tests.parent / 'src'}"
-        env = {**os.environ, "PYTHONPATH": paths, "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
+        env = {**os.environ, "PYTHONPATH": python_path(), "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "campaign.room"]
         if ground == "soft":
             node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]

@@ -14,6 +14,13 @@ from typing import Any, NamedTuple
 
 from support import pids, stat_of
 
+TESTS = Path(__file__).parents[1]
+
+
+def python_path() -> str:
+    """Where a room's processes find the tests, Limosa, and what else this process was told to look for."""
+    return os.pathsep.join(filter(None, (str(TESTS), str(TESTS.parent / "src"), os.environ.get("PYTHONPATH"))))
+
 
 class Found(NamedTuple):
     """How a command line ended."""

@@ -27,7 +27,7 @@ from campaign import cases, controller, ground
 from campaign.cases import Case
 from campaign.faults import BROKEN
 from campaign.jobs import Job, Lost
-from campaign.processes import Found, Nursery, send_signal, where_stuck
+from campaign.processes import Found, Nursery, python_path, send_signal, where_stuck
 from campaign.run import Run
 
 LIMITS = {"LOCK_SECONDS": 1.0, "LOCK_GRACE": 0.5, "CALL_SECONDS": 1.5, "_PATIENCE": 4.0, "INIT_LIMIT": 3.0}
@@ -51,7 +51,7 @@ class Room:
         os.environ |= {
             "LIMOSA_RUNTIME_DIR": str(self.runtime),
             "NO_COLOR": "1",
-            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2] / 'src'}",
+            "PYTHONPATH": python_path(),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         if self.ground.name == "soft":  # what CRIU can do is another question in every namespace
