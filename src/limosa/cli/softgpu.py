@@ -30,7 +30,8 @@ def _change(add: list[str], lift: list[str], turn: list[str]) -> None:
     for name in lift:
         if name == "all":
             node.clear()
-        node.remove(name)
+        else:
+            node.remove(name)
     for rule in add:
         node.add(rule)
 
@@ -43,9 +44,9 @@ def _faults() -> dict[str, Any]:
     return {"faults": [{"name": n, "rule": rule, "calls": node.count(n)} for n, rule in node.rules().items()]}
 
 
-def _draw(console: Console) -> None:
+def _draw(console: Console, found: dict[str, Any]) -> None:
     """A line a fault."""
-    rows = [(fault["name"], fault["calls"], fault["rule"]) for fault in _faults()["faults"]]
+    rows = [(fault["name"], fault["calls"], fault["rule"]) for fault in found["faults"]]
     words.table(console, ("FAULT", "CALLS", "RULE"), rows, right=("CALLS",))
 
 
@@ -102,7 +103,8 @@ def command(
 
         if node.inside() and not command_line and not shell:
             _change(fault or [], lift or [], turn or [])
-            report.result(_faults(), _draw)
+            found = _faults()
+            report.result(found, lambda console: _draw(console, found))
             return
         if lift or turn:
             raise UsageError(detail="--lift and --turn change the node that they are called in, and this is none")

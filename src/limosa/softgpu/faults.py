@@ -97,12 +97,11 @@ def check_rule(rule: str) -> None:
     Raises:
         UsageError: it cannot, and why.
     """
-    words = rule.split()
-    seen: set[str] = set()
-    for word in words:
+    given: dict[str, str] = {}
+    for word in rule.split():
         key, equals, value = word.partition("=")
         if key == "hang" and not equals:
-            seen.add(key)
+            given[key] = ""
             continue
         if key not in WORDS:
             raise UsageError(detail=f"fault {rule!r}: {key!r} is none of hang, {', '.join(WORDS)}")
@@ -110,10 +109,9 @@ def check_rule(rule: str) -> None:
             raise UsageError(detail=f"fault {rule!r}: {key}= needs a value")
         if not WORDS[key].fullmatch(value):
             raise UsageError(detail=f"fault {rule!r}: {value!r} is no value of {key}=")
-        if key in seen:
+        if key in given:
             raise UsageError(detail=f"fault {rule!r}: {key}= stands there twice")
-        seen.add(key)
-    given = dict(word.partition("=")[::2] for word in words)
+        given[key] = value
     for key in ("result", "after"):
         if key in given and result_number(given[key]) is None:
             raise UsageError(detail=f"fault {rule!r}: no CUresult and no NVML result is called {given[key]}")
@@ -127,9 +125,9 @@ def check_rule(rule: str) -> None:
     about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
     if "target" in (given.get("crash"), given.get("crash-after")) and not about_a_target:
         raise UsageError(detail=f"fault {rule!r}: only checkpoint calls have a target; crash=caller is whoever calls")
-    if not seen - CONDITIONS:
+    if not given.keys() - CONDITIONS:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
-    if "nth" in seen and "every" in seen:
+    if "nth" in given and "every" in given:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
 
 
