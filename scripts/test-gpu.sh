@@ -74,7 +74,7 @@ conformance() {
 # What was found beside the summary: FAULTS=… names the file.
 faults() {
     echo "--- fault campaign"
-    LIMOSA_CAMPAIGN=real PYTHONPATH=tests timeout -k 15 "$limit" "$PY" -m campaign \
+    LIMOSA_CAMPAIGN=real PYTHONPATH=$PWD/tests:$PYTHONPATH timeout -k 15 "$limit" "$PY" -m campaign \
         --rooms "${JOBS:-8}" --count "${RUNS:-330}" --seed "${SEED:-1}" ${FAULTS:+--summary "$FAULTS"}
     code=$?
     [ "$code" = 0 ] || failed=1
