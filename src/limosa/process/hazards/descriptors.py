@@ -114,6 +114,11 @@ def _refuse(id_: str, text: str, hint: str, process: ProcessObservation) -> Reas
     return Reason(id=id_, text=text, exit_code=13, hint=hint, pid=process.pid)
 
 
+def locked_files(process: ProcessObservation) -> list[FdObservation]:
+    """Return the descriptors that hold file locks when CRIU looks: the driver's own are gone by then."""
+    return [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
+
+
 def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: bool) -> list[Reason]:
     """Return what stands against dumping a process's regular files without the options that allow it.
 
@@ -121,8 +126,7 @@ def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: b
         ``file-locks``, ``link-remap`` (13).
     """
     found = []
-    # The driver's own descriptors are gone while the process is checkpointed, whatever it does with them.
-    locked = [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
+    locked = locked_files(process)
     if locked and not file_locks:
         names = ", ".join(f"{fd.target} (descriptor {fd.fd})" for fd in locked[:3])
         text = f"process {process.title} holds locks on {names}"

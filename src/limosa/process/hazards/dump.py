@@ -8,7 +8,7 @@ import msgspec
 
 from limosa.errors import Reason
 from limosa.process.hazards.connections import connection_hazards, has_connections
-from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, terminals
+from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
@@ -57,7 +57,7 @@ def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
         shell_job=not leads_session(obs) and not terminals(obs),
         ghost_limit=max(GHOST_LIMIT, largest + largest // 4),
         link_remap=any(fd.deleted and fd.links > 0 and fd.kind == "file" for fd in fds),
-        file_locks=any(fd.locks and not fd.target.startswith("/dev/nvidia") for fd in fds),
+        file_locks=any(locked_files(process) for process in obs.processes),
     )
 
 
