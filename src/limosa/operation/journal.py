@@ -127,11 +127,7 @@ class Journal:
             journal = cls(path, fd, header, [])
             journal._write(header)
             os.rename(part, path)
-            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            records.sync_folder(path.parent)
         except BaseException:
             for name in (part, path):
                 with contextlib.suppress(OSError):

@@ -26,6 +26,7 @@ from limosa.process.runtime import (
     read_owned,
     remove_or_empty,
     runtime_dir,
+    sync_folder,
     write_atomic,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "read_owned",
     "remove_or_empty",
     "runtime_dir",
+    "sync_folder",
     "write_atomic",
 ]
 

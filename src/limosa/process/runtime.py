@@ -180,16 +180,25 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             os.unlink(part)
         raise
     try:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(path.parent)
     except BaseException:
         if new:  # whoever is told that it failed does not come back for it: a claim would keep its job busy
             with contextlib.suppress(OSError):
                 os.unlink(path)
         raise
+
+
+def sync_folder(path: Path) -> None:
+    """Puts the names in a folder on disk.
+
+    Raises:
+        OSError: it could not be done.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def remove_or_empty(path: Path) -> None:
