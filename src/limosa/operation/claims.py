@@ -175,10 +175,7 @@ def reserved(uuid: str, but: str = "") -> int:
 
 def stale() -> list[Claim]:
     """Claims whose holder is dead and which have no journal: litter. Emptied ones of the caller's own are removed."""
-    for path in records.own_folder(_KIND).glob("*.json"):
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_size == 0:
-                os.unlink(path)
+    records.remove_emptied(records.own_folder(_KIND), "*.json")
     return [c for c in everybodys() if not lives(c.holder) and not _has_journal(c.id)]
 
 

@@ -273,11 +273,8 @@ def dead(only: str | None = None) -> Iterator[Journal]:
         only: the id of the one to look for.
     """
     folder = records.own_folder(_KIND)
+    records.remove_emptied(folder, "*.jsonl")  # finished, and could not be removed then (none begins empty)
     for path in sorted(folder.glob("*.jsonl")):
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_size == 0:  # finished, and could not be removed then (none begins empty)
-                os.unlink(path)
-                continue
         if only is None or path.stem == only:
             journal = Journal.take(path)
             if journal is not None:

@@ -212,6 +212,14 @@ def remove_or_empty(path: Path) -> None:
             os.truncate(path, 0)
 
 
+def remove_emptied(folder: Path, pattern: str) -> None:
+    """Removes the files of that pattern that could only be emptied when they should have been removed."""
+    for path in folder.glob(pattern):
+        with contextlib.suppress(OSError):
+            if os.lstat(path).st_size == 0:
+                os.unlink(path)
+
+
 def read_owned(path: Path, uid: int) -> bytes | None:
     """The bytes of a regular file that belongs to ``uid``, or None: gone, a link, a pipe, too large, not his."""
     try:
