@@ -192,7 +192,7 @@ class Draft:
                 self._files.rename(self._name, self.dest.name, self._parent_fd)
             except OSError as e:
                 if e.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise destination_taken(self.dest) or _exists_already(self.dest) from e
+                    raise _taken(self.dest) from e
                 if e.errno == errno.ENOENT:
                     raise FailedUndone(what=WHAT, detail=f"somebody removed {self.path} while it was written") from e
                 raise
@@ -287,24 +287,24 @@ def missing_parent(parent: Path) -> UsageError:
     return UsageError(detail=text, hint=f"mkdir -p {shlex.quote(str(parent))}")
 
 
-def _exists_already(dest: Path) -> DestinationExists:
-    """Where a look says no more than that it is there (or was, a moment ago)."""
-    return DestinationExists(path=dest, what="exists already")
+def _taken(dest: Path) -> DestinationExists:
+    """What is at ``dest``, where something is known to be, or to have been a moment ago."""
+    return destination_taken(dest) or DestinationExists(path=dest, what="exists already")
 
 
 def _check_free(dest: Path, parent_fd: int) -> None:
     """DestinationExists unless there is nothing, or an empty folder that a rename can replace."""
     if dest.name == "":
-        raise _exists_already(dest)
+        raise _taken(dest)
     try:
         fd = open_folder(dest.name, parent_fd)
     except FileNotFoundError:
         return
     except OSError as e:  # a symlink, a file, a folder of somebody else's
-        raise destination_taken(dest) or _exists_already(dest) from e
+        raise _taken(dest) from e
     try:
         if os.listdir(fd):
-            raise destination_taken(dest) or _exists_already(dest)
+            raise _taken(dest)
         if _mount(fd) != _mount(parent_fd):
             raise UsageError(detail=f"{dest} is a mount point, which a rename cannot replace: name a folder in it")
     finally:
