@@ -162,19 +162,17 @@ def test_the_restore_thread_is_one_of_the_targets(job: Far, controller: Far) -> 
     controller.resume(job.pid)
 
 
-def test_a_process_can_lock_itself_and_never_ends_to_checkpoint_itself(job: Far, controller: Far) -> None:
+@pytest.mark.parametrize("who", ["itself", "another"])
+def test_a_process_can_put_itself_aside(who: str, job: Far, controller: Far) -> None:
     assert job(f"lock({job.pid})") == "SUCCESS"
     assert job(f"state({job.pid})") == "locked"
-    assert job(f"unlock({job.pid})") == "SUCCESS"
-    assert job(f"lock({job.pid})") == "SUCCESS"
-    checkpoint = job.send(f"checkpoint({job.pid})")
-    time.sleep(0.5)
-    query = controller.send(f"state({job.pid})")
-    time.sleep(0.3)
-    assert not checkpoint.done
-    assert not query.done
-    job.process.kill()
-    assert query.value() == "OPERATING_SYSTEM"
+    assert job(f"checkpoint({job.pid})") == "SUCCESS"
+    assert of_the_node(job.pid) == []
+    assert job(f"state({job.pid})") == controller.state(job.pid) == "checkpointed"
+    bringer = job if who == "itself" else controller
+    bringer.resume(job.pid)
+    assert of_the_node(job.pid)
+    assert job("intact()")
 
 
 # --- time-outs and queues -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ REAL = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
 CUDA_HEADERS = sorted(SOFTGPU.glob("api/*.h"))
 NVML_HEADERS = [SOFTGPU / "nvml_api.h"]
 SOURCES = sorted(SOFTGPU.glob("*.c"))
+LISTED = re.compile(r"^FUNCTION\((\w+), (\w+), (\d+), ([01])\)", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +246,51 @@ def test_nothing_is_listed_that_is_not_real(compiler):
     real |= declared(compiler, "cuda.h", "CUDA_API_PER_THREAD_DEFAULT_STREAM")  # …_ptds, …_ptsz
     profiler = {"cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop"}  # of a header of its own, cudaProfiler.h
     assert listed("functions.list") - real - profiler == set()
+
+
+# --- what cuGetProcAddress finds, and by which version ---------------------------------------------------------------
+
+
+def columns() -> list[tuple[str, str, str, str]]:
+    """symbol, base name, version, suffix of the variant for per-thread streams; of every line of functions.list."""
+    found = []
+    for symbol, base, version, per_thread in LISTED.findall((SOFTGPU / "functions.list").read_text()):
+        suffix = re.search(r"_pt[sd][sz]$", symbol)
+        assert bool(suffix) == (per_thread == "1"), symbol
+        found.append((symbol, base, version, suffix[0] if suffix else ""))
+    return found
+
+
+def test_versions_and_stream_variants_are_the_real_ones():
+    """NVIDIA names a type for each answer that cuGetProcAddress has: PFN_cuMemcpy_v7000_ptds."""
+    text = "".join((REAL / name).read_text() for name in ("cudaTypedefs.h", "cudaProfilerTypedefs.h"))
+    real = re.findall(r"\*PFN_(cu\w+?)_v(\d+)(_pt[sd][sz])?\)", text)
+    assert len(real) > 600
+    assert sorted(real) == sorted((base, version, suffix) for _, base, version, suffix in columns())
+
+
+def belongs(compiler: list[str], lines: list[tuple[str, str, str, str]]) -> subprocess.CompletedProcess[str]:
+    """Compile: is each symbol of the type that its base name has in that version?"""
+    text = ["#define __CUDA_API_VERSION_INTERNAL", "#include <cudaTypedefs.h>"]
+    text += [
+        f"PFN_{base}_v{version} its_{symbol} = {symbol};"
+        for symbol, base, version, suffix in lines
+        if not suffix and not symbol.startswith("cuProfiler")  # a header of its own that is not in the packages
+    ]
+    return subprocess.run(
+        [*compiler, "-Werror", "-fsyntax-only", f"-I{REAL}", "-x", "c", "-"],
+        input="\n".join(text),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_each_version_is_that_of_its_symbol(compiler):
+    ran = belongs(compiler, columns())
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_symbol_at_another_ones_version_is_noticed(compiler):
+    assert belongs(compiler, [("cuMemAlloc", "cuMemAlloc", "3020", "")]).returncode != 0

@@ -241,9 +241,6 @@ static CUresult checkpoint_process(const struct request *request)
     if (result != CUDA_SUCCESS)
         return result;
     fault_hazard_wait("multicast-hangs", -1);
-    /* The thread that asks is in the driver, and a checkpoint waits until nobody is: measured, it never ends. */
-    while (request->controller == getpid() && request->pid_namespace == own_pid_namespace())
-        node_pace(node_now(), 1, 0, 0);
     streams_drain(-1);
     if (kept.refused)
         return CUDA_ERROR_UNKNOWN;

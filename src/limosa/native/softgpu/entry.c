@@ -221,22 +221,27 @@ static CUresult function_find(const char *symbol, void **pfn, int version, cuuin
             best = one;
     }
     *pfn = best ? best->address : NULL;
-    if (status)
-        *status = best    ? CU_GET_PROC_ADDRESS_SUCCESS
-                  : named ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
-                          : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
-    return best || status ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND; /* it is told in one way or the other */
+    *status = best    ? CU_GET_PROC_ADDRESS_SUCCESS
+              : named ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+                      : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    return CUDA_SUCCESS;
 }
 
 EXPORT CUresult CUDAAPI cuGetProcAddress(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags)
 {
     ENTER(CALL_ANY);
-    RETURN(function_find(symbol, pfn, cudaVersion, flags, NULL));
+    CUdriverProcAddressQueryResult status = CU_GET_PROC_ADDRESS_SUCCESS;
+    CUresult result = function_find(symbol, pfn, cudaVersion, flags, &status);
+
+    RETURN(result == CUDA_SUCCESS && status != CU_GET_PROC_ADDRESS_SUCCESS ? CUDA_ERROR_NOT_FOUND : result);
 }
 
 EXPORT CUresult CUDAAPI cuGetProcAddress_v2(const char *symbol, void **pfn, int cudaVersion, cuuint64_t flags,
                                             CUdriverProcAddressQueryResult *symbolStatus)
 {
     ENTER(CALL_ANY);
-    RETURN(function_find(symbol, pfn, cudaVersion, flags, symbolStatus));
+    CUdriverProcAddressQueryResult ignored;
+
+    /* What is not there is told by the status alone: measured, also where nobody wants to know it. */
+    RETURN(function_find(symbol, pfn, cudaVersion, flags, symbolStatus ? symbolStatus : &ignored));
 }
