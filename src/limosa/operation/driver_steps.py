@@ -75,8 +75,7 @@ def lock(work: Work, members: Sequence[Member]) -> None:
             work.note("lock", "begin", member.pid)
             if work.paused_at is None:
                 work.pause_begins()
-            result = work.driver.lock(member.pid, timeout_ms=max(1, int(seconds * 1000)), limit=seconds + LOCK_GRACE)
-            if result is gpu.LockResult.TIMED_OUT:
+            if not _lock_one(work.driver, member.pid, seconds):
                 raise DriverTimeout(
                     call="cuCheckpointProcessLock",
                     pid=member.pid,
@@ -85,6 +84,13 @@ def lock(work: Work, members: Sequence[Member]) -> None:
                     meaning=f"not locked within {seconds:g} s",
                 )
             work.note("lock", "done", member.pid)
+
+
+def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> bool:
+    """Locks one process; returns whether the driver could within these seconds (None: ``LOCK_SECONDS``)."""
+    seconds = LOCK_SECONDS if seconds is None else seconds
+    result = driver.lock(pid, timeout_ms=max(1, int(seconds * 1000)), limit=seconds + LOCK_GRACE)
+    return result is not gpu.LockResult.TIMED_OUT
 
 
 def checkpoint(work: Work, members: Sequence[Member]) -> None:
@@ -246,11 +252,11 @@ def bring_back(
     away = [m for m in alive if _is_away(m, states[m.pid], journal)]
 
     again = [m for m in alive if states[m.pid] != "checkpointed" and (m in away or m.was == "checkpointed")]
-    _hold(driver, again, states)
+    hold(driver, again, states)
     back = [m for m in alive if states[m.pid] == "checkpointed" and m.was != "checkpointed"]
     short = room.shortage(gpu.inventory(), back, operation_id, home=True) if back else ""
     if short:
-        _hold(driver, [m for m in alive if states[m.pid] == "locked"], states)  # suspended as a whole, or not at all
+        hold(driver, [m for m in alive if states[m.pid] == "locked"], states)  # suspended as a whole, or not at all
         leave_suspended(alive, away)
         raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state="checkpointed")
     for member in back:
@@ -276,13 +282,11 @@ def bring_back(
         raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
 
 
-def _hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) -> None:
+def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) -> None:
     """Brings members that run or are locked to "checkpointed"."""
     for member in members:
-        if states[member.pid] == "running":
-            result = driver.lock(member.pid, timeout_ms=int(LOCK_SECONDS * 1000), limit=LOCK_SECONDS + LOCK_GRACE)
-            if result is gpu.LockResult.TIMED_OUT:
-                raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
+        if states[member.pid] == "running" and not _lock_one(driver, member.pid):
+            raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
     _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
     states.update({m.pid: "checkpointed" for m in members})
 

@@ -61,7 +61,7 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
     found = []
     for identity in tree:
         with contextlib.suppress(LimosaError):
-            if read_stat(identity.pid).state == "T":
+            if read_stat(identity.pid).stopped:
                 with Handle(identity) as handle:
                     handle.signal(signal.SIGCONT)
                 found.append(identity.pid)

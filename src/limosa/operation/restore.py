@@ -263,14 +263,9 @@ def end_tree(
     if not found.alive() or (root is None and started_at(found) < not_before - 1):
         return
     tree = job_tree(found)
-    for member in members:
-        if member.identity.start_time and member.identity.alive() and not _stopped(member.pid):
-            state = driver_steps.settled_state(driver, member.pid)
-            if state == "running":
-                driver.lock(member.pid, timeout_ms=10_000, limit=20)
-                state = "locked"
-            if state == "locked":
-                driver.checkpoint(member.pid, limit=driver_steps.call_limit(member))
+    answering = [m for m in members if m.identity.start_time and m.identity.alive() and not _stopped(m.pid)]
+    states = {m.pid: driver_steps.settled_state(driver, m.pid) for m in answering}
+    driver_steps.hold(driver, [m for m in answering if states[m.pid] in ("running", "locked")], states)
     for identity in tree:
         with contextlib.suppress(LimosaError), Handle(identity) as handle:
             handle.signal(9)
@@ -287,7 +282,7 @@ def end_tree(
 def _stopped(pid: int) -> bool:
     """Whether it is stopped: the driver does not answer about it, and it is only to be ended."""
     try:
-        return read_stat(pid).state == "T"
+        return read_stat(pid).stopped
     except LimosaError:
         return False
 

@@ -35,6 +35,11 @@ class Stat(msgspec.Struct, frozen=True):
         """True for a real zombie; a process whose main thread alone has ended shows Z too and still runs."""
         return self.state in "ZX" and self.n_threads <= 1
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it: the driver answers about it only after SIGCONT (facts §7)."""
+        return self.state == "T"
+
 
 def read_stat(pid: int) -> Stat:
     """Read ``/proc/PID/stat``.
