@@ -4,11 +4,17 @@ python -m campaign                        every (operation, step, fault), classe
 python -m campaign --case NAME --seed 3   one case again
 python -m campaign --count 400 --seed 1   a sample
 python -m campaign --record               write steps.json anew
+python -m campaign --merge A B --summary C several parts as one
+
+A long campaign in parts, each of which may be cut off at any time:
+python -m campaign --limit 500 --summary 1.json
+python -m campaign --limit 500 --summary 2.json --without 1.json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -23,11 +29,13 @@ from typing import Any
 from campaign import cases
 from campaign.cases import Case
 from campaign.processes import python_path
-from campaign.summary import Summary
+from campaign.summary import Summary, merged, names_in
 
 ROOM_LIMIT = 200.0 if os.environ.get("LIMOSA_CAMPAIGN") == "real" else 90.0
 """Seconds without an answer after which a room is given up."""
 GPUS = 4
+REPLAY_MORE = 60.0
+"""Seconds after the limit in which runs that have failed are replayed."""
 
 
 class RoomProcess:
@@ -67,13 +75,17 @@ class RoomProcess:
         *whole, self._buffer = (self._buffer + chunk).split(b"\n")
         return [json.loads(line) for line in whole if line]
 
-    def end(self, patience: float = 20.0) -> None:
-        """Lets it end, or ends it."""
+    def let_end(self) -> None:
+        """It gets no more cases."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):
             self.process.stdin.close()
-            self.process.wait(patience)
-        except (OSError, subprocess.TimeoutExpired):
+
+    def end(self, until: float) -> None:
+        """Waits for its end until then, or ends it."""
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
             self.kill()
 
     def kill(self) -> None:
@@ -109,6 +121,8 @@ def run(
     """
     waiting = list(todo)[::-1]
     results: list[dict[str, Any]] = []
+    if not waiting:
+        return results
     begun = time.monotonic()
     living = [RoomProcess(ground) for _ in range(max(1, min(rooms, len(waiting))))]
 
@@ -157,7 +171,11 @@ def run(
                         living[number].ready = True
     finally:
         for room in living:
-            room.end()
+            room.let_end()
+        patience = 20.0 if not waiting and not any(room.busy for room in living) else 1.0  # somebody has had enough
+        until = time.monotonic() + patience
+        for room in living:
+            room.end(until)
     return results
 
 
@@ -195,9 +213,12 @@ def main() -> int:
     parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
-    parser.add_argument("--without", type=Path, default=None, help="a JSON list of names that were run already")
+    parser.add_argument("--without", type=Path, nargs="*", default=[], help="summaries of what was run already")
+    parser.add_argument("--part", default="", help="K/N: every N-th of the chosen cases, beginning with the K-th")
     parser.add_argument("--limit", type=float, default=None, help="seconds after which no more is begun")
-    parser.add_argument("--summary", type=Path, default=None)
+    parser.add_argument("--summary", type=Path, default=None, help="where JSON goes, a table beside it; every 30 s")
+    parser.add_argument("--merge", type=Path, nargs="+", default=[], help="summaries to make one of; nothing is run")
+    parser.add_argument("--no-replay", action="store_true", help="do not run once more, alone, what has failed")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
@@ -214,26 +235,41 @@ def main() -> int:
         print(json.dumps(results, indent=1))
         return int(any(r["problems"] for r in results))
     everything = list(cases.enumerate_all(cases.table(), ground=chosen.ground))
+    if chosen.merge:
+        whole = merged(chosen.merge, everything, chosen.summary)
+        whole.end()
+        return int(bool(whole.failures))
+    known = everything
     parts = [part for part in chosen.only.split(",") if part]
     everything = [case for case in everything if all(part in case.name for part in parts)]
     count = len(everything) if chosen.count == "all" else int(chosen.count or cases.once(everything))
     picked = cases.chosen(everything, count, chosen.seed)
-    if chosen.without:
-        done = set(json.loads(chosen.without.read_text()))
-        picked = [case for case in picked if case.name not in done]
+    if chosen.part:
+        k, n = (int(word) for word in chosen.part.split("/"))
+        picked = picked[k - 1 :: n]
+    done = {name for path in chosen.without for name in names_in(path)}
+    picked = [case for case in picked if case.name not in done]
     if chosen.list:
         print("\n".join(case.name for case in picked))
         return 0
-    summary = Summary(len(picked), len(everything), chosen.seed)
-    print(f"{len(picked)} runs of {len(everything)} cases, seed {chosen.seed}, {chosen.rooms} rooms", flush=True)
+    return campaign(chosen, picked, known)
+
+
+def campaign(chosen: argparse.Namespace, picked: list[Case], known: list[Case]) -> int:
+    """Runs these cases, then those again that have failed, alone; writes the summary."""
+    summary = Summary(len(picked), known, chosen.seed, chosen.summary)
+    print(f"{len(picked)} runs of {len(known)} cases, seed {chosen.seed}, {chosen.rooms} rooms", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the rooms are ended, and what was found is kept
+    begun = time.monotonic()
     try:
         todo = spread(picked, chosen.seed)
         run(todo, rooms=chosen.rooms, ground=chosen.ground, limit=chosen.limit, tell=summary.add)
+        summary.write()
+        if not chosen.no_replay:
+            left = None if chosen.limit is None else max(0.0, chosen.limit + REPLAY_MORE - (time.monotonic() - begun))
+            run(summary.to_replay(), rooms=1, ground=chosen.ground, limit=left, tell=summary.add_replay)
     finally:  # what was found is worth keeping, also where somebody has had enough of it
         summary.end()
-        if chosen.summary:
-            chosen.summary.write_text(json.dumps(summary.json(), indent=1) + "\n")
-            chosen.summary.with_suffix(".md").write_text(summary.table())
     return int(bool(summary.failures))
 
 

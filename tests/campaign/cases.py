@@ -218,7 +218,7 @@ def chosen(cases: list[Case], count: int, seed: int) -> list[Case]:
     random_ = random.Random(seed)
     by_key: dict[tuple[str, str, str], list[Case]] = {}
     for case in cases:
-        by_key.setdefault((case.operation, _alike(case.step), case.fault), []).append(case)
+        by_key.setdefault(key_of(case), []).append(case)
     picked: list[Case] = []
     used: Counter[str] = Counter()
     while len(picked) < min(count, len(cases)):
@@ -252,9 +252,14 @@ def kind_of_fault(fault: str) -> str:
     return kind if number.isdigit() else head
 
 
+def key_of(case: Case) -> tuple[str, str, str]:
+    """Operation, step and fault, without which of several alike it is and whom it befalls."""
+    return case.operation, _alike(case.step), case.fault
+
+
 def once(cases: list[Case]) -> int:
     """How many runs it takes to have each (operation, step, fault) once."""
-    return len({(case.operation, _alike(case.step), case.fault) for case in cases})
+    return len({key_of(case) for case in cases})
 
 
 def _alike(step: str) -> str:

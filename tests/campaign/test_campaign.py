@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from campaign import cases
 from campaign.__main__ import record, run, spread
-from campaign.summary import replay
+from campaign.summary import Summary, merged, names_in, replay
 
 RUNS = 420
 CHUNKS = 12
@@ -39,6 +41,34 @@ def test_the_sample_has_every_operation_fault_and_victim() -> None:
     kinds = {(c.operation, cases.kind_of_fault(c.fault)) for c in everything}
     assert len(kinds - {(c.operation, cases.kind_of_fault(c.fault)) for c in picked}) <= max(0, len(kinds) - RUNS)
     assert all(cases.Case.named(case.name) == case for case in everything)
+
+
+def test_parts_of_a_campaign_are_one_and_what_fails_only_beside_others_is_told(tmp_path: Path) -> None:
+    picked = [case for case, _ in sample()[:3]]
+    wrong, later, right = ({"name": c.name, "seed": 1, "rc": 0, "problems": []} for c in picked)
+    wrong["problems"] = ["late"]
+    first = Summary(2, picked, 1, tmp_path / "1.json")
+    for result in (wrong, right):
+        first.add(result)
+    first.write()  # cut off here: what it had run is there
+    assert names_in(tmp_path / "1.json") == {picked[0].name, picked[2].name}
+    assert [case for case, _ in first.to_replay()] == [picked[0]]
+    second = Summary(2, picked, 1, tmp_path / "2.json")
+    for result in (wrong, {**later, "problems": ["lost"]}):
+        second.add(result)
+    second.add_replay({**wrong, "problems": []})
+    second.add_replay({**later, "problems": ["lost"]})
+    second.end()
+    whole = merged([tmp_path / "1.json", tmp_path / "2.json"], picked, tmp_path / "all.json")
+    whole.end()
+    assert len(whole.runs) == 3
+    assert [run["name"] for run in whole.failures] == [picked[1].name]
+    assert [run["name"] for run in whole.once] == [picked[0].name]
+    told = json.loads((tmp_path / "all.json").read_text())
+    assert told["operation, step and fault"] == {"known": 3, "run": 3}
+    assert (told["failed"], told["failed once, right when replayed alone"]) == (1, 1)
+    assert sum(told["counts"]["victim"].values()) == 3
+    assert f"once, right alone: make faults CASE={picked[0].name}" in (tmp_path / "all.md").read_text()
 
 
 @pytest.mark.timeout(180)

@@ -25,7 +25,6 @@ from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_o
 PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
-KEEP_EXPORTED = False
 
 
 def check(answer: tuple[Any, ...]) -> Any:
@@ -91,11 +90,7 @@ class Work:
         access.location = prop.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         check(cu.cuMemSetAccess(address, size, [access], 1))
-        descriptor = int(check(cu.cuMemExportToShareableHandle(handle, kind, 0)))
-        if KEEP_EXPORTED:
-            self.descriptors.append(descriptor)
-        else:
-            os.close(descriptor)
+        self.descriptors.append(int(check(cu.cuMemExportToShareableHandle(handle, kind, 0))))  # open ever after
         if number % 2:
             check(cu.cuMemRelease(handle))  # the mapping alone keeps it
         else:
