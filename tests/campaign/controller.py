@@ -270,6 +270,19 @@ def limits(told: dict[str, float]) -> None:
         setattr(owner, name, value)
 
 
+def open_here() -> int:
+    """How many descriptors this process has, but for those that libnvidia-ml keeps as long as a process lives."""
+    return sum(not where.startswith("/dev/nvidia") for where in map(readlink, os.listdir("/proc/self/fd")))
+
+
+def readlink(fd: str) -> str:
+    """Where a descriptor of this process leads; empty where it is closed by now."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return ""
+
+
 def run(order: dict[str, Any], pipe: int) -> None:
     """The child: installs what disturbs it and becomes a ``limosa`` command line; does not return."""
     code: int | str | None = 0
@@ -299,7 +312,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
             disturber.watch_disk(order["roots"], order.get("disk"))
         if order.get("file_size") is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_here()
         from limosa.cli.main import entry
 
         disturber.say(began=True)
@@ -314,7 +327,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
         for one in spare:  # never needed: it ends with our end of the pair
             one.connection.close()
             os.close(one.words)
-        disturber.say(descriptors=len(os.listdir("/proc/self/fd")) - before + 2 * len(spare))
+        disturber.say(descriptors=open_here() - before + 2 * len(spare))
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0)

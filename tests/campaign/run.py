@@ -208,7 +208,7 @@ class Run(Fault):
         if now[0][0] == "checkpointed" and not records and not self._excused(now[0]):
             problems.append("the job is suspended and not noted as such")
         grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
-        if grown > 6:  # those of NVML, and of modules that were loaded on the way
+        if grown > 6:  # those of modules that were loaded on the way
             problems.append(f"limosa itself has left {grown} descriptors open")
 
     def _remove_kept(self) -> None:
