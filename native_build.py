@@ -7,9 +7,10 @@ only jobs whose children inherited GPU device mappings cannot be checkpointed th
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -18,42 +19,12 @@ except ImportError:  # run as a program, where hatchling need not be
     BuildHookInterface = None  # type: ignore[assignment,misc]
 
 NATIVE = Path(__file__).resolve().parent / "src" / "limosa" / "native"
-FOLDER = NATIVE / "criu"
-SOURCE = FOLDER / "limosa_plugin.c"
-LIBRARY = FOLDER / "limosa_plugin.so"
-# No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
-FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-U_FORTIFY_SOURCE"]
-
-
-def _softgpu() -> Any:
-    """Return ``limosa.softgpu.build``, by its file: nothing that Limosa needs is installed yet when it is built."""
-    path = NATIVE.parent / "softgpu" / "build.py"
-    spec = importlib.util.spec_from_file_location("limosa_softgpu_build", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-softgpu = _softgpu()
-SOFTGPU: Path = softgpu.SOURCE
-build_softgpu = softgpu.build
-compilers = softgpu.compilers
-
-
-def build(library: Path = LIBRARY) -> str | None:
-    """Compile the plugin, unless what is there is newer than its source.
-
-    Args:
-        library: where it is put, whole or not at all.
-
-    Returns:
-        None where the plugin is there afterwards, else why not.
-    """
-    problem: str | None = softgpu.compile_library(library, [SOURCE], FLAGS, [SOURCE])
-    return problem
-
+# By its file: nothing of Limosa is installed yet when it is built.
+native = SimpleNamespace(**runpy.run_path(str(NATIVE / "build.py")))
+PARTS = (
+    ("the CRIU plugin", native.build_plugin, native.CRIU, [native.PLUGIN]),
+    ("the software GPU", native.build_softgpu, native.SOFTGPU, native.LIBRARIES),
+)
 
 if BuildHookInterface is not None:
 
@@ -63,12 +34,10 @@ if BuildHookInterface is not None:
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Build, and put what was built into a wheel (it is ignored by git, which hatchling follows)."""
             built: list[Path] = []
-            for what, problem, libraries in (
-                ("the CRIU plugin", build(), [LIBRARY]),
-                ("the software GPU", build_softgpu(), [SOFTGPU / name for name in softgpu.LIBRARIES]),
-            ):
+            for what, build, folder, libraries in PARTS:
+                problem = build()
                 if problem is None:
-                    built += libraries
+                    built += [folder / name for name in libraries]
                 else:
                     self.app.display_warning(f"{what} was not built: {problem}")
             if built and self.target_name == "wheel":
@@ -90,11 +59,9 @@ def _platform() -> str:
 
 def main() -> int:
     """Build beside the source; say what happened; 0 also without a compiler."""
-    for what, problem, place in (
-        ("the CRIU plugin", build(), LIBRARY),
-        ("the software GPU", build_softgpu(), SOFTGPU),
-    ):
-        sys.stderr.write(f"{place}: built\n" if problem is None else f"{what} was not built: {problem}\n")
+    for what, build, folder, _ in PARTS:
+        problem = build()
+        sys.stderr.write(f"{folder}: built\n" if problem is None else f"{what} was not built: {problem}\n")
     return 0
 
 

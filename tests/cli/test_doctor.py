@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
-import limosa
 from limosa.gpu import DriverFacts
 from limosa.operation import doctor as module
-from limosa.operation import plugin_build
 from limosa.operation.doctor import Diagnosis
 from limosa.operation.doctor_gpu import Check, driver_checks, gpu_present, huge_pages
 
@@ -193,23 +190,7 @@ def test_an_operation_that_died_is_named(monkeypatch, tmp_path):
     assert "move of 1" in check.detail
 
 
-def test_the_plugin_is_built_as_the_package_builds_it(tmp_path):
-    import native_build
-
-    assert plugin_build.FLAGS == native_build.FLAGS
-    source = Path(limosa.__file__).parent / "native" / "criu" / "limosa_plugin.c"
-    (tmp_path / "limosa_plugin.c").write_bytes(source.read_bytes())
-    for header in source.parent.glob("*.h"):
-        (tmp_path / header.name).write_bytes(header.read_bytes())
-    assert plugin_build.build(tmp_path) == ""
-    assert (tmp_path / "limosa_plugin.so").read_bytes()[:4] == b"\x7fELF"
-    assert len(list(tmp_path.glob("limosa_plugin.so*"))) == 1
-
-
-def test_why_the_plugin_cannot_be_built_is_said(tmp_path, monkeypatch):
-    assert "missing" in plugin_build.build(tmp_path)
-    (tmp_path / "limosa_plugin.c").write_text("this is not C")
-    assert plugin_build.build(tmp_path) not in ("", "there is no C compiler (cc, gcc, clang or tcc)")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CC", raising=False)
-    assert plugin_build.build(tmp_path) == "there is no C compiler (cc, gcc, clang or tcc)"
+def test_why_the_plugin_cannot_be_built_is_said_in_a_line(monkeypatch):
+    monkeypatch.setattr("limosa.process.criu.program.plugin_dir", lambda: None)
+    monkeypatch.setattr("limosa.native.build.build_plugin", lambda: "cc: one\ntwo")
+    assert module._plugin(None, True, True, print).detail.endswith("(cc: one)")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import native_build
+from limosa.native.build import build_plugin
 from limosa.process.criu.program import plugin_dir
 
 
@@ -41,7 +41,7 @@ def run_trial(folder: Path, loop: str, plugin: str) -> dict:
 
 @pytest.mark.criu
 def test_a_child_with_inherited_devices_is_restored_with_the_same_descriptors(tmp_path, loop):
-    assert plugin_dir() is not None or native_build.build() is None
+    assert plugin_dir() is not None or build_plugin() is None
     result = run_trial(tmp_path, loop, "yes")
     assert result.get("error") is None
     (_, number, first, files), (_, later, content, restored) = result["before"], result["after"]
@@ -66,16 +66,23 @@ def test_without_the_plugin_criu_refuses_and_the_job_runs_on(tmp_path, loop):
 def test_without_a_compiler_the_build_says_so_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "no C compiler" in (native_build.build(tmp_path / "plugin.so") or "")
+    assert "no C compiler" in (build_plugin(tmp_path) or "")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "false")
-    assert (native_build.build(tmp_path / "plugin.so") or "").startswith("false")
+    assert (build_plugin(tmp_path) or "").startswith("false")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("limosa.native.build.CRIU", tmp_path)
+    assert f"{tmp_path}/limosa_plugin.c" in (build_plugin(tmp_path) or "")
 
 
 def test_the_plugin_compiles_without_a_warning(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "cc -Werror")
-    assert native_build.build(tmp_path / "plugin.so") is None
+    assert build_plugin(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["limosa_plugin.so"]
+    assert (tmp_path / "limosa_plugin.so").read_bytes()[:4] == b"\x7fELF"

@@ -19,7 +19,7 @@ import pytest
 from soft_node import Answer, Node
 from support import Reaper, Victim
 
-import native_build
+from limosa.native.build import build_softgpu, compilers
 from limosa.softgpu.state import opened
 
 JOB = Path(__file__).with_name("job.py")
@@ -139,9 +139,9 @@ class Soft(Node):
 @pytest.fixture(scope="session", autouse=True)
 def libraries() -> None:
     """Build both libraries where they are missing or older than their source."""
-    if not native_build.compilers():
+    if not compilers():
         pytest.skip("there is no C compiler")
-    assert native_build.build_softgpu() is None
+    assert build_softgpu() is None
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from soft_node import Node
 
-import native_build
+from limosa.native.build import build_softgpu
 
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries() -> None:
     """Build both libraries where they are missing or older than their source."""
-    assert native_build.build_softgpu() is None
+    assert build_softgpu() is None
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from softgpu.far import Died, Far
 
-import native_build
+from limosa.native.build import compilers
 
 MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
@@ -99,7 +99,7 @@ def test_the_memory_is_the_targets_own_while_it_is_checkpointed(job: Far, contro
 def test_one_call_of_the_c_librarys_mmap_holds_everything(
     far: Callable[..., Far], controller: Far, tmp_path: Path
 ) -> None:
-    (compiler, *_), *_ = native_build.compilers()
+    (compiler, *_), *_ = compilers()
     source = tmp_path / "answer.c"
     source.write_text(
         "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>\n#include <stdlib.h>\n#include <sys/mman.h>\n"

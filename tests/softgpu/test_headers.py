@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-import native_build
+from limosa.native.build import SOFTGPU, compilers
 
-SOFTGPU = native_build.SOFTGPU
 REAL = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
 CUDA_HEADERS = sorted(SOFTGPU.glob("api/*.h"))
 NVML_HEADERS = [SOFTGPU / "nvml_api.h"]
@@ -26,9 +25,8 @@ LISTED = re.compile(r"^FUNCTION\((\w+), (\w+), (\d+), ([01])\)", re.M)
 
 @pytest.fixture(scope="module")
 def compiler() -> list[str]:
-    compilers = native_build.compilers()
-    assert compilers, "there is no C compiler"
-    return compilers[0]
+    assert compilers(), "there is no C compiler"
+    return compilers()[0]
 
 
 def test_the_real_headers_are_here():

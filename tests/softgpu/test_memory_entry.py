@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-import native_build
+from limosa.native.build import compilers
 from limosa.softgpu import node as softgpu_node
 
 pytestmark = pytest.mark.timeout(60)
@@ -144,7 +144,7 @@ def test_the_older_form(job: Far) -> None:
 def test_a_preloaded_library_does_not_come_in_between(node: Any, tmp_path: Path) -> None:
     source, library = tmp_path / "other.c", tmp_path / "other.so"
     source.write_text("int cuMemAlloc_v2(void) { return 77; }\n")
-    compiler = native_build.compilers()[0]
+    compiler = compilers()[0]
     subprocess.run([*compiler, "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
     job = Far(node, env={"LD_PRELOAD": str(library)})
     job("import ctypes; lib = ctypes.CDLL('libcuda.so.1'); at = ctypes.c_void_p()")

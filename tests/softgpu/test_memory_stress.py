@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import native_build
+from limosa.native.build import SOFTGPU, compilers
 
 HERE = Path(__file__).parent
-SOURCES = native_build.SOFTGPU
 
 
 @pytest.mark.timeout(180)
@@ -20,14 +19,14 @@ def test_stress(new_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={HERE / 'tsan.supp'}")
     probe = tmp_path / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
-    build = [*native_build.compilers()[0], "-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOURCES}"]
+    build = [*compilers()[0], "-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOFTGPU}"]
     try:
         subprocess.run([*build, probe, "-o", tmp_path / "probe"], capture_output=True, check=True, timeout=60)
     except subprocess.CalledProcessError:
         pytest.skip(f"the compiler has no -fsanitize={sanitizer}")
     # A library of its name: a process without one is no target for a checkpoint. The run path comes before the node's.
     library, program = tmp_path / "libcuda.so.1", tmp_path / "stress"
-    sources = [path for path in sorted(SOURCES.glob("*.c")) if not path.name.startswith("nvml")]
+    sources = [path for path in sorted(SOFTGPU.glob("*.c")) if not path.name.startswith("nvml")]
     subprocess.run(
         [*build, "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, *sources, "-lpthread"],
         check=True,

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import native_build
+from limosa.native.build import SOFTGPU, compilers
 
 HERE = Path(__file__).parent
-SOURCES = native_build.SOFTGPU
 
 
 @pytest.mark.timeout(120)
@@ -19,9 +18,9 @@ SOURCES = native_build.SOFTGPU
 def test_stress(new_node: Any, tmp_path: Path, sanitizer: str) -> None:
     node = new_node()
     program = tmp_path / "stress"
-    files = [HERE / "stress_nvml.c", *(SOURCES / name for name in ("nvml.c", "nvml_stubs.c", "node.c", "fault.c"))]
-    flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOURCES}"]
-    subprocess.run([*native_build.compilers()[0], *flags, "-o", program, *files, "-lpthread"], check=True, timeout=90)
+    files = [HERE / "stress_nvml.c", *(SOFTGPU / name for name in ("nvml.c", "nvml_stubs.c", "node.c", "fault.c"))]
+    flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}", f"-I{SOFTGPU}"]
+    subprocess.run([*compilers()[0], *flags, "-o", program, *files, "-lpthread"], check=True, timeout=90)
     job = node.popen([program, 4, 3], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while job.poll() is None:
         rule = node.switches.add("function=nvmlDeviceGet* result=NVML_ERROR_NO_DATA every=1")

@@ -12,13 +12,11 @@ import time
 
 import pytest
 
-import native_build
 from limosa.errors import UsageError
+from limosa.native.build import SOFTGPU, compilers
 from limosa.softgpu import faults, state
 from limosa.softgpu.faults import check_rule
 from limosa.softgpu.spec import CHIPS, make_spec
-
-SOURCES = native_build.SOFTGPU
 
 STRUCTURES = {
     "node_gpu": state.NodeGpu,
@@ -56,7 +54,7 @@ def test_python_and_c_have_one_layout(tmp_path):
     source.write_text(
         "\n".join([*lines, f'puts("folder " NODE_FOLDER); return sizeof("{state.NODE_FOLDER}") == 1; }}'])
     )
-    argv = [*native_build.compilers()[0], "-std=gnu11", f"-I{native_build.SOFTGPU}", "-o", str(tmp_path / "layout")]
+    argv = [*compilers()[0], "-std=gnu11", f"-I{SOFTGPU}", "-o", str(tmp_path / "layout")]
     subprocess.run([*argv, str(source)], check=True, timeout=60)
     said = subprocess.run([str(tmp_path / "layout")], capture_output=True, text=True, check=True, timeout=10).stdout
     theirs = {}
@@ -71,7 +69,7 @@ def test_python_and_c_have_one_layout(tmp_path):
 
 def test_every_field_of_the_header_is_there():
     """A field that only C has would shift nothing where it takes up padding."""
-    text = re.sub(r"/\*.*?\*/", " ", (native_build.SOFTGPU / "node.h").read_text(), flags=re.S)
+    text = re.sub(r"/\*.*?\*/", " ", (SOFTGPU / "node.h").read_text(), flags=re.S)
     for name, structure in STRUCTURES.items():
         body = re.search(rf"struct {name} \{{(.*?)\n\}};", text, flags=re.S)
         assert body, name
@@ -140,6 +138,8 @@ def test_a_new_state_is_whole():
         "function=cuMemAlloc result=CUDA_ERROR_NOT_MAPPED",
         "after=NVML_ERROR_IN_USE",
         "function=nvmlDeviceGetMemoryInfo* lie=free:0",
+        "lie=driver:1.2",
+        "caller=train.py target=python* hang",
     ],
 )
 def test_rules_that_are_rules(rule):
@@ -164,7 +164,8 @@ def test_rules_that_are_rules(rule):
         "hang=1",
         "crash=everybody",
         "memory=swap",
-        "caller=me hang",
+        "caller=0 hang",
+        "target=0 hang",
         "lost=gpu",
         "lie=free",
         "hang hang=2",
@@ -175,6 +176,9 @@ def test_rules_that_are_rules(rule):
         "result=CUDA_ERROR_FOO",
         "after=NVML_ERROR_FOO",
         "lie=weather:fine",
+        "lie=count:many",
+        "lie=mig:yes",
+        "function=nvmlDeviceGetName lie=free:0",
         "function=cuMemAlloc crash=target",
     ],
 )
@@ -184,7 +188,7 @@ def test_rules_that_are_none(rule):
 
 
 def test_the_names_are_those_that_the_library_asks_for():
-    text = "".join(path.read_text() for path in sorted(SOURCES.glob("*.c")))
+    text = "".join(path.read_text() for path in sorted(SOFTGPU.glob("*.c")))
     hazards = re.findall(r'fault_hazard(?:_wait)?\("([a-z0-9-]+)"|define KILL_HAZARD "([a-z-]+)"', text)
     assert {one or other for one, other in hazards} == faults.HAZARDS
     assert set(re.findall(r'"(step:[a-z-]+)"', text)) == faults.STEPS

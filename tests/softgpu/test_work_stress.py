@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-import native_build
+from limosa.native.build import SOFTGPU, compilers
 
 HERE = Path(__file__).parent
-SOURCES = native_build.SOFTGPU
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_stress(new_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sanitizer: str) -> None:
     monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={HERE / 'tsan.supp'}")
-    compiler = native_build.compilers()[0]
+    compiler = compilers()[0]
     probe = tmp_path / "probe.c"
     probe.write_text("int main(void) { return 0; }\n")
     flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={sanitizer}"]
@@ -27,10 +26,10 @@ def test_stress(new_node: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         )
     except subprocess.CalledProcessError:
         pytest.skip(f"the compiler has no -fsanitize={sanitizer}")
-    sources = [path for path in sorted(SOURCES.glob("*.c")) if path.name != "nvml.c"]
+    sources = [path for path in sorted(SOFTGPU.glob("*.c")) if path.name != "nvml.c"]
     program = tmp_path / "stress"
     subprocess.run(
-        [*compiler, *flags, f"-I{SOURCES}", "-o", program, HERE / "stress_work.c", *sources, "-lpthread"],
+        [*compiler, *flags, f"-I{SOFTGPU}", "-o", program, HERE / "stress_work.c", *sources, "-lpthread"],
         check=True,
         timeout=300,
     )

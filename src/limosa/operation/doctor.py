@@ -94,13 +94,13 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
 
 def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
     """The check "plugin": ours, for what forked children inherit of /dev/nvidia*."""
-    from limosa.operation import plugin_build
+    from limosa.native.build import build_plugin
     from limosa.process.criu.program import plugin_dir
 
     why = ""
     if plugin_dir() is None and fix:
         log("building the CRIU plugin")
-        why = plugin_build.build()
+        why = (build_plugin() or "").partition("\n")[0]
     found = plugin_dir()
     if found is not None:
         return ok("plugin", f"built: {found}/limosa_plugin.so")

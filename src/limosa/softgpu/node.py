@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from limosa.errors import GpuUnavailable, PermissionDenied
-from limosa.softgpu import build, kernel
+from limosa.native import build
+from limosa.softgpu import kernel
 from limosa.softgpu.spec import NodeSpec
 from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
 
@@ -37,7 +38,7 @@ _DRIVER_FOLDERS = (
 _SHM = "/dev/shm"  # noqa: S108 - the folder itself is what is made here
 
 
-def check_libraries(folder: Path = build.SOURCE) -> None:
+def check_libraries(folder: Path = build.SOFTGPU) -> None:
     """Look whether the libraries are there, and build them where they are not (no compiler when Limosa was installed).
 
     Raises:
@@ -46,14 +47,14 @@ def check_libraries(folder: Path = build.SOURCE) -> None:
     missing = [name for name in build.LIBRARIES if not (folder / name).is_file()]
     if not missing:
         return
-    problem = build.build(folder) if os.access(folder, os.W_OK) else f"{folder} cannot be written to"
+    problem = build.build_softgpu(folder)
     if problem is not None:
         raise GpuUnavailable(
             detail=f"the software GPU cannot be built: {problem}", hint="install a C compiler (gcc) and try again"
         )
 
 
-def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOURCE) -> dict[str, str]:
+def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOFTGPU) -> dict[str, str]:
     """Return an environment in which programs find the software GPU's libraries before any other."""
     env = dict(os.environ if base is None else base)
     others = [part for part in env.get("LD_LIBRARY_PATH", "").split(":") if part and part != str(folder)]
@@ -200,7 +201,7 @@ def _cover_driver(folders: Sequence[str] = _DRIVER_FOLDERS) -> None:
         for folder in glob.glob(pattern):
             for name in build.LIBRARIES:
                 if os.path.isfile(f"{folder}/{name}"):
-                    kernel.mount(str(build.SOURCE / name), f"{folder}/{name}", None, kernel.MS_BIND)
+                    kernel.mount(str(build.SOFTGPU / name), f"{folder}/{name}", None, kernel.MS_BIND)
 
 
 def _reopen(fd: int) -> None:

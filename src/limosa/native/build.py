@@ -1,6 +1,7 @@
-"""Compiles the software GPU's two libraries. ``native_build.py`` does so when Limosa is installed or checked out.
+"""Compiles what is in C. ``native_build.py`` does so when Limosa is installed or checked out.
 
-Nothing of Limosa is imported here: a build has nothing but Python and a C compiler.
+Where there was no compiler then, ``limosa doctor --fix`` and ``limosa softgpu`` do it later. Nothing of Limosa is
+imported here: a build has nothing but Python and a C compiler.
 """
 
 from __future__ import annotations
@@ -12,24 +13,18 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parent.parent / "native" / "softgpu"
+CRIU = Path(__file__).resolve().parent / "criu"
+PLUGIN = "limosa_plugin.so"
+SOFTGPU = CRIU.with_name("softgpu")
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 NVML_ONLY = ("nvml.c", "nvml_stubs.c")
 NVML_SHARED = ("node.c", "fault.c")
+_FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
+_PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
 # A product and a sum are rounded each by itself on every machine: tests compare bits. cuGetProcAddress answers with the
 # library's own functions, whoever else has some of their names (-Bsymbolic-functions), as a driver does.
-FLAGS = [
-    "-std=gnu11",
-    "-O2",
-    "-fPIC",
-    "-shared",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-pthread",
-    "-ffp-contract=off",
-    "-Wl,-Bsymbolic-functions",
-]
+_SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
 
 
 def compilers() -> list[list[str]]:
@@ -40,8 +35,21 @@ def compilers() -> list[list[str]]:
     return [[name] for name in ("cc", "gcc", "clang", "tcc") if shutil.which(name)]
 
 
-def build(folder: Path = SOURCE) -> str | None:
-    """Compile both libraries, each unless it is newer than its sources and all headers.
+def build_plugin(folder: Path = CRIU) -> str | None:
+    """Compile the CRIU plugin, unless it is newer than its source.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    source = CRIU / "limosa_plugin.c"
+    return _compile(folder / PLUGIN, [source], _PLUGIN_FLAGS, [source])
+
+
+def build_softgpu(folder: Path = SOFTGPU) -> str | None:
+    """Compile both libraries of the software GPU, each unless it is newer than its sources and all headers.
 
     Args:
         folder: where they are put, each whole or not at all.
@@ -49,13 +57,12 @@ def build(folder: Path = SOURCE) -> str | None:
     Returns:
         None where both are there afterwards, else why not.
     """
-    headers = [*SOURCE.glob("*.h"), *SOURCE.glob("*.list"), *SOURCE.glob("api/*.h")]
+    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
     problems = []
     for name in LIBRARIES:
-        sources = sorted(path for path in SOURCE.glob("*.c") if _belongs(path.name, name))
-        problem = compile_library(
-            folder / name, sources, [*FLAGS, f"-Wl,-soname,{name}"], [*sources, *headers], ["-ldl", "-lrt"]
-        )
+        sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
+        flags = [*_SOFTGPU_FLAGS, f"-Wl,-soname,{name}"]
+        problem = _compile(folder / name, sources, flags, [*sources, *headers], ["-ldl", "-lrt"])
         if problem is not None:
             problems.append(problem)
     return "\n".join(problems) or None
@@ -68,7 +75,7 @@ def _belongs(source: str, library: str) -> bool:
     return source not in NVML_ONLY
 
 
-def compile_library(
+def _compile(
     library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
 ) -> str | None:
     """Compile sources with the first compiler that can, unless the library is newer than what it depends on.
@@ -76,8 +83,13 @@ def compile_library(
     Returns:
         None where the library is there afterwards, else why not.
     """
+    missing = [path for path in depends if not path.is_file()]
+    if missing or not depends:
+        return f"{library.name}: its source is missing ({', '.join(map(str, missing))}): Limosa is not installed whole"
     if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
         return None
+    if not os.access(library.parent, os.W_OK):
+        return f"{library.parent} cannot be written to by uid {os.geteuid()}"
     problem = "there is no C compiler (cc, gcc, clang or tcc)"
     for compiler in compilers():
         new = library.with_name(f"{library.name}.{os.getpid()}")

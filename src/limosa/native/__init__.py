@@ -1,0 +1,1 @@
+"""What is in C: CRIU's plugin and the software GPU, and what compiles them."""
