@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from softgpu.far import Died, Far
 
 MIB = 1 << 20
+ONE_ALLOCATION = """
+import os
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
+print(int(cu.cuMemAlloc(4096)[0]))
+"""
 pytestmark = pytest.mark.timeout(90)
 
 
@@ -80,6 +89,91 @@ def test_rules_from_the_start(new_node: Callable[..., Any]) -> None:
     node = new_node(faults=["function=cuInit nth=2 result=CUDA_ERROR_NO_DEVICE"])
     far = Far(node)
     assert [far("word(cu.cuInit(0)[0])") for _ in range(3)] == ["SUCCESS", "NO_DEVICE", "SUCCESS"]
+
+
+@pytest.mark.parametrize("name", ["far.py", "f?r.*", "python*", "a-name-of-its-own"])
+def test_a_process_by_a_name_that_is_known_before_it_starts(node: Any, tmp_path: Path, name: str) -> None:
+    node.switches.add(f"function=cuMemAlloc every=1 caller={name} result=2")
+    other = tmp_path / "other"
+    other.write_text(ONE_ALLOCATION)
+    other.chmod(0o755)
+    meant = Far(node)
+    meant("open('/proc/self/comm', 'w').write('a-name-of-its')")  # cut by the kernel to 15 letters
+    meant("start()")
+    expected = "SUCCESS" if name == "a-name-of-its-own" else "OUT_OF_MEMORY"
+    assert meant("word(cu.cuMemAlloc(4096)[0])") == expected
+    node.switches.clear()
+    node.switches.add("function=cuMemAlloc every=1 caller=a-name-of-its result=2")
+    assert meant("word(cu.cuMemAlloc(4096)[0])") == "OUT_OF_MEMORY"
+    assert node.run([sys.executable, other]).stdout == "0\n"
+    node.switches.add("function=cuMemAlloc every=1 caller=other result=2")
+    assert node.run([sys.executable, other]).stdout == "2\n"
+
+
+def test_a_target_by_its_name(node: Any, job: Far, tmp_path: Path) -> None:
+    script = tmp_path / "master.py"
+    script.write_text(
+        "import sys; from cuda.bindings import driver as cu; cu.cuInit(0)\n"
+        "print(int(cu.cuCheckpointProcessLock(int(sys.argv[1]), None)[0]))\n"
+    )
+    node.switches.add("function=cuCheckpointProcessLock every=1 target=master.py result=999")
+    assert node.run([sys.executable, script, job.pid]).stdout == "0\n"
+    node.switches.add("function=cuCheckpointProcessUnlock every=1 target=far.py result=999")
+    assert job(f"unlock({job.pid})") == "UNKNOWN"
+    node.switches.add("hazard=restore-poisons target=master.py")
+    node.switches.remove("000002")
+    for call in ("checkpoint", "restore", "unlock"):
+        assert job(f"{call}({job.pid})") == "SUCCESS"
+    assert job(f"state({job.pid})") == "running"
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"),
+    [
+        ("result=CUDA_ERROR_NO_DEVICE", ["NO_DEVICE", "SUCCESS"]),
+        ("nth=2 result=999", ["SUCCESS", "UNKNOWN"]),
+        ("after=999", ["UNKNOWN", "SUCCESS"]),
+        ("every=1 result=3", ["NOT_INITIALIZED"] * 2),
+    ],
+)
+def test_cuinit_fails(node: Any, rule: str, answer: list[str]) -> None:
+    node.switches.add(f"function=cuInit {rule}")
+    far, controller = Far(node), Far(node)
+    assert [far("word(cu.cuInit(0)[0])") for _ in range(2)] == answer
+    initialised = "SUCCESS" in answer
+    assert (controller.state(far.pid) == "running") == initialised
+    with open(f"/proc/{far.pid}/maps") as file:
+        assert ("/dev/nvidia" in file.read()) == initialised  # one that has no driver keeps nothing of the node
+
+
+def test_cuinit_crashes_hangs_and_is_slow(node: Any) -> None:
+    rule = node.switches.add("function=cuInit crash=caller")
+    with pytest.raises(Died):
+        Far(node)("cu.cuInit(0)")
+    node.switches.remove(rule)
+    rule = node.switches.add("function=cuInit hang")
+    far = Far(node)
+    pending = far.send("word(cu.cuInit(0)[0])")
+    time.sleep(0.3)
+    assert not pending.done
+    node.switches.remove(rule)
+    assert pending.value() == "SUCCESS"
+    node.switches.add("function=cuInit delay=0.5")
+    begin = time.monotonic()
+    Far(node)("ok(cu.cuInit(0))")
+    assert time.monotonic() - begin >= 0.5
+
+
+def test_calls_before_cuinit_fail_and_keep_nothing_of_the_node(node: Any) -> None:
+    node.switches.add("function=cuDriverGetVersion nth=2 result=999")
+    node.switches.add("function=cuDeviceGetCount after=100")
+    far = Far(node)
+    assert [far("word(cu.cuDriverGetVersion()[0])") for _ in range(3)] == ["SUCCESS", "UNKNOWN", "SUCCESS"]
+    assert far("cu.cuDriverGetVersion()[1]") == 13000
+    assert far("word(cu.cuDeviceGetCount()[0])") == "NOT_INITIALIZED"
+    with open(f"/proc/{far.pid}/maps") as file:
+        assert "/dev/nvidia" not in file.read()
+    assert far("word(cu.cuInit(0)[0])") == "SUCCESS"
 
 
 @pytest.mark.parametrize("name", ["cuMemAlloc", "cuMemAlloc_v2", "cuMemAll*"])

@@ -417,6 +417,35 @@ def test_lies(node):
     assert listed(node, 0) == {job.pid: (CONTEXT + 2) * MIB}
 
 
+@pytest.mark.parametrize(
+    ("ask_for", "lie", "told", "truth"),
+    [
+        ("n.nvmlDeviceGetCount()", "nvmlDeviceGetCount lie=count:7", 7, 2),
+        ("n.nvmlDeviceGetUUID(h)[:9]", "nvmlDeviceGetUUID lie=uuid:GPU-00000000", "GPU-00000", None),
+        ("n.nvmlDeviceGetMinorNumber(h)", "nvmlDeviceGetMinorNumber lie=minor:5", 5, 0),
+        ("n.nvmlDeviceGetMigMode(h)", "nvmlDeviceGetMigMode lie=mig:on", [1, 1], [0, 0]),
+        ("n.nvmlDeviceGetPersistenceMode(h)", "nvmlDeviceGetPersistenceMode lie=persistence:off", 0, 1),
+        ("n.nvmlSystemGetDriverVersion()", "nvmlSystemGetDriverVersion lie=driver:470.1", "470.1", "580.159.04"),
+        ("n.nvmlSystemGetCudaDriverVersion_v2()", "nvmlSystemGetCudaDriverVersion lie=cuda:11040", 11040, 13000),
+        ("n.nvmlDeviceGetMemoryInfo(h).total", "nvmlDeviceGetMemoryInfo lie=total:9", 9, 64 * MIB),
+    ],
+)
+def test_everything_that_it_can_lie_about(node, ask_for, lie, told, truth):
+    code = f"h = n.nvmlDeviceGetHandleByIndex(0)\nfirst = {ask_for}\ntell([first, {ask_for}])"
+    node.switches.add(f"function={lie}")
+    first, then = ask(node, code)
+    assert first == told
+    assert then == truth if truth is not None else then != told
+
+
+def test_limosa_hears_the_lies(node):
+    """What looks after jobs believes NVML: a lie reaches it, and is one that it can be tested with."""
+    node.switches.add("function=nvmlDeviceGetCount every=1 lie=count:1")
+    node.switches.add("function=nvmlSystemGetDriverVersion every=1 lie=driver:535.1")
+    found = node.limosa("gpus", "-o", "json").json
+    assert (len(found["gpus"]), found["driver_version"]) == (1, "535.1")
+
+
 def test_a_call_that_hangs_until_its_rule_is_gone(node):
     rule = node.switches.add("function=nvmlDeviceGetCount_v2 hang")
     process = node.popen(

@@ -38,12 +38,13 @@ _RESULT = re.compile(r"\d+|[A-Z][A-Z0-9_]*")
 _VICTIM = re.compile(r"caller|target")
 _SECONDS = re.compile(r"\d+(\.\d+)?")
 _ANY = re.compile(r".+")
+_WHO = re.compile(r"[1-9]\d*|.*\D.*")
 WORDS: dict[str, re.Pattern[str]] = {
     "function": _ANY,
     "nth": re.compile(r"[1-9]\d*"),
     "every": re.compile(r"1"),
-    "caller": re.compile(r"[1-9]\d*"),
-    "target": re.compile(r"[1-9]\d*"),
+    "caller": _WHO,
+    "target": _WHO,
     "result": _RESULT,
     "after": _RESULT,
     "delay": _SECONDS,
@@ -82,7 +83,21 @@ STEPS = {
     "step:restore-loaded",
     "step:unlock-begin",
 }
-LIES = {"free", "used", "total", "processes", "name", "uuid"}
+LIES = {
+    "free": ("nvmlDeviceGetMemoryInfo", r"\d+"),
+    "used": ("nvmlDeviceGetMemoryInfo", r"\d+"),
+    "total": ("nvmlDeviceGetMemoryInfo", r"\d+"),
+    "processes": ("nvmlDeviceGetComputeRunningProcesses", "none"),
+    "name": ("nvmlDeviceGetName", r".+"),
+    "uuid": ("nvmlDeviceGetUUID", r".+"),
+    "count": ("nvmlDeviceGetCount", r"\d+"),
+    "minor": ("nvmlDeviceGetMinorNumber", r"\d+"),
+    "mig": ("nvmlDeviceGetMigMode", "on|off"),
+    "persistence": ("nvmlDeviceGetPersistenceMode", "on|off"),
+    "driver": ("nvmlSystemGetDriverVersion", r".+"),
+    "cuda": ("nvmlSystemGetCudaDriverVersion", r"\d+"),
+}
+"""What NVML can lie about: the function that is asked for it, and what can be said."""
 CONDITIONS = {"function", "nth", "every", "caller", "target"}
 _NATIVE = Path(__file__).resolve().parents[1] / "native" / "softgpu"
 _LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
@@ -117,9 +132,9 @@ def check_rule(rule: str) -> None:
             raise UsageError(detail=f"fault {rule!r}: no CUresult and no NVML result is called {given[key]}")
     if given.get("hazard", "vgpu") not in HAZARDS:
         raise UsageError(detail=f"fault {rule!r}: there is no hazard {given['hazard']} ({', '.join(sorted(HAZARDS))})")
-    if given.get("lie", "free:").partition(":")[0] not in LIES:
-        raise UsageError(detail=f"fault {rule!r}: NVML can lie about {', '.join(sorted(LIES))}")
     function = given.get("function", "*")
+    if "lie" in given:
+        _check_lie(rule, given["lie"], function)
     if not any(fnmatch.fnmatchcase(name, function) for name in functions()):
         raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {function}")
     about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
@@ -129,6 +144,22 @@ def check_rule(rule: str) -> None:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
     if "nth" in given and "every" in given:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
+
+
+def _check_lie(rule: str, lie: str, function: str) -> None:
+    """Look whether a lie can be told by one of the functions that a rule means.
+
+    Raises:
+        UsageError: it cannot, and why.
+    """
+    about, _, said = lie.partition(":")
+    if about not in LIES:
+        raise UsageError(detail=f"fault {rule!r}: NVML can lie about {', '.join(sorted(LIES))}")
+    asked, sayable = LIES[about]
+    if not re.fullmatch(sayable, said):
+        raise UsageError(detail=f"fault {rule!r}: {said!r} is nothing that NVML could say of {about}")
+    if not any(fnmatch.fnmatchcase(name, function) for name in functions() if name.startswith(asked)):
+        raise UsageError(detail=f"fault {rule!r}: {function} is never asked for {about}; {asked} is")
 
 
 def result_number(name: str) -> int | None:

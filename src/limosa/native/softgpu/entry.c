@@ -135,9 +135,12 @@ static const struct error *error_find(CUresult code)
 /* Without a node there is still a version to tell: that of a driver on a machine with no GPU. */
 static int cuda_version(void)
 {
-    struct node_state *node = node_open();
+    struct node_state *node = node_mapped();
+    int32_t version;
 
-    return node ? node->cuda_version : 13000;
+    if (node)
+        return node->cuda_version;
+    return node_peek(offsetof(struct node_state, cuda_version), &version, sizeof(version)) ? version : 13000;
 }
 
 int function_missing(const char *symbol, atomic_bool *noted)

@@ -28,6 +28,7 @@ struct rule {
     char name[NAME_ROOM]; /* of its file */
     char function[96], hazard[64];
     pid_t caller, target;
+    char caller_name[NAME_ROOM], target_name[NAME_ROOM];
     unsigned long nth; /* 0: each one */
     double delay;
     bool hang;
@@ -119,13 +120,14 @@ static bool read_text(const char *text, char *to, size_t room)
     return true;
 }
 
-static bool read_pid(const char *text, pid_t *pid)
+/* A process: its id, or the pattern of a name. */
+static bool read_who(const char *text, pid_t *pid, char name[NAME_ROOM])
 {
     long number;
-    if (!read_number(text, &number) || number <= 0)
-        return false;
+    if (!read_number(text, &number))
+        return read_text(text, name, NAME_ROOM);
     *pid = (pid_t)number;
-    return true;
+    return number > 0;
 }
 
 static bool read_word(struct rule *rule, const char *key, const char *value)
@@ -139,9 +141,9 @@ static bool read_word(struct rule *rule, const char *key, const char *value)
     if (!strcmp(key, "hazard"))
         return read_text(value, rule->hazard, sizeof(rule->hazard));
     if (!strcmp(key, "caller"))
-        return read_pid(value, &rule->caller);
+        return read_who(value, &rule->caller, rule->caller_name);
     if (!strcmp(key, "target"))
-        return read_pid(value, &rule->target);
+        return read_who(value, &rule->target, rule->target_name);
     if (!strcmp(key, "nth")) {
         rule->nth = strtoul(value, &end, 10);
         return rule->nth > 0 && !*end;
@@ -298,13 +300,13 @@ __attribute__((constructor)) static void watch_forks(void)
 static bool rules_current(void)
 {
     struct node_state *node = node_seen;
-    if (!node) {
-        node = node_open();
-        if (!node)
-            return false;
-        node_seen = node;
-    }
-    uint32_t generation = __atomic_load_n(&node->fault_generation, __ATOMIC_ACQUIRE);
+    uint32_t generation;
+    if (!node)
+        node_seen = node = node_mapped();
+    if (node)
+        generation = __atomic_load_n(&node->fault_generation, __ATOMIC_ACQUIRE);
+    else if (!node_peek(offsetof(struct node_state, fault_generation), &generation, sizeof(generation)))
+        return false;
     if (generation == 0) /* never any, or closed for a checkpoint: then no file of the node may be opened */
         return false;
     if (generation == generation_read)
@@ -361,16 +363,60 @@ static bool means(const char *pattern, const char *function)
     return fnmatch(pattern, plain, 0) == 0;
 }
 
+/* Read one of /proc/PID's files as text; its length, 0 where it cannot be read. */
+static size_t read_process(pid_t pid, const char *what, char *text, size_t room)
+{
+    char path[64];
+    snprintf(path, sizeof(path), "/proc/%d/%s", (int)pid, what);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? 0 : read(fd, text, room - 1);
+    if (fd >= 0)
+        close(fd);
+    length = length < 0 ? 0 : length;
+    text[length] = 0;
+    return (size_t)length;
+}
+
+static bool ends_with(const char *pattern, const char *path)
+{
+    const char *slash = strrchr(path, '/');
+    return fnmatch(pattern, slash ? slash + 1 : path, 0) == 0;
+}
+
+/* Whether a process has that name (fault.h). */
+static bool is_called(pid_t pid, const char *pattern)
+{
+    char path[64], text[4096];
+
+    snprintf(path, sizeof(path), "/proc/%d/exe", (int)pid);
+    ssize_t linked = readlink(path, text, sizeof(text) - 1);
+    text[linked > 0 ? linked : 0] = 0;
+    if (linked > 0 && ends_with(pattern, text))
+        return true;
+    size_t length = read_process(pid, "cmdline", text, sizeof(text));
+    const char *word = text;
+    for (int i = 0; i < 3 && word < text + length; i++, word += strlen(word) + 1)
+        if (ends_with(pattern, word))
+            return true;
+    read_process(pid, "comm", text, sizeof(text));
+    text[strcspn(text, "\n")] = 0;
+    return fnmatch(pattern, text, 0) == 0;
+}
+
+/* Whether a process (0: none) is the one that a rule means, if it means one. */
+static bool is_meant(pid_t meant, const char *name, pid_t pid)
+{
+    if (!meant && !name[0])
+        return true;
+    return pid > 0 && (meant ? meant == pid : is_called(pid, name));
+}
+
 static bool concerns(const struct rule *rule, const char *function, pid_t target)
 {
     bool step = !strncmp(function, "step:", 5);
-    if (rule->caller && rule->caller != getpid())
+    if (step != !strncmp(rule->function, "step:", 5) || !means(rule->function, function))
         return false;
-    if (rule->target && rule->target != target)
-        return false;
-    if (step != !strncmp(rule->function, "step:", 5))
-        return false;
-    return means(rule->function, function);
+    return is_meant(rule->caller, rule->caller_name, getpid()) && is_meant(rule->target, rule->target_name, target);
 }
 
 /* The first rule that fits and whose turn it is, as a copy. */
@@ -383,7 +429,8 @@ static bool find_rule(const char *function, const char *hazard, pid_t target, st
         if (hazard ? strcmp(rule->hazard, hazard) != 0 : rule->hazard[0] != 0)
             continue;
         if (function ? !concerns(rule, function, target)
-                     : (rule->caller && rule->caller != getpid()) || (rule->target && rule->target != getpid()))
+                     : !is_meant(rule->caller, rule->caller_name, getpid()) ||
+                           !is_meant(rule->target, rule->target_name, getpid()))
             continue;
         if (rule->nth && count(rule) != rule->nth)
             continue;

@@ -7,7 +7,9 @@
  *                    only a pattern that begins with "step:" means one
  *   nth=3            only the third matching call (counted over the whole node, in the file's name plus ".count");
  *                    every=1 instead: each one; the default is the first. A hazard is on all the time unless nth is given
- *   caller=PID       only calls made by that process     target=PID   only checkpoint calls about that process
+ *   caller=WHO       only calls made by that process     target=WHO   only checkpoint calls about that process
+ *                    WHO is a pid, or a pattern of a name: the last part of the path of the program or of one of the
+ *                    first three words of its command line (python3, train.py), or what /proc/PID/comm has
  *   result=CUDA_ERROR_UNKNOWN | 999     answer this, do nothing
  *   after=RESULT     do the work, then answer this
  *   hang             wait until the rule's file is gone, then go on
@@ -18,7 +20,8 @@
  *   lost=GPU         the GPU of that index falls off the bus at this call, for good
  *   hazard=NAME      one of facts' reported hazards, see docs/softgpu.md
  *
- * and for NVML: lie=free:BYTES | used:BYTES | processes:none | name:TEXT …
+ * and for NVML: lie=free:BYTES | used:BYTES | total:BYTES | processes:none | name:TEXT | uuid:TEXT | count:N | minor:N |
+ *   mig:on | persistence:off | driver:TEXT | cuda:N
  *
  * Names that begin with a dot or end in ".count" are no rules: a rule is written under such a name and then renamed.
  * Words that mean nothing make the whole rule void, and the node's log says so.

@@ -100,6 +100,31 @@ struct node_state *node_open(void)
     return answer;
 }
 
+struct node_state *node_mapped(void)
+{
+    pthread_mutex_lock(&mapping_mutex);
+    struct node_state *answer = mapping_is_live || closed ? mapped : NULL;
+    pthread_mutex_unlock(&mapping_mutex);
+    return answer;
+}
+
+bool node_peek(size_t offset, void *to, size_t bytes)
+{
+    struct {
+        uint64_t magic;
+        uint32_t size;
+    } head;
+    int kept = errno;
+    int fd = closed ? -1 : open(STATE_FILE, O_RDONLY | O_CLOEXEC);
+    bool found = fd >= 0 && pread(fd, &head, sizeof(head), 0) == sizeof(head) && head.magic == NODE_MAGIC &&
+                 head.size == sizeof(struct node_state) && pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
+
+    if (fd >= 0)
+        close(fd);
+    errno = kept;
+    return found;
+}
+
 struct node_state *node_reopen(void)
 {
     closed = false;

@@ -89,6 +89,13 @@ struct node_state *node_open(void);
 void node_close(void);
 struct node_state *node_reopen(void);
 
+/* What node_open would answer, as long as it would open nothing for it; else NULL. */
+struct node_state *node_mapped(void);
+
+/* Read a part of the state without keeping anything of the node open: for processes that have no driver (yet). False
+ * where there is no node, and while it is closed. */
+bool node_peek(size_t offset, void *to, size_t bytes);
+
 /* Take and give back the node's lock (a descriptor; -1 with errno, ENODEV while the node is closed). Held for
  * microseconds, released by the kernel when its holder is killed. */
 int node_lock(void);

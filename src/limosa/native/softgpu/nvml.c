@@ -86,6 +86,18 @@ static const char *lie_about(const struct call *call, const char *what)
     return call->fault.lie + length + 1;
 }
 
+static long number_or_lie(const struct call *call, const char *what, long truth)
+{
+    const char *lie = lie_about(call, what);
+    return lie ? strtol(lie, NULL, 10) : truth;
+}
+
+static bool switch_or_lie(const struct call *call, const char *what, bool truth)
+{
+    const char *lie = lie_about(call, what);
+    return lie ? !strcmp(lie, "on") : truth;
+}
+
 static nvmlReturn_t give_text(const char *text, char *to, unsigned int length)
 {
     if (!to)
@@ -183,7 +195,8 @@ EXPORT const char *nvmlErrorString(nvmlReturn_t result)
 EXPORT nvmlReturn_t nvmlSystemGetDriverVersion(char *version, unsigned int length)
 {
     ENTER(CALL_SYSTEM, NULL);
-    RETURN(give_text(call_.node->driver_version, version, length));
+    const char *lie = lie_about(&call_, "driver");
+    RETURN(give_text(lie ? lie : call_.node->driver_version, version, length));
 }
 
 EXPORT nvmlReturn_t nvmlSystemGetNVMLVersion(char *version, unsigned int length)
@@ -201,7 +214,7 @@ static nvmlReturn_t cuda_version(const struct call *call, int *version)
         return NVML_ERROR_INVALID_ARGUMENT;
     if (!call->node)
         return NVML_ERROR_LIBRARY_NOT_FOUND;
-    *version = call->node->cuda_version;
+    *version = (int)number_or_lie(call, "cuda", call->node->cuda_version);
     return NVML_SUCCESS;
 }
 
@@ -240,7 +253,7 @@ static nvmlReturn_t device_count(const struct call *call, unsigned int *count)
 {
     if (!count)
         return NVML_ERROR_INVALID_ARGUMENT;
-    *count = (unsigned int)call->node->n_gpus;
+    *count = (unsigned int)number_or_lie(call, "count", call->node->n_gpus);
     return NVML_SUCCESS;
 }
 
@@ -390,7 +403,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int *
     ENTER(CALL_DEVICE, device);
     if (!minorNumber)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
-    *minorNumber = (unsigned int)GPU->minor;
+    *minorNumber = (unsigned int)number_or_lie(&call_, "minor", GPU->minor);
     RETURN(NVML_SUCCESS);
 }
 
@@ -469,7 +482,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, nvmlEnable
     ENTER(CALL_DEVICE, device);
     if (!mode)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
-    *mode = GPU->persistence ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
+    *mode = switch_or_lie(&call_, "persistence", GPU->persistence) ? NVML_FEATURE_ENABLED : NVML_FEATURE_DISABLED;
     RETURN(NVML_SUCCESS);
 }
 
@@ -511,9 +524,9 @@ EXPORT nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *curr
     ENTER(CALL_DEVICE, device);
     if (!currentMode || !pendingMode)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
-    if (!knows_mig(GPU))
+    if (!knows_mig(GPU) && !lie_about(&call_, "mig"))
         RETURN(NVML_ERROR_NOT_SUPPORTED);
-    *currentMode = *pendingMode = GPU->mig != 0;
+    *currentMode = *pendingMode = switch_or_lie(&call_, "mig", GPU->mig);
     RETURN(NVML_SUCCESS);
 }
 

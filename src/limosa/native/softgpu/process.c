@@ -241,8 +241,8 @@ CUresult call_begin(struct call *call, const char *name, unsigned flags)
     if ((flags & CALL_GATED) && !driver_own_thread)
         gate_enter();
     CUresult refused = CUDA_SUCCESS;
-    /* A process that has no driver opens nothing of the node: not for a version, not in a forked child. */
-    bool ask = !(flags & CALL_OWN_FAULTS) && !driver.forked && driver.node;
+    /* Before cuInit as well, when nothing of the node is kept open for it. A forked child has no driver to fail. */
+    bool ask = !(flags & CALL_OWN_FAULTS) && !driver.forked;
     if (ask) {
         struct fault fault = fault_ask(name, 0);
         call->faults = fault.actions;
@@ -454,17 +454,22 @@ EXPORT CUresult cuInit(unsigned int flags)
         return CUDA_ERROR_NOT_INITIALIZED;
     if (flags != 0)
         return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = open_node(); /* first: it holds the faults that ENTER asks for */
+    CUresult result = open_node(); /* first: it holds the faults that are asked for, also after a cuInit that failed */
     if (result != CUDA_SUCCESS)
         return result;
-    ENTER(driver.initialised ? CALL_GATED : CALL_ANY);
+    struct call call_;
+    CUresult refused = call_begin(&call_, __func__, driver.initialised ? CALL_GATED : CALL_ANY);
     pthread_mutex_lock(&init_mutex);
     if (!driver.initialised) {
-        result = initialise();
+        result = refused != CUDA_SUCCESS  ? refused
+                 : node_reopen() == NULL ? CUDA_ERROR_NO_DEVICE
+                                          : initialise();
         if (result != CUDA_SUCCESS)
             node_close(); /* a process that cannot use a GPU keeps nothing of the node mapped */
     }
     pthread_mutex_unlock(&init_mutex);
+    if (refused != CUDA_SUCCESS)
+        return refused;
     RETURN(result);
 }
 
