@@ -69,12 +69,21 @@ class Node:
         like: str | None = None,
         driver: str = "580.159.04",
         faults: Sequence[str] = (),
+        speeds: Sequence[str] = (),
+        costs: Sequence[str] = (),
         rates: dict[str, float] | None = None,
     ):
         sizes = [memory] if isinstance(memory, str) else memory
         chips = [chip] if isinstance(chip, str) else chip
         spec: NodeSpec = make_spec(
-            gpus, [parse_size(s) for s in sizes], list(chips), like=like, driver_version=driver, faults=faults
+            gpus,
+            [parse_size(s) for s in sizes],
+            list(chips),
+            like=like,
+            speeds=speeds,
+            costs=costs,
+            driver_version=driver,
+            faults=faults,
         )
         if rates:
             spec = msgspec.structs.replace(spec, rates=msgspec.structs.replace(spec.rates, **rates))

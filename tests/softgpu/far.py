@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,14 @@ class Far:
         assert [self.restore(pid, pairs), self.unlock(pid)] == ["SUCCESS", "SUCCESS"]
 
 
+def until(true: Callable[[], Any], limit: float = 10) -> None:
+    """Wait for what has to come true; for both ends."""
+    end = time.monotonic() + limit
+    while not true():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.005)
+
+
 # --- the far end ------------------------------------------------------------------------------------------------------
 
 blocks: list[tuple[int, bytes]] = []
@@ -150,6 +159,46 @@ def ok(answer: tuple[Any, ...]) -> Any:
     if int(answer[0]) != 0:
         raise RuntimeError(word(answer[0]))
     return answer[1] if len(answer) == 2 else answer[1:] if len(answer) > 2 else None
+
+
+def said(answer: tuple[Any, ...]) -> str:
+    """The result of a call."""
+    return word(answer[0])
+
+
+def says(name: str, *arguments: Any) -> str:
+    """The result of the function of that name."""
+    return said(getattr(cu, name)(*arguments))
+
+
+def free() -> int:
+    """Free bytes of the current context's GPU."""
+    return int(ok(cu.cuMemGetInfo())[0])
+
+
+def room(size: int = 65536) -> int:
+    """Plain device memory, all zeroes."""
+    address = int(ok(cu.cuMemAlloc(size)))
+    ok(cu.cuMemsetD8(address, 0, size))
+    return address
+
+
+def filled(data: bytes, size: int = 65536) -> int:
+    """Plain device memory that begins with these bytes."""
+    address = room(size)
+    put(address, data)
+    return address
+
+
+def put(address: int, data: bytes) -> None:
+    ok(cu.cuMemcpyHtoD(address, data, len(data)))
+
+
+def get(address: int, size: int) -> str:
+    """What is there, in hexadecimal."""
+    back = bytearray(size)
+    ok(cu.cuMemcpyDtoH(back, address, size))
+    return back.hex()
 
 
 def start(device: int = 0) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from softgpu.far import Died, Far
+from softgpu.far import Died, Far, until
 
 from limosa.native.build import compilers
 
@@ -37,13 +37,6 @@ def job(far: Callable[..., Far]) -> Far:
     job("plain(6, 1)")
     job("vmm(4, 2)")
     return job
-
-
-@pytest.fixture
-def controller(far: Callable[..., Far]) -> Far:
-    controller = far()
-    controller("ok(cu.cuInit(0))")
-    return controller
 
 
 def status(pid: int, field: str) -> int:
@@ -68,13 +61,6 @@ def of_the_node(pid: int) -> list[str]:
 
 def waiting(node: Any) -> list[str]:
     return os.listdir(os.path.join(node.folder, "requests"))
-
-
-def until(true: Callable[[], Any], limit: float = 10) -> None:
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "it does not come true"
-        time.sleep(0.005)
 
 
 # --- one process through its states ---------------------------------------------------------------------------------
@@ -574,6 +560,38 @@ def test_rates_and_fixed_costs_are_kept(new_node: Callable[..., Any]) -> None:
         assert call(job.pid) == "SUCCESS"
         assert seconds <= time.monotonic() - before < seconds + 0.5
     assert controller.unlock(job.pid) == "SUCCESS"
+
+
+def test_every_step_and_every_copy_takes_its_time(new_node: Callable[..., Any]) -> None:
+    """A rate and a fixed cost each, and both together; nothing else is slower."""
+    node = new_node(
+        speeds=["copy=80MiB/s", "host-to-device=160MiB/s", "peer=40MiB/s", "checkpoint=80MiB/s", "pinned=80MiB/s"],
+        costs=["copy=0.1", "lock=0.15", "unlock=0.2", "checkpoint=0.1", "restore=0.25"],
+    )
+    job, controller = Far(node), Far(node)
+    job("start(); a, b = plain(8, 1), int(ok(cu.cuMemAlloc(8 * MIB))); host = bytearray(8 * MIB)")
+    job("ok(cu.cuDevicePrimaryCtxRetain(1)); context(1); c = int(ok(cu.cuMemAlloc(8 * MIB))); context(0)")
+    controller("ok(cu.cuInit(0))")
+    for code, seconds in {
+        "ok(cu.cuMemcpyHtoD(a, blocks[0][1], 8 * MIB))": 0.15,
+        "ok(cu.cuMemcpyDtoH(host, a, 8 * MIB))": 0.2,
+        "ok(cu.cuMemcpyDtoD(b, a, 8 * MIB)); ok(cu.cuCtxSynchronize())": 0.2,
+        "ok(cu.cuMemcpyDtoD(c, a, 8 * MIB)); ok(cu.cuCtxSynchronize())": 0.3,
+        "ok(cu.cuMemcpyDtoH(bytearray(16), a, 16))": 0.1,
+        "ok(cu.cuMemHostAlloc(8 * MIB, 0))": 0.1,
+        "ok(cu.cuMemAlloc(4096))": 0,
+    }.items():
+        assert seconds <= seconds_of(job, code) < seconds + 0.4, code
+    steps = {"lock": 0.15, "checkpoint": 0.1 + 24 / 80, "restore": 0.25, "unlock": 0.2}
+    for call, seconds in steps.items():
+        took = seconds_of(controller, f"assert {call}({job.pid}) == 'SUCCESS'")
+        assert seconds <= took < seconds + 0.5, call
+    assert job("intact()")
+
+
+def seconds_of(far: Far, code: str) -> float:
+    far(f"begin = time.monotonic(); {code}; took = time.monotonic() - begin")
+    return float(far("took"))
 
 
 def test_older_drivers_take_no_map(new_node: Callable[..., Any]) -> None:

@@ -32,20 +32,6 @@ def job(node: Any) -> Far:
     return job
 
 
-@pytest.fixture
-def controller(node: Any) -> Far:
-    controller = Far(node)
-    controller("ok(cu.cuInit(0))")
-    return controller
-
-
-def until(true: Callable[[], Any], limit: float = 10) -> None:
-    end = time.monotonic() + limit
-    while not true():
-        assert time.monotonic() < end, "it does not come true"
-        time.sleep(0.005)
-
-
 # --- which calls ----------------------------------------------------------------------------------------------------
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from soft_node import Node
 from softgpu.far import Far
 
 MIB = 1 << 20
@@ -15,10 +14,6 @@ pytestmark = pytest.mark.timeout(90)
 # What the far end needs beside what far.py gives it.
 WORDS = """
 A = cu.CUpointer_attribute
-def says(name, *args):
-    return word(getattr(cu, name)(*args)[0])
-def free():
-    return ok(cu.cuMemGetInfo())[0]
 def alloc(size):
     return int(ok(cu.cuMemAlloc(size)))
 def attribute(name, address):
@@ -27,46 +22,7 @@ def attribute(name, address):
         return word(answer[0])
     value = answer[1]
     return int(value) if not isinstance(value, bool) else value
-def put(address, data):
-    ok(cu.cuMemcpyHtoD(address, data, len(data)))
-def get(address, size):
-    back = bytearray(size)
-    ok(cu.cuMemcpyDtoH(back, address, size))
-    return back.hex()
 """
-
-
-@pytest.fixture
-def start(node: Any) -> Callable[..., Far]:
-    def go(device: int = 0) -> Far:
-        far = Far(node)
-        far(f"start({device})")
-        far(WORDS)
-        return far
-
-    return go
-
-
-@pytest.fixture
-def job(start: Callable[..., Far]) -> Far:
-    return start()
-
-
-@pytest.fixture(scope="module")
-def rules_job(libraries: None) -> Iterator[Far]:
-    """One job for many questions: on a GPU that their leavings do not fill."""
-    with Node(memory="1GiB") as node:
-        far = Far(node)
-        far("start()")
-        far(WORDS)
-        yield far
-
-
-@pytest.fixture
-def controller(node: Any) -> Far:
-    controller = Far(node)
-    controller("ok(cu.cuInit(0))")
-    return controller
 
 
 # --- plain memory ----------------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from soft_node import Node
 from softgpu.far import Far
 
 MIB = 1 << 20
@@ -19,10 +18,6 @@ import socket
 POSIX = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 NONE, READ, WRITE = (cu.CUmemAccess_flags(value) for value in (0, 1, 3))
-def says(name, *args):
-    return word(getattr(cu, name)(*args)[0])
-def free():
-    return ok(cu.cuMemGetInfo())[0]
 def prop(device=0, kind=cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, handles=POSIX):
     made = cu.CUmemAllocationProp()
     made.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -57,12 +52,8 @@ def listen(path):
 def take():
     with door.accept()[0] as near_end:
         return socket.recv_fds(near_end, 1, 1)[1][0]
-def put(address, data):
-    ok(cu.cuMemcpyHtoD(address, data, len(data)))
-def get(address, size):
-    back = bytearray(size)
-    ok(cu.cuMemcpyDtoH(back, address, size))
-    return back.decode()
+def text(address, size):
+    return bytes.fromhex(get(address, size)).decode()
 lib = ctypes.CDLL('libcuda.so.1')
 class Handle(ctypes.Structure):
     _fields_ = [('bytes', ctypes.c_ubyte * 64)]
@@ -77,44 +68,6 @@ def opened(handle, flags=1):
     code = lib.cuIpcOpenMemHandle_v2(ctypes.byref(address), made, flags)
     return address.value if code == 0 else -code
 """
-
-
-@pytest.fixture
-def start(node: Any) -> Callable[..., Far]:
-    def go(device: int = 0) -> Far:
-        far = Far(node)
-        far(f"start({device})")
-        far(WORDS)
-        return far
-
-    return go
-
-
-@pytest.fixture
-def job(start: Callable[..., Far]) -> Far:
-    return start()
-
-
-@pytest.fixture
-def other(start: Callable[..., Far]) -> Far:
-    return start()
-
-
-@pytest.fixture(scope="module")
-def rules_job(libraries: None) -> Iterator[Far]:
-    """One job for many questions: on a GPU that their leavings do not fill."""
-    with Node(memory="1GiB") as node:
-        far = Far(node)
-        far("start()")
-        far(WORDS)
-        yield far
-
-
-@pytest.fixture
-def controller(node: Any) -> Far:
-    controller = Far(node)
-    controller("ok(cu.cuInit(0))")
-    return controller
 
 
 def passed(one: Far, two: Far, path: Any) -> None:
@@ -207,20 +160,20 @@ def test_memory_is_out_of_reach_until_access_is_given(job: Far) -> None:
     job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(NONE), 1))")
     assert job("says('cuMemcpyHtoD', a, b'12345678', 8)") == "INVALID_VALUE"
     job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(device=1), 1))")  # of any device
-    assert job("get(a, 8)") == "12345678"
+    assert job("text(a, 8)") == "12345678"
 
 
 def test_memory_may_be_mapped_several_times(job: Far) -> None:
     job("h = create(6); one = mapped(6, h); two = mapped(6, h)")
     job("put(one + 5 * MIB, b'from the one')")
-    assert job("get(two + 5 * MIB, 12)") == "from the one"
+    assert job("text(two + 5 * MIB, 12)") == "from the one"
 
 
 def test_mappings_side_by_side_are_one_range(job: Far) -> None:
     job("a = reserve(8)")
     job("for i in range(4): ok(cu.cuMemMap(a + 2 * i * MIB, 2 * MIB, 0, create(2), 0))")
     job("ok(cu.cuMemSetAccess(a, 8 * MIB, access(), 1)); put(a + MIB, bytes(range(1, 101)) * 50000)")
-    assert job("get(a + MIB, 5000000) == (bytes(range(1, 101)) * 50000).decode()")
+    assert job("text(a + MIB, 5000000) == (bytes(range(1, 101)) * 50000).decode()")
     job("ok(cu.cuMemUnmap(a + 2 * MIB, 4 * MIB))")
     assert job("says('cuMemcpyHtoD', a + MIB, bytes(2 * MIB), 2 * MIB)") == "INVALID_VALUE"
     job("ok(cu.cuMemUnmap(a, 8 * MIB))")  # a hole in it is no hindrance
@@ -232,12 +185,12 @@ def test_memory_lives_as_long_as_a_handle_or_mapping(job: Far) -> None:
     job("h = create(4); a = mapped(4, h); put(a, b'still here'); ok(cu.cuMemRelease(h))")
     assert job("says('cuMemRelease', h)") == "INVALID_VALUE"
     assert job("says('cuMemMap', reserve(4), 4 * MIB, 0, h, 0)") == "INVALID_VALUE"
-    assert job("get(a, 10)") == "still here"
+    assert job("text(a, 10)") == "still here"
     assert job("int(ok(cu.cuMemRetainAllocationHandle(a + MIB))) == int(h)")
     job("ok(cu.cuMemUnmap(a, 4 * MIB))")
     assert job("free()") == before - 4 * MIB
     job("b = mapped(4, h)")
-    assert job("get(b, 10)") == "still here"
+    assert job("text(b, 10)") == "still here"
     job("ok(cu.cuMemRelease(h)); ok(cu.cuMemUnmap(b, 4 * MIB))")
     assert job("free()") == before
 
@@ -256,9 +209,9 @@ def test_a_descriptor_carries_memory_to_another_process(job: Far, other: Far, tm
     job("h = create(4); a = mapped(4, h); put(a, b'from the job'); fd = export(h)")
     passed(job, other, tmp_path / "door")
     other("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd); a = mapped(4, h)")
-    assert other("get(a, 12)") == "from the job"
+    assert other("text(a, 12)") == "from the job"
     other("put(a, b'from another')")
-    assert job("get(a, 12)") == "from another"
+    assert job("text(a, 12)") == "from another"
     assert other("says('cuMemExportToShareableHandle', h, POSIX, 0)") == "INVALID_VALUE"
     assert other("ok(cu.cuMemGetAllocationPropertiesFromHandle(h)).location.id") == 0
 
@@ -280,7 +233,7 @@ def test_memory_outlives_whoever_made_it(start: Callable[..., Far], held: str, t
         keeper("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd)")
     if held != "mapping":
         keeper("a = mapped(8, h); ok(cu.cuMemRelease(h))")
-    assert keeper("get(a, 13)") == "the last copy"
+    assert keeper("text(a, 13)") == "the last copy"
     keeper("ok(cu.cuMemUnmap(a, 8 * MIB))")
     assert watcher("free()") == before + context + 8 * MIB
 
@@ -310,12 +263,12 @@ def test_handles_mappings_and_reservations_come_back(job: Far, controller: Far) 
     with open(f"/proc/{job.pid}/maps") as maps:
         rights = {line.split("-")[0]: line.split()[1] for line in maps}
     assert [rights[f"{job(name):x}"] for name in ("whole", "closed", "sealed")] == ["rw-s", "---s", "r--s"]
-    assert job("get(whole, 11)") == "in the twin"
+    assert job("text(whole, 11)") == "in the twin"
     job("put(whole + 4 * MIB, b'still one')")
-    assert job("get(twin + 4 * MIB, 9)") == "still one"
-    assert job("get(mapped(2, loose), 14)") == "mapped nowhere"
+    assert job("text(twin + 4 * MIB, 9)") == "still one"
+    assert job("text(mapped(2, loose), 14)") == "mapped nowhere"
     assert job("says('cuMemcpyHtoD', closed, b'12345678', 8)") == "INVALID_VALUE"
-    assert job("get(sealed, 6)") == "sealed"
+    assert job("text(sealed, 6)") == "sealed"
     assert job("int(ok(cu.cuMemGetAccess(prop().location, sealed)))") == 1
     job("ok(cu.cuMemMap(empty + 2 * MIB, 2 * MIB, 0, loose, 0))")
     assert job("says('cuMemAddressFree', empty, 4 * MIB)") == "INVALID_VALUE"
@@ -327,15 +280,15 @@ def test_whoever_has_a_descriptor_keeps_the_old_memory(job: Far, other: Far, con
     job("os.close(fd)")
     other("h = ok(cu.cuMemImportFromShareableHandle(fd, POSIX)); os.close(fd); a = mapped(4, h)")
     controller.suspend(job.pid)
-    assert other("get(a, 3)") == "one"
+    assert other("text(a, 3)") == "one"
     held = other("free()")
     controller.resume(job.pid)
     assert other("free()") < held - 4 * MIB  # it is there twice now
     other("put(a, b'two')")
-    assert (job("get(a, 3)"), other("get(a, 3)")) == ("one", "two")
+    assert (job("text(a, 3)"), other("text(a, 3)")) == ("one", "two")
     job("fd = export(h)")
     passed(job, other, tmp_path / "door2")
-    assert other("get(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "one"
+    assert other("text(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "one"
 
 
 def test_exported_descriptors_are_of_nvidiactl_while_the_job_is_checkpointed(
@@ -354,7 +307,7 @@ def test_exported_descriptors_are_of_nvidiactl_while_the_job_is_checkpointed(
     assert job("os.readlink(f'/proc/self/fd/{gone}')") == "/etc/hostname"
     job("put(a, b'two')")
     passed(job, other, tmp_path / "door")
-    assert other("get(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "two"
+    assert other("text(mapped(4, ok(cu.cuMemImportFromShareableHandle(fd, POSIX))), 3)") == "two"
 
 
 def test_whoever_has_imported_memory_is_lost(job: Far, other: Far, controller: Far, tmp_path: Any) -> None:
@@ -366,7 +319,7 @@ def test_whoever_has_imported_memory_is_lost(job: Far, other: Far, controller: F
     assert controller.state(other.pid) == "checkpointed"
     controller.suspend(job.pid)  # whose own it is comes back
     controller.resume(job.pid)
-    assert job("get(a, 3)") == "one"
+    assert job("text(a, 3)") == "one"
 
 
 def test_a_process_that_has_let_anothers_memory_go_is_restored(
@@ -388,9 +341,9 @@ def test_ones_own_memory_imported_stays_one(job: Far, controller: Far) -> None:
     for _ in range(2):
         controller.suspend(job.pid)
         controller.resume(job.pid)
-    assert job("get(b, 3)") == "one"
+    assert job("text(b, 3)") == "one"
     job("put(b, b'two')")
-    assert job("get(a, 3)") == "two"
+    assert job("text(a, 3)") == "two"
     assert job("free()") == before
     assert job("says('cuMemExportToShareableHandle', i, POSIX, 0)") == "INVALID_VALUE"
 
@@ -440,9 +393,9 @@ def test_both_sides_map_a_file_that_names_the_exporter(ipc: tuple[Far, Far]) -> 
 
 def test_the_content_is_one(ipc: tuple[Far, Far]) -> None:
     exporter, importer = ipc
-    assert importer("get(a, 8)") == "exported"
+    assert importer("text(a, 8)") == "exported"
     importer("put(a + 2 * MIB, b'imported')")
-    assert exporter("get(a + 2 * MIB, 8)") == "imported"
+    assert exporter("text(a + 2 * MIB, 8)") == "imported"
     assert importer("says('cuMemcpyHtoD', a + 3 * MIB - 4, b'12345678', 8)") == "INVALID_VALUE"
     assert importer("says('cuMemFree', a)") == "INVALID_VALUE"
 
@@ -451,7 +404,7 @@ def test_a_small_allocation_is_opened_by_itself(ipc: tuple[Far, Far]) -> None:
     exporter, importer = ipc
     exporter("put(small, b'small')")
     importer(f"b = opened({exporter('handle_of(small)')!r})")
-    assert importer("get(b, 5)") == "small"
+    assert importer("text(b, 5)") == "small"
     assert importer("says('cuMemcpyHtoD', b, bytes(101), 101)") == "INVALID_VALUE"
 
 
@@ -495,7 +448,7 @@ def test_memory_that_is_open_elsewhere_lives_on(ipc: tuple[Far, Far]) -> None:
     exporter, importer = ipc
     exporter.process.kill()
     exporter.died()
-    assert importer("get(a, 8)") == "exported"
+    assert importer("text(a, 8)") == "exported"
 
 
 def test_the_exporter_is_restored_and_the_importer_is_lost(ipc: tuple[Far, Far], controller: Far) -> None:
@@ -503,7 +456,7 @@ def test_the_exporter_is_restored_and_the_importer_is_lost(ipc: tuple[Far, Far],
     for far in ipc:
         controller.suspend(far.pid)
     controller.resume(exporter.pid)
-    assert exporter("get(a, 8)") == "exported"
+    assert exporter("text(a, 8)") == "exported"
     assert controller.restore(importer.pid) == "INVALID_VALUE"
     assert controller.state(importer.pid) == "checkpointed"
     assert controller.restore(importer.pid) != "SUCCESS"

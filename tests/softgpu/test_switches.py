@@ -107,6 +107,27 @@ def test_like_an_h200_is_slower_than_the_machine():
     assert make_spec(1, [1 << 30], ["H200"]).rates.checkpoint == 0
 
 
+def test_rates_and_costs_of_ones_own():
+    given = make_spec(
+        1, [1 << 30], ["H200"], like="h200", speeds=["copy=20GB/s", "peer=1GiB/s", "restore=0"], costs=["lock=0.5"]
+    ).rates
+    assert (given.host_to_device, given.device_to_device, given.peer) == (20e9, 20e9, 1 << 30)
+    assert (given.restore, given.lock_fixed) == (0, 0.5)
+    assert given.checkpoint == make_spec(1, [1 << 30], ["H200"], like="h200").rates.checkpoint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"speeds": [word]} for word in ("copy", "copy=fast", "walk=1GB/s", "copy=-1")),
+        *({"costs": [word]} for word in ("copy=1GB", "peer=1", "lock=", "lock=-1")),
+    ],
+)
+def test_rates_and_costs_that_are_none(options):
+    with pytest.raises(UsageError):
+        make_spec(1, [1 << 30], ["H200"], **options)
+
+
 def test_a_new_state_is_whole():
     new = state.NodeState()
     make_spec(2, [64 << 20], list(CHIPS)[:2]).fill(new)

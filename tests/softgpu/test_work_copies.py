@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from far import Far
+from softgpu.far import Far
 
 
 @pytest.fixture
@@ -16,20 +16,6 @@ def job(node: Any) -> Far:
     program(
         "raw = ctypes.CDLL('libcuda.so.1')\n"
         "V, U, Z = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t\n"
-        "def said(answer):\n"
-        "    return word(answer[0])\n"
-        "def room(n=4096):\n"
-        "    made = int(ok(cu.cuMemAlloc(n)))\n"
-        "    ok(cu.cuMemsetD8(made, 0, n))\n"
-        "    return made\n"
-        "def put(data, n=4096):\n"
-        "    made = room(n)\n"
-        "    ok(cu.cuMemcpyHtoD(made, data, len(data)))\n"
-        "    return made\n"
-        "def get(address, n):\n"
-        "    back = bytearray(n)\n"
-        "    ok(cu.cuMemcpyDtoH(back, address, n))\n"
-        "    return bytes(back).hex()\n"
         "def pinned(n=4096):\n"
         "    made = int(ok(cu.cuMemHostAlloc(n, 0)))\n"
         "    ctypes.memset(made, 0, n)\n"
@@ -44,7 +30,7 @@ DATA = bytes(range(200))
 
 
 @pytest.mark.parametrize("variant", ["cuMemcpy", "cuMemcpy_ptds", "cuMemcpyAsync", "cuMemcpyAsync_ptsz"])
-@pytest.mark.parametrize("source", ["put(DATA)", "host", "pin"])
+@pytest.mark.parametrize("source", ["filled(DATA)", "host", "pin"])
 @pytest.mark.parametrize("target", ["room()", "host2", "pin2"])
 def test_any_to_any(job: Far, variant: str, source: str, target: str) -> None:
     """Unified addresses: what an address is, is found out."""
@@ -79,7 +65,8 @@ def test_the_same_asynchronously(job: Far, suffix: str) -> None:
 
 
 def test_between_devices(job: Far) -> None:
-    job(f"a = put({DATA!r}); here = ok(cu.cuCtxGetCurrent()); context(1); there = ok(cu.cuCtxGetCurrent()); b = room()")
+    job(f"a, here = filled({DATA!r}), ok(cu.cuCtxGetCurrent())")
+    job("context(1); there, b = ok(cu.cuCtxGetCurrent()), room()")
     job("ok(cu.cuMemcpyPeer(b, there, a, here, 100)); ok(cu.cuMemcpyPeerAsync(b + 100, there, a + 100, here, 100, 0))")
     job("ok(cu.cuCtxSynchronize())")
     assert job("get(b, 200)") == DATA.hex()
@@ -150,7 +137,7 @@ def test_memsets(job: Far, bits: int, element: str, suffix: str) -> None:
 
 def test_two_dimensions(job: Far) -> None:
     """A window of one pitched area into one of another pitch; asynchronously back to the host."""
-    job(f"a, b, back = put({DATA!r}), room(), bytearray(64)")
+    job(f"a, b, back = filled({DATA!r}), room(), bytearray(64)")
     job(
         "c = cu.CUDA_MEMCPY2D(); T = cu.CUmemorytype\n"
         "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcXInBytes, c.srcY = T.CU_MEMORYTYPE_DEVICE, a, 20, 3, 2\n"
@@ -177,7 +164,7 @@ def test_two_dimensions(job: Far) -> None:
 
 
 def test_three_dimensions(job: Far) -> None:
-    job(f"a, b = put({DATA!r}), room()")
+    job(f"a, b = filled({DATA!r}), room()")
     job(
         "c = cu.CUDA_MEMCPY3D(); T = cu.CUmemorytype\n"
         "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcHeight = T.CU_MEMORYTYPE_DEVICE, a, 10, 5\n"
@@ -193,6 +180,33 @@ def test_three_dimensions(job: Far) -> None:
     assert job("get(b, 24)") == expected.hex()
     job("c.srcHeight = 3")
     assert job("said(cu.cuMemcpy3D(c))") == "INVALID_VALUE"
+
+
+@pytest.mark.parametrize(
+    "kind", ["ok(cu.cuMemcpy3DPeer(c))", "ok(cu.cuMemcpy3DPeerAsync(c, s)), ok(cu.cuStreamSynchronize(s))"]
+)
+def test_three_dimensions_from_one_gpu_to_another(job: Far, kind: str) -> None:
+    job(f"a = filled({DATA!r}); here = ok(cu.cuCtxGetCurrent()); s = ok(cu.cuStreamCreate(0))")
+    job("context(1); there = ok(cu.cuCtxGetCurrent()); b = room(); ok(cu.cuCtxSetCurrent(here))")
+    job(
+        "c = cu.CUDA_MEMCPY3D_PEER(); T = cu.CUmemorytype\n"
+        "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcHeight = T.CU_MEMORYTYPE_DEVICE, a, 10, 5\n"
+        "c.dstMemoryType, c.dstDevice, c.dstPitch, c.dstHeight = T.CU_MEMORYTYPE_DEVICE, b, 4, 3\n"
+        "c.srcXInBytes, c.srcY, c.srcZ, c.WidthInBytes, c.Height, c.Depth = 1, 2, 1, 3, 2, 2\n"
+        "c.srcContext, c.dstContext = here, there\n"
+    )
+    job(kind)
+    expected = bytearray(24)
+    for z in range(2):
+        for y in range(2):
+            at = 50 * (z + 1) + 10 * (y + 2) + 1
+            expected[12 * z + 4 * y : 12 * z + 4 * y + 3] = DATA[at : at + 3]
+    assert job("get(b, 24)") == expected.hex()
+    assert job("ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, b))") == 1
+    job("c.srcContext = cu.CUcontext(4096)")
+    assert job("said(cu.cuMemcpy3DPeer(c))") == "INVALID_CONTEXT"
+    job("c.srcContext, c.srcHeight = here, 3")
+    assert job("said(cu.cuMemcpy3DPeer(c))") == "INVALID_VALUE"
 
 
 def test_what_is_over_when_a_call_returns(job: Far) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from far import Far
+from softgpu.far import Far
 
 from limosa.softgpu.node import environment
 from limosa.softgpu.state import NODE_FOLDER

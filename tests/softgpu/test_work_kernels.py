@@ -7,7 +7,7 @@ import struct
 from typing import Any
 
 import pytest
-from far import Far
+from softgpu.far import Far
 
 MASK = (1 << 64) - 1
 
@@ -23,20 +23,6 @@ def job(node: Any) -> Far:
         "types = {'fill': (u, u, u), 'stamp': (u, u, u, u), 'saxpy': (u, u, r, u), 'hash': (u, u, u), 'spin': (u, h)}\n"
         "def launch(name, *arguments, grid=(1, 1, 1), block=(32, 1, 1), shared=0, stream=0):\n"
         "    return cu.cuLaunchKernel(kernel[name], *grid, *block, shared, stream, (arguments, types[name]), 0)\n"
-        "def said(answer):\n"
-        "    return word(answer[0])\n"
-        "def room(n=65536):\n"
-        "    made = int(ok(cu.cuMemAlloc(n)))\n"
-        "    ok(cu.cuMemsetD8(made, 0, n))\n"
-        "    return made\n"
-        "def put(data):\n"
-        "    made = room()\n"
-        "    ok(cu.cuMemcpyHtoD(made, data, len(data)))\n"
-        "    return made\n"
-        "def get(address, n):\n"
-        "    back = bytearray(n)\n"
-        "    ok(cu.cuMemcpyDtoH(back, address, n))\n"
-        "    return bytes(back).hex()\n"
     )
     return program
 
@@ -62,7 +48,7 @@ def test_fill_and_stamp(job: Far, grid: tuple[int, ...], block: tuple[int, ...])
 def test_hash(job: Far) -> None:
     """Added to what is there."""
     data = random.Random(3).randbytes(8 * 513)
-    job(f"a = put({data!r}); out = put({struct.pack('<Q', 41)!r}); ok(launch('hash', a, 513, out))")
+    job(f"a = filled({data!r}); out = filled({struct.pack('<Q', 41)!r}); ok(launch('hash', a, 513, out))")
     expected = 41
     for i, x in enumerate(struct.unpack("<513Q", data)):
         expected += (x ^ (x >> 29)) * (2 * i + 1)
@@ -80,7 +66,7 @@ def test_saxpy_rounds_twice(job: Far) -> None:
     y = [single(numbers.uniform(-3, 3)) for _ in range(1000)]
     a = single(1.1)
     pack = struct.Struct("<1000f").pack
-    job(f"x, y = put({pack(*x)!r}), put({pack(*y)!r}); ok(launch('saxpy', y, x, {a!r}, 1000))")
+    job(f"x, y = filled({pack(*x)!r}), filled({pack(*y)!r}); ok(launch('saxpy', y, x, {a!r}, 1000))")
     expected = [single(v + single(a * w)) for v, w in zip(y, x, strict=True)]
     fused = [single(v + a * w) for v, w in zip(y, x, strict=True)]
     assert expected != fused  # the numbers can tell
@@ -101,7 +87,7 @@ def test_spin_reads_device_and_pinned_memory(job: Far) -> None:
 def test_parameters_in_one_buffer(job: Far) -> None:
     """`extra`: laid out as the compiler does, and described by cuFuncGetParamInfo."""
     job("import struct")
-    job("x, y = put(struct.pack('<2f', 1, 2)), put(struct.pack('<2f', 10, 20))")
+    job("x, y = filled(struct.pack('<2f', 1, 2)), filled(struct.pack('<2f', 10, 20))")
     job("buffer = ctypes.create_string_buffer(struct.pack('<QQfxxxxQ', y, x, 3.0, 2), 32); size = ctypes.c_size_t(32)")
     job("extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(buffer), 2, ctypes.addressof(size), 0)")
     call = "said(cu.cuLaunchKernel(kernel['saxpy'], 1, 1, 1, 1, 1, 1, 0, 0, 0, ctypes.addressof(extra)))"

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from far import Far, FarError
+from softgpu.far import Far, FarError
 
 
 @pytest.fixture
@@ -31,8 +31,6 @@ def job(node: Any) -> Far:
         "    back = bytearray(8)\n"
         "    ok(cu.cuMemcpyDtoH(back, address, 8))\n"
         "    return int.from_bytes(back, 'little')\n"
-        "def said(answer):\n"
-        "    return word(answer[0])\n"
     )
     return program
 

@@ -65,6 +65,14 @@ def command(
     like: Annotated[
         str | None, typer.Option("--like", metavar="NAME", help="As slow as this one: h200 (default: no waiting).")
     ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option("--rate", metavar="WHAT=SPEED", help="copy=20GB/s, checkpoint=2GB/s, ...; may be repeated."),
+    ] = None,
+    cost: Annotated[
+        list[str] | None,
+        typer.Option("--cost", metavar="WHAT=SECONDS", help="checkpoint=0.4, lock=0.1, ...: beside the bytes."),
+    ] = None,
     driver: Annotated[
         str | None, typer.Option("--driver", metavar="VERSION", help="What the driver calls itself.")
     ] = None,
@@ -116,6 +124,8 @@ def command(
             [parse_size(part) for part in memory.split(",")],
             [part.strip().upper() for part in chip.split(",")],
             like=like,
+            speeds=rate or (),
+            costs=cost or (),
             driver_version=driver or DRIVER_VERSION,
             faults=fault or (),
         )

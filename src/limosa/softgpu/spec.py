@@ -15,6 +15,8 @@ from limosa.softgpu.state import GRANULARITY, MAGIC, MAX_GPUS, NodeState
 MIB = 1 << 20
 DRIVER_VERSION = "580.159.04"
 CUDA_VERSION = 13000
+_SPEED = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT])?(?P<binary>i)?B?(/s)?")
+_SECONDS = re.compile(r"\d+(\.\d+)?")
 
 
 class Chip(NamedTuple):
@@ -44,10 +46,14 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     restore: float = 0
     checkpoint_fixed: float = 0
     restore_fixed: float = 0
+    lock_fixed: float = 0
+    unlock_fixed: float = 0
     host_to_device: float = 0
     device_to_host: float = 0
     device_to_device: float = 0
     peer: float = 0
+    copy_fixed: float = 0
+    pinned: float = 0
     init_fixed: float = 0
     context_fixed: float = 0
     context_bytes: int = 8 * MIB
@@ -55,23 +61,37 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AS_THE_MACHINE = Rates()
-# Measured on H200 with driver 580.159.04: a bare context takes 518 MiB of the GPU, and 0.29 + 0.18 s and 527 MB of host
-# memory to put aside and bring back.
+# Measured on H200 with driver 580.159.04 (docs/softgpu.md, "As slow as a real one", has what was measured).
 H200_RATES = Rates(
-    checkpoint=2.7e9,
-    restore=7.5e9,
-    checkpoint_fixed=0.29,
+    checkpoint=2.7e9,  # 32 GB in 12.1-12.5 s, host memory touched beforehand, less the fixed cost
+    restore=7.5e9,  # 32 GB in 4.3-4.5 s
+    checkpoint_fixed=0.29,  # nothing on the device
     restore_fixed=0.18,
-    host_to_device=55.2e9,
+    lock_fixed=0.001,
+    unlock_fixed=0.002,
+    host_to_device=55.2e9,  # pinned
     device_to_host=55.2e9,
-    device_to_device=2119e9,
-    peer=394e9,
-    init_fixed=0.3,
-    context_fixed=0.15,
+    device_to_device=2119e9,  # 4,238 GB/s of reading and writing
+    peer=394e9,  # NVLink
+    copy_fixed=0,  # not measured
+    pinned=2.4e9,
+    init_fixed=0.34,  # reported: 2.7 s on a machine with eight H100
+    context_fixed=0.15,  # not measured: the order of it
     context_bytes=518 * MIB,
-    checkpoint_bytes=527_000_000,
+    checkpoint_bytes=527_000_000,  # what the driver maps for a bare context
 )
 LIKE = {"h200": H200_RATES}
+COPIES = ("host_to_device", "device_to_host", "device_to_device", "peer")
+RATES: dict[str, tuple[str, ...]] = {
+    "checkpoint": ("checkpoint",),
+    "restore": ("restore",),
+    "copy": COPIES,
+    **{name.replace("_", "-"): (name,) for name in COPIES},
+    "pinned": ("pinned",),
+}
+"""What ``--rate`` can name, and the fields of :class:`Rates` that are meant."""
+COSTS = ("checkpoint", "restore", "lock", "unlock", "copy", "init", "context")
+"""What ``--cost`` can name."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,12 +149,42 @@ def _size() -> int:
     return ctypes.sizeof(NodeState)
 
 
+def paced(rates: Rates, speeds: Sequence[str] = (), costs: Sequence[str] = ()) -> Rates:
+    """Return rates with some of them changed.
+
+    Args:
+        rates: those to begin with.
+        speeds: "checkpoint=2.5GB/s", "copy=0" (as fast as the machine); names of ``RATES``.
+        costs: "checkpoint=0.4" (seconds); names of ``COSTS``.
+
+    Raises:
+        UsageError: one of them is none.
+    """
+    changes: dict[str, float] = {}
+    for word in speeds:
+        what, _, speed = word.partition("=")
+        found = _SPEED.fullmatch(speed)
+        if what not in RATES or not found:
+            raise UsageError(detail=f"--rate {word}: it is WHAT=SPEED, like checkpoint=2.5GB/s; {', '.join(RATES)}")
+        base = 1024 if found["binary"] else 1000
+        bytes_ = float(found["number"]) * base ** " kmgt".index((found["unit"] or " ").lower())
+        changes |= dict.fromkeys(RATES[what], bytes_)
+    for word in costs:
+        what, _, seconds = word.partition("=")
+        if what not in COSTS or not _SECONDS.fullmatch(seconds):
+            raise UsageError(detail=f"--cost {word}: it is WHAT=SECONDS, like checkpoint=0.4; {', '.join(COSTS)}")
+        changes[f"{what}_fixed"] = float(seconds)
+    return msgspec.structs.replace(rates, **changes)
+
+
 def make_spec(
     gpus: int,
     memory: Sequence[int],
     chips: Sequence[str],
     *,
     like: str | None = None,
+    speeds: Sequence[str] = (),
+    costs: Sequence[str] = (),
     driver_version: str = DRIVER_VERSION,
     faults: Sequence[str] = (),
 ) -> NodeSpec:
@@ -145,6 +195,8 @@ def make_spec(
         memory: bytes, one figure for all or one for each GPU.
         chips: likewise, names of ``CHIPS``.
         like: whose speed: a name of ``LIKE``; None for that of this machine.
+        speeds: what is otherwise, as for :func:`paced`.
+        costs: likewise.
         driver_version: "580.159.04".
         faults: rules, checked by ``limosa.softgpu.faults``.
 
@@ -176,7 +228,7 @@ def make_spec(
         gpus=[GpuSpec(chip=chip, memory=-(-bytes_ // GRANULARITY) * GRANULARITY) for bytes_, chip in many],
         driver_version=driver_version,
         cuda_version=_cuda_of(int(version[1])),
-        rates=LIKE[like] if like else AS_THE_MACHINE,
+        rates=paced(LIKE[like] if like else AS_THE_MACHINE, speeds, costs),
         faults=list(faults),
     )
 

@@ -192,15 +192,18 @@ static CUresult lock_process(const struct request *request)
         gate_open();
         return result;
     }
+    node_pace(node_now(), driver.node->rates.lock_fixed, 0, 0);
     driver.state = CU_PROCESS_STATE_LOCKED;
     return CUDA_SUCCESS;
 }
 
 static CUresult unlock_process(void)
 {
+    double since = node_now();
     CUresult result = step("step:unlock-begin");
     if (result != CUDA_SUCCESS)
         return result;
+    node_pace(since, driver.node->rates.unlock_fixed, 0, 0);
     kept.refused = false;
     driver.state = CU_PROCESS_STATE_RUNNING; /* conclude() opens the gate */
     return CUDA_SUCCESS;

@@ -19,7 +19,7 @@ struct copy {
     struct context *context;
     struct side to, from;
     size_t width, height, depth;
-    double rate;
+    double fixed, rate;
     char staged[]; /* what was at `from` when the copy was submitted */
 };
 
@@ -63,7 +63,7 @@ static void run_copy(void *argument)
         for (size_t y = 0; y < height; y++)
             memmove((void *)(uintptr_t)(copy->to.at + z * copy->to.slice + y * copy->to.pitch),
                     (const void *)(uintptr_t)(copy->from.at + z * copy->from.slice + y * copy->from.pitch), width);
-    node_pace(since, 0, copy->width * copy->height * copy->depth, copy->rate);
+    node_pace(since, copy->fixed, copy->width * copy->height * copy->depth, copy->rate);
 }
 
 /* Work whose end the caller need not see runs behind its back. */
@@ -100,6 +100,7 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
         return result;
     int to = place(copy.to.at, &to_pageable), from = place(copy.from.at, &from_pageable);
     const struct node_rates *rates = &driver.node->rates;
+    copy.fixed = to < 0 && from < 0 ? 0 : rates->copy_fixed;
     copy.rate = to < 0 && from < 0 ? 0
                 : to < 0           ? rates->device_to_host
                 : from < 0         ? rates->host_to_device
@@ -127,10 +128,9 @@ static struct copy line(CUdeviceptr to, bool to_device, CUdeviceptr from, bool f
                          .depth = 1};
 }
 
-/* The synchronous one is in order with all work of both contexts, earlier and later: it waits for the one and is over
- * before the other can be submitted. */
-static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, CUcontext to_handle, CUdeviceptr from,
-                     CUcontext from_handle, size_t bytes, bool synchronous)
+/* A synchronous copy between contexts is in order with all work of both, earlier and later: it waits for the one and is
+ * over before the other can be submitted. */
+static CUresult peer_begin(struct context *current, CUcontext to_handle, CUcontext from_handle, bool synchronous)
 {
     driver_lock();
     struct context *ends[] = {current, context_of_handle(to_handle), context_of_handle(from_handle)};
@@ -141,6 +141,13 @@ static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, C
     CUresult result = CUDA_SUCCESS;
     for (int i = 0; i < 3 && synchronous && result == CUDA_SUCCESS; i++)
         result = context_wait(ends[i]);
+    return result;
+}
+
+static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, CUcontext to_handle, CUdeviceptr from,
+                     CUcontext from_handle, size_t bytes, bool synchronous)
+{
+    CUresult result = peer_begin(current, to_handle, from_handle, synchronous);
     if (result == CUDA_SUCCESS)
         result = start(current, stream, line(to, true, from, true, bytes), synchronous);
     return result == CUDA_SUCCESS && synchronous ? stream_wait(current, stream) : result;
@@ -203,6 +210,37 @@ static CUresult copy_3d(struct context *current, CUstream stream, const CUDA_MEM
         result = side_of(&copy.from, c->srcMemoryType, c->srcHost, c->srcDevice, c->srcPitch, c->srcHeight,
                          c->srcXInBytes, c->srcY, c->srcZ, extent);
     return result == CUDA_SUCCESS ? start(current, stream, copy, synchronous) : result;
+}
+
+static CUresult copy_3d_peer(struct context *current, CUstream stream, const CUDA_MEMCPY3D_PEER *c, bool synchronous)
+{
+    if (!c)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = peer_begin(current, c->dstContext, c->srcContext, synchronous);
+    CUDA_MEMCPY3D copy = {.srcXInBytes = c->srcXInBytes,
+                          .srcY = c->srcY,
+                          .srcZ = c->srcZ,
+                          .srcLOD = c->srcLOD,
+                          .srcMemoryType = c->srcMemoryType,
+                          .srcHost = c->srcHost,
+                          .srcDevice = c->srcDevice,
+                          .srcPitch = c->srcPitch,
+                          .srcHeight = c->srcHeight,
+                          .dstXInBytes = c->dstXInBytes,
+                          .dstY = c->dstY,
+                          .dstZ = c->dstZ,
+                          .dstLOD = c->dstLOD,
+                          .dstMemoryType = c->dstMemoryType,
+                          .dstHost = c->dstHost,
+                          .dstDevice = c->dstDevice,
+                          .dstPitch = c->dstPitch,
+                          .dstHeight = c->dstHeight,
+                          .WidthInBytes = c->WidthInBytes,
+                          .Height = c->Height,
+                          .Depth = c->Depth};
+    if (result == CUDA_SUCCESS)
+        result = copy_3d(current, stream, &copy, synchronous);
+    return result == CUDA_SUCCESS && synchronous ? stream_wait(current, stream) : result;
 }
 
 /* ------------------------------------------------------------------------------------------------------ memsets --- */
@@ -298,6 +336,7 @@ static CUresult fill(struct context *current, CUstream stream, CUdeviceptr to, s
 #define PEERS ARGUMENTS(CUdeviceptr to, CUcontext to_context, CUdeviceptr from, CUcontext from_context, size_t bytes)
 #define COPY_2D ARGUMENTS(const CUDA_MEMCPY2D *copy)
 #define COPY_3D ARGUMENTS(const CUDA_MEMCPY3D *copy)
+#define COPY_3D_PEER ARGUMENTS(const CUDA_MEMCPY3D_PEER *copy)
 
 SYNCHRONOUS(cuMemcpy, ANY_TO_ANY, start, line(to, false, from, false, bytes))
 SYNCHRONOUS(cuMemcpyHtoD_v2, TO_DEVICE, start, line(to, true, HOST(from), false, bytes))
@@ -307,6 +346,7 @@ SYNCHRONOUS(cuMemcpyPeer, PEERS, peer, to, to_context, from, from_context, bytes
 SYNCHRONOUS(cuMemcpy2D_v2, COPY_2D, copy_2d, copy)
 SYNCHRONOUS(cuMemcpy2DUnaligned_v2, COPY_2D, copy_2d, copy)
 SYNCHRONOUS(cuMemcpy3D_v2, COPY_3D, copy_3d, copy)
+SYNCHRONOUS(cuMemcpy3DPeer, COPY_3D_PEER, copy_3d_peer, copy)
 
 ASYNCHRONOUS(cuMemcpyAsync, ANY_TO_ANY, start, line(to, false, from, false, bytes))
 ASYNCHRONOUS(cuMemcpyHtoDAsync_v2, TO_DEVICE, start, line(to, true, HOST(from), false, bytes))
@@ -315,6 +355,7 @@ ASYNCHRONOUS(cuMemcpyDtoDAsync_v2, ANY_TO_ANY, start, line(to, true, from, true,
 ASYNCHRONOUS(cuMemcpyPeerAsync, PEERS, peer, to, to_context, from, from_context, bytes)
 ASYNCHRONOUS(cuMemcpy2DAsync_v2, COPY_2D, copy_2d, copy)
 ASYNCHRONOUS(cuMemcpy3DAsync_v2, COPY_3D, copy_3d, copy)
+ASYNCHRONOUS(cuMemcpy3DPeerAsync, COPY_3D_PEER, copy_3d_peer, copy)
 
 #define LINE(type) ARGUMENTS(CUdeviceptr to, type value, size_t n)
 #define AREA(type) ARGUMENTS(CUdeviceptr to, size_t pitch, type value, size_t width, size_t height)

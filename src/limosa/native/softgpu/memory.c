@@ -192,6 +192,7 @@ static CUresult allocate_host(struct call *call, void **address, size_t bytes, u
 {
     struct allocation *made;
     size_t whole = round_up(bytes, PAGE);
+    double since = node_now();
     void *at;
 
     if (!address ||
@@ -217,6 +218,7 @@ static CUresult allocate_host(struct call *call, void **address, size_t bytes, u
         munmap(at, whole);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
+    node_pace(since, 0, bytes, driver.node->rates.pinned);
     *address = at;
     return CUDA_SUCCESS;
 }

@@ -51,8 +51,11 @@ enum node_nvml { NODE_NVML_MPS = 1 /* compute processes are told as clients of M
 struct node_rates {
     double checkpoint, restore;                   /* the driver's own copies in a checkpoint and a restore */
     double checkpoint_fixed, restore_fixed;       /* what either takes with nothing on the device */
+    double lock_fixed, unlock_fixed;
     double host_to_device, device_to_host, device_to_device, peer;
-    double init_fixed, context_fixed;             /* cuInit; making a context */
+    double copy_fixed;                            /* what each copy takes beside its bytes */
+    double pinned;                                /* allocation of pinned host memory */
+    double init_fixed, context_fixed;             /* cuInit, for each GPU that can be opened; making a context */
     uint64_t context_bytes;                       /* device memory that a context takes */
     uint64_t checkpoint_bytes;                    /* host memory that a checkpoint takes beyond the application's */
 };

@@ -431,7 +431,7 @@ static CUresult initialise(void)
         return CUDA_ERROR_NO_DEVICE;
     if (devices_open() != 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
-    node_pace(since, driver.node->rates.init_fixed, 0, 0);
+    node_pace(since, driver.node->rates.init_fixed * __builtin_popcount(driver.openable), 0, 0);
     driver.initialised = true;
     return CUDA_SUCCESS;
 }
