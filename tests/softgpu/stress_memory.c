@@ -1,26 +1,12 @@
 /* Many threads allocate, map, share, ask and free at once, while children are forked and another process checkpoints and
- * restores this one. Built together with the driver's sources, so that a sanitizer sees both. Arguments: threads, rounds,
- * checkpoints. */
-#include "driver.h"
+ * restores this one. Built like the driver, so that a sanitizer sees both. Arguments: threads, rounds, checkpoints.
+ */
+#include "stress.h"
 
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #define MIB ((size_t)1 << 20)
 #define SLOTS 64
-
-#define OK(call)                                                                                                       \
-    do {                                                                                                               \
-        CUresult result_ = (call);                                                                                     \
-        if (result_ != CUDA_SUCCESS) {                                                                                 \
-            fprintf(stderr, "%s:%d: %s: %d\n", __FILE__, __LINE__, #call, (int)result_);                               \
-            _exit(1);                                                                                                  \
-        }                                                                                                              \
-    } while (0)
 
 static CUcontext primary;
 static int rounds;

@@ -1,4 +1,4 @@
-/* NVML from many threads, some of which start and stop it, while GPUs are lost and rules come and go (test_nvml_stress.py).
+/* NVML from many threads, some of which start and stop it, while GPUs are lost and rules come and go (test_stress.py).
  * Arguments: threads, seconds. */
 #include "nvml_api.h"
 

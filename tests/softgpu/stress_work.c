@@ -1,24 +1,9 @@
 /* Many threads use one driver at once: streams made and destroyed, events awaited across streams, copies, kernels, host
  * functions, default streams, contexts, children that are forked, and a gate that closes and opens meanwhile. Built
- * together with the driver's sources, so that a sanitizer sees both. Arguments: threads, rounds. */
-#include "driver.h"
-
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
+ * like the driver, so that a sanitizer sees both. Arguments: threads, rounds. */
+#include "stress.h"
 
 #define WORDS 2048
-
-#define OK(call)                                                                                                       \
-    do {                                                                                                               \
-        CUresult result_ = (call);                                                                                     \
-        if (result_ != CUDA_SUCCESS) {                                                                                 \
-            fprintf(stderr, "%s:%d: %s: %d\n", __FILE__, __LINE__, #call, (int)result_);                               \
-            _exit(1);                                                                                                  \
-        }                                                                                                              \
-    } while (0)
 
 static const char ptx[] = ".version 6.3\n.target sm_75\n"
                           ".visible .entry fill(\n.visible .entry stamp(\n.visible .entry hash(\n";

@@ -60,7 +60,7 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
     headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
     problems = []
     for name in LIBRARIES:
-        sources = sorted(path for path in SOFTGPU.glob("*.c") if _belongs(path.name, name))
+        sources = sources_of(name)
         flags = [*_SOFTGPU_FLAGS, f"-Wl,-soname,{name}"]
         problem = _compile(folder / name, sources, flags, [*sources, *headers], ["-ldl", "-lrt"])
         if problem is not None:
@@ -68,11 +68,11 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
     return "\n".join(problems) or None
 
 
-def _belongs(source: str, library: str) -> bool:
-    """Return whether a source file is part of a library."""
+def sources_of(library: str) -> list[Path]:
+    """Return the source files of one of the software GPU's libraries."""
     if library == "libnvidia-ml.so.1":
-        return source in NVML_ONLY + NVML_SHARED
-    return source not in NVML_ONLY
+        return [SOFTGPU / name for name in NVML_ONLY + NVML_SHARED]
+    return sorted(path for path in SOFTGPU.glob("*.c") if path.name not in NVML_ONLY)
 
 
 def _compile(
