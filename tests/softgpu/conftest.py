@@ -5,39 +5,18 @@ A module whose jobs need more than ``far.py`` gives them says so in ``WORDS``, s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from soft_node import Node
+from soft_node import Node, several
 from softgpu.far import Far
-
-from limosa.native.build import build_softgpu
-
-
-@pytest.fixture(scope="session", autouse=True)
-def libraries() -> None:
-    """Build both libraries where they are missing or older than their source."""
-    assert build_softgpu() is None
 
 
 @pytest.fixture
-def new_node(libraries: None) -> Iterator[Callable[..., Node]]:
+def new_node() -> Iterator[Callable[..., Node]]:
     """Starts nodes: ``new_node(gpus=4, memory="128MiB")``; ended at the end of the test."""
-    if os.geteuid() != 0:
-        pytest.skip("a node has mounts of its own, which only root can make")
-    nodes: list[Node] = []
-
-    def go(**options: Any) -> Node:
-        nodes.append(Node(**options))
-        return nodes[-1]
-
-    try:
-        yield go
-    finally:
-        for node in nodes:
-            node.close()
+    with several(Node) as start:
+        yield start
 
 
 @pytest.fixture
@@ -72,7 +51,7 @@ def other(start: Callable[..., Far]) -> Far:
 
 
 @pytest.fixture(scope="module")
-def rules_job(libraries: None, request: pytest.FixtureRequest) -> Iterator[Far]:
+def rules_job(request: pytest.FixtureRequest) -> Iterator[Far]:
     """One job for many questions: on a GPU that their leavings do not fill."""
     with Node(memory="1GiB") as node:
         far = Far(node)

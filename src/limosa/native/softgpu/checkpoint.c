@@ -226,7 +226,7 @@ static void note_gpus(void)
 /* What the driver does not notice until it is too late. */
 static CUresult note_losses(void)
 {
-    if (memory_has_imported())
+    if (memory_has_imported() || shared_events_imported())
         return CUDA_ERROR_INVALID_VALUE;
     if (memory_has_peer_hazard() && fault_hazard("peer-large-allocation-lost"))
         return CUDA_ERROR_INVALID_VALUE;
@@ -251,7 +251,7 @@ static CUresult checkpoint_process(const struct request *request)
         kept.refused = true;
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    if (memory_has_imported() && driver_branch() >= IPC_BRANCH) {
+    if ((memory_has_imported() || shared_events_imported()) && driver_branch() >= IPC_BRANCH) {
         node_log("checkpoints of CUDA IPC, which drivers from %d on can do, are not implemented", IPC_BRANCH);
         return CUDA_ERROR_NOT_SUPPORTED;
     }

@@ -11,6 +11,14 @@ struct event {
     struct context *context;
     unsigned flags;
     struct mark *mark; /* where it was recorded last, NULL before */
+    struct shared_event *shared; /* of one that other processes may know (CU_EVENT_INTERPROCESS), else NULL */
+};
+
+/* Work of a stream that concerns such an event: what is to be noted there, or waited for. */
+struct shared_work {
+    struct shared_event *event;
+    struct context *context;
+    uint64_t number;
 };
 
 static struct event *events; /* guarded by streams_lock */
@@ -28,6 +36,7 @@ static void event_forget(struct event **at)
     struct event *event = *at;
     *at = event->next;
     mark_drop(event->mark);
+    shared_event_drop(event->shared);
     free(event);
 }
 
@@ -41,23 +50,68 @@ void events_context_gone(struct context *context)
     }
 }
 
+/* The lock is held. */
+static struct event *event_make(struct context *context, unsigned flags, struct shared_event *shared)
+{
+    struct event *event = calloc(1, sizeof *event);
+    if (!event)
+        return NULL;
+    event->context = context;
+    event->flags = flags;
+    event->shared = shared;
+    event->next = events;
+    events = event;
+    return event;
+}
+
 EXPORT CUresult cuEventCreate(CUevent *handle, unsigned int flags)
 {
     ENTER(CALL_WORK);
     if (!handle || (flags & ~(unsigned)EVENT_FLAGS) ||
         ((flags & CU_EVENT_INTERPROCESS) && !(flags & CU_EVENT_DISABLE_TIMING)))
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    struct event *event = calloc(1, sizeof *event);
-    if (!event)
-        RETURN(CUDA_ERROR_OUT_OF_MEMORY);
-    event->context = call_.context;
-    event->flags = flags;
+    struct shared_event *shared = NULL;
     streams_lock();
-    event->next = events;
-    events = event;
+    if (flags & CU_EVENT_INTERPROCESS)
+        shared = shared_event_make();
+    struct event *event = shared || !(flags & CU_EVENT_INTERPROCESS) ? event_make(call_.context, flags, shared) : NULL;
+    if (!event)
+        shared_event_drop(shared);
     streams_unlock();
     *handle = (CUevent)event;
-    RETURN(CUDA_SUCCESS);
+    RETURN(event ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
+}
+
+EXPORT CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent of)
+{
+    ENTER(CALL_INIT | CALL_CONTEXT | CALL_ASKS);
+    if (!handle)
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    streams_lock();
+    const struct event *event = event_find(of);
+    CUresult result = !event          ? CUDA_ERROR_INVALID_HANDLE
+                      : event->shared ? shared_event_export(event->shared, handle)
+                                      : CUDA_ERROR_INVALID_VALUE;
+    streams_unlock();
+    RETURN(result);
+}
+
+EXPORT CUresult CUDAAPI cuIpcOpenEventHandle(CUevent *handle, CUipcEventHandle of)
+{
+    ENTER(CALL_WORK);
+    if (!handle)
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    struct shared_event *shared = NULL;
+    streams_lock();
+    CUresult result = shared_event_open(&of, &shared);
+    struct event *event =
+        shared ? event_make(call_.context, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, shared) : NULL;
+    if (event)
+        *handle = (CUevent)event;
+    else
+        shared_event_drop(shared);
+    streams_unlock();
+    RETURN(result == CUDA_SUCCESS && !event ? CUDA_ERROR_OUT_OF_MEMORY : result);
 }
 
 static CUresult destroy(CUevent handle)
@@ -86,6 +140,41 @@ EXPORT CUresult cuEventDestroy_v2(CUevent event)
     RETURN(destroy(event));
 }
 
+static void run_reach(void *argument)
+{
+    const struct shared_work *work = argument;
+    streams_lock();
+    shared_event_reach(work->event, work->number);
+    shared_event_drop(work->event);
+    streams_unlock();
+}
+
+static void run_wait(void *argument)
+{
+    const struct shared_work *work = argument;
+    shared_event_wait(work->event, work->number, work->context);
+    streams_lock();
+    shared_event_drop(work->event);
+    streams_unlock();
+}
+
+/* Submit work about an event that other processes may know. The lock is held. */
+static CUresult append_shared(struct stream *stream, void (*run)(void *), struct shared_event *event, uint64_t number,
+                              struct mark *sets)
+{
+    struct shared_work *work = malloc(sizeof *work);
+    if (!work)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *work = (struct shared_work){.event = event, .context = stream->context, .number = number};
+    shared_event_keep(event);
+    CUresult result = stream_append(stream, run, work, false, NULL, sets);
+    if (result != CUDA_SUCCESS) {
+        shared_event_drop(event);
+        free(work);
+    }
+    return result;
+}
+
 static CUresult record(struct context *context, CUevent handle, CUstream to, unsigned flags)
 {
     if (flags != 0)
@@ -100,7 +189,12 @@ static CUresult record(struct context *context, CUevent handle, CUstream to, uns
     struct stream *stream = event ? stream_find(context, to, &result) : NULL;
     if (!event || (stream && stream->context != event->context))
         result = CUDA_ERROR_INVALID_HANDLE;
-    else if (stream)
+    else if (stream && event->shared) {
+        uint64_t number = shared_event_record(event->shared);
+        result = append_shared(stream, run_reach, event->shared, number, mark);
+        if (result != CUDA_SUCCESS)
+            shared_event_reach(event->shared, number);
+    } else if (stream)
         result = stream_append(stream, NULL, NULL, true, NULL, mark);
     if (result == CUDA_SUCCESS) {
         mark_drop(event->mark);
@@ -136,6 +230,14 @@ EXPORT CUresult cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsi
     RETURN(record(call_.context, event, PER_THREAD(stream), flags));
 }
 
+/* Whether what it marks now is still to be reached, in whatever process it was recorded. */
+static bool pending(const struct event *event)
+{
+    if (event->shared)
+        return !shared_event_reached(event->shared, shared_event_last(event->shared));
+    return event->mark && !event->mark->reached;
+}
+
 EXPORT CUresult cuEventQuery(CUevent handle)
 {
     ENTER(CALL_SYNC);
@@ -143,7 +245,7 @@ EXPORT CUresult cuEventQuery(CUevent handle)
     const struct event *event = event_find(handle);
     CUresult result = !event                                  ? CUDA_ERROR_INVALID_HANDLE
                       : event->context->sticky                ? (CUresult)event->context->sticky
-                      : event->mark && !event->mark->reached  ? CUDA_ERROR_NOT_READY
+                      : pending(event)                        ? CUDA_ERROR_NOT_READY
                                                               : CUDA_SUCCESS;
     streams_unlock();
     RETURN(result);
@@ -156,7 +258,15 @@ EXPORT CUresult cuEventSynchronize(CUevent handle)
     const struct event *event = event_find(handle);
     struct context *context = event ? event->context : NULL;
     struct mark *mark = event ? event->mark : NULL;
-    if (mark) {
+    struct shared_event *shared = event ? event->shared : NULL;
+    if (shared) {
+        uint64_t number = shared_event_last(shared);
+        shared_event_keep(shared);
+        streams_unlock();
+        shared_event_wait(shared, number, context);
+        streams_lock();
+        shared_event_drop(shared);
+    } else if (mark) {
         mark->references++;
         mark_wait(mark);
         mark_drop(mark);
@@ -208,6 +318,9 @@ static CUresult wait_event(struct context *context, CUstream handle, CUevent awa
     struct stream *stream = event ? stream_find(context, handle, &result) : NULL;
     if (!event) {
         result = CUDA_ERROR_INVALID_HANDLE;
+    } else if (stream && event->shared) {
+        if (pending(event))
+            result = append_shared(stream, run_wait, event->shared, shared_event_last(event->shared), NULL);
     } else if (stream && event->mark && !event->mark->reached) {
         event->mark->references++;
         result = stream_append(stream, NULL, NULL, true, event->mark, NULL);

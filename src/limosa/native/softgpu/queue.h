@@ -54,6 +54,24 @@ void mark_drop(struct mark *mark);
 /* With the lock held: forget a context's events. */
 void events_context_gone(struct context *context);
 
+/* shared_event.c: what several processes know of an event. All but shared_events_imported, shared_event_reached and
+ * shared_event_wait are called with the lock held. NULL where there is no memory. */
+struct shared_event;
+struct shared_event *shared_event_make(void);
+void shared_event_keep(struct shared_event *event);
+void shared_event_drop(struct shared_event *event);
+/* A record begins: its number; it is reached; the newest one. */
+uint64_t shared_event_record(struct shared_event *event);
+void shared_event_reach(struct shared_event *event, uint64_t number);
+uint64_t shared_event_last(const struct shared_event *event);
+/* Whether a record is reached, or will never be, as its process has ended. */
+bool shared_event_reached(const struct shared_event *event, uint64_t number);
+/* Wait for it, as long as the context is well. A reference must be held. */
+void shared_event_wait(const struct shared_event *event, uint64_t number, const struct context *context);
+CUresult shared_event_export(struct shared_event *event, CUipcEventHandle *handle);
+CUresult shared_event_open(const CUipcEventHandle *handle, struct shared_event **event);
+void shared_events_forked(void);
+
 /* A wrong access by work that runs: the context does not recover from it. */
 void context_fail(struct context *context, CUresult error);
 

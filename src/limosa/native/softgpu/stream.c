@@ -396,6 +396,7 @@ void streams_forked(void)
     driver_condition(&changed);
     n_waiting = 0;
     streams = NULL;
+    shared_events_forked();
 }
 
 __attribute__((constructor)) static void loaded(void)
