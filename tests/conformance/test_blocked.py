@@ -208,11 +208,9 @@ def test_a_question_about_work_while_checkpointed(call: str, start: Callable[...
 @pytest.mark.xdist_group("blocked")
 @pytest.mark.parametrize("asked", ["locked", "checkpointed"], indirect=True)
 def test_all_that_waited_succeeds_after_the_unlock(asked: Asked) -> None:
-    fine = {"cuStreamQuery": ("SUCCESS", "NOT_READY"), "cuEventQuery": ("SUCCESS", "NOT_READY")}  # work came before it
-    results = {name: one.result for name, one in asked.last.items()}
     failed = FAILS if asked.state == "CHECKPOINTED" else {}
-    wrong = {name: told for name, told in results.items() if told not in fine.get(name, ("SUCCESS", failed.get(name)))}
-    assert wrong == {}
+    wanted = {name: failed.get(name, "SUCCESS") for name in asked.last}
+    assert {name: one.result for name, one in asked.last.items()} == wanted
 
 
 @pytest.mark.xdist_group("blocked")

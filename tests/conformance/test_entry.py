@@ -91,10 +91,18 @@ def test_a_function_that_is_not_there_is_told_by_the_status(kind: str, work: Job
     assert work.peek(found, 12) == bytes(8) + status.to_bytes(4, "little")
 
 
-@pytest.mark.parametrize("function", ["cuGetProcAddress", "cuGetProcAddress_v2"])
-def test_a_function_that_is_not_there_where_no_status_is_asked_for(function: str, work: Job) -> None:
+@pytest.mark.parametrize(
+    ("function", "result"), [("cuGetProcAddress", "NOT_FOUND"), ("cuGetProcAddress_v2", "SUCCESS")]
+)
+def test_a_function_that_is_not_there_where_no_status_is_asked_for(function: str, result: str, work: Job) -> None:
     work.poke(work.scratch, b"cuNoSuchFunction".ljust(256, b"\0"))
-    assert work.raw(function, work.scratch, work.scratch + 256, 13000, 0, None) == "NOT_FOUND"
+    assert work.raw(function, work.scratch, work.scratch + 256, 13000, 0, None) == result
+
+
+def test_a_function_that_is_not_there_is_a_null_pointer_also_without_a_status(work: Job) -> None:
+    work.poke(work.scratch, b"cuNoSuchFunction".ljust(256, b"\0") + b"\xff" * 8)
+    work.raw("cuGetProcAddress_v2", work.scratch, work.scratch + 256, 13000, 0, None)
+    assert work.peek(work.scratch + 256, 8) == bytes(8)
 
 
 def test_the_per_thread_variant_is_another_function(work: Job) -> None:

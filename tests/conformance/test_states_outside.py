@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from conformance.conftest import recording
-from conformance.jobs import Controller, Job, lock_args
+from conformance.jobs import STATES, WORDS, Controller, Job, lock_args
 from conformance.node import Node
 
 CALLS = {
@@ -138,9 +138,42 @@ def test_a_process_locks_and_unlocks_itself(job: Job) -> None:
     assert job.says("cuCtxSynchronize", limit=5) == "SUCCESS"
 
 
-def test_a_process_cannot_checkpoint_itself(job: Job) -> None:
+@pytest.fixture
+def put_aside(job: Job) -> Job:
+    """A job with stamped memory that has locked and checkpointed itself."""
+    job.memory = job.stamped(job.do("cuMemAlloc", 8 * WORDS), WORDS)
     assert job.says("cuCheckpointProcessLock", job.pid, lock_args(200), limit=5) == "SUCCESS"
-    assert job.says("cuCheckpointProcessCheckpoint", job.pid, None, limit=2) == "BLOCKED"
+    assert job.says("cuCheckpointProcessCheckpoint", job.pid, None) == "SUCCESS"
+    return job
+
+
+def test_a_process_checkpoints_itself(put_aside: Job) -> None:
+    assert put_aside.alive()
+
+
+def test_a_process_that_has_checkpointed_itself_is_seen_so(put_aside: Job, controller: Controller) -> None:
+    assert controller.state(put_aside.pid) == "CHECKPOINTED"
+    assert controller.bytes_of(put_aside.pid) == {}
+
+
+@pytest.mark.parametrize("where", ["same", "swapped"])
+def test_another_brings_back_a_process_that_has_checkpointed_itself(
+    where: str, put_aside: Job, controller: Controller
+) -> None:
+    controller.resume(put_aside.pid, controller.swap if where == "swapped" else None)
+    assert controller.state(put_aside.pid) == "RUNNING"
+    put_aside.check_stamps()
+
+
+def test_a_process_that_has_checkpointed_itself_asks_for_its_state(put_aside: Job) -> None:
+    answer = put_aside.ask("cuCheckpointProcessGetState", put_aside.pid)
+    assert (answer.result, answer.value) == ("SUCCESS", STATES.index("CHECKPOINTED"))
+
+
+def test_a_process_brings_itself_back(put_aside: Job) -> None:
+    for call in ("Restore", "Unlock"):
+        assert put_aside.says(f"cuCheckpointProcess{call}", put_aside.pid, None) == "SUCCESS"
+    put_aside.check_stamps()
 
 
 # --- a thread's id ----------------------------------------------------------------------------------------------------

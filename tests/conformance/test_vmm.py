@@ -136,6 +136,7 @@ def test_free_of_an_address_range(kind: str, work: Job) -> None:
 def test_free_of_an_address_range_that_is_mapped(mapped: int, work: Job) -> None:
     assert work.says("cuMemAddressFree", mapped, 4 * SPAN) == "INVALID_VALUE"
     assert work.says("cuMemsetD8", mapped, 1, SPAN) == "SUCCESS"
+    assert work.says("cuCtxSynchronize") == "SUCCESS"  # before it is unmapped: the memset may still be under way
 
 
 # --- map --------------------------------------------------------------------------------------------------------------
