@@ -5,6 +5,7 @@ Order: fast tests first, then those that need CRIU, slow ones last. Skips are co
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from support import VICTIMS, Victim, end_marked, end_session, own_network
+from support import VICTIMS, Reaper, Victim, end_marked, end_session, own_network
 
 
 def pytest_configure() -> None:
@@ -24,6 +25,7 @@ def pytest_configure() -> None:
         own_network()
 
 
+_PR_SET_CHILD_SUBREAPER = 36
 ON_NODES = {"campaign", "conformance", "e2e_soft", "softgpu"}
 
 
@@ -33,6 +35,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent.name in ON_NODES:
             item.add_marker("root")
     items.sort(key=lambda item: (bool(item.get_closest_marker("slow")), bool(item.get_closest_marker("criu"))))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def libraries(request: pytest.FixtureRequest) -> None:
+    """Build the software GPU where a test needs it and it is missing or older than its source."""
+    if any(item.get_closest_marker("root") for item in request.session.items):
+        from limosa.native.build import build_softgpu
+
+        assert build_softgpu() is None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -75,6 +86,24 @@ def start(tmp_path: Path) -> Iterator[Start]:
     finally:
         for victim in victims:
             victim.kill()
+
+
+@pytest.fixture
+def reaper() -> Iterator[Reaper]:
+    """Reaps the jobs that it is told of at once.
+
+    A job that a checkpoint ends stays a zombie until its parent reaps it, and a restore waits for that. The first
+    parent is this process, later ones are whoever adopts the restored job: that is this process as well then, so that
+    nothing depends on how quick the machine's init is.
+    """
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    found = Reaper()
+    try:
+        yield found
+    finally:
+        found.close()
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture

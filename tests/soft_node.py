@@ -19,11 +19,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import pytest
 
 from limosa.cli.options import parse_size
 from limosa.softgpu.faults import Switches
@@ -55,6 +56,18 @@ class Answer:
 
     def __repr__(self) -> str:
         return f"{list(self.argv)} exited {self.rc}\n{self.stdout[-3000:]}\n{self.stderr[-3000:]}"
+
+
+N = TypeVar("N", bound="Node")
+
+
+@contextlib.contextmanager
+def several(make: Callable[..., N]) -> Iterator[Callable[..., N]]:
+    """What starts nodes by ``make``; all of them are ended at the end."""
+    if os.geteuid() != 0:
+        pytest.skip("a node has mounts of its own, which only root can make")
+    with contextlib.ExitStack() as nodes:
+        yield lambda **options: nodes.enter_context(make(**options))
 
 
 class Node:
@@ -182,7 +195,7 @@ class Node:
                     with contextlib.suppress(OSError):
                         stream.close()
 
-    def __enter__(self) -> Node:
+    def __enter__(self: N) -> N:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,14 +1,11 @@
 """Fixtures for whole jobs that are checkpointed, killed and restored: quick reaping, and operations that are disturbed.
 
-A job that a checkpoint ends stays a zombie until its parent reaps it, and a restore waits for that. The first parent
-is this process, later ones are whoever adopts the restored job: ``reaper`` makes that this process as well, so that
-nothing depends on how quick the machine's init is.
+``reaper`` (of all tests) reaps what they start.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import socket
@@ -24,20 +21,6 @@ import pytest
 from support import Reaper, Victim
 
 HERE = Path(__file__).parent
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-@pytest.fixture
-def reaper() -> Iterator[Reaper]:
-    """Reaps the jobs it is told of; see the module."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    found = Reaper()
-    try:
-        yield found
-    finally:
-        found.close()
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
+import functools
 import os
 import subprocess
 import sys
@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_node import Answer, Node
+from soft_node import Answer, Node, several
 from support import Reaper, Victim
 
-from limosa.native.build import build_softgpu, compilers
 from limosa.softgpu.state import opened
 
 JOB = Path(__file__).with_name("job.py")
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Job(Victim):
@@ -136,43 +134,11 @@ class Soft(Node):
         return Answer(words, process.returncode, stdout, self.heard(process), time.monotonic() - begin)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def libraries() -> None:
-    """Build both libraries where they are missing or older than their source."""
-    if not compilers():
-        pytest.skip("there is no C compiler")
-    assert build_softgpu() is None
-
-
 @pytest.fixture
-def reaper() -> Iterator[Reaper]:
-    """Reaps ended jobs at once, also those that were restored (this process adopts them)."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    found = Reaper()
-    try:
-        yield found
-    finally:
-        found.close()
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-@pytest.fixture
-def soft(libraries: None, tmp_path: Path, runtime: Path, reaper: Reaper) -> Iterator[Callable[..., Soft]]:
+def soft(tmp_path: Path, runtime: Path, reaper: Reaper) -> Iterator[Callable[..., Soft]]:
     """Starts nodes: ``soft()``, ``soft(chip=["H200", "H100"])``; ended at the end of the test."""
-    if os.geteuid() != 0:
-        pytest.skip("a node has mounts of its own, which only root can make")
-    nodes: list[Soft] = []
-
-    def go(**options: Any) -> Soft:
-        nodes.append(Soft(tmp_path, reaper, **options))
-        return nodes[-1]
-
-    try:
-        yield go
-    finally:
-        for node in nodes:
-            node.close()
+    with several(functools.partial(Soft, tmp_path, reaper)) as start:
+        yield start
 
 
 @pytest.fixture

@@ -259,13 +259,13 @@ def test_a_driver_of_the_machine_is_covered_in_the_node_alone(libraries, tmp_pat
     (folder / "libcuda.so.580.1").write_text("the real one")
     (folder / "libcuda.so.1").symlink_to("libcuda.so.580.1")
     code = (
-        "import os, sys\nfrom limosa.softgpu import build, kernel, node\n"
+        "import os, sys\nfrom limosa.native import build\nfrom limosa.softgpu import kernel, node\n"
         "kernel.unshare(kernel.CLONE_NEWNS)\n"
         "kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)\n"
         "node._cover_driver([sys.argv[1] + '/lib/*-linux-gnu', sys.argv[1] + '/none'])\n"
         "for name in ('libcuda.so.1', 'libcuda.so.580.1'):\n"
         "    path = sys.argv[1] + '/lib/any-linux-gnu/' + name\n"
-        "    assert os.path.samefile(path, build.SOURCE / 'libcuda.so.1'), path\n"
+        "    assert os.path.samefile(path, build.SOFTGPU / 'libcuda.so.1'), path\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=30)
     assert (folder / "libcuda.so.1").read_text() == "the real one"
