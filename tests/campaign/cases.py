@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from campaign.hazards import DONE, HAZARDS, INSIDE, STRUCK
 from campaign.shapes import SHAPES
 
 STEPS = Path(__file__).with_name("steps.json")
@@ -32,7 +33,9 @@ DRIVER_ONLY = (
     "recover-suspend",
 )
 OPERATIONS = DRIVER_ONLY + WITH_CRIU
-VICTIMS = tuple(SHAPES)
+RARE = ("peers",)
+"""Classes of victim that only their hazard befalls."""
+VICTIMS = tuple(name for name in SHAPES if name not in RARE)
 
 RESULTS = (1, 2, 3, 100, 201, 304, 401, 600, 719, 801, 999)
 """Of each class of CUresult: argument, memory, no CUDA state, no device, context, system, state, time, dead context,
@@ -65,7 +68,8 @@ class Case(NamedTuple):
     Attributes:
         operation: of ``OPERATIONS``.
         victim: of ``VICTIMS``.
-        step: "point.NAME.N", "call.NAME.N", "nvml.N", "disk.CALL.N", "run".
+        step: "point.NAME.N", "call.NAME.N", "inside.NAME.N" (in the middle of the driver's work), "nvml.N",
+            "disk.CALL.N", "hazard", "run".
         fault: what goes wrong there.
     """
 
@@ -87,7 +91,7 @@ class Case(NamedTuple):
             ValueError: it is none.
         """
         case = cls(*name.split("/"))
-        if case.operation not in OPERATIONS or case.victim not in VICTIMS:
+        if case.operation not in OPERATIONS or case.victim not in SHAPES:
             raise ValueError(f"{name!r} is no case")
         return case
 
@@ -120,8 +124,11 @@ def enumerate_all(known: dict[str, Any], *, ground: str = "soft") -> Iterator[Ca
             yield from _points(operation, victim, steps, ground)
             if ground == "soft" and victim != "host":
                 yield from _calls(operation, victim, steps)
+                yield from _inside(operation, victim, steps)
             yield from _disk(operation, victim, steps)
             yield from _whole(operation, victim, ground)
+    if ground == "soft":
+        yield from _hazards()
 
 
 def _points(operation: str, victim: str, steps: dict[str, Any], ground: str) -> Iterator[Case]:
@@ -147,6 +154,8 @@ def _points(operation: str, victim: str, steps: dict[str, Any], ground: str) -> 
             faults = [ACTS[victim], f"{ACTS[victim]}+kill-limosa"]
         elif not operation.startswith(("restore", "recover-restore")):
             faults.append("job-killed")
+            if victim == "tree" and ground == "soft":
+                faults += ["member-killed", "member-killed+kill-limosa"]
         if ground == "soft" and victim not in ACTS and operation in FILLED and _filled_at(name):
             faults += ["fill-there", "fill-both"]
         for fault in faults:
@@ -180,6 +189,23 @@ def _calls(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]
         faults = [f"result-{code}" for code in NVML_RESULTS]
         for fault in [*faults, "hang", "delay", "crash-caller", "full", "blind"]:
             yield Case(operation, victim, f"nvml.{n}", fault)
+
+
+def _inside(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]:
+    counts = Counter(steps["calls"])
+    for point, call in INSIDE.items():
+        for n in range(counts[call]):
+            for fault in STRUCK + (() if point in DONE else ("result-2", "result-999")):
+                yield Case(operation, victim, f"inside.{point}.{n}", fault)
+
+
+def _hazards() -> Iterator[Case]:
+    """The driver's hazards, whenever an operation meets them."""
+    for fault, hazard in HAZARDS.items():
+        for operation in hazard.operations:
+            for victim in hazard.victims or VICTIMS:
+                if victim != "host" and (victim in RARE or possible(operation, victim)):
+                    yield Case(operation, victim, "hazard", fault)
 
 
 def _disk(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]:
@@ -247,6 +273,8 @@ def chosen(cases: list[Case], count: int, seed: int) -> list[Case]:
 
 def kind_of_fault(fault: str) -> str:
     """Of several that differ in a number, or in how often, one."""
+    if fault in HAZARDS:
+        return fault
     head = fault.partition(".")[0]
     kind, _, number = head.rpartition("-")
     return kind if number.isdigit() else head

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from campaign import cases
 from campaign.cases import Case
 from campaign.disks import full_disk, small_disk
+from campaign.ground import Soft
+from campaign.hazards import HAZARDS, Hazard, name_of
 from campaign.processes import send_signal
 
 if TYPE_CHECKING:
@@ -45,15 +47,33 @@ class Fault:
         self.undo: list[Callable[[], None]] = []
         self.extra: list[str] = []
 
+    @property
     def kills_job(self) -> bool:
         """Whether the fault ends the job, or a process of it."""
-        deadly = ("job-killed", "crash-target", "exit", "lost-")  # a job on a GPU that is lost ends of it
+        deadly = ("job-killed", "member-killed", "crash-target", "exit", "lost-")  # a GPU that is lost ends its jobs
+        if self.hazard is not None and self.hazard.loses == "process":
+            return True
         return self.case.victim == "exits" or any(word in self.fault for word in deadly)
+
+    @property
+    def hazard(self) -> Hazard | None:
+        """What the driver's hazard is, where it is one."""
+        return HAZARDS[self.fault] if self.case.step == "hazard" else None
+
+    @property
+    def loses_job(self) -> bool:
+        """Whether the driver will not take the job back, whoever asks it."""
+        if self.hazard is not None:
+            return self.hazard.loses == "job"
+        return self.case.step.startswith("inside.restore-claimed") and self.fault.startswith("result-")
 
     @property
     def for_good(self) -> bool:
         """Whether what fails goes on failing, so that an undo may fail as well."""
-        return any(word in self.fault for word in ("for-good", "lost-", "full", "state-", "blind", "file-size"))
+        return any(
+            word in self.fault
+            for word in ("for-good", "lost-", "full", "state-", "blind", "file-size", "kill-after-restore")
+        )
 
     def order(self) -> dict[str, Any]:
         """What the controller is told, and what is armed."""
@@ -74,16 +94,37 @@ class Fault:
             at.append(self._middle(str(flag)))
         if step[0] == "call":
             room.ground.arm(self._driver_rules(step[1], int(step[2])))
+        elif step[0] == "inside":
+            room.ground.arm([f"function=step:{step[1]} nth={int(step[2]) + 1} {self._struck()}"])
+        elif step[0] == "hazard" and not HAZARDS[fault].early:
+            self.arm_hazard()
         elif step[0] == "nvml":
             room.ground.arm(self._nvml_rules(int(step[1])))
         elif step[0] == "disk":
             code = cases.ERRNO[fault.removesuffix("-for-good")]
             order["disk"] = {"call": step[1], "n": int(step[2]), "errno": code, "forever": fault.endswith("for-good")}
         order["at"] = at
-        if fault == "hang":
+        head, _, then = fault.partition("+")
+        if head in ("hang", "multicast-hangs") or (step[0] == "hazard" and HAZARDS[fault].then):
             room.after(RELEASE, room.ground.disarm)
+        if step[0] in ("inside", "hazard") and then:
+            room.after(0.05, lambda: self._strike(f"random-{then}", fired=True))
         self._whole(order)
         return order
+
+    def _struck(self) -> str:
+        """What happens at a point in the middle of the driver's work."""
+        kind = self.fault.partition("+")[0]
+        words = {"hang-for-good": "hang", "delay": "delay=0.15", "slow": "delay=2.6", "crash-target": "crash=target"}
+        return words.get(kind, kind.replace("result-", "result="))
+
+    def arm_hazard(self) -> None:
+        """Switches a hazard on; one that is lost once a process is poisoned befalls one process."""
+        hazard = HAZARDS[self.fault]
+        once = " nth=1" if self.fault in ("restore-poisons", "killed-by-cgroup") else ""
+        self.room.ground.arm([f"hazard={name_of(self.fault)}{once}", *hazard.rules])
+        if self.fault == "kill-after-restore-hangs":
+            self.room.kill_a_restored_one()
 
     def _middle(self, flag: str) -> dict[str, Any]:
         """A point in the middle of the operation, where a victim that behaves does so."""
@@ -154,10 +195,12 @@ class Fault:
         elif kind == "busy-target":
             pass  # another limosa works on it already: see go()
 
-    def _strike(self, kind: str) -> None:
+    def _strike(self, kind: str, fired: bool = False) -> None:
+        """Kills or signals, once limosa has begun; with ``fired`` once the driver is at what it was told to be at."""
         pid = self.room.controller_pid
-        if not pid or not self.room.began:  # not before it is what it says it is
-            self.room.after(0.002, lambda: self._strike(kind) if self.room.controller_pid else None)
+        early = fired and isinstance(self.room.ground, Soft) and not self.room.ground.has_fired()
+        if not pid or not self.room.began or early:  # not before it is what it says it is
+            self.room.after(0.002, lambda: self._strike(kind, fired) if self.room.controller_pid else None)
             return
         if kind in ("random-sigint", "random-sigterm"):
             send_signal(pid, signal.SIGINT if kind.endswith("int") else signal.SIGTERM)

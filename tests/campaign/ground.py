@@ -66,6 +66,8 @@ class Soft(Ground):
         if self._armed:
             self.switches.clear()
             self._armed = False
+            for path in (self.folder / "requests").glob("restored-*"):  # who could hang the node if he were killed
+                path.unlink(missing_ok=True)
         for filled in self._filled:
             filled.close()
         self._filled.clear()
@@ -81,7 +83,8 @@ class Soft(Ground):
         """Whether a rule has had its turn since they were armed."""
         with open(self.folder / "log", "rb") as file:
             file.seek(self._logged)
-            return b" fault " in b" " + file.read()
+            told = b" " + file.read()
+            return b" fault " in told or b" hazard " in told
 
     def sweep(self) -> None:
         for path in (self.folder / "requests").iterdir():

@@ -39,6 +39,7 @@ class Job:
         order = {"shape": shape, "folder": str(folder), "ptx": str(PTX), "first": first}
         self.pid = int(nursery.ask(order, "victim")["victim"])
         self._requests = 0
+        self.missing: set[int] = set()  # slots whose process was ended on purpose
         self.goes_on(limit=max(30.0, 2 * PATIENCE))
         self.size, self.open, self.ran = self.resident(), self.descriptors(), self.threads()
 
@@ -53,7 +54,8 @@ class Job:
     @property
     def cuda_pids(self) -> list[int]:
         """The processes with CUDA state, by slot."""
-        return [self.get(slot, Slot.PID) for slot, parts in enumerate(self.known.processes) if parts]
+        here = [slot for slot, parts in enumerate(self.known.processes) if parts and slot not in self.missing]
+        return [self.get(slot, Slot.PID) for slot in here]
 
     def alive(self) -> bool:
         """Whether its topmost process lives."""
@@ -67,7 +69,7 @@ class Job:
 
     def epochs(self) -> list[int]:
         """Each process's epoch."""
-        return [self.get(slot, Slot.EPOCH) for slot in range(self.slots)]
+        return [self.get(slot, Slot.EPOCH) for slot in range(self.slots) if slot not in self.missing]
 
     def goes_on(self, limit: float = PATIENCE) -> None:
         """Waits until each of its processes has finished another epoch.
@@ -88,7 +90,7 @@ class Job:
             Lost: it does not answer, or its memory is not the twin's.
         """
         self._requests = max(self.get(slot, Slot.REQUEST) for slot in range(self.slots)) + 1
-        asked = range(len(self.known.processes))
+        asked = [slot for slot in range(len(self.known.processes)) if slot not in self.missing]
         for slot in asked:
             self.set(slot, Slot.REQUEST, self._requests)
         end = time.monotonic() + limit

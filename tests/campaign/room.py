@@ -186,6 +186,9 @@ class Room:
             send_signal(job.pid, signal.SIGSTOP)
         elif what == "killed":
             send_signal(job.pid, signal.SIGKILL)
+        elif what == "member-killed":
+            send_signal(job.cuda_pids[1], signal.SIGKILL)
+            job.missing.add(1)
         elif what.startswith("fill"):
             half = max(1, self.ground.gpus // 2)
             wanted = {(p + half) % self.ground.gpus for p in self.home} | (
@@ -255,7 +258,7 @@ class Room:
     def job(self, key: str, shape: str, first: int = 0) -> Job:
         """A running victim of that class, the one that is there where it is whole."""
         job = self.jobs.get(key)
-        if job is not None and job.shape == shape and self.state(job) == "running":
+        if job is not None and job.shape == shape and not job.missing and self.state(job) == "running":
             return job
         if job is not None:
             self.end(key)
@@ -346,6 +349,13 @@ class Room:
         if operation in ("resume", "resume-to", "toggle-up"):
             self.well(["suspend", str(job.pid), "-o", "json"])
         return places
+
+    def kill_a_restored_one(self) -> None:
+        """Somebody else's job is moved there and back to where it runs, and killed."""
+        other = self.job("c", "one", 1 % max(1, self.ground.gpus))
+        for call in ("suspend", "resume"):
+            self.well([call, str(other.pid), "-o", "json"])
+        self.end("c")
 
     def image_places(self, path: Path) -> list[int]:
         """The GPUs that an image's job was on."""

@@ -9,10 +9,11 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from campaign import ground
+from campaign import ground, losses
 from campaign.cases import Case
 from campaign.faults import BROKEN, Fault
 from campaign.jobs import Lost
+from campaign.losses import AWAKENING
 from campaign.processes import Found, send_signal
 
 if TYPE_CHECKING:
@@ -38,6 +39,11 @@ class Run(Fault):
     def go(self) -> list[str]:
         """Prepares, disturbs, judges, brings back; what was wrong."""
         room, case = self.room, self.case
+        early = self.hazard is not None and self.hazard.early
+        if early:  # before there is a job, so that none is there already that could come back
+            room.reset()
+            room.job("a", case.victim)
+            self.arm_hazard()
         self.places = room.home = room.prepare(case)
         self.image = room.images.get(f"a-{case.victim}") if self.operation in ("restore", "restore-to") else None
         self.jobs = [room.jobs["a"], *([room.jobs["b"]] if "b" in room.jobs else [])]
@@ -66,13 +72,17 @@ class Run(Fault):
             for undo in self.undo:
                 undo()
         self._fired()
-        room.ground.disarm()
+        if not early:
+            room.ground.disarm()
         self.problems += room.settle()
         room.stopped = 0.0
         for job in self.jobs:
             send_signal(job.pid, signal.SIGCONT)
         if self.record:
             self.told["steps"] = _steps(self.found)
+        if self.loses_job and self.told["happened"]:
+            losses.judge(self, self.found)
+            return self.problems
         self._judge(self.found)
         self._bring_back()
         return self.problems
@@ -93,10 +103,12 @@ class Run(Fault):
         assert self.found is not None
         kind = self.case.step.split(".")[0]
         happened = bool(self.found.at)
-        if kind in ("call", "nvml"):
+        if kind in ("call", "nvml", "inside", "hazard"):
             assert isinstance(self.room.ground, ground.Soft)
             happened = self.room.ground.has_fired()
         self.told["happened"] = happened or kind == "run"
+        if self.loses_job and not happened:
+            raise Lost(f"the driver was not made to lose the job: {self.found.short()}")
 
     def _snapshot(self) -> dict[str, Any]:
         room = self.room
@@ -123,7 +135,7 @@ class Run(Fault):
     def _now(self) -> list[tuple[str, list[int]]]:
         return [(self.room.state(j), self.room.places(j)) for j in self.jobs]
 
-    def _whole_image(self) -> bool:
+    def whole_image(self) -> bool:
         """Whether there is a new image, every byte of it right."""
         from limosa.errors import LimosaError
         from limosa.image import open_image, verify
@@ -155,6 +167,11 @@ class Run(Fault):
             problems.append("was killed by nobody")
         if rc == 1 and self.fault != "sigint-twice":
             problems.append(f"an internal error: {found.short()}")
+        codes = self.hazard.codes if self.hazard is not None and self.told["happened"] else ()
+        if "member-killed" in self.fault:
+            codes = (0, 21, -9)
+        if codes and rc not in codes and self.case.operation not in BROKEN:
+            problems.append(f"exit code {rc}, not one of {codes}: {found.short()}")
         if rc == 40 and not self._may_fail_to_undo():
             problems.append(f"could not undo: {found.short()}")
         if rc not in (*range(0, 3), *range(10, 25), 40, 41, -9) and not early:
@@ -176,7 +193,7 @@ class Run(Fault):
             words = [p.read_bytes()[-200:] for p in self.room.runtime.glob("*/journals/*.jsonl")]
             problems.append(f"left lying about: {left} {words}")
         now, promised, before = self._now(), self._promised(), self.before
-        image = self._whole_image()
+        image = self.whole_image()
         self.told["state"] = now[0][0]
         wanted: list[tuple[str, list[int]]]
         if unfinished or self.case.operation in BROKEN:
@@ -220,7 +237,10 @@ class Run(Fault):
     def _may_fail_to_undo(self) -> bool:
         # A recover in which something fails says 40 and is tried again.
         broken = self.case.operation in BROKEN and self.case.step != "run"
-        return broken or self.for_good or self.kills_job or "slow" in self.fault or "hang" in self.fault
+        # Nobody knows whether a driver that has failed to resume a suspended job would take it the next time.
+        resuming = self.operation in AWAKENING and self.case.step.startswith(("call.restore", "inside.restore"))
+        gone = self.kills_job or "slow" in self.fault or "hang" in self.fault
+        return broken or resuming or self.for_good or gone
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
@@ -243,7 +263,7 @@ class Run(Fault):
         if self.kills_job and gone and not image.exists() and self.image is None:
             for key in list(room.jobs):
                 room.end(key)
-            self._leaks(alone=True)
+            self.leaks(alone=True)
             return
         if self.kills_job and state.startswith("mixed"):  # a part of it has ended: the rest is of no use
             state = "gone"
@@ -266,22 +286,15 @@ class Run(Fault):
                 return
             if self.image is None or self._thorough(2):
                 room.well(["restore", str(path), "-o", "json"])
+        if any(one.missing for one in self.jobs):
+            self._all_go_on()
         if self.kills_job and any(one.alive() and len(one.session()) < one.slots for one in self.jobs):
             # The fault ended one of several processes: what is left is whole, or was brought back, and waits for it.
             for key in list(room.jobs):
                 room.end(key)
-            self._leaks(alone=True)
+            self.leaks(alone=True)
             return
-        for one in self.jobs:
-            if one.alive():
-                try:
-                    one.goes_on()
-                    one.prove()
-                except Lost:
-                    if not self.fault.startswith("lost-"):
-                        raise
-                    one.kill()  # its GPU was away while it ran there: its end, and nobody's fault
-                    room.reap()
+        self._all_go_on()
         if job.alive():
             if self.case.victim == "forks":
                 job.command("join")
@@ -296,10 +309,23 @@ class Run(Fault):
                 problems.append(f"the job holds {grown >> 20} MiB more host memory than before")
         if self._thorough(5) and not problems and self.case.operation not in BROKEN:
             self._again()
-        self._leaks()
+        self.leaks()
         if self.image is not None and job.alive():
             job.kill()
             room.reap()
+
+    def _all_go_on(self) -> None:
+        """Every process computes, and its memory is its twin's."""
+        for one in self.jobs:
+            if one.alive():
+                try:
+                    one.goes_on()
+                    one.prove()
+                except Lost:
+                    if not self.fault.startswith("lost-"):
+                        raise
+                    one.kill()  # its GPU was away while it ran there: its end, and nobody's fault
+                    self.room.reap()
 
     def _thorough(self, of: int) -> bool:
         return self.room.random.randrange(of) == 0
@@ -323,7 +349,7 @@ class Run(Fault):
             job.prove()
         self.told["again"] = True
 
-    def _leaks(self, *, alone: bool = False) -> None:
+    def leaks(self, *, alone: bool = False) -> None:
         """Nothing is left: device memory, requests, records, processes."""
         room = self.room
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)

@@ -66,6 +66,7 @@ class Work:
         self.descriptors: list[int] = []
         self.vmm = [self._vmm(8 * words, i) for i, words in enumerate(part.vmm)]
         self.pooled = [int(check(cu.cuMemAllocAsync(8 * words, self.streams[0]))) for words in part.pooled]
+        self.idle = int(check(cu.cuMemAlloc(part.idle))) if part.idle else 0
         self.out = int(check(cu.cuMemAlloc(4096)))
         self.y = int(check(cu.cuMemAlloc(4 * FLOATS)))
         self.x = int(check(cu.cuMemAlloc(4 * FLOATS)))
@@ -171,6 +172,11 @@ class Process:
 
             check(cu.cuInit(0))
             self.works = [Work(cu, ptx, first, slot, i, part) for i, part in enumerate(parts)]
+        for work in self.works:
+            for other in self.works:
+                if work.part.peer and other is not work:
+                    check(work.cu.cuCtxSetCurrent(work.context))
+                    check(work.cu.cuCtxEnablePeerAccess(other.context, 0))
         self.threads = sum(work.part.threads for work in self.works)
         self.epoch = 0
         self.gate = threading.Barrier(self.threads + 1) if self.threads else None

@@ -273,7 +273,8 @@ def test_a_resume_elsewhere_that_failed_is_recorded_on_the_gpu_that_the_driver_k
     double.faults[call, 0] = failure(call, pid)
     with pytest.raises(LimosaError) as caught:
         operation.resume(pid, to="1")
-    assert (caught.value.exit_code, caught.value.job_state) == (21, "checkpointed")
+    expected = {"restore": 40, "unlock": 21}[call]  # nobody knows whether it will be restored the next time
+    assert (caught.value.exit_code, caught.value.job_state) == (expected, "checkpointed")
     (here,) = double.where(pid)
     assert list(record_of(pid).bytes) == [double.uuids[here]]
     double.others[double.uuids[here]] = 9 * GB

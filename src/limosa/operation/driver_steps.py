@@ -47,6 +47,8 @@ CALL_SECONDS = 30.0
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
 
+_REFUSED_MAP = "CUDA_ERROR_INVALID_VALUE"
+
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
 SLOWEST_RATE = 0.3e9
@@ -124,11 +126,26 @@ def restore(work: Work, members: Sequence[Member]) -> None:
             try:
                 restore_one(work.driver, m, mapping)
             except DriverError as error:
-                if error.result == OUT_OF_MEMORY:
+                if _may_be_lost(work.driver, m, error):
                     work.doubtful[m.pid] = error
                 raise
 
         _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
+
+
+def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:
+    """Whether the driver may never take a process back whose restore has failed: many such failures are for good.
+
+    Not where it refused to change GPUs, which harms nothing, nor where the work was done in spite of the answer.
+    """
+    if error.result == OUT_OF_MEMORY:
+        return True
+    if error.result == _REFUSED_MAP and member.changes_gpu:
+        return False
+    try:
+        return settled_state(driver, member.pid) == "checkpointed"
+    except LimosaError:
+        return True
 
 
 def unlock(work: Work, members: Sequence[Member]) -> None:
@@ -262,16 +279,23 @@ def bring_back(
     for member in back:
         if journal is not None:
             journal.try_note("restore-home", "begin", member.pid)
-    _each(back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home))
+    failed = _try_each(
+        back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home)
+    )
     for member in back:
-        if journal is not None:
+        if journal is not None and member.pid not in failed:
             journal.try_note("restore-home", "done", member.pid)
+    # Of a job that is not whole nothing goes on; another job of the same operation has nothing to do with that.
+    broken = {m.root for m in back if m.pid in failed}
     for member in alive:
-        if member.was == "running" and settled_state(driver, member.pid, progress) == "locked":
+        whole = member.was == "running" and member.root not in broken
+        if whole and settled_state(driver, member.pid, progress) == "locked":
             driver.unlock(member.pid, limit=CALL_SECONDS)
     still = [m for m in away if m.was == "checkpointed"]
     if still:  # suspended as before, on the GPU that it was being resumed on: the driver knows it there now
         leave_suspended(alive, still)
+    for error in failed.values():
+        raise error
     wrong = {
         m.pid: now
         for m in alive
@@ -319,18 +343,24 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
         driver.restore(member.pid, mapping or None, limit=call_limit(member))
     except DriverError as error:
         changes = mapping is None or any(a != b for a, b in mapping.items())
-        if error.result != "CUDA_ERROR_INVALID_VALUE" or changes:
+        if error.result != _REFUSED_MAP or changes:
             raise
         driver.restore(member.pid, None, limit=call_limit(member))
 
 
 def _each(members: Sequence[Member], call: Callable[[Member], object]) -> None:
+    """Makes a call for each member, all at once; every one is waited for, then the first error is raised."""
+    for error in _try_each(members, call).values():
+        raise error
+
+
+def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> dict[int, BaseException]:
+    """The same; the errors by pid."""
     if not members:
-        return
+        return {}
     with ThreadPoolExecutor(len(members), thread_name_prefix="limosa-undo") as pool:
-        futures = [pool.submit(call, m) for m in members]
-    for future in futures:
-        future.result()
+        futures = {m.pid: pool.submit(call, m) for m in members}
+    return {pid: error for pid, future in futures.items() if (error := future.exception()) is not None}
 
 
 def leave_suspended(members: Sequence[Member], away: Sequence[Member] = ()) -> None:

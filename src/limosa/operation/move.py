@@ -435,6 +435,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         work.pause_begins()
     if operation == "suspend":
         work.check()
+        for member in members:
+            member.identity.check()
         driver_steps.leave_suspended(members)
         work.pause_ends()
         work.drop("driver")
@@ -545,6 +547,7 @@ def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
     inventory = gpu.inventory()
     for member in members:
         if member.was != "checkpointed":
+            member.identity.check()  # one that has ended holds nothing, which is no change of GPUs
             held = inventory.held({member.pid})
             if set(held) != set(member.held):
                 raise Grew(pids=str(member.pid))

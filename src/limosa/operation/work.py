@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from limosa import gpu
@@ -37,7 +37,7 @@ from limosa.errors import (
     UndoFailed,
 )
 from limosa.operation.claims import Claim, make
-from limosa.operation.journal import Header, Journal
+from limosa.operation.journal import Header, Journal, Member
 from limosa.process import records
 from limosa.process.identity import Identity
 from limosa.progress import Progress, ProgressFn, silent
@@ -133,7 +133,7 @@ class Work(Clock):
         self.claim: Claim | None = None
         self.paused_at: float | None = None
         self.state_before = ""
-        self.doubtful: dict[int, BaseException] = {}  # pids whose restore ran out of device memory in the middle
+        self.doubtful: dict[int, BaseException] = {}  # pids whose restore has failed, maybe for good
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver: gpu.Driver | None = None
 
@@ -257,6 +257,7 @@ class Work(Clock):
                 return
             touched = bool(self._undo)
             roots = self.journal.header.roots if self.journal is not None else []
+            members = self.journal.header.members if self.journal is not None else []
             if touched:
                 self.progress(Progress("undo", message=f"{self.operation}: {error}; undoing"))
                 self._unwind(error)
@@ -268,6 +269,8 @@ class Work(Clock):
                 gone = ", ".join(str(r.pid) for r in roots)
                 raised = NoSuchProcess(f"process {gone} has ended in the middle: {error}", pid=roots[0].pid)
                 raised.job_state = "gone"
+            elif touched and isinstance(raised, LimosaError) and raised.exit_code in (10, 12, 20, 21):
+                raised = self._without_a_member(members, raised)
             if touched and isinstance(raised, LimosaError) and not raised.job_state:
                 raised.job_state = self.state_before
             if raised is not error:
@@ -315,16 +318,29 @@ class Work(Clock):
         self.timings["total"] = time.monotonic() - self.started
 
     def _doubt(self, error: BaseException) -> UndoFailed:
-        """A suspended job whose restore ran out of memory in the middle: "as it was" cannot be promised of it.
+        """A suspended job whose restore has failed: "as it was" cannot be promised of it.
 
         One that ran before needs none of this: its undo has restored it, or has failed.
         """
         pids = ", ".join(map(str, self.doubtful))
         return UndoFailed(
             f"{self.operation} failed: {error}. Process {pids} is suspended as before, but drivers were seen to refuse "
-            "a process for ever once its restore had run out of device memory",
-            hint=f"when there is room: limosa resume {pids}. Its host memory holds all there is of it: do not end it",
+            "a process for ever once its restore had failed",
+            hint=f"try again, when there is room: limosa resume {pids}. Its host memory holds all there is of it: do "
+            "not end it",
             job_state="checkpointed",
+        )
+
+    def _without_a_member(self, members: Sequence[Member], error: LimosaError) -> LimosaError:
+        """One answer to the end of one process of several, whichever step was the first to notice: the rest runs on."""
+        ended = [m.pid for m in members if self.operation != "restore" and not m.identity.alive()]
+        if not ended or isinstance(error, UndoFailed):
+            return error
+        told = ", ".join(map(str, ended))
+        return FailedUndone(
+            what=self.operation,
+            detail=f"process {told} of the job has ended in the middle ({error})",
+            hint="the job is as it was, without that process; if it goes on like this, try again",
         )
 
     def translated(self, error: BaseException) -> BaseException:
@@ -337,7 +353,7 @@ class Work(Clock):
                 what=self.operation,
                 seconds=self.timeout or 0,
             )
-        if isinstance(error, NotSupported):
+        if isinstance(error, NotSupported) and error.fields.get("call") != "cuCheckpointProcessRestore":
             return CannotBeMoved(
                 detail=f"the driver cannot checkpoint process {error.fields.get('pid')} ({error.result}); it runs on",
                 hint="managed memory, or CUDA IPC before driver 610, does this",
