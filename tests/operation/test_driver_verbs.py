@@ -455,8 +455,8 @@ def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
     def tree(root: Identity) -> list[Identity]:
         return [Identity.of(p) for p in next(calls)]
 
-    monkeypatch.setattr(module, "tree_of", tree)
-    monkeypatch.setattr(prepare, "tree_of", tree)
+    monkeypatch.setattr(module, "job_tree", tree)
+    monkeypatch.setattr(prepare, "job_tree", tree)
     real = prepare.observe
 
     def both(root: Identity) -> object:

@@ -210,7 +210,7 @@ def test_a_process_of_the_tree_that_begins_to_use_cuda_before_the_lock_is_taken_
 
     monkeypatch.setattr(prepare, "observe", observe)
     for module in (move, prepare):
-        monkeypatch.setattr(module, "tree_of", lambda _: both)
+        monkeypatch.setattr(module, "job_tree", lambda _: both)
 
     def begins() -> None:
         double.states.setdefault(late, "running")

@@ -35,7 +35,7 @@ from limosa.operation import driver_steps, estimate
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
-from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
@@ -51,6 +51,7 @@ from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
+from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
 
 _REAP_SECONDS = 10.0
@@ -261,7 +262,7 @@ class _Checkpoint:
         self.work.check()
         self.work.armed()
         self._refuse_new_cuda_state()
-        self.prepared.tree = tree_of(self.root)  # what it has started since it was looked at belongs to it
+        self.prepared.tree = job_tree(self.root)  # what it has started since it was looked at belongs to it
         assert self.work.journal is not None
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
@@ -281,7 +282,7 @@ class _Checkpoint:
         assert self.prepared.observation is not None
         before = {p.pid: p.n_uvm_maps for p in self.prepared.observation.processes}
         members = {m.pid for m in self.members}
-        for identity in tree_of(self.root):
+        for identity in job_tree(self.root):
             pid = identity.pid
             if pid in members or before.get(pid) or not may_use_cuda(pid):
                 continue

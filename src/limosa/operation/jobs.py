@@ -15,7 +15,7 @@ from limosa.errors import GpuUnavailable, LimosaError, NoCudaState, NoSuchProces
 from limosa.process import records
 from limosa.process.candidates import candidates
 from limosa.process.identity import Identity, ancestors
-from limosa.process.tree import group_by_topmost, job_tree
+from limosa.process.tree import group_by_topmost
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -159,8 +159,3 @@ def command_of(pid: int) -> list[str]:
 def rfc3339(seconds: float) -> str:
     """A time in seconds since the epoch as RFC 3339 in UTC."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def tree_of(root: Identity) -> list[Identity]:
-    """The job's processes, root first."""
-    return job_tree(root)

@@ -16,7 +16,7 @@ from limosa import gpu
 from limosa.errors import DriverHung, InvalidMap, LimosaError, NoRoomOnGpu, PauseTooLong, Reason, Refused, UsageError
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.claims import Claim, machine_lock
-from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
 from limosa.operation.prepare import Prepared, Where, apply_force, as_reason, find_members, look
 from limosa.operation.results import JobResult, Outcome, Plan
@@ -24,6 +24,7 @@ from limosa.operation.work import Clock, Work, myself
 from limosa.process.candidates import may_use_cuda
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
+from limosa.process.tree import job_tree
 from limosa.progress import ProgressFn, silent
 
 TRIES = 3
@@ -531,7 +532,7 @@ def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
         Grew: naming them.
     """
     known = {m.identity for m in prepared.members}
-    others = [i for i in tree_of(prepared.root) if i not in known and may_use_cuda(i.pid)]
+    others = [i for i in job_tree(prepared.root) if i not in known and may_use_cuda(i.pid)]
     grown = find_members(driver, prepared.root, others, None)[0] if others else []
     if grown:
         raise Grew(pids=", ".join(str(m.pid) for m in grown))

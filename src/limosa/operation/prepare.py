@@ -28,7 +28,7 @@ from limosa.errors import (
     UsageError,
 )
 from limosa.operation import claims, estimate, room
-from limosa.operation.jobs import Job, JobLike, job, tree_of
+from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Plan
@@ -37,6 +37,7 @@ from limosa.process import hazards, records
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.memory import grow_host_memory
 from limosa.process.observe import JobObservation, observe
+from limosa.process.tree import job_tree
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,7 +193,7 @@ def look(
         refuse_ancestor(which.root)
     except OwnAncestor as error:
         return Prepared(operation=operation, job=which, tree=[which.root], reasons=[as_reason(error)])
-    tree = tree_of(which.root)
+    tree = job_tree(which.root)
     observation = observe(which.root)
     prepared = Prepared(operation=operation, job=which, tree=tree, observation=observation, leave_running=leave_running)
     reasons: list[Reason] = list(hazards.common_hazards(observation))

@@ -6,11 +6,12 @@ from typing import Any
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
-from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, tree_of, user_of
+from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
 from limosa.process import records
+from limosa.process.tree import job_tree
 
 
 def ps() -> list[Ps]:
@@ -47,7 +48,7 @@ def _unreadable(pid: int, error: LimosaError) -> Ps:
 
 
 def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
-    pids = [p.pid for p in tree_of(which.root)]
+    pids = [p.pid for p in job_tree(which.root)]
     held = {
         (g.uuid, p.pid): g.used_by(p.pid)
         for g in (inventory.gpus if inventory else [])
