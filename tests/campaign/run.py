@@ -90,11 +90,11 @@ class Run(Fault):
     def _busy(self) -> Callable[[], None]:
         """Another operation has its hands on the job: a claim that lives."""
         from limosa.operation.claims import Claim
-        from limosa.operation.jobs import tree_of
         from limosa.process.identity import Identity
+        from limosa.process.tree import job_tree
 
         root = Identity.of(self.jobs[0].pid)
-        claim = Claim(id="other", operation="move", holder=Identity.of(os.getpid()), pids=tree_of(root))
+        claim = Claim(id="other", operation="move", holder=Identity.of(os.getpid()), pids=job_tree(root))
         claim.save()
         return claim.release
 
