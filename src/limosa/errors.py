@@ -396,3 +396,8 @@ class Refused(LimosaError):
         # Instance values shadow the class's: a refusal is as diverse as its reasons.
         self.id = first.id  # type: ignore[misc]
         self.exit_code = first.exit_code  # type: ignore[misc]
+
+
+def worst(codes: Sequence[int]) -> int:
+    """The exit code for several jobs: 40, else 41, else 1, else the first failure's, else 0."""
+    return next((code for code in (40, 41, 1) if code in codes), next((code for code in codes if code), 0))

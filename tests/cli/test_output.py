@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from limosa.cli.output import Format, Report, error_object, plain, reporting, worst
-from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoSuchProcess, Reason, Refused, UndoFailed
+from limosa.cli.output import Format, Report, error_object, plain, reporting
+from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoSuchProcess, Reason, Refused, UndoFailed, worst
 
 REASON = Reason(id="memory-cgroup", text="too little", exit_code=15, hint="more", pid=7, forceable=True)
 WARNING = Reason(id="unknown", text="cannot be known")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from limosa.cli import words
-from limosa.cli.output import Report, error_object, plain, worst
+from limosa.cli.output import Report, error_object, plain
 from limosa.cli.signals import cancelling
-from limosa.errors import LimosaError, Reason, UsageError
+from limosa.errors import LimosaError, Reason, UsageError, worst
 
 if TYPE_CHECKING:
     from limosa.operation.jobs import Job

@@ -245,14 +245,6 @@ def error_object(error: LimosaError) -> dict[str, Any]:
     return found
 
 
-def worst(codes: Sequence[int]) -> int:
-    """The exit code for several jobs: 40, 41, 1, else the first failure's, else 0."""
-    for code in (40, 41, 1):
-        if code in codes:
-            return code
-    return next((c for c in codes if c), 0)
-
-
 def plain(value: Any) -> Any:
     """Structs to dicts that JSON can hold: every key text, every text valid Unicode."""
     import msgspec

@@ -10,7 +10,8 @@ import typer
 
 from limosa.cli import words
 from limosa.cli.options import DryRun, FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, reporting, worst
+from limosa.cli.output import Format, reporting
+from limosa.errors import worst
 
 if TYPE_CHECKING:
     from limosa.operation.results import Recovered

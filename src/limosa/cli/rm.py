@@ -10,8 +10,8 @@ import typer
 
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, error_object, reporting, worst
-from limosa.errors import CancelledUndone, LimosaError
+from limosa.cli.output import Format, error_object, reporting
+from limosa.errors import CancelledUndone, LimosaError, worst
 
 
 def command(

@@ -13,7 +13,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from limosa import gpu
-from limosa.errors import DriverHung, InvalidMap, LimosaError, NoRoomOnGpu, PauseTooLong, Reason, Refused, UsageError
+from limosa.errors import (
+    DriverHung,
+    InvalidMap,
+    LimosaError,
+    NoRoomOnGpu,
+    PauseTooLong,
+    Reason,
+    Refused,
+    UsageError,
+    worst,
+)
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.claims import Claim, machine_lock
 from limosa.operation.jobs import Job, JobLike, job
@@ -158,11 +168,7 @@ def toggle(
 
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
     """The exit code for several jobs: 40, else 41, else 1, else the first failure's, else 0."""
-    codes = [o.error.exit_code if o.error else (o.plan.exit_code if o.plan else 0) for o in outcomes]
-    for code in (40, 41, 1):
-        if code in codes:
-            return code
-    return next((c for c in codes if c), 0)
+    return worst([o.error.exit_code if o.error else (o.plan.exit_code if o.plan else 0) for o in outcomes])
 
 
 # --- planning -------------------------------------------------------------------------------------------------
