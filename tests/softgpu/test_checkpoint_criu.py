@@ -99,6 +99,18 @@ def test_dumped_killed_and_restored(options: tuple[str, ...], big: Any, victims:
     victim.finish()
 
 
+def test_a_job_without_an_environment(big: Any, victims: Any, tmp_path: Path) -> None:
+    """Its libraries were found by the node's own loader cache, which CRIU and the loader of what comes back see too."""
+    victim = victims(big, "--child", prefix=("env", "-i"))
+    image = tmp_path / "image"
+    big.limosa("move", victim.pid, "--to", 1)
+    big.limosa("checkpoint", victim.pid, "--output", image)
+    big.limosa("restore", image, "--to", 0)
+    victim.goes_on()
+    assert on(big) == {0}
+    victim.finish()
+
+
 def test_left_running_and_restored_from_the_image_after_its_end(big: Any, victims: Any, tmp_path: Path) -> None:
     victim = victims(big, "--child", "--vmm")
     image = tmp_path / "image"

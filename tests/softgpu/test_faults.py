@@ -56,6 +56,7 @@ def test_each_call_until_the_rule_is_taken_away(node: Any, job: Far) -> None:
     assert [job("word(cu.cuMemAlloc(4096)[0])") for _ in range(3)] == ["OUT_OF_MEMORY"] * 3
     assert job("word(cu.cuMemGetInfo()[0])") == "OUT_OF_MEMORY"
     assert job("word(cu.cuCtxSynchronize()[0])") == "SUCCESS"
+    assert node.switches.count(rule) == 4
     node.switches.remove(rule)
     assert job("word(cu.cuMemAlloc(4096)[0])") == "SUCCESS"
 

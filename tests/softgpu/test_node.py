@@ -153,6 +153,35 @@ def test_bad_arguments_as_json(libraries):
     assert (ran.returncode, json.loads(ran.stdout)["error"]["exit_code"]) == (2, 2)
 
 
+def test_the_log_is_kept_where_it_is_wanted(tmp_path):
+    code = (
+        "import pynvml as n\nn.nvmlInit()\n"
+        "try: n.nvmlDeviceGetPowerUsage(n.nvmlDeviceGetHandleByIndex(0))\nexcept n.NVMLError: pass"
+    )
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    run = ["--log", "log", "--fault", "function=nvmlInit* delay=0", "--", sys.executable, "-c", code]
+    assert softgpu(*run, cwd=tmp_path).returncode == 0
+    first, *more = log.read_text().splitlines()
+    assert first == "before"
+    assert [line.split(" ", 2)[2] for line in more] == [
+        "fault 000001: nvmlInitWithFlags",
+        "nvmlDeviceGetPowerUsage is not implemented",
+    ]
+    other = tmp_path / "other"
+    assert (
+        softgpu(
+            "--log", other, "--", "sh", "-c", "chmod 700 /dev/nvidia-soft; echo x >> /dev/nvidia-soft/log"
+        ).returncode
+        == 0
+    )
+    assert other.read_text() == "x\n"
+    assert stat.S_IMODE(other.stat().st_mode) == 0o666  # of whoever runs in the node
+    for odd in (tmp_path, tmp_path / "none" / "log", "/dev/null"):
+        ran = softgpu("--log", odd, "--", "true")
+        assert (ran.returncode, f"--log {odd}" in ran.stderr) == (2, True), ran.stderr
+
+
 def test_others_than_root_are_refused_with_words(libraries):
     def drop():
         os.setgid(65534)

@@ -144,6 +144,8 @@ def test_a_new_state_is_whole():
     "rule",
     [
         "result=999",
+        "result=UNKNOWN",
+        "after=ECC_UNCORRECTABLE",
         "function=cuCheckpointProcessRestore nth=3 result=CUDA_ERROR_UNKNOWN",
         "function=cuMem* caller=12 target=13 after=2 every=1",
         "hang",

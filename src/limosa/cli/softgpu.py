@@ -80,6 +80,9 @@ def command(
         list[str] | None,
         typer.Option("--fault", metavar="SPEC", help="Let calls fail; may be repeated. In a node: from now on."),
     ] = None,
+    log: Annotated[
+        str, typer.Option("--log", metavar="FILE", help="Append what went wrong on purpose, and what is missing.")
+    ] = "",
     lift: Annotated[
         list[str] | None, typer.Option("--lift", metavar="NAME", help="In a node: take that fault away, or all.")
     ] = None,
@@ -128,6 +131,7 @@ def command(
             costs=cost or (),
             driver_version=driver or DRIVER_VERSION,
             faults=fault or (),
+            log=log,
         )
         node.enter(spec)
         if shell:

@@ -166,6 +166,8 @@ def result_number(name: str) -> int | None:
     """Return the number of a ``CUresult`` or ``nvmlReturn_t`` given by name or number, None where there is none."""
     if name.isdigit():
         return int(name)
+    if not name.startswith(("CUDA_", "NVML_")):
+        name = f"CUDA_{name}" if name == "SUCCESS" else f"CUDA_ERROR_{name}"
     if name.startswith("NVML_"):
         import pynvml
 

@@ -17,16 +17,17 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from limosa.errors import GpuUnavailable, PermissionDenied
+from limosa.errors import GpuUnavailable, PermissionDenied, UsageError
 from limosa.native import build
-from limosa.softgpu import kernel
+from limosa.softgpu import kernel, loader
 from limosa.softgpu.spec import NodeSpec
 from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
 
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
 _ZERO = os.makedev(1, 5)
-# Where drivers put their libraries: some programs load them from there by their full names.
+# What programs load a driver by, and where drivers put it: some programs load it from there by its full name.
+_DRIVER = {alias: name for name in build.LIBRARIES for alias in (name, name.removesuffix(".1"))}
 _DRIVER_FOLDERS = (
     "/usr/lib/*-linux-gnu",
     "/usr/lib64",
@@ -73,6 +74,7 @@ def enter(spec: NodeSpec) -> None:
     The caller must have one thread, and is never outside again.
 
     Raises:
+        UsageError: the file for the log cannot be written to.
         PermissionDenied: making mounts and device nodes is not permitted.
         GpuUnavailable: the libraries have not been built, or the kernel refused for another reason.
     """
@@ -82,13 +84,16 @@ def enter(spec: NodeSpec) -> None:
             detail="a node of software GPUs has mounts and device nodes of its own, which only root can make",
             hint="use sudo",
         )
+    log = -1
     try:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        log = _open_log(spec.log)
         _make_dev()
         _make_nodes(spec)
-        _make_folder(spec)
+        _make_folder(spec, log)
         _cover_driver()
+        _lead_loader()
     except PermissionError as error:
         raise PermissionDenied(
             detail=f"a node of software GPUs has mounts and device nodes of its own ({error})",
@@ -96,6 +101,9 @@ def enter(spec: NodeSpec) -> None:
         ) from error
     except OSError as error:
         raise GpuUnavailable(detail=f"the node cannot be made: {error}") from error
+    finally:
+        if log >= 0:
+            os.close(log)
     for fd in (0, 1, 2):
         _reopen(fd)
 
@@ -171,7 +179,30 @@ def _make_nodes(spec: NodeSpec) -> None:
         _device(f"/dev/{name}", stat.S_IFCHR, _ZERO)
 
 
-def _make_folder(spec: NodeSpec) -> None:
+def _open_log(path: str) -> int:
+    """Open the file that is to be the node's log, while its name is the machine's; -1 for none."""
+    if not path:
+        return -1
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UsageError(detail=f"--log {path}: {error.strerror}") from error
+    else:
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return fd
+        os.close(fd)
+        raise UsageError(detail=f"--log {path}: this is not a file")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UsageError(detail=f"--log {path}: {error.strerror}") from error
+    os.fchmod(fd, 0o666)  # whoever fails in the node writes there
+    return fd
+
+
+def _make_folder(spec: NodeSpec, log: int) -> None:
     """Make the node's folder; everybody in the node may write there, as with the device nodes."""
     os.mkdir(NODE_FOLDER)
     # More than most of the machine's memory can be promised, but not taken: the rest of the machine has to live.
@@ -185,6 +216,8 @@ def _make_folder(spec: NodeSpec) -> None:
         os.fchmod(fd, 0o666)
         os.ftruncate(fd, size)
         os.close(fd)
+    if log >= 0:
+        kernel.mount(f"/proc/self/fd/{log}", f"{NODE_FOLDER}/log", None, kernel.MS_BIND)
     with opened() as state:
         spec.fill(state)
     if spec.faults:
@@ -197,11 +230,35 @@ def _make_folder(spec: NodeSpec) -> None:
 
 def _cover_driver(folders: Sequence[str] = _DRIVER_FOLDERS) -> None:
     """Bind our libraries over those of a driver that this machine has: in the node there is no other way to it."""
-    for pattern in folders:
-        for folder in glob.glob(pattern):
-            for name in build.LIBRARIES:
-                if os.path.isfile(f"{folder}/{name}"):
-                    kernel.mount(str(build.SOFTGPU / name), f"{folder}/{name}", None, kernel.MS_BIND)
+    found = {
+        os.path.realpath(f"{folder}/{alias}"): name
+        for pattern in folders
+        for folder in glob.glob(pattern)
+        for alias, name in _DRIVER.items()
+    }
+    found |= {os.path.realpath(path): _DRIVER[alias] for alias, path in loader.listed(_DRIVER)}
+    for path, name in found.items():
+        ours = str(build.SOFTGPU / name)
+        if os.path.isfile(path) and not os.path.samefile(path, ours):
+            kernel.mount(ours, path, None, kernel.MS_BIND)
+
+
+def _lead_loader() -> None:
+    """Let the dynamic loader find our libraries where nobody tells it: ``env -i``, sudo, a job that clears its own.
+
+    Where the machine's loader has no cache, or one of another format, LD_LIBRARY_PATH is all there is.
+    """
+    mine = f"{NODE_FOLDER}/ld.so.cache"
+    try:
+        with open(loader.CACHE, "rb") as file:
+            cache = file.read()
+        made = loader.with_libraries(cache, {name: str(build.SOFTGPU / ours) for name, ours in _DRIVER.items()})
+    except (OSError, ValueError):
+        return
+    with open(mine, "wb") as file:
+        file.write(made)
+    os.chmod(mine, 0o644)
+    kernel.mount(mine, loader.CACHE, None, kernel.MS_BIND)
 
 
 def _reopen(fd: int) -> None:

@@ -111,6 +111,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         rates: how long things take.
         idle_bytes: what an idle GPU shows as used.
         faults: rules that hold from the start (``limosa.softgpu.faults``).
+        log: a file that its log is appended to; "" for one that is gone with the node.
     """
 
     gpus: list[GpuSpec]
@@ -119,6 +120,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
     rates: Rates = AS_THE_MACHINE
     idle_bytes: int = 4 * MIB
     faults: list[str] = []
+    log: str = ""
 
     def fill(self, state: NodeState) -> None:
         """Write a new node's state; every GPU gets a UUID that no other node has."""
@@ -187,6 +189,7 @@ def make_spec(
     costs: Sequence[str] = (),
     driver_version: str = DRIVER_VERSION,
     faults: Sequence[str] = (),
+    log: str = "",
 ) -> NodeSpec:
     """Check what somebody asked for and make a node's description of it.
 
@@ -199,6 +202,7 @@ def make_spec(
         costs: likewise.
         driver_version: "580.159.04".
         faults: rules, checked by ``limosa.softgpu.faults``.
+        log: a file that the node's log is appended to.
 
     Raises:
         UsageError: there is no such node.
@@ -230,6 +234,7 @@ def make_spec(
         cuda_version=_cuda_of(int(version[1])),
         rates=paced(LIKE[like] if like else AS_THE_MACHINE, speeds, costs),
         faults=list(faults),
+        log=log,
     )
 
 

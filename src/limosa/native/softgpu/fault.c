@@ -432,7 +432,8 @@ static bool find_rule(const char *function, const char *hazard, pid_t target, st
                      : !is_meant(rule->caller, rule->caller_name, getpid()) ||
                            !is_meant(rule->target, rule->target_name, getpid()))
             continue;
-        if (rule->nth && count(rule) != rule->nth)
+        unsigned long calls = count(rule); /* also of a rule for each call: who looks at the node is told */
+        if (rule->nth && calls != rule->nth)
             continue;
         *found = *rule;
         fits = true;
