@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from conformance.counting import count
 from conformance.jobs import MIB, WORDS, Controller, Job
 from conformance.node import REAL, Node, SoftNode
 from conformance.pool import Pool
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for name in shared or ():
                 item.add_marker(pytest.mark.xdist_group(f"{name}-{item.callspec.params[name]}"))
     items.sort(key=lambda item: bool(item.get_closest_marker("hazard")))
+
+
+def pytest_report_collectionfinish(items: list[pytest.Item]) -> str:
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    return f"conformance: {count(ours)} checks in {len(ours)} tests"
 
 
 @pytest.hookimpl(hookwrapper=True)

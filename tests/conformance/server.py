@@ -83,7 +83,7 @@ def encode(value):
         return bytes(value.bytes).hex()
     if hasattr(value, "__int__"):
         return int(value)
-    if type(value).__name__ == "CUipcMemHandle":
+    if type(value).__name__ in ("CUipcMemHandle", "CUipcEventHandle"):
         return ctypes.string_at(value.getPtr(), 64).hex()
     fields = {}
     for name in dir(value):

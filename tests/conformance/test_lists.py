@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,23 @@ def test_every_test_that_the_readme_names_is_there() -> None:
                 assert (HERE / f"{name}.py").exists(), name
             else:
                 assert any(re.fullmatch(name.replace("*", ".*"), test) for test in written(module)), (module, name)
+
+
+def test_every_fact_of_the_readme_has_a_test_or_a_reason() -> None:
+    rows = [line for line in (HERE / "README.md").read_text().splitlines() if line.startswith(("| §", "| caveats"))]
+    assert len(rows) > 50
+    for row in rows:
+        _, _, where, _ = row.split("|")
+        assert "test_" in where or re.match(r" not provoked( here)?: \S+", where), row
+
+
+def test_the_readme_tells_how_many_checks_there_are() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-p", "no:cacheprovider", str(HERE)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"conformance: (\d+) checks in (\d+) tests", said)
+    assert found, said[-500:]
+    assert int(found[1]) >= 250
+    assert f"**{found[1]} checks**" in (HERE / "README.md").read_text()
 
 
 @pytest.mark.parametrize("place", UNSEEN)

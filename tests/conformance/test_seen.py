@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from conformance.jobs import MIB, POSIX, Controller, Job, enum, prop
 JobIn = Callable[[str], Job]
 Start = Callable[..., Job]
 HELD = 192 * MIB
+INTERPROCESS = 4 | 2  # CU_EVENT_INTERPROCESS takes CU_EVENT_DISABLE_TIMING with it
+SHARED_FILE = r"/dev/shm/cuda\.shm\.\w+\.{:x}\.\w+"  # with the exporter's pid
 
 
 def device_files(pid: int) -> list[str]:
@@ -213,7 +216,18 @@ def test_memory_shared_by_legacy_ipc_maps_a_file_in_dev_shm(side: str, start: St
     importer.do("cuIpcOpenMemHandle", {"s": "CUipcMemHandle", "raw": handle}, 1)
     found = mappings((exporter if side == "exporter" else importer).pid, "/dev/shm/cuda.shm.")
     assert bool(found) == expected("file of memory that is shared by IPC")
-    assert all(re.fullmatch(rf"/dev/shm/cuda\.shm\.\w+\.{exporter.pid:x}\.\w+", path) for path in found)
+    assert all(re.fullmatch(SHARED_FILE.format(exporter.pid), path) for path in found)
+
+
+@pytest.mark.parametrize("side", ["exporter", "importer"])
+def test_an_event_shared_by_legacy_ipc_maps_a_file_in_dev_shm(side: str, start: Start) -> None:
+    """As PyTorch shares them, beside the memory."""
+    exporter, importer = start().start_up(), start().start_up()
+    handle = exporter.do("cuIpcGetEventHandle", exporter.do("cuEventCreate", INTERPROCESS))
+    importer.do("cuIpcOpenEventHandle", {"s": "CUipcEventHandle", "raw": handle})
+    found = mappings((exporter if side == "exporter" else importer).pid, "/dev/shm/cuda.shm.")
+    assert found
+    assert all(re.fullmatch(SHARED_FILE.format(exporter.pid), path) for path in found)
 
 
 # --- the job's own memory ---------------------------------------------------------------------------------------------
@@ -243,6 +257,22 @@ def test_the_copy_is_one_anonymous_mapping_as_large_as_what_is_saved(job: Job, c
         if fields[0] not in before and len(fields) == 5 and fields[1].startswith("rw") and high - low >= HELD:
             new.append(high - low)
     assert len(new) == 1
+
+
+def test_the_copys_mapping_is_asked_of_the_c_library_once_and_populated(
+    start: Start, controller: Controller, tmp_path: Path
+) -> None:
+    """So a preloaded library can answer it with memory of its own."""
+    library, seen = tmp_path / "mappings_seen.so", tmp_path / "seen"
+    source = Path(__file__).with_name("mappings_seen.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True, timeout=30)
+    job = start(LD_PRELOAD=str(library), MAPPINGS_SEEN=str(seen)).start_up()
+    job.do("cuMemAlloc", HELD)
+    controller.lock(job.pid)
+    seen.unlink(missing_ok=True)
+    assert controller.checkpoint(job.pid) == "SUCCESS"
+    asked = [line.split() for line in seen.read_text().splitlines()]
+    assert [populated for size, populated in asked if int(size) >= HELD] == ["1"], asked
 
 
 def test_pinned_memory_costs_nothing_more_while_checkpointed(start: Start, controller: Controller) -> None:
