@@ -70,8 +70,9 @@ def _kept(run: Run, found: Found) -> None:
         elif len(job.session()) != job.slots:
             problems.append(f"processes of a lost job were ended: {job.session()} instead of {job.slots}")
     asleep = [state for state in states if state == "checkpointed" or state.startswith("mixed checkpointed")]
-    if len(asleep) != 1 or set(states) - {*asleep, "running"}:
-        problems.append(f"one job is lost, and the jobs are {states}")
+    lost = len(run.jobs) if run.hazard is not None and run.hazard.early else 1
+    if len(asleep) != lost or set(states) - {*asleep, "running"}:
+        problems.append(f"{lost} lost, and the jobs are {states}")
     if found.error.get("job_state") == "running":
         problems.append("a lost job is said to run")
     again = room.operate(["recover", "-o", "json"], points=False)

@@ -227,6 +227,14 @@ class Room:
         held = set(job.cuda_pids)
         return [g.index for g in gpu.inventory().gpus if any(p.pid in held for p in g.processes)]
 
+    def on_gpus(self) -> list[dict[int, int]]:
+        """Who is on each GPU, with how many bytes."""
+        if not self.ground.gpus:
+            return []
+        from limosa import gpu
+
+        return [{p.pid: p.memory_used or 0 for p in g.processes} for g in gpu.inventory().gpus]
+
     def used(self) -> list[int]:
         """Bytes in use on each GPU."""
         if not self.ground.gpus or self.ground.name == "real":

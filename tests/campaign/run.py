@@ -6,11 +6,12 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from campaign import ground, losses
-from campaign.cases import Case
+from campaign.cases import ACTS, Case
 from campaign.faults import BROKEN, Fault
 from campaign.jobs import Lost
 from campaign.losses import AWAKENING
@@ -167,7 +168,9 @@ class Run(Fault):
             problems.append("was killed by nobody")
         if rc == 1 and self.fault != "sigint-twice":
             problems.append(f"an internal error: {found.short()}")
-        codes = self.hazard.codes if self.hazard is not None and self.told["happened"] else ()
+        codes: tuple[int, ...] = ()
+        if self.hazard is not None and self.told["happened"] and self.case.victim not in ACTS:
+            codes = self.hazard.codes
         if "member-killed" in self.fault:
             codes = (0, 21, -9)
         if codes and rc not in codes and self.case.operation not in BROKEN:
@@ -209,7 +212,12 @@ class Run(Fault):
         if self.kills_job and now[0][0].startswith(("gone", "mixed")):
             wanted.append(now[0])
         if now[0] not in wanted and not self._excused(now[0]):
-            problems.append(f"exit code {rc}, and the job is {now[0]} instead of {wanted} ({found.short()})")
+            seen = room.on_gpus()
+            time.sleep(0.1)
+            later = f"{self._now()[0]}; on the GPUs {seen}, 0.1 s later {room.on_gpus()}"
+            problems.append(
+                f"exit code {rc}, and the job is {now[0]} instead of {wanted} ({found.short()}), then {later}"
+            )
         if now[0][0] == "gone" and self.operation == "checkpoint" and not image and not self.kills_job:
             problems.append("the job is gone and there is no image")
         if rc == 0 and self.case.operation in ("checkpoint", "leave-running") and not image:
