@@ -6,22 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driver_double import DriverDouble
+from driver_double import PROGRAM, DriverDouble
 
 from limosa import gpu
-
-PROGRAM = """
-import mmap, sys, time, pathlib
-folder = pathlib.Path(sys.argv[1])
-library = folder / "libcuda.so.1"
-library.write_bytes(bytes(4096))
-with open(library, "rb") as file:
-    mapped = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
-print("READY", flush=True)
-while True:
-    time.sleep(0.01)
-    print("tick", 0, time.monotonic(), flush=True)
-"""
 
 GpuLike = Callable[..., int]
 

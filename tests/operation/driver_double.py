@@ -13,6 +13,19 @@ from limosa.errors import DriverError, IllegalState, NoCudaState
 from limosa.gpu import Gpu, GpuProcess, Inventory, LockResult, State
 
 GB = 1 << 30
+PROGRAM = """
+import mmap, sys, time, pathlib
+folder = pathlib.Path(sys.argv[1])
+library = folder / "libcuda.so.1"
+library.write_bytes(bytes(4096))
+with open(library, "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+print("READY", flush=True)
+while True:
+    time.sleep(0.01)
+    print("tick", 0, time.monotonic(), flush=True)
+"""
+"""What a process runs that looks as if it held CUDA state."""
 
 
 class DriverDouble:

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import PROGRAM  # type: ignore[attr-defined]
-from driver_double import DriverDouble, failure
+from driver_double import PROGRAM, DriverDouble, failure
 
 from limosa import operation
 from limosa.errors import DriverError, DriverNoSuchProcess, LimosaError, NoCudaState, UndoFailed

@@ -443,19 +443,15 @@ def test_a_swap_that_cannot_be_is_planned_as_refused(gpu_like: GpuLike, double: 
 def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
+    from limosa.operation import holding, prepare
 
-    from limosa.operation import move as _  # noqa: F401  (the function; its module is patched below)
-
-    module = sys.modules["limosa.operation.move"]
     pid, late = gpu_like(on=0), gpu_like(on=0)
-    prepare = sys.modules["limosa.operation.prepare"]
     calls = iter([[pid], [pid, late], [pid, late], [pid, late], [pid, late]])
 
     def tree(root: Identity) -> list[Identity]:
         return [Identity.of(p) for p in next(calls)]
 
-    monkeypatch.setattr(module, "job_tree", tree)
+    monkeypatch.setattr(holding, "job_tree", tree)
     monkeypatch.setattr(prepare, "job_tree", tree)
     real = prepare.observe
 

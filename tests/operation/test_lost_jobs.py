@@ -196,7 +196,7 @@ def test_a_suspended_job_taken_elsewhere_and_suspended_again_before_the_claim_is
 def test_a_process_of_the_tree_that_begins_to_use_cuda_before_the_lock_is_taken_along(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    move, prepare = sys.modules[MOVE], sys.modules["limosa.operation.prepare"]
+    holding, prepare = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "prepare"))
     pid, late = gpu_like(on=0), gpu_like(on=0)
     del double.states[late]
     held = double.held.pop(late)
@@ -209,7 +209,7 @@ def test_a_process_of_the_tree_that_begins_to_use_cuda_before_the_lock_is_taken_
         return seen
 
     monkeypatch.setattr(prepare, "observe", observe)
-    for module in (move, prepare):
+    for module in (holding, prepare):
         monkeypatch.setattr(module, "job_tree", lambda _: both)
 
     def begins() -> None:

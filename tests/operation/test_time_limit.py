@@ -15,13 +15,13 @@ from driver_double import DriverDouble
 from limosa import operation
 from limosa.errors import CancelledUndone, DriverHung, LimosaError, TimedOutUndone
 from limosa.operation import prepare
-from limosa.operation.move import TRIES, Grew
+from limosa.operation.holding import TRIES, Grew
 from limosa.operation.work import Clock, Work
 
 GpuLike = Callable[..., int]
 
 # The modules: the names in the package are the verbs.
-MOVE, CHECKPOINT = (sys.modules[f"limosa.operation.{name}"] for name in ("move", "checkpoint"))
+HOLDING, CHECKPOINT = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "checkpoint"))
 
 
 def test_tries_of_a_job_that_grows_share_one_limit(
@@ -34,7 +34,7 @@ def test_tries_of_a_job_that_grows_share_one_limit(
         time.sleep(0.5)
         raise Grew(pids=str(pid))
 
-    monkeypatch.setattr(MOVE, "refuse_growth", grown)
+    monkeypatch.setattr(HOLDING, "refuse_growth", grown)
     with pytest.raises(TimedOutUndone, match=r"longer than 0\.8 s"):
         operation.suspend(pid, timeout=0.8)
     assert 1 <= len(tries) <= 2  # with a limit of its own for each there were three

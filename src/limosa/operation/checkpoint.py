@@ -35,11 +35,11 @@ from limosa.operation import driver_steps, estimate
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
+from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
-from limosa.operation.move import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.work import Work, myself

@@ -15,7 +15,7 @@ from limosa.image.trust import destination_problem
 from limosa.operation import estimate
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
-from limosa.operation.move import pause_reason
+from limosa.operation.move_plan import pause_reason
 from limosa.operation.prepare import Prepared, apply_force, as_reason, look
 from limosa.operation.work import Clock
 from limosa.process import hazards

@@ -1,8 +1,8 @@
 """``move``, ``suspend``, ``resume`` and ``toggle``: the verbs that need nothing but the driver.
 
 move: lock → checkpoint → restore(map) → unlock. suspend: its first half. resume: its second half. Several jobs are
-planned together and done one after another, each with a result of its own; ``swap`` does two as one, because neither
-fits before the other has left.
+planned together (``move_plan``) and done one after another, each with a result of its own; ``swap`` does two as one,
+because neither fits before the other has left.
 """
 
 from __future__ import annotations
@@ -13,32 +13,19 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from limosa import gpu
-from limosa.errors import (
-    DriverHung,
-    InvalidMap,
-    LimosaError,
-    NoRoomOnGpu,
-    PauseTooLong,
-    Reason,
-    Refused,
-    UsageError,
-    worst,
-)
+from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, Reason, Refused, UsageError, worst
 from limosa.operation import driver_steps, estimate, room
-from limosa.operation.claims import Claim, machine_lock
+from limosa.operation.claims import Claim
+from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
-from limosa.operation.prepare import Prepared, Where, apply_force, as_reason, find_members, look
+from limosa.operation.move_plan import is_done, look_at
+from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import JobResult, Outcome, Plan
 from limosa.operation.work import Clock, Work, myself
-from limosa.process.candidates import may_use_cuda
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
-from limosa.process.tree import job_tree
 from limosa.progress import ProgressFn, silent
-
-TRIES = 3
-"""How often a job is tried that grows while it is being locked."""
 
 
 class _How(NamedTuple):
@@ -60,12 +47,6 @@ class _How(NamedTuple):
             cancel=self.cancel,
             started=started,
         )
-
-
-class Grew(LimosaError):
-    """The job is not what was looked at: a process of it got a CUDA context, or somebody has suspended or moved it."""
-
-    id, exit_code, template = "grew", 19, "the job keeps changing while it is looked at: processes {pids}"
 
 
 def move(
@@ -169,110 +150,6 @@ def toggle(
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
     """The exit code for several jobs: 40, else 41, else 1, else the first failure's, else 0."""
     return worst([o.error.exit_code if o.error else (o.plan.exit_code if o.plan else 0) for o in outcomes])
-
-
-# --- planning -------------------------------------------------------------------------------------------------
-
-
-def look_at(
-    verb: str,
-    which: Job,
-    driver: gpu.Driver,
-    where: Where,
-    *,
-    force: Collection[str],
-    max_pause: float | None = None,
-    check_room: bool = True,
-    freed: Mapping[str, int] | None = None,
-    clock: Clock | None = None,
-) -> Prepared:
-    """Plans one verb for one job.
-
-    Args:
-        verb: "move", "suspend", "resume" or "toggle".
-        which: the job.
-        driver: asked for states.
-        where: where it is to go.
-        force: ids of reasons that become warnings.
-        max_pause: seconds.
-        check_room: False for a swap, where room is looked at for both together.
-        freed: bytes by GPU UUID that jobs planned before this one will have freed (negative: taken).
-        clock: how long it may take.
-    """
-    common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
-    prepared = look(verb, which, driver=driver, **common)
-    if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
-        prepared = look(_toggled(prepared), which, driver=driver, **common)
-    operation = prepared.operation
-    extra: list[Reason] = []
-    if not prepared.members and not any(r.refuses for r in prepared.reasons):
-        text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {operation}"
-        hint = "limosa checkpoint writes it to disk"
-        extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))
-    for member in prepared.members:
-        if member.was == "locked":
-            text = f"process {member.pid} is locked by somebody; it will be unlocked"
-            extra.append(Reason(id="locked", text=text, pid=member.pid))
-    cost = estimate.of(operation, prepared.members)
-    too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
-    if too_long and not is_done(operation, prepared):
-        extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
-    prepared.reasons += apply_force(extra, force)
-    if is_done(operation, prepared):
-        prepared.steps = []
-        # Nothing will be touched, so nothing can stand against it but not being allowed to look.
-        prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
-    else:
-        prepared.steps = steps_of(operation, prepared)
-    return prepared
-
-
-def pause_reason(estimated: float, limit: float) -> Reason:
-    """``--max-pause`` refuses by estimate."""
-    error = PauseTooLong(estimate=estimated, limit=limit)
-    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
-
-
-def _toggled(prepared: Prepared) -> str:
-    return "resume" if prepared.states == {"checkpointed"} else "suspend"
-
-
-def _unasked(prepared: Prepared) -> bool:
-    """Whether there is a process whose state the driver does not tell."""
-    return any(r.id == "cannot-be-asked" for r in prepared.reasons)
-
-
-def is_done(operation: str, prepared: Prepared) -> bool:
-    """Whether the job is already as the verb wants it."""
-    if not prepared.members or _unasked(prepared):
-        return False
-    if operation == "suspend":
-        return prepared.states == {"checkpointed"}
-    if prepared.inventory is None or prepared.nowhere:
-        return False  # where it is, or is to be, cannot be told
-    if operation == "resume":
-        return prepared.states == {"running"} and not any(m.changes_gpu for m in prepared.members)
-    return prepared.states == {"running"} and not any(_leaves(m) for m in prepared.members)
-
-
-def _leaves(member: Member) -> bool:
-    return any(member.map.get(u, u) != u for u in member.held)
-
-
-def steps_of(operation: str, prepared: Prepared) -> list[str]:
-    """The steps in words."""
-    awake = [m.pid for m in prepared.members if m.was != "checkpointed"]
-    pids = ", ".join(str(m.pid) for m in prepared.members)
-    steps = []
-    if operation in ("move", "suspend") and awake:
-        asleep = ", ".join(map(str, awake))
-        steps += [f"lock {asleep}", f"checkpoint {asleep}: device memory to host memory"]
-    if operation in ("move", "resume"):
-        changed = {a: b for m in prepared.members for a, b in m.map.items() if a != b}
-        index = {g.uuid: g.index for g in prepared.inventory.gpus} if prepared.inventory else {}
-        told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
-        steps += [f"restore {pids}" + (f" with {told}" if told else ""), f"unlock {pids}"]
-    return steps
 
 
 # --- doing ----------------------------------------------------------------------------------------------------
@@ -484,90 +361,6 @@ def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
                 raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
     work.begin(header, claim, room_is_there)
-
-
-def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
-    """Looks, with the claim and before there is anything to undo, whether somebody worked on it since it was looked at.
-
-    Call it before the driver's undo is registered: that would undo what the other has done.
-
-    Raises:
-        Grew: a process has another state, or is suspended on another GPU, than it was planned from.
-    """
-    for p in prepared:
-        record = SuspendRecord.of(p.root)
-        for member in p.members:
-            try:
-                state = driver_steps.settled_state(work.driver, member.pid, work.progress, work.left)
-            except DriverHung:
-                work.check()
-                raise
-            if state != member.was:
-                raise Grew(pids=str(member.pid))
-            if (
-                member.was == "checkpointed"
-                and record is not None
-                and record.held.get(str(member.pid), {}) != member.held
-            ):
-                raise Grew(pids=str(member.pid))
-
-
-def stand_still(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
-    """Locks all, looks whether a job has grown, and checkpoints all."""
-    driver_steps.lock(work, members)
-    for p in prepared:
-        refuse_growth(work.driver, p)
-    if members:
-        _weigh_again(work, prepared[0].operation, members)
-    work.check()
-    work.check_pause(estimate.checkpoint_seconds(members) + estimate.restore_seconds(members), estimate.LOCK_FIXED)
-    if work.claim is not None:  # the way back is spoken for as well, from the moment others could take it
-        for uuid, size in room.needs(members, home=True).items():
-            work.claim.gpus[uuid] = max(work.claim.gpus.get(uuid, 0), size)
-        work.claim.save()
-    driver_steps.checkpoint(work, members)
-
-
-def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
-    """Looks whether more processes of the job hold CUDA state than when it was planned.
-
-    Any process that has libcuda mapped is asked, also one that was there before. What has none does not count: a
-    DataLoader may start workers at any time.
-
-    Raises:
-        Grew: naming them.
-    """
-    known = {m.identity for m in prepared.members}
-    others = [i for i in job_tree(prepared.root) if i not in known and may_use_cuda(i.pid)]
-    grown = find_members(driver, prepared.root, others, None)[0] if others else []
-    if grown:
-        raise Grew(pids=", ".join(str(m.pid) for m in grown))
-
-
-def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
-    """A locked job can allocate nothing more: what it holds now must fit, and be where it was planned from.
-
-    Raises:
-        Grew: it has changed GPUs since it was looked at.
-        NoRoomOnGpu: it has grown, and does not fit any more.
-    """
-    inventory = gpu.inventory()
-    for member in members:
-        if member.was != "checkpointed":
-            member.identity.check()  # one that has ended holds nothing, which is no change of GPUs
-            held = inventory.held({member.pid})
-            if set(held) != set(member.held):
-                raise Grew(pids=str(member.pid))
-            member.held = held
-    if work.journal is not None:
-        work.journal.rewrite_header()
-    if operation == "move" and work.claim is not None:
-        with machine_lock():
-            short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
-            if short:
-                raise NoRoomOnGpu(detail=short, hint="the job has grown since it was looked at")
-            work.claim.gpus = room.needs(members)
-            work.claim.save()
 
 
 def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobResult:

@@ -128,7 +128,7 @@ def plan(verb: str, like: JobLike, **options: Any) -> Plan:
     """
     from limosa.operation.checkpoint_plan import Options
     from limosa.operation.checkpoint_plan import look_at as look_at_checkpoint
-    from limosa.operation.move import look_at
+    from limosa.operation.move_plan import look_at
 
     which = job(like)
     driver = gpu.Driver()

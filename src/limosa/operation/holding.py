@@ -1,0 +1,112 @@
+"""From the claim until the job stands still: what ``move``, ``suspend`` and ``checkpoint`` have in common.
+
+A job may change between the moment when it was looked at and the moment when it is locked; a locked one cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa import gpu
+from limosa.errors import DriverHung, LimosaError, NoRoomOnGpu
+from limosa.operation import driver_steps, estimate, room
+from limosa.operation.claims import machine_lock
+from limosa.operation.journal import Member
+from limosa.operation.prepare import Prepared, find_members
+from limosa.operation.work import Work
+from limosa.process.candidates import may_use_cuda
+from limosa.process.records import SuspendRecord
+from limosa.process.tree import job_tree
+
+TRIES = 3
+"""How often a job is tried that grows while it is being locked."""
+
+
+class Grew(LimosaError):
+    """The job is not what was looked at: a process of it got a CUDA context, or somebody has suspended or moved it."""
+
+    id, exit_code, template = "grew", 19, "the job keeps changing while it is looked at: processes {pids}"
+
+
+def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
+    """Looks, with the claim and before there is anything to undo, whether somebody worked on it since it was looked at.
+
+    Call it before the driver's undo is registered: that would undo what the other has done.
+
+    Raises:
+        Grew: a process has another state, or is suspended on another GPU, than it was planned from.
+    """
+    for p in prepared:
+        record = SuspendRecord.of(p.root)
+        for member in p.members:
+            try:
+                state = driver_steps.settled_state(work.driver, member.pid, work.progress, work.left)
+            except DriverHung:
+                work.check()
+                raise
+            if state != member.was:
+                raise Grew(pids=str(member.pid))
+            if (
+                member.was == "checkpointed"
+                and record is not None
+                and record.held.get(str(member.pid), {}) != member.held
+            ):
+                raise Grew(pids=str(member.pid))
+
+
+def stand_still(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
+    """Locks all, looks whether a job has grown, and checkpoints all."""
+    driver_steps.lock(work, members)
+    for p in prepared:
+        refuse_growth(work.driver, p)
+    if members:
+        _weigh_again(work, prepared[0].operation, members)
+    work.check()
+    work.check_pause(estimate.checkpoint_seconds(members) + estimate.restore_seconds(members), estimate.LOCK_FIXED)
+    if work.claim is not None:  # the way back is spoken for as well, from the moment others could take it
+        for uuid, size in room.needs(members, home=True).items():
+            work.claim.gpus[uuid] = max(work.claim.gpus.get(uuid, 0), size)
+        work.claim.save()
+    driver_steps.checkpoint(work, members)
+
+
+def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
+    """Looks whether more processes of the job hold CUDA state than when it was planned.
+
+    Any process that has libcuda mapped is asked, also one that was there before. What has none does not count: a
+    DataLoader may start workers at any time.
+
+    Raises:
+        Grew: naming them.
+    """
+    known = {m.identity for m in prepared.members}
+    others = [i for i in job_tree(prepared.root) if i not in known and may_use_cuda(i.pid)]
+    grown = find_members(driver, prepared.root, others, None)[0] if others else []
+    if grown:
+        raise Grew(pids=", ".join(str(m.pid) for m in grown))
+
+
+def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
+    """A locked job can allocate nothing more: what it holds now must fit, and be where it was planned from.
+
+    Raises:
+        Grew: it has changed GPUs since it was looked at.
+        NoRoomOnGpu: it has grown, and does not fit any more.
+    """
+    inventory = gpu.inventory()
+    for member in members:
+        if member.was != "checkpointed":
+            member.identity.check()  # one that has ended holds nothing, which is no change of GPUs
+            held = inventory.held({member.pid})
+            if set(held) != set(member.held):
+                raise Grew(pids=str(member.pid))
+            member.held = held
+    if work.journal is not None:
+        work.journal.rewrite_header()
+    if operation == "move" and work.claim is not None:
+        with machine_lock():
+            short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
+            if short:
+                raise NoRoomOnGpu(detail=short, hint="the job has grown since it was looked at")
+            work.claim.gpus = room.needs(members)
+            work.claim.save()

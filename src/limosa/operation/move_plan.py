@@ -1,0 +1,115 @@
+"""What stands against ``move``, ``suspend``, ``resume`` and ``toggle``, and what they will do."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from limosa import gpu
+from limosa.errors import PauseTooLong, Reason
+from limosa.operation import estimate
+from limosa.operation.jobs import Job
+from limosa.operation.journal import Member
+from limosa.operation.prepare import Prepared, Where, apply_force, look
+from limosa.operation.work import Clock
+
+
+def look_at(
+    verb: str,
+    which: Job,
+    driver: gpu.Driver,
+    where: Where,
+    *,
+    force: Collection[str],
+    max_pause: float | None = None,
+    check_room: bool = True,
+    freed: Mapping[str, int] | None = None,
+    clock: Clock | None = None,
+) -> Prepared:
+    """Plans one verb for one job.
+
+    Args:
+        verb: "move", "suspend", "resume" or "toggle".
+        which: the job.
+        driver: asked for states.
+        where: where it is to go.
+        force: ids of reasons that become warnings.
+        max_pause: seconds.
+        check_room: False for a swap, where room is looked at for both together.
+        freed: bytes by GPU UUID that jobs planned before this one will have freed (negative: taken).
+        clock: how long it may take.
+    """
+    common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
+    prepared = look(verb, which, driver=driver, **common)
+    if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
+        prepared = look(_toggled(prepared), which, driver=driver, **common)
+    operation = prepared.operation
+    extra: list[Reason] = []
+    if not prepared.members and not any(r.refuses for r in prepared.reasons):
+        text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {operation}"
+        hint = "limosa checkpoint writes it to disk"
+        extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))
+    for member in prepared.members:
+        if member.was == "locked":
+            text = f"process {member.pid} is locked by somebody; it will be unlocked"
+            extra.append(Reason(id="locked", text=text, pid=member.pid))
+    cost = estimate.of(operation, prepared.members)
+    too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
+    if too_long and not is_done(operation, prepared):
+        extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
+    prepared.reasons += apply_force(extra, force)
+    if is_done(operation, prepared):
+        prepared.steps = []
+        # Nothing will be touched, so nothing can stand against it but not being allowed to look.
+        prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
+    else:
+        prepared.steps = steps_of(operation, prepared)
+    return prepared
+
+
+def pause_reason(estimated: float, limit: float) -> Reason:
+    """``--max-pause`` refuses by estimate."""
+    error = PauseTooLong(estimate=estimated, limit=limit)
+    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
+
+
+def _toggled(prepared: Prepared) -> str:
+    return "resume" if prepared.states == {"checkpointed"} else "suspend"
+
+
+def _unasked(prepared: Prepared) -> bool:
+    """Whether there is a process whose state the driver does not tell."""
+    return any(r.id == "cannot-be-asked" for r in prepared.reasons)
+
+
+def is_done(operation: str, prepared: Prepared) -> bool:
+    """Whether the job is already as the verb wants it."""
+    if not prepared.members or _unasked(prepared):
+        return False
+    if operation == "suspend":
+        return prepared.states == {"checkpointed"}
+    if prepared.inventory is None or prepared.nowhere:
+        return False  # where it is, or is to be, cannot be told
+    if operation == "resume":
+        return prepared.states == {"running"} and not any(m.changes_gpu for m in prepared.members)
+    return prepared.states == {"running"} and not any(_leaves(m) for m in prepared.members)
+
+
+def _leaves(member: Member) -> bool:
+    return any(member.map.get(u, u) != u for u in member.held)
+
+
+def steps_of(operation: str, prepared: Prepared) -> list[str]:
+    """The steps in words."""
+    awake = [m.pid for m in prepared.members if m.was != "checkpointed"]
+    pids = ", ".join(str(m.pid) for m in prepared.members)
+    steps = []
+    if operation in ("move", "suspend") and awake:
+        asleep = ", ".join(map(str, awake))
+        steps += [f"lock {asleep}", f"checkpoint {asleep}: device memory to host memory"]
+    if operation in ("move", "resume"):
+        changed = {a: b for m in prepared.members for a, b in m.map.items() if a != b}
+        index = {g.uuid: g.index for g in prepared.inventory.gpus} if prepared.inventory else {}
+        told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
+        steps += [f"restore {pids}" + (f" with {told}" if told else ""), f"unlock {pids}"]
+    return steps
