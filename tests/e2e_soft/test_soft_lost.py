@@ -19,7 +19,7 @@ def test_a_job_that_the_driver_has_lost_is_told_as_such(node: Any) -> None:
         assert said["error"]["job_state"] == "checkpointed"
         assert f"limosa resume {job.pid}" in said["error"]["hint"]
     node.switches.remove(lie)
-    assert "CUDA_ERROR_OPERATING_SYSTEM" in node.says(21, "failed", "resume", job.pid)["error"]["message"]
+    assert "CUDA_ERROR_OPERATING_SYSTEM" in node.says(40, "undo-failed", "resume", job.pid)["error"]["message"]
     node.limosa("recover")  # nothing that it could do, and nothing that it makes worse
     assert job.alive()
     assert node.state(job) == "checkpointed"
