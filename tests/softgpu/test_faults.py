@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from softgpu.far import Died, Far
 
+from limosa.softgpu.faults import HAZARDS
+
 MIB = 1 << 20
 ONE_ALLOCATION = """
 import os
@@ -390,7 +392,123 @@ def test_no_map_refused(node: Any, job: Far, controller: Far) -> None:
     assert job("intact()")
 
 
-@pytest.mark.parametrize("hazard", ["vgpu", "mig", "mps"])
+@pytest.mark.parametrize("call", ["lock", "state", "restore"])
+def test_lock_hangs_when_stopped_also_where_it_is_not(call: str, node: Any, job: Far, controller: Far) -> None:
+    other = Far(node)
+    other("start()")
+    if call == "restore":
+        controller.suspend(job.pid)
+    rule = node.switches.add(f"hazard=lock-hangs-when-stopped target={job.pid}")
+    waits = controller.send(f"{call}({job.pid}{', 100' if call == 'lock' else ''})")
+    time.sleep(0.4)
+    assert not waits.done  # its own time-out is past
+    assert Far(node).state(other.pid) == "running"
+    node.switches.remove(rule)
+    assert waits.value() == ("running" if call == "state" else "SUCCESS")
+
+
+def test_state_blocks_in_flight_also_where_nothing_is(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=state-blocks-in-flight")
+    query = controller.send(f"state({job.pid})")
+    assert Far(node).lock(job.pid) == "SUCCESS"
+    assert not query.done
+    node.switches.remove(rule)
+    assert query.value() == "locked"
+
+
+def test_ipc_lost_also_where_there_is_none(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=ipc-lost caller=far.py")
+    controller.suspend(job.pid)
+    node.switches.remove(rule)
+    assert [controller.restore(job.pid) for _ in range(2)] == ["INVALID_VALUE"] * 2
+    assert controller.state(job.pid) == "checkpointed"
+
+
+def test_managed_not_supported_also_where_there_is_none(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=managed-not-supported")
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert [controller.checkpoint(job.pid) for _ in range(2)] == ["NOT_SUPPORTED", "UNKNOWN"]
+    assert controller.state(job.pid) == "locked"
+    node.switches.remove(rule)
+    assert controller.unlock(job.pid) == "SUCCESS"
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert job("intact()")
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "restore"])
+def test_stays_locked_after_controller_death(call: str, node: Any, job: Far, controller: Far) -> None:
+    assert controller.lock(job.pid) == "SUCCESS"
+    if call == "restore":
+        assert controller.checkpoint(job.pid) == "SUCCESS"
+    node.switches.add("hazard=stays-locked-after-controller-death nth=1")
+    doomed = Far(node)
+    doomed("ok(cu.cuInit(0))")
+    doomed.send(f"{call}({job.pid})")
+    assert doomed.died() == -signal.SIGKILL
+    after = {"checkpoint": "checkpointed", "restore": "locked"}[call]
+    assert controller.state(job.pid) == after  # it waits for what is under way
+    if call == "checkpoint":
+        assert controller.restore(job.pid) == "SUCCESS"
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert job("intact()")
+    assert os.listdir(os.path.join(node.folder, "requests")) == []
+
+
+def test_chips_differ_also_where_they_are_alike(node: Any, job: Far, controller: Far) -> None:
+    a, b = controller("[bytes(ok(cu.cuDeviceGetUuid(i)).bytes).hex() for i in range(2)]")
+    node.switches.add("hazard=chips-differ")
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid, [(a, b), (b, a)]) == "INVALID_VALUE"
+    assert controller.state(job.pid) == "checkpointed"
+    controller.resume(job.pid, [(a, a), (b, b)])
+    assert job("intact()")
+
+
+def test_needs_persistence_also_where_it_is_on(node: Any, job: Far, controller: Far) -> None:
+    rule = node.switches.add("hazard=needs-persistence")
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid) == "NOT_INITIALIZED"
+    node.switches.remove(rule)
+    controller.resume(job.pid)
+    assert job("intact()")
+
+
+def test_bus_id_remembered_also_on_the_same_node(node: Any, job: Far, controller: Far) -> None:
+    bus = "ok(cu.cuDeviceGetPCIBusId(13, 0)).decode().rstrip(chr(0))"
+    before = job(bus)
+    node.switches.add("hazard=bus-id-remembered")
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    after = job(bus)
+    assert after != before
+    there = [gpu["pci_bus_id"] for gpu in node.limosa("gpus", "-o", "json").json["gpus"]]
+    assert [before[-10:] in bus for bus in there] == [True, False]
+    assert not any(after[-10:] in bus for bus in there)  # no GPU of this machine has it
+    assert job("intact()")
+
+
+def test_a_thread_id_is_noted_or_refused(node: Any, job: Far, controller: Far) -> None:
+    thread = next(int(tid) for tid in os.listdir(f"/proc/{job.pid}/task") if int(tid) != job.pid)
+    rule = node.switches.add("hazard=thread-id-as-pid")
+    assert [controller.state(thread), controller.state(job.pid)] == ["running", "running"]
+    assert node.switches.count(rule) == 1
+    node.switches.add("hazard=thread-id-refused")
+    assert controller.state(thread) == "OPERATING_SYSTEM"
+    assert controller.lock(thread) == "OPERATING_SYSTEM"
+    assert controller.state(job.pid) == "running"
+
+
+def test_every_hazard_is_told_of_and_tried() -> None:
+    """In the documentation's table, and by a rule in this file."""
+    here = Path(__file__)
+    told = (here.parents[2] / "docs" / "softgpu.md").read_text(encoding="utf-8")
+    tried = "".join(path.read_text(encoding="utf-8") for path in here.parent.glob("test_*.py"))
+    assert {name for name in HAZARDS if f"`{name}`" not in told} == set()
+    assert {name for name in HAZARDS if f"hazard={name}" not in tried and f'"{name}"' not in tried} == set()
+
+
+@pytest.mark.parametrize("hazard", ["vgpu", "mig", "mps", "mig-not-supported", "mps-not-supported"])
 def test_not_supported(hazard: str, node: Any, job: Far, controller: Far) -> None:
     if hazard == "mig":
         node.switches.mig(0)

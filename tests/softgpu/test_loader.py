@@ -61,7 +61,7 @@ def test_another_driver_is_listed_no_more(machines: bytes) -> None:
 
 def test_names_are_sorted_as_the_loader_searches() -> None:
     names = [b"libb.so", b"liba.so.10", b"liba.so.9.1", b"liba.so.9", b"liba.so", b"lib"]
-    assert sorted(names[::-1], key=loader._order, reverse=True) == names
+    assert sorted(set(names), key=loader._order, reverse=True) == names
 
 
 @pytest.mark.parametrize("cut", [0, 30, 200])

@@ -57,21 +57,33 @@ WORDS: dict[str, re.Pattern[str]] = {
     "lie": re.compile(r"[a-z]+:.*"),
 }
 HAZARDS = {
+    "bus-id-remembered",
+    "chips-differ",
     "collective-deadlocks-lock",
     "first-synchronise-segfaults",
     "init-slow",
+    "ipc-lost",
     "kill-after-restore-hangs",
     "killed-by-cgroup",
+    "lock-hangs-when-stopped",
+    "managed-not-supported",
+    "mig-not-supported",
+    "mps-not-supported",
     "multicast-hangs",
     "nccl-shared-memory-lost",
+    "needs-persistence",
     "no-map-refused",
     "peer-large-allocation-lost",
     "restore-poisons",
+    "state-blocks-in-flight",
     "states-4-and-5",
+    "stays-locked-after-controller-death",
     "synchronise-while-checkpointed-segfaults",
+    "thread-id-as-pid",
+    "thread-id-refused",
     "vgpu",
 }
-"""The hazards that can be switched (``docs/softgpu.md``); those that are always so have no name here."""
+"""The hazards that can be switched on (``docs/softgpu.md``)."""
 STEPS = {
     "step:checkpoint-begin",
     "step:checkpoint-released",

@@ -172,7 +172,8 @@ static CUresult lock_process(const struct request *request)
 
     if (result != CUDA_SUCCESS)
         return result;
-    if (any_gpu(driver.openable, is_mig) || driver.node->nvml_flags & NODE_MPS || fault_hazard("vgpu"))
+    if (any_gpu(driver.openable, is_mig) || driver.node->nvml_flags & NODE_MPS || fault_hazard("vgpu") ||
+        fault_hazard("mig-not-supported") || fault_hazard("mps-not-supported"))
         return CUDA_ERROR_NOT_SUPPORTED;
     if (fault_hazard_wait("collective-deadlocks-lock", limit))
         return CUDA_ERROR_NOT_READY;
@@ -226,7 +227,7 @@ static void note_gpus(void)
 /* What the driver does not notice until it is too late. */
 static CUresult note_losses(void)
 {
-    if (memory_has_imported() || shared_events_imported())
+    if (memory_has_imported() || shared_events_imported() || fault_hazard("ipc-lost"))
         return CUDA_ERROR_INVALID_VALUE;
     if (memory_has_peer_hazard() && fault_hazard("peer-large-allocation-lost"))
         return CUDA_ERROR_INVALID_VALUE;
@@ -247,7 +248,7 @@ static CUresult checkpoint_process(const struct request *request)
     streams_drain(-1);
     if (kept.refused)
         return CUDA_ERROR_UNKNOWN;
-    if (memory_has_managed()) {
+    if (memory_has_managed() || fault_hazard("managed-not-supported")) {
         kept.refused = true;
         return CUDA_ERROR_NOT_SUPPORTED;
     }
@@ -347,6 +348,7 @@ static bool was_openable(const void *uuid)
 static CUresult choose_gpus(const struct request *request)
 {
     uint32_t openable = devices_openable(), taken = 0;
+    bool moves = false;
 
     for (int gpu = 0; gpu < NODE_MAX_GPUS; gpu++)
         after[gpu] = gpu;
@@ -361,8 +363,11 @@ static CUresult choose_gpus(const struct request *request)
             !(openable >> gpu & 1 || was_openable(uuid)))
             return CUDA_ERROR_INVALID_VALUE;
         taken |= 1u << gpu;
+        moves |= gpu != kept.gpu[i];
         after[kept.gpu[i]] = gpu;
     }
+    if (moves && fault_hazard("chips-differ"))
+        return CUDA_ERROR_INVALID_VALUE;
     /* A right map, but a node that was there has been covered meanwhile: measured. */
     return taken & ~openable ? CUDA_ERROR_NOT_SUPPORTED : CUDA_SUCCESS;
 }
@@ -392,6 +397,14 @@ static CUresult claim(const struct request *request)
     return result;
 }
 
+/* As if it had come from another machine: it is told the bus id of then, which no GPU of this one has. */
+static void come_from_elsewhere(struct node_gpu *known)
+{
+    unsigned domain, bus, device, function;
+    if (sscanf(known->pci, "%x:%x:%x.%x", &domain, &bus, &device, &function) == 4)
+        snprintf(known->pci, sizeof(known->pci), "%08X:%02X:%02X.%X", domain, bus | 0x80, device & 0x1f, function & 7);
+}
+
 static CUresult restore_opened(const struct request *request)
 {
     double since = node_now();
@@ -418,8 +431,11 @@ static CUresult restore_opened(const struct request *request)
     const struct node_rates *rates = &driver.node->rates;
     node_pace(since, kept.contexts ? rates->restore_fixed : rates->restore_fixed / 10, kept.device_bytes,
               rates->restore);
+    bool elsewhere = fault_hazard("bus-id-remembered");
     driver_lock();
     for (int i = 0; i < driver.n_devices; i++) {
+        if (elsewhere)
+            come_from_elsewhere(&driver.known[i]);
         driver.devices[i] = gpu_after(driver.devices[i]);
         memcpy(driver.known[i].uuid, driver.node->gpus[driver.devices[i]].uuid, sizeof(driver.known[i].uuid));
     }

@@ -131,6 +131,11 @@ static CUresult target_open(pid_t pid, struct target *target)
     target->pidfd = (int)syscall(SYS_pidfd_open, target->tgid, 0);
     if (target->pidfd < 0)
         return CUDA_ERROR_OPERATING_SYSTEM;
+    if (target->tgid != pid) {
+        if (fault_hazard_about("thread-id-refused", target->tgid, 0))
+            return CUDA_ERROR_OPERATING_SYSTEM;
+        fault_hazard_about("thread-id-as-pid", target->tgid, 0); /* it is always so; with a rule it is noted */
+    }
     target->tid = find_restore_thread(target->tgid);
     if (!target->tid)
         return CUDA_ERROR_NOT_INITIALIZED;
@@ -255,6 +260,31 @@ static bool wait_for_answer(uint64_t number, const struct target *target, struct
     return true;
 }
 
+/* Hazards that a controller meets whatever its target does. */
+static void meet_hazards(const struct request *request, pid_t pid)
+{
+    enum request_kind kind = (enum request_kind)request->kind;
+    if (kind == REQUEST_STATE || kind == REQUEST_LOCK || kind == REQUEST_RESTORE)
+        fault_hazard_about("lock-hangs-when-stopped", pid, -1); /* as if it were stopped */
+    if (kind == REQUEST_STATE)
+        fault_hazard_about("state-blocks-in-flight", pid, -1); /* as if there were something in flight */
+}
+
+/* A hazard: the controller is killed while its target is at work, which goes on. */
+static void die_in_the_middle(const struct request *request, uint64_t number, const struct target *target)
+{
+    char path[REQUEST_PATH_ROOM], text[8];
+
+    if ((request->kind != REQUEST_CHECKPOINT && request->kind != REQUEST_RESTORE) ||
+        !fault_hazard_about("stays-locked-after-controller-death", target->tgid, 0))
+        return;
+    request_path(number, ".ask", path);
+    while (readlink(path, text, sizeof(text)) > 0 && !is_dead(target))
+        node_pace(node_now(), 0.001, 0, 0);
+    node_pace(node_now(), 0.02, 0, 0); /* it has been read; now it is looked whether its controller lives */
+    kill(getpid(), SIGKILL);
+}
+
 static CUresult ask_target(const struct target *target, struct request *request, int *value)
 {
     struct reply reply;
@@ -264,6 +294,8 @@ static CUresult ask_target(const struct target *target, struct request *request,
         return CUDA_ERROR_OPERATING_SYSTEM;
     CUresult result = wake(target, number);
     if (result == CUDA_SUCCESS) {
+        if (fault_rules())
+            die_in_the_middle(request, number, target);
         if (wait_for_answer(number, target, &reply)) {
             result = (CUresult)reply.result;
             *value = reply.value;
@@ -295,8 +327,10 @@ static CUresult ask(const char *name, pid_t pid, struct request *request, int *v
 
     if (fault.actions & FAULT_RESULT)
         return (CUresult)fault.result;
-    if (fault_rules())
+    if (fault_rules()) {
         checkpoint_node_hangs();
+        meet_hazards(request, pid);
+    }
     if (fault.actions & FAULT_CRASH_TARGET)
         crash_target(pid);
     request->faults = fault.actions & (FAULT_NO_DEVICE_MEMORY | FAULT_NO_HOST_MEMORY);
@@ -400,7 +434,7 @@ EXPORT CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *arg
         for (unsigned i = 0; i < args->gpuPairsCount; i++)
             request.pairs[i] = args->gpuPairs[i];
     }
-    if (!gpus_are_awake())
+    if (!gpus_are_awake() || fault_hazard_about("needs-persistence", pid, 0))
         RETURN(CUDA_ERROR_NOT_INITIALIZED);
     RETURN(ask(__func__, pid, &request, NULL, NULL));
 }

@@ -430,7 +430,7 @@ static bool find_rule(const char *function, const char *hazard, pid_t target, st
             continue;
         if (function ? !concerns(rule, function, target)
                      : !is_meant(rule->caller, rule->caller_name, getpid()) ||
-                           !is_meant(rule->target, rule->target_name, getpid()))
+                           !is_meant(rule->target, rule->target_name, target))
             continue;
         unsigned long calls = count(rule); /* also of a rule for each call: who looks at the node is told */
         if (rule->nth && calls != rule->nth)
@@ -497,16 +497,21 @@ bool fault_rules(void)
     return rules_current();
 }
 
-bool fault_hazard_wait(const char *name, double seconds)
+bool fault_hazard_about(const char *name, pid_t target, double seconds)
 {
     struct rule rule;
 
-    if (!rules_current() || !find_rule(NULL, name, 0, &rule))
+    if (!rules_current() || !find_rule(NULL, name, target, &rule))
         return false;
     node_log("hazard %s (%s)", name, rule.name);
     for (double since = node_now(); (seconds < 0 || node_now() - since < seconds) && still_there(&rule);)
         rest(0.02);
     return true;
+}
+
+bool fault_hazard_wait(const char *name, double seconds)
+{
+    return fault_hazard_about(name, getpid(), seconds);
 }
 
 bool fault_hazard(const char *name)

@@ -66,4 +66,7 @@ bool fault_rules(void);
 /* As fault_hazard, and wait until its rule is taken away, at most `seconds` (negative: no limit). */
 bool fault_hazard_wait(const char *name, double seconds);
 
+/* The same for a controller in a call about a target: caller= and target= mean these two. */
+bool fault_hazard_about(const char *name, pid_t target, double seconds);
+
 #endif
