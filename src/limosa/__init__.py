@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from limosa.operation.prepare import plan_restore as plan_restore
     from limosa.operation.ps import ps as ps
     from limosa.operation.recover import recover as recover
-    from limosa.operation.recover import remove_image as remove_image
+    from limosa.operation.remove_image import remove_image as remove_image
     from limosa.operation.restore import restore as restore
     from limosa.progress import Progress as Progress
 

@@ -22,7 +22,7 @@ from limosa import operation
 from limosa.errors import Busy, LimosaError, Refused
 from limosa.operation import claims, journal
 from limosa.operation.journal import Header, Journal, Member
-from limosa.operation.recover import remove_image
+from limosa.operation.remove_image import remove_image
 from limosa.process.identity import Identity
 from limosa.process.records import RunRecord, SuspendRecord, folders, own_folder
 

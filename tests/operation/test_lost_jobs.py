@@ -21,7 +21,7 @@ from limosa import operation
 from limosa.errors import Busy, DriverNoSuchProcess, LeftSuspended, LimosaError, NoRoomOnGpu, Refused, UndoFailed
 from limosa.operation import claims, journal
 from limosa.operation.journal import Header, Journal
-from limosa.operation.recover import remove_image
+from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Outcome
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord

@@ -12,7 +12,8 @@ from limosa.operation.jobs import Job, resolve
 from limosa.operation.move import move, resume, suspend, toggle, worst_exit_code
 from limosa.operation.prepare import plan, plan_restore
 from limosa.operation.ps import ps
-from limosa.operation.recover import recover, remove_image
+from limosa.operation.recover import recover
+from limosa.operation.remove_image import remove_image
 from limosa.operation.restore import restore
 
 __all__ = [

@@ -25,14 +25,15 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu
-from limosa.errors import Busy, CannotBeMoved, LeftSuspended, LimosaError, UndoFailed
+from limosa.errors import CannotBeMoved, LeftSuspended, LimosaError, UndoFailed
 from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
 from limosa.operation import claims, driver_steps, journal, room
 from limosa.operation.journal import Journal, Member
-from limosa.operation.leftovers import end_rest, let_go_on, release_network, remove_table, tables_of
+from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.remove_image import log_folder, remove_image
 from limosa.operation.restore import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
@@ -163,51 +164,6 @@ def _others_at_work(found: list[Recovered]) -> bool:
     known = {one.id for one in found}
     mine = [s for s in journal.under_way() if s.owner == os.geteuid()]
     return any(not s.alive and s.id not in known for s in mine)
-
-
-def remove_image(path: str | os.PathLike[str]) -> int:
-    """Removes an image, or an unfinished folder, and the nftables table that its dump left.
-
-    Returns:
-        Bytes freed.
-
-    Raises:
-        UsageError: it is neither.
-        Busy: a living checkpoint writes it.
-    """
-    absolute = os.path.abspath(path)
-    for claim in claims.everybodys():
-        if any(_same(absolute, path) for path in claim.paths) and claims.lives(claim.holder):
-            raise Busy(f"{absolute} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
-    tables = []
-    with contextlib.suppress(LimosaError), open_image(path, trust=False) as image:
-        tables = [image.manifest.nft_table] if image.manifest.nft_table else []
-    log_fd = _log_folder(path)
-    try:
-        # An unfinished or damaged one has no manifest to ask; CRIU's log names the run all the same.
-        tables += tables_of(log_fd) if log_fd >= 0 else []
-        freed = remove_folder(path)
-    finally:
-        if log_fd >= 0:
-            os.close(log_fd)
-    for table in set(tables):
-        remove_table(table)
-    return freed
-
-
-def _same(path: str, claimed: str) -> bool:
-    """Whether both name the same folder, one of them through a link maybe."""
-    try:
-        return path == claimed or os.path.realpath(path) == os.path.realpath(claimed)
-    except ValueError:  # somebody has claimed what cannot be a path
-        return False
-
-
-def _log_folder(path: str | os.PathLike[str]) -> int:
-    """An image's folder with CRIU's logs, open; -1 where there is none."""
-    with contextlib.suppress(OSError):
-        return os.open(Path(path, LOG_NAME), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    return -1
 
 
 def _entry(dead: Journal, **fields: object) -> Recovered:
@@ -356,7 +312,7 @@ def _release_network(dead: Journal) -> None:
     """A CRIU that was killed has left the job's connections shut: open them again."""
     header = dead.header
     for folder in (header.draft, header.image):
-        log_fd = _log_folder(folder) if folder else -1
+        log_fd = log_folder(folder) if folder else -1
         if log_fd >= 0:
             break
     try:
