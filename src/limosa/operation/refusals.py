@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from limosa.errors import Reason
 from limosa.gpu import Gpu, Inventory
@@ -28,93 +28,97 @@ def gpu_refusals(inventory: Inventory, members: Sequence[Member], *, moves: bool
         members: the processes, with what they hold and where they go.
         moves: whether the operation changes GPUs.
     """
-    found: list[Reason] = []
-    needed = MOVE_DRIVER if moves else SUSPEND_DRIVER
-    if inventory.driver_major < needed:
-        what = "changing GPUs" if moves else "suspending"
-        found.append(
-            Reason(
-                id="driver-too-old",
-                text=f"driver {inventory.driver_version} is too old for {what}: {needed} or newer is needed",
-                exit_code=12,
-                hint="install a newer NVIDIA driver",
-            )
-        )
-    for index in inventory.lost if members else ():
-        found.append(
-            Reason(
-                id="gpu-lost",
-                text=f"GPU {index} has fallen off the bus: a restore has to name every GPU that a job can open",
-                exit_code=12,
-                hint="reset that GPU, or restart the machine",
-            )
-        )
-    involved = {u for m in members for u in m.held} | {m.map.get(u, u) for m in members for u in m.held}
     by_uuid = {g.uuid: g for g in inventory.gpus}
+    found = [
+        *_old_driver(inventory, moves),
+        *(_lost(index) for index in inventory.lost if members),
+        *_mig(by_uuid, members),
+        *(_peer_access(member) for member in members if _may_have_peers(member)),
+        *_mps(inventory, members),
+        *_chips(by_uuid, members),
+    ]
+    return list({(r.id, r.text): r for r in found}.values())
+
+
+def _old_driver(inventory: Inventory, moves: bool) -> Iterator[Reason]:
+    needed, what = (MOVE_DRIVER, "changing GPUs") if moves else (SUSPEND_DRIVER, "suspending")
+    if inventory.driver_major < needed:
+        text = f"driver {inventory.driver_version} is too old for {what}: {needed} or newer is needed"
+        yield Reason(id="driver-too-old", text=text, exit_code=12, hint="install a newer NVIDIA driver")
+
+
+def _lost(index: int) -> Reason:
+    return Reason(
+        id="gpu-lost",
+        text=f"GPU {index} has fallen off the bus: a restore has to name every GPU that a job can open",
+        exit_code=12,
+        hint="reset that GPU, or restart the machine",
+    )
+
+
+def _mig(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Reason]:
+    involved = {u for m in members for u in m.held} | {m.map.get(u, u) for m in members for u in m.held}
     for uuid in sorted(involved):
         if uuid in by_uuid and by_uuid[uuid].mig:
-            index = by_uuid[uuid].index
-            found.append(
-                Reason(
-                    id="mig",
-                    text=f"GPU {index} is in MIG mode, which the driver cannot checkpoint",
-                    exit_code=12,
-                    hint="turn MIG off on that GPU, or move to another",
-                )
-            )
-    for member in members:
-        largest = max(member.held.values(), default=0)
-        if member.was != "checkpointed" and len(member.held) > 1 and largest >= PEER_BYTES:
-            found.append(
-                Reason(
-                    id="peer-access",
-                    text=f"process {member.pid} holds memory on {len(member.held)} GPUs: if they have peer access to "
-                    "one another and one of its allocations has 512 MiB or more, the driver cannot restore it "
-                    "and the job would be lost",
-                    exit_code=13,
-                    hint="if its GPUs do not copy to one another, or PyTorch runs with expandable_segments: "
-                    "--force=peer-access",
-                    pid=member.pid,
-                    forceable=True,
-                )
-            )
-    clients = {p.pid for g in inventory.gpus for p in g.mps_processes}
-    found += [
-        Reason(
-            id="mps",
-            text=f"process {member.pid} computes through MPS: the driver cannot checkpoint it",
-            exit_code=12,
-            hint="start the job without MPS",
-            pid=member.pid,
-            forceable=True,
-        )
-        for member in members
-        if member.pid in clients
-    ]
-    if inventory.mps:
-        found.append(
-            Reason(
-                id="mps-server",
-                text="an MPS server runs here; its clients cannot be checkpointed",
+            yield Reason(
+                id="mig",
+                text=f"GPU {by_uuid[uuid].index} is in MIG mode, which the driver cannot checkpoint",
                 exit_code=12,
-                hint="--force=mps-server if this job is no client of it",
+                hint="turn MIG off on that GPU, or move to another",
+            )
+
+
+def _may_have_peers(member: Member) -> bool:
+    largest = max(member.held.values(), default=0)
+    return member.was != "checkpointed" and len(member.held) > 1 and largest >= PEER_BYTES
+
+
+def _peer_access(member: Member) -> Reason:
+    return Reason(
+        id="peer-access",
+        text=f"process {member.pid} holds memory on {len(member.held)} GPUs: if they have peer access to one another "
+        "and one of its allocations has 512 MiB or more, the driver cannot restore it and the job would be lost",
+        exit_code=13,
+        hint="if its GPUs do not copy to one another, or PyTorch runs with expandable_segments: --force=peer-access",
+        pid=member.pid,
+        forceable=True,
+    )
+
+
+def _mps(inventory: Inventory, members: Sequence[Member]) -> Iterator[Reason]:
+    clients = {p.pid for g in inventory.gpus for p in g.mps_processes}
+    for member in members:
+        if member.pid in clients:
+            yield Reason(
+                id="mps",
+                text=f"process {member.pid} computes through MPS: the driver cannot checkpoint it",
+                exit_code=12,
+                hint="start the job without MPS",
+                pid=member.pid,
                 forceable=True,
             )
+    if inventory.mps:
+        yield Reason(
+            id="mps-server",
+            text="an MPS server runs here; its clients cannot be checkpointed",
+            exit_code=12,
+            hint="--force=mps-server if this job is no client of it",
+            forceable=True,
         )
+
+
+def _chips(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Reason]:
     for member in members:
         for source, target in member.map.items():
             a, b = by_uuid.get(source), by_uuid.get(target)
             if source != target and source in member.held and a and b and not same_chip(a, b):
-                found.append(
-                    Reason(
-                        id="chip",
-                        text=f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
-                        "the driver restores on the same chip only",
-                        exit_code=12,
-                        pid=member.pid,
-                    )
+                yield Reason(
+                    id="chip",
+                    text=f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
+                    "the driver restores on the same chip only",
+                    exit_code=12,
+                    pid=member.pid,
                 )
-    return list({(r.id, r.text): r for r in found}.values())
 
 
 def same_chip(a: Gpu, b: Gpu) -> bool:
