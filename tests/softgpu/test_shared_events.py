@@ -69,6 +69,11 @@ def maps(far: Far) -> list[str]:
         return [line.split()[-1] for line in file if "/dev/shm/cuda.shm." in line]
 
 
+def held(far: Far) -> list[str]:
+    links = [os.readlink(f"/proc/{far.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{far.pid}/fd")]
+    return [path for path in links if "cuda.shm" in path]
+
+
 def test_what_was_never_recorded_is_over(pair: tuple[Far, Far]) -> None:
     assert [far("asked(e)") for far in pair] == ["SUCCESS", "SUCCESS"]
 
@@ -156,6 +161,7 @@ def test_files_tell_who_exports_and_go(pair: tuple[Far, Far], node: Any) -> None
     (file,) = files(node)
     assert file.split(".")[3] == f"{exporter.pid:x}"
     assert maps(exporter) == maps(importer) == [f"/dev/shm/{file}"]
+    assert [held(far) for far in pair] == [[f"/dev/shm/{file}"], []]
     importer("ok(cu.cuEventDestroy(e))")
     assert maps(importer) == []
     exporter("f = event(); handle_of(f)")
@@ -173,6 +179,7 @@ def test_a_child_has_nothing_of_it(pair: tuple[Far, Far], node: Any) -> None:
         assert far("len(os.read(said, 1))") == 1
         far("os.waitpid(child, 0)")
         assert len(files(node)) == 1  # the child's end did not take it away
+        assert len(held(far)) == (far is pair[0])
         assert far("asked(e)") == "SUCCESS"
 
 

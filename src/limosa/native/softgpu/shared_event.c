@@ -42,6 +42,7 @@ struct shared_event {
     struct page *page;
     bool imported, exported;
     unsigned number; /* in the name of its file */
+    int fd;          /* of an exported one: the real driver, too, holds what it shares open */
 };
 
 struct handle {
@@ -100,8 +101,10 @@ void shared_event_drop(struct shared_event *event)
             *at = event->next;
             break;
         }
-    if (event->exported)
+    if (event->exported) {
         unlink_file(event);
+        close(event->fd);
+    }
     munmap(event->page, PAGE_BYTES);
     free(event);
 }
@@ -124,6 +127,9 @@ bool shared_events_imported(void)
 /* In a child: the pages of exported and imported events are not there (MADV_DONTFORK). */
 void shared_events_forked(void)
 {
+    for (const struct shared_event *event = known; event; event = event->next)
+        if (event->exported)
+            close(event->fd);
     known = NULL;
 }
 
@@ -192,14 +198,15 @@ CUresult shared_event_export(struct shared_event *event, CUipcEventHandle *handl
         int fd = open(name, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
         bool made = fd >= 0 && write(fd, event->page, PAGE_BYTES) == PAGE_BYTES &&
                     mmap(event->page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
-        if (fd >= 0)
-            close(fd);
         if (!made) {
+            if (fd >= 0)
+                close(fd);
             unlink(name);
             return CUDA_ERROR_OPERATING_SYSTEM;
         }
         madvise(event->page, PAGE_BYTES, MADV_DONTFORK);
         event->exported = true;
+        event->fd = fd;
     }
     its.number = event->number;
     memset(handle, 0, sizeof *handle);
