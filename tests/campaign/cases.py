@@ -204,7 +204,8 @@ def _hazards() -> Iterator[Case]:
     for fault, hazard in HAZARDS.items():
         for operation in hazard.operations:
             for victim in hazard.victims or VICTIMS:
-                if victim != "host" and possible(operation, victim):
+                ends = hazard.loses == "job" and victim == "exits"  # which loses it all the same
+                if victim != "host" and possible(operation, victim) and not ends:
                     yield Case(operation, victim, "hazard", fault)
 
 

@@ -65,7 +65,8 @@ class Fault:
         """Whether the driver will not take the job back, whoever asks it."""
         if self.hazard is not None:
             return self.hazard.loses == "job"
-        return self.case.step.startswith("inside.restore-claimed") and self.fault.startswith("result-")
+        claimed = self.case.step.startswith("inside.restore-claimed") and self.fault.startswith("result-")
+        return claimed and self.case.victim != "exits"
 
     @property
     def for_good(self) -> bool:

@@ -67,7 +67,7 @@ def _kept(run: Run, found: Found) -> None:
         if state == "running":
             job.goes_on()
             job.prove()
-        elif len(job.session()) != job.slots:
+        elif len(job.session()) < job.slots:
             problems.append(f"processes of a lost job were ended: {job.session()} instead of {job.slots}")
     asleep = [state for state in states if state == "checkpointed" or state.startswith("mixed checkpointed")]
     lost = len(run.jobs) if run.hazard is not None and run.hazard.early else 1

@@ -42,6 +42,7 @@ class Summary:
     def add(self, result: dict[str, Any]) -> None:
         """One run."""
         kept = {key: result[key] for key in ("name", "seed", "rc") if key in result}
+        kept["seconds"] = round(result["seconds"], 1)
         kept |= {key: result[key] for key in ("recovered", "again") if result.get(key) is not None}
         if not result.get("happened", True):
             kept["idle"] = True

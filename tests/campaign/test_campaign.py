@@ -45,7 +45,7 @@ def test_the_sample_has_every_operation_fault_and_victim() -> None:
 
 def test_parts_of_a_campaign_are_one_and_what_fails_only_beside_others_is_told(tmp_path: Path) -> None:
     picked = [case for case, _ in sample()[:3]]
-    wrong, later, right = ({"name": c.name, "seed": 1, "rc": 0, "problems": []} for c in picked)
+    wrong, later, right = ({"name": c.name, "seed": 1, "rc": 0, "problems": [], "seconds": 1} for c in picked)
     wrong["problems"] = ["late"]
     first = Summary(2, picked, 1, tmp_path / "1.json")
     for result in (wrong, right):
