@@ -37,7 +37,7 @@ from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
-from limosa.operation.journal import Header
+from limosa.operation.journal import Header, added_up
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
 from limosa.operation.prepare import Prepared
@@ -316,10 +316,7 @@ class _Checkpoint:
     def _manifest(self) -> Manifest:
         record = RunRecord.of(self.root)
         inventory = self.prepared.inventory
-        held: dict[str, int] = {}
-        for m in self.members:
-            for uuid, size in m.held.items():
-                held[uuid] = held.get(uuid, 0) + size
+        held = added_up(m.held for m in self.members)
         first = self.prepared.observation.processes[0] if self.prepared.observation else None
         return Manifest(
             created=now(),

@@ -12,7 +12,7 @@ from limosa import gpu
 from limosa.errors import NoWorkingCriu, Reason
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.trust import destination_problem
-from limosa.operation import estimate
+from limosa.operation import estimate, room
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.move_plan import pause_reason
@@ -122,7 +122,7 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     need += 16 << 20  # CRIU's tables
     free = free_bytes(output)
     if free < need:
-        text = f"{output.parent} has {free / 2**30:.2f} GiB free and about {need / 2**30:.2f} GiB are needed"
+        text = f"{output.parent} has {room.gib(free)} free and about {room.gib(need)} are needed"
         reasons.append(Reason(id="disk-room", text=text, exit_code=15, hint="choose another disk", forceable=True))
     return reasons
 

@@ -27,8 +27,9 @@ from limosa.errors import (
     UndoFailed,
 )
 from limosa.operation import room
+from limosa.operation.estimate import device_bytes
 from limosa.operation.jobs import user_of
-from limosa.operation.journal import Journal, Member
+from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
 from limosa.process.identity import Identity
@@ -57,7 +58,7 @@ SLOWEST_RATE = 0.3e9
 
 def call_limit(member: Member) -> float:
     """Seconds after which a checkpoint or restore of that process counts as hung."""
-    return CALL_SECONDS + sum(member.held.values()) / SLOWEST_RATE
+    return CALL_SECONDS + member.bytes / SLOWEST_RATE
 
 
 def lock(work: Work, members: Sequence[Member]) -> None:
@@ -97,7 +98,7 @@ def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> boo
 
 def checkpoint(work: Work, members: Sequence[Member]) -> None:
     """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
-    total = sum(sum(m.held.values()) for m in members)
+    total = device_bytes(members)
     todo = [m for m in members if m.was != "checkpointed"]
     with work.timed("checkpoint", "device memory → host memory", total=total or None):
         _parallel(
@@ -116,10 +117,10 @@ def restore(work: Work, members: Sequence[Member]) -> None:
     Raises:
         NoRoomOnGpu: the memory does not fit; restore was not called.
     """
-    with work.timed("restore", "host memory → device memory", total=sum(sum(m.held.values()) for m in members) or None):
+    with work.timed("restore", "host memory → device memory", total=device_bytes(members) or None):
         inventory = gpu.inventory()
         room.check(inventory, members, work.id)
-        total = sum(sum(m.held.values()) for m in members)
+        total = device_bytes(members)
 
         def call(m: Member) -> None:
             mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
@@ -372,16 +373,11 @@ def leave_suspended(members: Sequence[Member], away: Sequence[Member] = ()) -> N
     """
     for root in {m.root or m.pid for m in members}:
         of_root = [m for m in members if (m.root or m.pid) == root]
-        held: dict[str, int] = {}
-        by_pid: dict[str, dict[str, int]] = {}
-        for m in of_root:
-            placed = {m.map.get(u, u) if m in away else u: size for u, size in m.held.items()}
-            by_pid[str(m.pid)] = placed
-            for uuid, size in placed.items():
-                held[uuid] = held.get(uuid, 0) + size
+        held = {str(m.pid): {m.map.get(u, u) if m in away else u: size for u, size in m.held.items()} for m in of_root}
         try:
             identity = Identity.of(root)
         except LimosaError:
             continue
         by = user_of(os.getpid())
-        SuspendRecord(root=identity, by=by, bytes=held, members=[m.identity for m in of_root], held=by_pid).save()
+        members_of = [m.identity for m in of_root]
+        SuspendRecord(root=identity, by=by, bytes=added_up(held.values()), members=members_of, held=held).save()

@@ -36,7 +36,7 @@ def _beside_context(member: Member) -> float:
 
 def device_bytes(members: Sequence[Member]) -> int:
     """Bytes of device memory the members hold together."""
-    return sum(sum(m.held.values()) for m in members)
+    return sum(m.bytes for m in members)
 
 
 def of(operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False) -> Estimate:

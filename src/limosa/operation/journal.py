@@ -14,7 +14,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,29 @@ class Member(msgspec.Struct, kw_only=True):
         return self.identity.pid
 
     @property
+    def bytes(self) -> int:
+        """Device memory on all GPUs."""
+        return sum(self.held.values())
+
+    @property
     def changes_gpu(self) -> bool:
         """Whether the map moves it to another GPU."""
         return any(a != b for a, b in self.map.items())
+
+
+def common_state(members: Iterable[Member]) -> str:
+    """The state that all of them had before the operation, "mixed", or "running" where there is none."""
+    states = {m.was for m in members} or {"running"}
+    return states.pop() if len(states) == 1 else "mixed"
+
+
+def added_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Bytes by GPU UUID, of several processes."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for uuid, size in part.items():
+            total[uuid] = total.get(uuid, 0) + size
+    return total
 
 
 class Header(msgspec.Struct, kw_only=True):

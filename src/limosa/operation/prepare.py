@@ -29,7 +29,7 @@ from limosa.errors import (
 )
 from limosa.operation import claims, estimate, room
 from limosa.operation.jobs import Job, JobLike, job
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Plan
 from limosa.operation.work import Clock
@@ -87,9 +87,7 @@ class Prepared(msgspec.Struct, kw_only=True):
         """
         if any(r.refuses for r in self.reasons):
             error = Refused(self.reasons)
-            error.job_state = (
-                next(iter(self.states)) if len(self.states) == 1 else "mixed" if self.states else "running"
-            )
+            error.job_state = common_state(self.members)
             raise error
 
     def warnings(self) -> list[Reason]:
@@ -214,14 +212,12 @@ def look(
         branch = prepared.inventory.driver_major if prepared.inventory is not None else None
         reasons += hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
         if operation != "resume":
-            needed = {m.pid: sum(m.held.values()) for m in prepared.members if m.was != "checkpointed"}
+            needed = {m.pid: m.bytes for m in prepared.members if m.was != "checkpointed"}
             grow = partial(grow_host_memory, stop=clock.stop_asked)
             reasons += hazards.memory_hazards(observation, needed, probe=probe_memory, grow=grow)
             clock.check()
         if operation in ("move", "resume") and check_room and prepared.inventory is not None:
-            vacated = room.held_now(prepared.members)
-            for uuid, size in (freed or {}).items():
-                vacated[uuid] = vacated.get(uuid, 0) + size
+            vacated = added_up([room.held_now(prepared.members), freed or {}])
             short = room.shortage(prepared.inventory, prepared.members, "", vacated=vacated)
             if short:
                 hint = "make room there (limosa ps shows who holds it), or choose another GPU"
@@ -302,10 +298,7 @@ def fill_in(prepared: Prepared, where: Where) -> None:
         elif member.was == "checkpointed":
             prepared.reasons.append(_unknown_size(member))
         member.map = dict(member.home)
-    job_held: dict[str, int] = {}
-    for member in prepared.members:
-        for uuid, size in member.held.items():
-            job_held[uuid] = job_held.get(uuid, 0) + size
+    job_held = added_up(m.held for m in prepared.members)
     changes = changes_of(inventory, where, job_held)
     if not changes:
         return

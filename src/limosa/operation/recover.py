@@ -235,8 +235,7 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
             SuspendRecord(root=root).forget()
         return _entry(dead, did="everything was restored: unlocked it (finished)", state="running")
     driver_steps.bring_back(driver, header.members, dead, header.id, progress)
-    was = {m.was for m in alive}
-    return _entry(dead, did="undid it", state=was.pop() if len(was) == 1 else "mixed")
+    return _entry(dead, did="undid it", state=journal.common_state(alive))
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.verify import verify
 from limosa.operation import estimate, room
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import Plan
@@ -163,20 +163,16 @@ def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = la
     for level in levels:
         if level.room is not None and level.room < needed:
             text = (
-                f"the control group {level.path} has {_gib(level.room)} of its memory limit left "
-                f"and about {_gib(needed)} are needed"
+                f"the control group {level.path} has {room.gib(level.room)} of its memory limit left "
+                f"and about {room.gib(needed)} are needed"
             )
             hint = "raise its limit, or name another with --cgroup"
             found.append(Reason(id="cgroup", text=text, exit_code=15, hint=hint, forceable=True))
             break
     if not found and host_memory()[1] < needed and (available := grow_host_memory(needed, stop=stop)) < needed:
-        text = f"the machine has {_gib(available)} of memory available and about {_gib(needed)} are needed"
+        text = f"the machine has {room.gib(available)} of memory available and about {room.gib(needed)} are needed"
         found.append(Reason(id="host-memory", text=text, exit_code=15, hint="end something", forceable=True))
     return found
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -227,10 +223,7 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
     """
     then = {g.uuid: g for g in manifest.gpus}
     here = inventory.by_uuid()
-    held: dict[str, int] = {}
-    for process in manifest.tree:
-        for uuid, size in process.held.items():
-            held[uuid] = held.get(uuid, 0) + size
+    held = added_up(process.held for process in manifest.tree)
     changes = _changes(manifest, inventory, Where(to=options.to, source=options.source, gpu_map=options.gpu_map), held)
     members = []
     for process in manifest.tree:

@@ -11,10 +11,15 @@ from collections.abc import Mapping, Sequence
 from limosa.errors import NoRoomOnGpu
 from limosa.gpu import Inventory
 from limosa.operation import claims
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, added_up
 
 MARGIN = 64 << 20
 """Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs."""
+
+
+def gib(size: int) -> str:
+    """Bytes in words."""
+    return f"{size / 2**30:.2f} GiB"
 
 
 def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
@@ -51,8 +56,8 @@ def shortage(
         spoken_for = claims.reserved(uuid, but=operation_id)
         available += (vacated or {}).get(uuid, 0) - spoken_for
         if need > available:
-            others = f" ({_gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            told.append(f"GPU {index} has {_gib(max(0, available))} free{others} and {_gib(need)} are needed")
+            others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
+            told.append(f"GPU {index} has {gib(max(0, available))} free{others} and {gib(need)} are needed")
     return "; ".join(told)
 
 
@@ -67,15 +72,6 @@ def check(inventory: Inventory, members: Sequence[Member], operation_id: str) ->
         raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
-
-
 def held_now(members: Sequence[Member]) -> dict[str, int]:
     """Bytes by GPU UUID that members still on the GPUs will let go of."""
-    found: dict[str, int] = {}
-    for member in members:
-        if member.was != "checkpointed":
-            for uuid, size in member.held.items():
-                found[uuid] = found.get(uuid, 0) + size
-    return found
+    return added_up(m.held for m in members if m.was != "checkpointed")

@@ -37,7 +37,7 @@ from limosa.errors import (
     UndoFailed,
 )
 from limosa.operation.claims import Claim, make
-from limosa.operation.journal import Header, Journal, Member
+from limosa.operation.journal import Header, Journal, Member, common_state
 from limosa.process import records
 from limosa.process.identity import Identity
 from limosa.progress import Progress, ProgressFn, silent
@@ -195,10 +195,7 @@ class Work(Clock):
         Raises:
             Busy: somebody else works on the job.
         """
-        states = {m.was for m in header.members}
-        self.state_before = states.pop() if len(states) == 1 else "mixed" if states else "running"
-        if header.operation == "restore":
-            self.state_before = "gone"
+        self.state_before = "gone" if header.operation == "restore" else common_state(header.members)
         self.claim = make(claim, check)
         self.push("claim", self._release)
         self.journal = Journal.create(header)
