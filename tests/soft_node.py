@@ -65,7 +65,7 @@ N = TypeVar("N", bound="Node")
 def several(make: Callable[..., N]) -> Iterator[Callable[..., N]]:
     """What starts nodes by ``make``; all of them are ended at the end."""
     if os.geteuid() != 0:
-        pytest.skip("a node has mounts of its own, which only root can make")
+        pytest.fail("a node has mounts of its own, which only root can make: sudo make test-soft")
     with contextlib.ExitStack() as nodes:
         yield lambda **options: nodes.enter_context(make(**options))
 

@@ -16,16 +16,23 @@ pytestmark = pytest.mark.timeout(180)
 Build = Callable[[str, str], Path]
 
 
+def can(argv: list[str], scratch: Path) -> bool:
+    """Whether a compiler makes programs with these options."""
+    probe = scratch / "probe.c"
+    probe.write_text("int main(void) { return 0; }\n")
+    return (
+        subprocess.run([*argv, probe, "-o", scratch / "probe"], capture_output=True, timeout=60, check=False).returncode
+        == 0
+    )
+
+
 @pytest.fixture(params=["thread", "address,undefined"])
 def build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     """``build("stress_work.c", "libcuda.so.1")``: a program and the library that it calls, both with a sanitizer."""
     monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={HERE / 'tsan.supp'}")
-    compile_ = [*compilers()[0], "-std=gnu11", "-g", "-O1", f"-fsanitize={request.param}", f"-I{SOFTGPU}"]
-    probe = tmp_path / "probe.c"
-    probe.write_text("int main(void) { return 0; }\n")
-    tried = subprocess.run([*compile_, probe, "-o", tmp_path / "probe"], capture_output=True, timeout=60, check=False)
-    if tried.returncode:
-        pytest.skip(f"the compiler has no -fsanitize={request.param}")
+    flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={request.param}", f"-I{SOFTGPU}"]
+    compile_ = next(([*name, *flags] for name in compilers() if can([*name, *flags], tmp_path)), None)
+    assert compile_, f"no C compiler here has -fsanitize={request.param}: install gcc"
 
     def go(source: str, name: str) -> Path:
         # A library of its name: a process without one is no target for a checkpoint. The run path comes before the

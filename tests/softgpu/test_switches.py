@@ -24,7 +24,6 @@ STRUCTURES = {
     "node_block": state.NodeBlock,
     "node_state": state.NodeState,
 }
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a node has mounts of its own, which only root can make")
 
 
 def test_python_and_c_have_one_layout(tmp_path):
@@ -217,7 +216,6 @@ def test_the_names_are_those_that_the_library_asks_for():
     assert set(re.findall(r'"(step:[a-z-]+)"', text)) == faults.STEPS
 
 
-@needs_root
 def test_the_library_takes_every_word_that_is_taken_here(node):
     """What Python lets through must not be void for the C side (it says so in the node's log)."""
     values = {
@@ -251,7 +249,6 @@ def test_the_library_takes_every_word_that_is_taken_here(node):
     assert any("999999 is void" in line for line in node.log())
 
 
-@needs_root
 def test_rules_have_names_and_counts(node):
     switches = node.switches
     first = switches.add("function=nvmlDeviceGetCount_v2 delay=0 nth=2")
@@ -273,7 +270,6 @@ def test_rules_have_names_and_counts(node):
     assert os.listdir(f"{node.folder}/faults") == []
 
 
-@needs_root
 def test_a_rule_is_seen_at_once_by_a_process_that_runs(node):
     code = (
         "import pynvml as n, sys\nn.nvmlInit()\n"
@@ -298,7 +294,6 @@ def test_a_rule_is_seen_at_once_by_a_process_that_runs(node):
 # --- GPUs --------------------------------------------------------------------------------------------------------
 
 
-@needs_root
 def test_memory_that_is_taken_away_comes_back(node):
     assert node.switches.used(0) == 4 << 20
     with node.switches.fill(0, 5 << 20) as taken:  # rounded up to what a GPU gives
@@ -316,7 +311,6 @@ def test_memory_that_is_taken_away_comes_back(node):
     assert gpu["processes"] == []
 
 
-@needs_root
 def test_memory_taken_away_by_a_process_comes_back_when_it_is_killed(node):
     code = (
         "import sys, time\nfrom limosa.softgpu.faults import Switches\n"
@@ -332,14 +326,12 @@ def test_memory_taken_away_by_a_process_comes_back_when_it_is_killed(node):
     assert used == [4 << 20, 4 << 20]
 
 
-@needs_root
 def test_gpus_that_are_not_there(node):
     for change in (node.switches.lose, node.switches.mig, node.switches.fill):
         with pytest.raises(IndexError):
             change(2)
 
 
-@needs_root
 def test_a_writer_that_is_killed_leaves_the_node_working(node):
     """The lock is the kernel's: it ends with its holder."""
     code = (
@@ -361,7 +353,6 @@ def test_a_writer_that_is_killed_leaves_the_node_working(node):
     assert ask.wait(10) == 0
 
 
-@needs_root
 def test_the_command_line_changes_the_node_that_it_is_called_in(node):
     def softgpu(*options, rc=0):
         return node.run([sys.executable, "-m", "limosa", "softgpu", *options], rc=rc)
