@@ -52,6 +52,18 @@ def test_a_gpu_that_falls_off_the_bus_in_the_middle(node: Any) -> None:
     job.finish()
 
 
+def test_a_gpu_that_falls_off_the_bus_before_the_job_has_left(node: Any) -> None:
+    """The destination goes while the job is locked: it is told so, and the job never stood aside."""
+    job = node.job("--mib", 16)
+    node.switches.add("function=cuCheckpointProcessLock lost=1")
+    said = node.says(14, "no-room-on-gpu", "move", job.pid, "--to", 1)
+    assert "does not answer any more" in said["error"]["message"]
+    assert said["error"]["job_state"] == "running"
+    assert node.where(job) == [0]
+    job.goes_on()
+    job.finish()
+
+
 def test_a_lock_that_the_driver_never_takes(node: Any) -> None:
     """A driver that hangs is given up on; when it comes back the job is led back to running."""
     job = node.job()

@@ -107,6 +107,6 @@ def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
         with machine_lock():
             short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
             if short:
-                raise NoRoomOnGpu(detail=short, hint="the job has grown since it was looked at")
+                raise NoRoomOnGpu(detail=short, hint="something has changed since it was looked at: limosa gpus")
             work.claim.gpus = room.needs(members)
             work.claim.save()

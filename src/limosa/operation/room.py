@@ -52,7 +52,10 @@ def shortage(
     free = {g.uuid: (g.index, g.memory_free) for g in inventory.gpus}
     told = []
     for uuid, need in needs(members, home=home).items():
-        index, available = free.get(uuid, (-1, 0))
+        if uuid not in free:
+            told += [f"GPU {uuid} does not answer any more"] if need else []
+            continue
+        index, available = free[uuid]
         spoken_for = claims.reserved(uuid, but=operation_id)
         available += (vacated or {}).get(uuid, 0) - spoken_for
         if need > available:
