@@ -73,3 +73,22 @@ def test_a_lock_that_the_driver_never_takes(node: Any) -> None:
     node.limosa("resume", job.pid)
     job.goes_on()
     job.finish()
+
+
+def test_nvml_that_hangs_is_given_up_on(node: Any) -> None:
+    """Nothing was touched, and the same command works when NVML answers again."""
+    job = node.job("--mib", 16)
+    rule = node.switches.add("function=nvml* every=1 hang")
+    impatient = (
+        "import sys, limosa.gpu.nvml as nvml; nvml.INVENTORY_LIMIT = 0.5\n"
+        "from limosa.cli.main import entry; sys.argv[0] = 'limosa'; entry()"
+    )
+    for verb in (["gpus"], ["suspend", job.pid], ["move", job.pid, "--to", 1]):
+        answer = node.python(impatient, *verb, "-o", "json", rc=12, limit=20)
+        assert answer.json["error"]["message"] == "NVML has not answered for 0.5 s"
+    node.switches.remove(rule)
+    job.goes_on()
+    node.limosa("suspend", job.pid)
+    node.limosa("resume", job.pid)
+    job.goes_on()
+    job.finish()

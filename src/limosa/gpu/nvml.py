@@ -20,6 +20,8 @@ SOFTWARE_PREFIX = "Soft GPU"
 _COMPUTE_MODES = ("default", "exclusive_thread", "prohibited", "exclusive_process")
 _nvml_lock = threading.Lock()
 _nvml: Any = None
+INVENTORY_LIMIT = 30.0
+"""Seconds after which NVML counts as hung: the first question of a machine without persistence mode may take ten."""
 
 
 def inventory() -> Inventory:
@@ -32,8 +34,31 @@ def inventory() -> Inventory:
         DriverTooOld: there is no NVIDIA driver, or it is not loaded.
         BindingsTooOld: ``nvidia-ml-py`` is missing.
         SymbolMissing: NVML lacks a function that is needed.
-        GpuUnavailable: NVML fails in another way.
+        GpuUnavailable: NVML fails in another way, or has not answered for ``INVENTORY_LIMIT`` seconds.
     """
+    found: list[Inventory | BaseException] = []
+
+    def ask() -> None:
+        try:
+            found.append(_inventory())
+        except BaseException as error:
+            found.append(error)
+
+    # A thread that can be left behind: NVML hangs where a GPU does, and cannot be broken off.
+    thread = threading.Thread(target=ask, name="nvml", daemon=True)
+    thread.start()
+    thread.join(INVENTORY_LIMIT)
+    if not found:
+        raise GpuUnavailable(
+            detail=f"NVML has not answered for {INVENTORY_LIMIT:g} s", hint="a GPU may hang: does nvidia-smi answer?"
+        )
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
+
+
+def _inventory() -> Inventory:
+    """Ask NVML, however long it takes."""
     nvml = _load()
     try:
         driver_version = _text(nvml.nvmlSystemGetDriverVersion())
