@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ class Ground:
     def leftovers(self) -> dict[str, Any]:
         """What of the node must be the same before and after."""
         return {}
+
+    def wait_for_memory(self, limit: float = 2.0) -> None:
+        """Until nothing is held by processes that have ended: a kernel takes a while to take all of one apart."""
 
     def sweep(self) -> None:
         """After a failure that has been told: what one case has left is not held against the next."""
@@ -85,6 +89,19 @@ class Soft(Ground):
             file.seek(self._logged)
             told = b" " + file.read()
             return b" fault " in told or b" hazard " in told
+
+    def wait_for_memory(self, limit: float = 2.0) -> None:
+        from limosa import gpu
+        from limosa.softgpu.state import opened
+
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            gpu.inventory()  # which looks what nobody holds any more
+            with opened() as state:
+                makers = {state.blocks[i].pid for i in range(state.n_blocks) if state.blocks[i].id}
+            if all(os.path.exists(f"/proc/{pid}") for pid in makers):
+                return
+            time.sleep(0.01)
 
     def sweep(self) -> None:
         for path in (self.folder / "requests").iterdir():

@@ -22,7 +22,7 @@ def judge(run: Run, found: Found) -> None:
     image = room.base / "images" / "image-new"
     if run.operation in ("restore", "restore-to"):
         _from_image(run, found)
-    elif run.operation in ASLEEP:
+    elif run.case.operation in ASLEEP:
         if rc != 0:
             problems.append(f"exit code {rc}, and nothing could be known yet: {found.short()}")
         argv = ["restore", str(image)] if run.operation == "checkpoint" else ["resume", str(run.jobs[0].pid)]

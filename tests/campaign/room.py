@@ -29,6 +29,7 @@ from campaign.faults import BROKEN
 from campaign.jobs import Job, Lost
 from campaign.processes import Found, Nursery, python_path, send_signal, where_stuck
 from campaign.run import Run
+from campaign.shapes import SHAPES
 
 LIMITS = {"LOCK_SECONDS": 1.0, "LOCK_GRACE": 0.5, "CALL_SECONDS": 1.5, "_PATIENCE": 4.0, "INIT_LIMIT": 3.0}
 REAL = os.environ.get("LIMOSA_CAMPAIGN") == "real"
@@ -281,6 +282,7 @@ class Room:
         if job is not None:
             end_session(job.pid)
             self.reap()
+            self.ground.wait_for_memory()
             shutil.rmtree(job.folder, ignore_errors=True)
             self.images.pop(f"{key}-{job.shape}", None)
 
@@ -348,6 +350,10 @@ class Room:
             return self.image_places(path)
         job = self.job("a", case.victim)
         places = self.places(job)
+        if len(places) != SHAPES[case.victim].gpus and self.ground.gpus:  # what went before has torn it apart
+            self.end("a")
+            job = self.job("a", case.victim)
+            places = self.places(job)
         if operation == "swap":
             there = (places[0] + max(1, self.ground.gpus // 2)) % self.ground.gpus
             other = self.jobs.get("b")

@@ -244,7 +244,7 @@ class Run(Fault):
 
     def _may_fail_to_undo(self) -> bool:
         # A recover in which something fails says 40 and is tried again.
-        broken = self.case.operation in BROKEN and self.case.step != "run"
+        broken = self.case.operation in BROKEN and (self.case.step != "run" or "kill" in self.fault)
         # Nobody knows whether a driver that has failed to resume a suspended job would take it the next time.
         resuming = self.operation in AWAKENING and self.case.step.startswith(("call.restore", "inside.restore"))
         gone = self.kills_job or "slow" in self.fault or "hang" in self.fault
@@ -308,7 +308,7 @@ class Run(Fault):
                 job.command("join")
             if len(job.session()) != job.slots:
                 problems.append(f"processes {job.session()} instead of {job.slots}")
-            if job.descriptors() != job.open:
+            if job.descriptors() != job.open and not self.fault.startswith("lost-"):  # whose GPU may be away
                 problems.append(f"the job has other descriptors: {sorted(set(job.descriptors()) ^ set(job.open))}")
             if job.threads() != job.ran:
                 problems.append(f"the job has {job.threads()} threads instead of {job.ran}")
@@ -321,6 +321,9 @@ class Run(Fault):
         if self.image is not None and job.alive():
             job.kill()
             room.reap()
+        if self.fault.startswith("lost-"):  # what runs has fewer GPUs open than it had
+            for key in list(room.jobs):
+                room.end(key)
 
     def _all_go_on(self) -> None:
         """Every process computes, and its memory is its twin's."""

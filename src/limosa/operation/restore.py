@@ -217,7 +217,10 @@ class _Restore:
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended
         if self.root is not None:
-            end_tree(self.work.driver, self.root.pid, self.members, self.work.started, self.root)
+            # Those that were not to be restored yet are as CRIU has made them, whether or not the driver can be asked.
+            journal = self.work.journal
+            awake = [m for m in self.members if journal is None or journal.began("restore", m.pid)]
+            end_tree(self.work.driver, self.root.pid, awake, self.work.started, self.root)
         elif self.criu is not None:
             # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
             leftovers.end_unfinished(self.criu, [p.pid for p in self.manifest.tree])
@@ -249,7 +252,7 @@ def end_tree(
     Args:
         driver: for those that hold CUDA state.
         root_pid: the topmost process.
-        members: its processes with CUDA state.
+        members: its processes whose CUDA state may run.
         not_before: monotonic seconds; an older process under this pid is somebody else and is left alone.
         root: who it is, where known.
 
