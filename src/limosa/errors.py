@@ -245,12 +245,6 @@ class DestinationExists(LimosaError):
     hint_template = "name another folder"
 
 
-class ResourcesTaken(LimosaError):
-    """Pids or files that a restore needs are taken, missing or changed."""
-
-    id, exit_code, template = "resources-taken", 23, "{detail}"
-
-
 class NoWorkingCriu(LimosaError):
     """No CRIU passes the trial here."""
 

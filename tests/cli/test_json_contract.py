@@ -66,6 +66,9 @@ def test_every_field_is_documented(section, struct, apart):
 def test_every_problem_and_state_is_documented():
     for word in ("damaged", "missing", "extra", "swapped", "truncated"):
         assert f'"{word}"' in PAGE
+    (states,) = (line for line in PAGE.splitlines() if line.startswith("| `job_state` |"))
+    for word in ("running", "locked", "checkpointed", "failed", "mixed", "gone", "unknown"):
+        assert f'"{word}"' in states, word
 
 
 def keys(value: Any, inside: bool = True) -> set[str]:

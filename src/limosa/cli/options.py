@@ -86,13 +86,3 @@ def check_force(ids: Sequence[str] | None) -> list[str]:
                 detail=f"--force={one}: name the refusal to overrule, as limosa plan prints it; there is no 'all'"
             )
     return found
-
-
-def check_selection(jobs: Sequence[str] | None, gpu: str | None, every: bool) -> None:
-    """Exactly one of JOB…, ``--gpu`` and ``--all``.
-
-    Raises:
-        UsageError: none or several of them.
-    """
-    if bool(jobs) + (gpu is not None) + every != 1:
-        raise UsageError(detail="name one or more JOBs, or --gpu GPU, or --all, and only one of these")

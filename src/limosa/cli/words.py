@@ -84,11 +84,6 @@ def reason_lines(reasons: Iterable[Reason]) -> list[str]:
     return lines
 
 
-def timing_line(timings: dict[str, float]) -> str:
-    """Timings of the steps on one line, without the pause (which is said by itself)."""
-    return ", ".join(f"{step} {seconds(value)}" for step, value in timings.items() if step != "pause_seconds")
-
-
 def moves(gpu_map: Mapping[str, str]) -> str:
     """What a map changes: GPU 0 → GPU 1, or by UUID where the numbers cannot be had; "" where nothing."""
     changed = {a: b for a, b in gpu_map.items() if a != b}

@@ -23,7 +23,6 @@ OPERATING_SYSTEM = 304
 ILLEGAL_STATE = 401
 NOT_FOUND = 500
 NOT_READY = 600
-UNSUPPORTED_STUB = 34
 
 _MEANINGS: dict[int, tuple[str, str]] = {
     1: ("CUDA_ERROR_INVALID_VALUE", "the driver does not accept an argument"),

@@ -151,7 +151,8 @@ class Ps(msgspec.Struct, kw_only=True):
     """One job as ``ps`` shows it.
 
     Attributes:
-        state: "running", "locked", "checkpointed" (suspended), "failed", or the driver's number as text.
+        state: "running", "locked", "checkpointed" (suspended), "failed", "mixed", "unknown", or the driver's number as
+            text.
         gpus: one entry for each GPU on which it holds memory: index, uuid, memory_used (bytes). For a suspended job the
             GPU it came from and the bytes it had there.
         processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used.

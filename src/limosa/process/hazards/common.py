@@ -6,7 +6,6 @@ from limosa.errors import Reason
 from limosa.process.observation import JobObservation
 
 _CAP_SYS_PTRACE = 1 << 19
-_CAP_SYS_ADMIN = 1 << 21
 
 
 def may_trace_anyone(obs: JobObservation) -> bool:
