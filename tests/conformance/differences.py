@@ -25,12 +25,6 @@ DIFFERENCES: dict[str, Difference] = {
         "the driver looks at device memory that is not there and the job ends by SIGSEGV; no test of anything else "
         "could be believed if the software GPU did so (the hazard synchronise-while-checkpointed-segfaults does it)",
     ),
-    "file of memory that is shared by IPC": Difference(
-        False,
-        True,
-        "the real driver has such a file where events are shared with the memory, as PyTorch does; the software GPU "
-        "does not share events, and shows by it that memory is",
-    ),
     "descriptor of exported memory": Difference(
         "/dev/nvidiactl",
         HARDWARE + "memory/",

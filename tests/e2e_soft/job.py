@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--managed", action="store_true")
     parser.add_argument("--export", action="store_true", help="by legacy IPC, to a child")
     parser.add_argument("--import", dest="handle", help="the handle of another's")
+    parser.add_argument("--event", help="that of an event which is shared beside it, as PyTorch does")
     parser.add_argument("--child", action="store_true", help="a child with CUDA state of its own")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
     options = parser.parse_args()
@@ -99,12 +100,17 @@ def main() -> None:
         handle = cu.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), bytes.fromhex(options.handle), 64)
         do(cu.cuIpcOpenMemHandle(handle, 1))
+        event = cu.CUipcEventHandle()
+        ctypes.memmove(event.getPtr(), bytes.fromhex(options.event), 64)
+        do(cu.cuIpcOpenEventHandle(event))
     child = None
     own = [sys.executable, __file__, str(options.folder), "--mib", str(options.mib), "--gpu", str(options.gpu)]
     if options.export:
         held[0].use()
         name = ctypes.string_at(do(cu.cuIpcGetMemHandle(held[0].at)).getPtr(), 64).hex()
-        child = subprocess.Popen([*own, "--import", name], stdout=subprocess.DEVNULL)
+        event = do(cu.cuEventCreate(6))  # without timing, for other processes
+        shown = ctypes.string_at(do(cu.cuIpcGetEventHandle(event)).getPtr(), 64).hex()
+        child = subprocess.Popen([*own, "--import", name, "--event", shown], stdout=subprocess.DEVNULL)
     if options.child:
         child = subprocess.Popen(own, stdout=subprocess.DEVNULL)
     if options.spin:

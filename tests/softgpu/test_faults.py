@@ -420,7 +420,7 @@ def test_ipc_lost_also_where_there_is_none(node: Any, job: Far, controller: Far)
     rule = node.switches.add("hazard=ipc-lost caller=far.py")
     controller.suspend(job.pid)
     node.switches.remove(rule)
-    assert [controller.restore(job.pid) for _ in range(2)] == ["INVALID_VALUE"] * 2
+    assert [controller.restore(job.pid) for _ in range(2)] == ["INVALID_VALUE", "OPERATING_SYSTEM"]
     assert controller.state(job.pid) == "checkpointed"
 
 

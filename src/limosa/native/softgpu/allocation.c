@@ -240,7 +240,6 @@ void release(struct allocation *allocation)
     if (allocation->kind == MEMORY_MANAGED) {
         space_give(allocation->start, round_up(allocation->bytes, NODE_GRANULARITY));
     } else if (allocation->kind == MEMORY_IPC) {
-        ipc_closed(allocation);
         block_destroy(block);
     } else {
         CUmemoryPool pool = block->pool;

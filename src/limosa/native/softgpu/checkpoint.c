@@ -39,6 +39,7 @@ static struct {
     struct node_gpu was[NODE_MAX_GPUS];
     CUresult lost; /* what every restore answers, after the checkpoint of a process that cannot come back */
     bool poisoned; /* a restore has failed in the middle */
+    bool imported; /* what another process has shared by legacy IPC is open: what makes it lost */
     bool refused;  /* a checkpoint was NOT_SUPPORTED: until the unlock the next ones are UNKNOWN */
 } kept;
 
@@ -227,7 +228,8 @@ static void note_gpus(void)
 /* What the driver does not notice until it is too late. */
 static CUresult note_losses(void)
 {
-    if (memory_has_imported() || shared_events_imported() || fault_hazard("ipc-lost"))
+    kept.imported = memory_has_imported() || shared_events_imported() || fault_hazard("ipc-lost");
+    if (kept.imported)
         return CUDA_ERROR_INVALID_VALUE;
     if (memory_has_peer_hazard() && fault_hazard("peer-large-allocation-lost"))
         return CUDA_ERROR_INVALID_VALUE;
@@ -402,7 +404,8 @@ static void come_from_elsewhere(struct node_gpu *known)
 {
     unsigned domain, bus, device, function;
     if (sscanf(known->pci, "%x:%x:%x.%x", &domain, &bus, &device, &function) == 4)
-        snprintf(known->pci, sizeof(known->pci), "%08X:%02X:%02X.%X", domain, bus | 0x80, device & 0x1f, function & 7);
+        snprintf(known->pci, sizeof(known->pci), "%08X:%02X:%02X.%X", domain,
+                 (bus & 0x7f) | 0x80, device & 0x1f, function & 7);
 }
 
 static CUresult restore_opened(const struct request *request)
@@ -410,8 +413,10 @@ static CUresult restore_opened(const struct request *request)
     double since = node_now();
     CUresult result = step("step:restore-begin");
 
-    if (result == CUDA_SUCCESS)
+    if (result == CUDA_SUCCESS) {
         result = kept.lost;
+        kept.poisoned = kept.imported; /* of these the first restore says what it is, and the next ones nothing more */
+    }
     if (result == CUDA_SUCCESS)
         result = choose_gpus(request);
     if (result != CUDA_SUCCESS)

@@ -1,22 +1,18 @@
 /* Legacy IPC: the memory of cuMemAlloc, opened by another process.
  *
- * A handle names a block of the node and a place in it. Exporter and importer both map a file in /dev/shm whose name
- * tells who exports, as with the real driver: from outside it is the only sign of it. The file's content means nothing.
- * It is removed when its exporter ends in an orderly way, and stays behind when that is killed.
+ * A handle names a block of the node and a place in it. From outside nothing shows that memory is shared so, as with the
+ * real driver; who shares an event beside it, as PyTorch does, shows that (shared_event.c).
  *
  * A process that has memory of another one open can be checkpointed and not be restored (memory_has_imported).
  */
 #define _GNU_SOURCE
 #include "memory.h"
 
-#include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define SHM_BYTES 4096
 #define HANDLE_MAGIC 0x6370694Cu
 
 struct handle {
@@ -26,53 +22,6 @@ struct handle {
     uint64_t block, offset, bytes;
 };
 _Static_assert(sizeof(struct handle) <= CU_IPC_HANDLE_SIZE, "a handle has 64 bytes");
-
-static struct {
-    int fd;
-    void *mapping;
-} exported = {.fd = -1};
-
-static void shm_name(char *name, size_t room, pid_t pid)
-{
-    snprintf(name, room, "/dev/shm/cuda.shm.0.%x.1", (unsigned)pid);
-}
-
-/* The exporter's file, made at its first export and kept until it ends. driver.mutex held. */
-static bool export_begin(void)
-{
-    char name[64];
-
-    if (exported.mapping)
-        return true;
-    shm_name(name, sizeof(name), getpid());
-    exported.fd = open(name, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
-    if (exported.fd < 0 || ftruncate(exported.fd, SHM_BYTES) != 0)
-        return false;
-    void *mapping = mmap(NULL, SHM_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, exported.fd, 0);
-    if (mapping == MAP_FAILED)
-        return false;
-    madvise(mapping, SHM_BYTES, MADV_DONTFORK);
-    exported.mapping = mapping;
-    return true;
-}
-
-__attribute__((destructor)) static void export_end(void)
-{
-    char name[64];
-
-    if (!exported.mapping || driver.forked)
-        return;
-    shm_name(name, sizeof(name), getpid());
-    unlink(name);
-}
-
-void ipc_forked(void)
-{
-    if (exported.fd >= 0)
-        close(exported.fd);
-    exported.fd = -1;
-    exported.mapping = NULL;
-}
 
 EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
 {
@@ -89,7 +38,7 @@ EXPORT CUresult CUDAAPI cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr d
         handle.block = found->block->id;
         handle.offset = found->start - found->block->address;
         handle.bytes = found->bytes;
-        result = export_begin() ? CUDA_SUCCESS : CUDA_ERROR_OPERATING_SYSTEM;
+        result = CUDA_SUCCESS;
     }
     driver_unlock();
     if (result == CUDA_SUCCESS) {
@@ -114,10 +63,8 @@ static struct allocation *opened(const struct handle *handle, const struct conte
 static struct allocation *import(const struct handle *handle, int fd, uint64_t block_bytes, int gpu,
                                  struct context *context)
 {
-    char name[64];
     struct block *block = calloc(1, sizeof(*block));
     struct allocation *made = NULL;
-    int shm;
 
     if (!block)
         return NULL;
@@ -142,23 +89,7 @@ static struct allocation *import(const struct handle *handle, int fd, uint64_t b
     made->ordinal = block->ordinal;
     made->context = context;
     made->opens = 1;
-    shm_name(name, sizeof(name), handle->pid);
-    shm = open(name, O_RDWR | O_CLOEXEC);
-    if (shm >= 0) {
-        made->shm = mmap(NULL, SHM_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, shm, 0);
-        if (made->shm == MAP_FAILED)
-            made->shm = NULL;
-        else
-            madvise(made->shm, SHM_BYTES, MADV_DONTFORK);
-        close(shm);
-    }
     return made;
-}
-
-void ipc_closed(struct allocation *allocation)
-{
-    if (allocation->shm)
-        munmap(allocation->shm, SHM_BYTES);
 }
 
 EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle handle, unsigned int Flags)

@@ -497,5 +497,4 @@ void memory_forked(void)
     blocks = NULL;
     n_allocations = 0;
     pools_forked();
-    ipc_forked();
 }

@@ -34,7 +34,6 @@ struct allocation {
     bool sync_memops;
     bool freeing; /* a thread is about to free it, or a stream will */
     int opens;    /* of imported memory */
-    void *shm;    /* of imported memory: the file that both sides map */
 };
 
 /* All of them, sorted by address. */
@@ -71,7 +70,5 @@ CUmemoryPool pool_of(const struct allocation *allocation);
 void pools_forked(void);
 
 /* ipc.c */
-void ipc_closed(struct allocation *allocation);
-void ipc_forked(void);
 
 #endif

@@ -2,7 +2,7 @@
  *
  * An event that was made with CU_EVENT_INTERPROCESS has a page on which each record gets a number, and notes it when it
  * is reached. As long as nobody else knows the event, the page is the process's own; with its first handle it becomes a
- * file in /dev/shm whose name tells who exports, as legacy IPC of memory has it (ipc.c). Who waits for a record looks at
+ * file in /dev/shm whose name tells who exports. Who waits for a record looks at
  * the page ever again: no thread of another process can wake it, and CRIU can dump it.
  *
  * A process that has another's event open can be checkpointed and not be restored, as one that has its memory open.
@@ -55,7 +55,7 @@ _Static_assert(sizeof(struct handle) <= CU_IPC_HANDLE_SIZE, "a handle has 64 byt
 
 /* Guarded by streams_lock. */
 static struct shared_event *known;
-static unsigned last_exported = 1; /* 1 is the file of memory */
+static unsigned last_exported;
 
 static void file_name(char *name, size_t room, pid_t pid, unsigned number)
 {
