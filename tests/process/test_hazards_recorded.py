@@ -46,9 +46,7 @@ def cuda(pid: int = 100, uvm: int = 1, gpus: int = 1, **more: Any) -> ProcessObs
         *more.pop("maps", []),
     ]
     fds = [FdObservation(fd=20, target="/dev/nvidia0", kind="device", device="195:0")]
-    return process(
-        pid, maps=maps, fds=fds, has_libcuda=True, n_uvm_maps=uvm, n_managed_maps=uvm - gpus, nvidia_minors=[0], **more
-    )
+    return process(pid, maps=maps, fds=fds, has_libcuda=True, n_uvm_maps=uvm, n_managed_maps=uvm - gpus, **more)
 
 
 def threads(*names: str) -> list[ThreadObservation]:

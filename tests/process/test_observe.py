@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -22,7 +21,6 @@ from limosa.process.hazards import checkpoint_hazards
 from limosa.process.identity import Identity
 from limosa.process.observation import JobObservation
 from limosa.process.observe import observe
-from limosa.process.procfs import nvidia_minors
 
 
 def test_descriptors_with_flags_position_and_size(job):
@@ -268,30 +266,6 @@ def test_limits_of_cgroup_v1_beside_v2_and_as_a_container_shows_them(tmp_path):
 
 
 # --- GPUs --------------------------------------------------------------------------------------------------------
-
-
-def test_device_nodes_are_those_that_the_process_can_open(job, tmp_path):
-    assert os.getuid() == 0, "this test makes device nodes"
-    root = tmp_path / "root"
-    (root / "dev").mkdir(parents=True)
-    for minor in (0, 3, 10):
-        os.mknod(root / f"dev/nvidia{minor}", stat.S_IFCHR | 0o666, os.makedev(240, minor))
-        os.chmod(root / f"dev/nvidia{minor}", 0o666)
-    os.chmod(root / "dev/nvidia10", 0o660)
-    os.mknod(root / "dev/nvidia1", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null over it hides it
-    os.mknod(root / "dev/nvidiactl", stat.S_IFCHR | 0o666, os.makedev(240, 255))
-    (root / "dev/nvidia2").touch()
-    victim = job(f"os.chroot({str(root)!r}); ready = lambda: (open('/ready', 'w').close(), time.sleep(60))", wait=False)
-    end = time.monotonic() + 10
-    while not (root / "ready").exists():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert observe(victim.identity).processes[0].nvidia_minors == [0, 3, 10]
-    assert nvidia_minors(victim.pid, 1000, 1000, []) == [0, 3]
-    assert nvidia_minors(victim.pid, 1000, 1000, [0]) == [0, 3, 10]
-    assert nvidia_minors(os.getpid(), 0, 0, []) == sorted(
-        int(name[6:]) for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()
-    )
 
 
 def test_candidates_are_processes_with_libcuda_mapped(job, tmp_path):

@@ -19,6 +19,7 @@ import msgspec
 
 from limosa.errors import LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
+from limosa.process.procfs import effective_capabilities
 
 if TYPE_CHECKING:
     from limosa.process.criu.program import Criu
@@ -112,7 +113,7 @@ def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
 
 def _capabilities(status: Path = Path("/proc/self/status")) -> Check:
     """The check "capabilities": what CRIU needs of the caller."""
-    bits = next(int(line.split()[1], 16) for line in status.read_text().splitlines() if line.startswith("CapEff:"))
+    bits = effective_capabilities(status.read_text())
     has = {name for name, bit in CAPABILITIES.items() if bits >> bit & 1}
     missing = []
     if not has & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}:

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from limosa.process import records
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, boot_id
 
 _KIND = "journals"
 _LIMIT = 16 << 20  # bytes of a journal that are read
@@ -137,7 +137,7 @@ class Journal:
         Raises:
             OSError: no room, no permission.
         """
-        header.boot = _boot()
+        header.boot = boot_id()
         path = records.own_folder(_KIND) / f"{header.id}.jsonl"
         # Made and locked under another name: one that recover could find is locked from its first moment on.
         part = path.with_suffix(".new")
@@ -181,7 +181,7 @@ class Journal:
     @property
     def of_another_boot(self) -> bool:
         """Whether the machine was started again since: no process that it names lives."""
-        return self.header.boot != _boot()
+        return self.header.boot != boot_id()
 
     def note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
         """Appends a record and syncs it.
@@ -276,7 +276,7 @@ def under_way() -> list[Summary]:
                     pids=pids,
                     step=step,
                     text=text,
-                    alive=header.boot == _boot() and header.controller.alive(),
+                    alive=header.boot == boot_id() and header.controller.alive(),
                     owner=owner,
                 )
             )
@@ -309,10 +309,6 @@ def dead_of_others() -> list[Summary]:
 def path_of(operation_id: str) -> Path:
     """Where the caller's journal of that id lies."""
     return records.own_folder(_KIND) / f"{operation_id}.jsonl"
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class _HeaderLine(msgspec.Struct):

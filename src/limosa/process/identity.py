@@ -76,6 +76,11 @@ def read_stat(pid: int) -> Stat:
     )
 
 
+def boot_id() -> str:
+    """Return the kernel's id of this boot: pid and start time mean nothing in another."""
+    return slurp("/proc/sys/kernel/random/boot_id").decode().strip()
+
+
 def _thread_group(pid: int) -> int:
     """Return the process that ``pid`` belongs to (``Tgid`` of ``/proc/PID/status``)."""
     try:

@@ -202,7 +202,6 @@ class ProcessObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
         pid_inside: its pid in its own pid namespace.
         cwd, file_root: working directory and root directory.
         seccomp: 0 none, 1 strict, 2 filter.
-        nvidia_minors: GPUs (minor numbers) whose device node the process can open in its own view of /dev.
         unreadable: what could not be read for want of permission: "maps", "fd", "environ", ….
     """
 
@@ -242,7 +241,6 @@ class ProcessObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
     env: dict[str, str] = msgspec.field(default_factory=dict)
     sysv_ipc: list[SysvObservation] = msgspec.field(default_factory=list)
     seccomp: int = 0
-    nvidia_minors: list[int] = msgspec.field(default_factory=list)
     unreadable: list[str] = msgspec.field(default_factory=list)
 
     @property

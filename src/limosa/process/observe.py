@@ -12,6 +12,7 @@ from limosa.errors import NoSuchProcess
 from limosa.process.candidates import candidates
 from limosa.process.descriptors import mount_ids, read_descriptors
 from limosa.process.identity import Identity, ancestors, read_stat
+from limosa.process.memory import host_memory
 from limosa.process.observation import (
     CgroupObservation,
     FdObservation,
@@ -25,7 +26,7 @@ from limosa.process.observation import (
     ThreadObservation,
 )
 from limosa.process.peers import Found, Wanted, look
-from limosa.process.procfs import namespaces, place_of, read_process
+from limosa.process.procfs import effective_capabilities, namespaces, place_of, read_process
 from limosa.process.slurp import slurp
 from limosa.process.sockets import Table, protocol_name, read_table
 from limosa.process.sysv import read_sysv
@@ -51,34 +52,24 @@ __all__ = [
 _TRIES = 3
 
 
-def _meminfo() -> dict[str, int]:
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in file}
-
-
 def observe_host(hidden: int = 0) -> HostObservation:
     """Return what matters of the machine and of Limosa itself.
 
     Args:
         hidden: processes whose descriptors could not be read.
     """
-    memory = _meminfo()
+    total, available = host_memory()
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope", encoding="ascii") as file:
             scope = int(file.read())
     except OSError:
         scope = 0  # no Yama: nothing beyond the classic rules
-    caps = 0
-    with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("CapEff:"):
-                caps = int(line.split()[1], 16)
     return HostObservation(
-        mem_total=memory["MemTotal"],
-        mem_available=memory["MemAvailable"],
+        mem_total=total,
+        mem_available=available,
         uid=os.geteuid(),
         ptrace_scope=scope,
-        caps=caps,
+        caps=effective_capabilities(),
         namespaces=namespaces("/proc/self"),
         ancestors=[os.getpid(), *(identity.pid for identity in ancestors())],
         hidden_processes=hidden,

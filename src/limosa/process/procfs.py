@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat as stat_bits
 
 import msgspec
 
@@ -124,6 +123,12 @@ def read_maps(folder: str) -> Maps:
     return Maps(list(merged.values()), len(lines), uvm, managed, libcuda)
 
 
+def effective_capabilities(status: str | None = None) -> int:
+    """Return our effective capabilities as a bit mask (``CapEff`` of ``/proc/self/status``, capabilities(7))."""
+    text = slurp("/proc/self/status").decode(errors="replace") if status is None else status
+    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), 16)
+
+
 def _threads(pid: int) -> list[ThreadObservation]:
     found = []
     for name in os.listdir(f"/proc/{pid}/task"):
@@ -143,34 +148,6 @@ def _status(pid: int) -> dict[str, list[str]]:
         key, _, value = line.partition(":")
         found[key] = value.split()
     return found
-
-
-def nvidia_minors(pid: int, uid: int, gid: int, groups: list[int]) -> list[int]:
-    """Return which GPUs' device nodes a process can open, by minor number.
-
-    Nodes are looked at through the process's own root (a container may hide some). A node counts where its name's
-    number is its minor number (``/dev/null`` bound over ``/dev/nvidia1`` hides it) and its mode lets the user in.
-    A devices cgroup cannot be asked from outside.
-    """
-    found = []
-    try:
-        names = os.listdir(f"/proc/{pid}/root/dev")
-    except OSError:
-        return []
-    for name in names:
-        if not (name.startswith("nvidia") and name[6:].isdigit()):
-            continue
-        try:
-            info = os.stat(f"/proc/{pid}/root/dev/{name}")
-        except OSError:
-            continue
-        mode = info.st_mode
-        if not stat_bits.S_ISCHR(mode) or os.minor(info.st_rdev) != int(name[6:]) or os.major(info.st_rdev) == 1:
-            continue
-        shift = 6 if info.st_uid == uid else 3 if info.st_gid == gid or info.st_gid in groups else 0
-        if uid == 0 or (mode >> shift) & 6 == 6:
-            found.append(int(name[6:]))
-    return sorted(found)
 
 
 def _link(path: str) -> str:
@@ -246,5 +223,4 @@ def read_process(identity: Identity, mountinfo: str, sight: Stat | None = None) 
     except OSError:
         seen.unreadable.append("cgroup")
     seen.cgroup = tightest(seen.cgroup_levels)
-    seen.nvidia_minors = nvidia_minors(pid, uid, gid, [int(group) for group in status.get("Groups", [])])
     return seen

@@ -16,7 +16,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from limosa.errors import NoSuchProcess, UsageError
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, boot_id
 from limosa.process.runtime import (
     RuntimeDir,
     entries,
@@ -54,10 +54,6 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
 R = TypeVar("R", bound="Record")
 
 
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _uid_of(identity: Identity) -> int | None:
     """The real uid of a living process (proc_pid_status(5)), or None where it is gone."""
     try:
@@ -81,7 +77,7 @@ class Record(msgspec.Struct, kw_only=True):
     kind: ClassVar[str] = ""
     root: Identity
     since: float = msgspec.field(default_factory=time.time)
-    boot: str = msgspec.field(default_factory=_boot)
+    boot: str = msgspec.field(default_factory=boot_id)
 
     def save(self) -> Path:
         """Writes the record into the caller's folder, in place of an older one.
@@ -101,13 +97,13 @@ class Record(msgspec.Struct, kw_only=True):
 
     def believed(self, owner: int) -> bool:
         """Whether a record in the folder of uid ``owner`` counts: the process lives and he may speak for it."""
-        if self.boot != _boot() or not self.root.alive():
+        if self.boot != boot_id() or not self.root.alive():
             return False
         return owner == 0 or owner == _uid_of(self.root)
 
     def stale(self) -> bool:
         """Whether nobody needs the record any more."""
-        return self.boot != _boot() or not self.root.alive()
+        return self.boot != boot_id() or not self.root.alive()
 
     @classmethod
     def all(cls: type[R]) -> list[R]:
@@ -204,11 +200,11 @@ class EndedRecord(Record, kw_only=True):
 
     def believed(self, owner: int) -> bool:
         """Whether the folder's owner is root or the reader himself."""
-        return self.boot == _boot() and owner in (0, os.geteuid())
+        return self.boot == boot_id() and owner in (0, os.geteuid())
 
     def stale(self) -> bool:
         """Whether nobody has asked for it for an hour."""
-        return self.boot != _boot() or time.time() - self.since > 3600
+        return self.boot != boot_id() or time.time() - self.since > 3600
 
 
 def check_name(name: str) -> None:

@@ -20,7 +20,8 @@ from limosa.errors import NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
-from limosa.process.criu.trial import TrialResult, effective_capabilities, trial
+from limosa.process.criu.trial import TrialResult, trial
+from limosa.process.procfs import effective_capabilities
 
 NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
 ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)

@@ -24,6 +24,7 @@ from limosa.process.criu import network
 from limosa.process.criu.log import TAKEN
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DumpOptions, RestoreOptions, dump, restore
+from limosa.process.procfs import effective_capabilities
 
 LIMIT = 60.0  # seconds for all of it; 1 s is usual
 STEP = 20.0  # seconds for one step of it
@@ -49,17 +50,11 @@ class TrialResult(msgspec.Struct, frozen=True):
     permitted: bool = True
 
 
-def effective_capabilities(status: str | None = None) -> int:
-    """Return our effective capabilities as a bit mask (``CapEff`` of ``/proc/self/status``, capabilities(7))."""
-    text = Path("/proc/self/status").read_text() if status is None else status
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), 16)
-
-
 def missing_right(capabilities: int, uid: int) -> str:
     """Return why CRIU may not run at all with these capabilities, in a sentence; "" where it may be tried.
 
     Args:
-        capabilities: as of :func:`effective_capabilities`.
+        capabilities: as of :func:`limosa.process.procfs.effective_capabilities`.
         uid: the effective user id.
     """
     missing = [name for bit, name in _CAPABILITIES.items() if not capabilities >> bit & 1]
