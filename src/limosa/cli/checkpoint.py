@@ -109,7 +109,7 @@ def command(
 
 
 def _text(done: CheckpointResult, stats: bool) -> str:
-    who = f"{done.name} (process {done.pid})" if done.name else f"process {done.pid}"
+    who = words.job(done.name, done.pid)
     became = "runs on" if done.left_running else "has ended"
     pause = done.timings.get("pause_seconds")
     if done.left_running and pause is not None:

@@ -101,7 +101,7 @@ def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
 
 def _line(result: JobResult) -> str:
     """One job in a sentence."""
-    who = f"{result.name} (process {result.pid})" if result.name else f"process {result.pid}"
+    who = words.job(result.name, result.pid)
     state = "suspended" if result.state == "checkpointed" else result.state
     if result.already:
         return f"{who} is {state} already"
@@ -142,7 +142,7 @@ def print_plans(report: Report, plans: Sequence[Plan]) -> None:
 
 
 def _plan_text(plan: Plan) -> str:
-    who = f"{plan.name} (process {plan.pid})" if plan.name else f"process {plan.pid}"
+    who = words.job(plan.name, plan.pid)
     lines = [f"{plan.operation} of {who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
     if plan.verdict == "ok":
         pause = plan.estimate.pause_seconds

@@ -144,7 +144,7 @@ def _end_of_log(image: Path) -> int:
 
 
 def _text(done: RestoreResult, stats: bool) -> str:
-    who = f"{done.name} (process {done.pid})" if done.name else f"process {done.pid}"
+    who = words.job(done.name, done.pid)
     moved = words.moves(done.map)
     onto = f" ({moved})" if moved else ""
     lines = [f"{who} runs{onto}" + (f"; its output goes to {words.clean(done.log)}" if done.log else "")]

@@ -46,6 +46,11 @@ def seconds(number: float | None) -> str:
     return f"{number / 60:.1f} min"
 
 
+def job(name: str, pid: int) -> str:
+    """A job as sentences call it."""
+    return f"{name} (process {pid})" if name else f"process {pid}"
+
+
 def command_line(command: Sequence[str]) -> str:
     """A command line on one line."""
     return clean(" ".join(command))
