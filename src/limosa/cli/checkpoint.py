@@ -103,8 +103,6 @@ def command(
                 job, output, timeout=timeout, progress=report.progress, cancel=cancel, **options
             )
         report.warn(*done.warnings)
-        for pid, parent in done.unreaped.items():
-            report.tell(f"process {pid} has ended; its parent, process {parent}, has not reaped it yet")
         report.result(done, _text(done, print_stats))
 
 
