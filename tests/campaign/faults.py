@@ -12,7 +12,7 @@ from campaign import cases
 from campaign.cases import Case
 from campaign.disks import full_disk, small_disk
 from campaign.ground import Soft
-from campaign.hazards import HAZARDS, Hazard, name_of
+from campaign.hazards import HAZARDS, ONCE, RELEASED, Hazard, name_of
 from campaign.processes import send_signal
 
 if TYPE_CHECKING:
@@ -71,10 +71,9 @@ class Fault:
     @property
     def for_good(self) -> bool:
         """Whether what fails goes on failing, so that an undo may fail as well."""
-        return any(
-            word in self.fault
-            for word in ("for-good", "lost-", "full", "state-", "blind", "file-size", "kill-after-restore")
-        )
+        if self.hazard is not None:
+            return any(word in self.fault for word in ("for-good", "kill-after-", "needs-"))
+        return any(word in self.fault for word in ("for-good", "lost-", "full", "state-", "blind", "file-size"))
 
     def order(self) -> dict[str, Any]:
         """What the controller is told, and what is armed."""
@@ -106,7 +105,7 @@ class Fault:
             order["disk"] = {"call": step[1], "n": int(step[2]), "errno": code, "forever": fault.endswith("for-good")}
         order["at"] = at
         head, _, then = fault.partition("+")
-        if head in ("hang", "multicast-hangs") or (step[0] == "hazard" and HAZARDS[fault].then):
+        if head in ("hang", *RELEASED) or (step[0] == "hazard" and HAZARDS[fault].then):
             room.after(RELEASE, room.ground.disarm)
         if step[0] in ("inside", "hazard") and then:
             room.after(0.05, lambda: self._strike(f"random-{then}", fired=True))
@@ -122,7 +121,7 @@ class Fault:
     def arm_hazard(self) -> None:
         """Switches a hazard on; one that is lost once a process is poisoned befalls one process."""
         hazard = HAZARDS[self.fault]
-        once = " nth=1" if self.fault in ("restore-poisons", "killed-by-cgroup") else ""
+        once = " nth=1" if name_of(self.fault) in ONCE else ""
         self.room.ground.arm([f"hazard={name_of(self.fault)}{once}", *hazard.rules])
         if self.fault == "kill-after-restore-hangs":
             self.room.kill_a_restored_one()

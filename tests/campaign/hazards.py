@@ -41,11 +41,26 @@ WAITING = ("function=step:checkpoint-saved hang", "function=step:restore-claimed
 HAZARDS: dict[str, Hazard] = {
     "collective-deadlocks-lock": Hazard(LOCKING, codes=(18,)),
     "vgpu": Hazard(LOCKING, codes=(12, 13)),
+    "mig-not-supported": Hazard(LOCKING, codes=(12, 13)),
+    "mps-not-supported": Hazard(LOCKING, codes=(12, 13)),
+    "managed-not-supported": Hazard(LOCKING, codes=(13,)),
+    "chips-differ": Hazard(("move", "swap", "resume-to", "restore-to"), codes=(21,)),
     "no-map-refused": Hazard(ALL, codes=(0,)),
+    "needs-persistence": Hazard(RESTORING, codes=(21, 40)),
+    "bus-id-remembered": Hazard(ALL, codes=(0,)),
+    "thread-id-as-pid": Hazard(ALL, codes=(0,)),
+    "thread-id-refused": Hazard(ALL, codes=(0,)),
     "init-slow": Hazard(ALL),
     "states-4-and-5": Hazard(ALL, rules=SLOWLY, codes=(0,)),
     "states-4-and-5+kill-limosa": Hazard(ALL, rules=WAITING, then="kill-limosa"),
     "states-4-and-5+kill-both": Hazard(ALL, rules=WAITING, then="kill-both"),
+    "state-blocks-in-flight": Hazard(ALL, codes=(0,)),
+    "state-blocks-in-flight-for-good": Hazard(ALL, codes=(12, 18, 21, 40)),
+    "state-blocks-in-flight+kill-limosa": Hazard(ALL, then="kill-limosa"),
+    "stays-locked-after-controller-death": Hazard(ALL),
+    "stays-locked-after-controller-death+kill-both": Hazard(ALL, rules=WAITING, then="kill-both"),
+    "lock-hangs-when-stopped": Hazard(LOCKING),
+    "lock-hangs-when-stopped-for-good": Hazard(LOCKING, codes=(12, 18, 21, 40)),
     "multicast-hangs": Hazard(LOCKING),
     "multicast-hangs-for-good": Hazard(LOCKING, codes=(21, 40)),
     "kill-after-restore-hangs": Hazard((*LOCKING, "resume", "toggle-up", "restore", "recover-move")),
@@ -54,8 +69,15 @@ HAZARDS: dict[str, Hazard] = {
     "synchronise-while-checkpointed-segfaults": Hazard(LOCKING, loses="process"),
     "restore-poisons": Hazard(RESTORING, loses="job"),
     "nccl-shared-memory-lost": Hazard((*LOCKING, *COMING[:5]), loses="job", early=True),
+    "ipc-lost": Hazard((*LOCKING, *COMING[:5]), loses="job", early=True),
     "peer-large-allocation-lost": Hazard((*LOCKING, *COMING[:5]), loses="job", early=True, victims=("peers",)),
 }
+
+RELEASED = ("multicast-hangs", "lock-hangs-when-stopped", "state-blocks-in-flight")
+"""Those that hang until they are switched off, which they are after a while."""
+
+ONCE = ("restore-poisons", "killed-by-cgroup", "stays-locked-after-controller-death")
+"""Those that befall one process, or one call."""
 
 INSIDE = {
     "lock-begin": "lock",

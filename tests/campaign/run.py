@@ -252,11 +252,8 @@ class Run(Fault):
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
-        return self.fault.startswith(("state-", "lost-", "after-", "blind")) and now[0] in (
-            "running",
-            "locked",
-            "checkpointed",
-        )
+        lies = self.hazard is None and self.fault.startswith(("state-", "lost-", "after-", "blind"))
+        return lies and now[0] in ("running", "locked", "checkpointed")
 
     # -- back to a running job -----------------------------------------------------------------------------------------
 

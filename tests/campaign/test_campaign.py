@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from campaign import cases
+from campaign import cases, hazards
 from campaign.__main__ import record, run, spread
 from campaign.summary import Summary, merged, names_in, replay
+from limosa.softgpu import faults
 
 RUNS = 420
 CHUNKS = 12
@@ -41,6 +42,11 @@ def test_the_sample_has_every_operation_fault_and_victim() -> None:
     kinds = {(c.operation, cases.kind_of_fault(c.fault)) for c in everything}
     assert len(kinds - {(c.operation, cases.kind_of_fault(c.fault)) for c in picked}) <= max(0, len(kinds) - RUNS)
     assert all(cases.Case.named(case.name) == case for case in everything)
+
+
+def test_every_hazard_and_every_point_inside_the_driver_is_among_the_faults() -> None:
+    assert {hazards.name_of(fault) for fault in hazards.HAZARDS} == faults.HAZARDS
+    assert {f"step:{point}" for point in hazards.INSIDE} == faults.STEPS
 
 
 def test_parts_of_a_campaign_are_one_and_what_fails_only_beside_others_is_told(tmp_path: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 from support import stat_of
 
 from limosa.operation.leftovers import let_go_on
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, read_stat
 
 
 def test_what_is_stopped_goes_on_and_is_named(start) -> None:
@@ -20,3 +25,38 @@ def test_what_is_stopped_goes_on_and_is_named(start) -> None:
     assert let_go_on(tree) == [stopped.pid]
     stopped.goes_on(2)
     assert let_go_on(tree) == []
+
+
+SPAWNS = """
+import os, sys
+print("READY", flush=True)
+os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)])
+os.write(int(sys.argv[2]), b"on")
+"""
+
+
+def test_what_is_about_to_be_stopped_goes_on_as_well(tmp_path: Path) -> None:
+    """A stop that CRIU had sent and that came after the look left a restored job stopped, and the driver hung."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ours, theirs = os.pipe()
+    command = [sys.executable, "-c", SPAWNS, str(fifo), str(theirs)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[theirs]) as waiting:  # for its child's exec
+        try:
+            os.close(theirs)
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == b"READY\n"
+            end = time.monotonic() + 5
+            while read_stat(waiting.pid).state != "D":
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            waiting.send_signal(signal.SIGSTOP)
+            assert not read_stat(waiting.pid).stopped
+            assert let_go_on([Identity.of(waiting.pid)]) == [waiting.pid]
+            assert let_go_on([Identity.of(waiting.pid)]) == []
+            os.close(os.open(fifo, os.O_WRONLY))
+            assert select.select([ours], [], [], 5)[0]
+            assert os.read(ours, 2) == b"on"
+        finally:
+            os.close(ours)
+            waiting.kill()

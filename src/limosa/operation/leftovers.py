@@ -50,7 +50,7 @@ def end_rest(tree: Iterable[Identity]) -> None:
 
 
 def let_go_on(tree: Iterable[Identity]) -> list[int]:
-    """Continues what is stopped (state T) of a job that CRIU has brought back.
+    """Continues what is stopped (state T), or about to be, of a job that CRIU has brought back.
 
     It was stopped between the last look at it and the moment when CRIU froze it, and CRIU brings it back as it found
     it; the driver cannot be asked about a stopped process, it answers after SIGCONT (facts §7).
@@ -61,11 +61,19 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
     found = []
     for identity in tree:
         with contextlib.suppress(LimosaError):
-            if read_stat(identity.pid).stopped:
+            if read_stat(identity.pid).stopped or _is_to_stop(identity.pid):
                 with Handle(identity) as handle:
                     handle.signal(signal.SIGCONT)
                 found.append(identity.pid)
     return found
+
+
+def _is_to_stop(pid: int) -> bool:
+    """Whether SIGSTOP is on its way: CRIU sends it last of all, and on a busy machine it takes a while to be taken."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+        pending = [int(line.split()[1], 16) for line in file if line.startswith((b"SigPnd:", b"ShdPnd:"))]
+        return any(mask >> (signal.SIGSTOP - 1) & 1 for mask in pending)
+    return False
 
 
 def remove_table(table: str, criu: Criu | None = None) -> None:
