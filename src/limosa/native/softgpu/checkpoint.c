@@ -182,12 +182,13 @@ static CUresult lock_process(const struct request *request)
         return CUDA_ERROR_NOT_READY;
     for (;;) {
         double left = limit < 0 ? LOOK_SECONDS : limit - (node_now() - since);
-        if (streams_drain(left <= 0 ? 0 : left < LOOK_SECONDS ? left : LOOK_SECONDS))
-            break;
-        if (left <= 0 || abandoned(request)) {
+        bool drained = streams_drain(left <= 0 ? 0 : left < LOOK_SECONDS ? left : LOOK_SECONDS);
+        if (abandoned(request) || (!drained && left <= 0)) {
             gate_open();
             return CUDA_ERROR_NOT_READY;
         }
+        if (drained)
+            break;
     }
     result = step("step:lock-closed");
     if (result != CUDA_SUCCESS) {
