@@ -170,6 +170,7 @@ def test_a_process_that_has_checkpointed_itself_asks_for_its_state(put_aside: Jo
     assert (answer.result, answer.value) == ("SUCCESS", STATES.index("CHECKPOINTED"))
 
 
+@pytest.mark.hazard
 def test_a_process_brings_itself_back(put_aside: Job) -> None:
     for call in ("Restore", "Unlock"):
         assert put_aside.says(f"cuCheckpointProcess{call}", put_aside.pid, None) == "SUCCESS"
