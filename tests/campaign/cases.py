@@ -187,7 +187,7 @@ def _calls(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[Case]
                 yield Case(operation, victim, f"call.{call}.{n}", fault)
     for n in range(counts["nvml"]):
         faults = [f"result-{code}" for code in NVML_RESULTS]
-        for fault in [*faults, "hang", "delay", "crash-caller", "full", "blind"]:
+        for fault in [*faults, "hang", "hang-for-good", "delay", "crash-caller", "full", "blind"]:
             yield Case(operation, victim, f"nvml.{n}", fault)
 
 

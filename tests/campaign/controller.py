@@ -261,12 +261,11 @@ def _until(true: Callable[[], bool], limit: float = 10.0) -> None:
 
 def limits(told: dict[str, float]) -> None:
     """Shortens what Limosa waits for."""
-    from limosa.gpu import worker
+    from limosa.gpu import nvml, worker
     from limosa.operation import driver_steps
 
     for name, value in told.items():
-        owner = driver_steps if hasattr(driver_steps, name) else worker
-        assert hasattr(owner, name), name
+        owner: Any = next(module for module in (driver_steps, worker, nvml) if hasattr(module, name))
         setattr(owner, name, value)
 
 

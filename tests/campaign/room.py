@@ -31,7 +31,14 @@ from campaign.processes import Found, Nursery, python_path, send_signal, where_s
 from campaign.run import Run
 from campaign.shapes import SHAPES
 
-LIMITS = {"LOCK_SECONDS": 1.0, "LOCK_GRACE": 0.5, "CALL_SECONDS": 1.5, "_PATIENCE": 4.0, "INIT_LIMIT": 3.0}
+LIMITS = {
+    "LOCK_SECONDS": 1.0,
+    "LOCK_GRACE": 0.5,
+    "CALL_SECONDS": 1.5,
+    "_PATIENCE": 4.0,
+    "INIT_LIMIT": 3.0,
+    "INVENTORY_LIMIT": 2.0,
+}
 REAL = os.environ.get("LIMOSA_CAMPAIGN") == "real"
 LIMIT = 80.0 if REAL else 25.0  # seconds that an operation may take, undo included
 SETTLE = 40.0 if REAL else 15.0
