@@ -372,6 +372,12 @@ def test_the_command_line_changes_the_node_that_it_is_called_in(node):
     assert "hazard" in softgpu("--fault", "hazard=nonsense", "--lift", "all", rc=2).stderr
 
 
+@pytest.mark.parametrize("option", [("--rate", "copy=1GB/s"), ("--cost", "lock=1"), ("--log", "x"), ("--like", "h200")])
+def test_what_makes_a_node_changes_none(node, option):
+    answer = node.limosa("softgpu", *option, rc=2)
+    assert "name a COMMAND" in answer.stderr
+
+
 def test_a_node_is_changed_from_inside_only():
     told = subprocess.run(
         [sys.executable, "-m", "limosa", "softgpu", "--turn", "0:lost=on", "--", "true"],

@@ -113,6 +113,8 @@ def command(
         from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
         if node.inside() and not command_line and not shell:
+            if like or rate or cost or driver or log:
+                raise UsageError(detail="--like, --rate, --cost, --driver and --log make a node: name a COMMAND for it")
             _change(fault or [], lift or [], turn or [])
             found = _faults()
             report.result(found, lambda console: _draw(console, found))
