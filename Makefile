@@ -17,7 +17,7 @@ PYTEST = $(PY) -m pytest
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
-	@echo "make test-soft  tests on software GPUs, the fault campaign among them"
+	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
@@ -26,7 +26,7 @@ demo:
 	@$(READY_DEMO)
 	@$(SUDO) $(PY) -m limosa demo
 
-test: lint check
+test: lint check test-soft
 
 # Fast ones first; then those that need CRIU or take long, each process in a network of its own.
 check:
@@ -37,7 +37,7 @@ check:
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -m "network and not gpu"
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (ten minutes).
+# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (eight minutes).
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q -n 2 --durations=10 -m "root and not (gpu or conformance)"
