@@ -48,7 +48,7 @@ class Shape(NamedTuple):
     @property
     def gpus(self) -> int:
         """On how many GPUs it is."""
-        return 1 + max(part.device for parts in self.processes for part in parts)
+        return 1 + max((part.device for parts in self.processes for part in parts), default=-1)
 
 
 _ONE = (Part(0, plain=(MiB // 4, 700)),)
