@@ -16,6 +16,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu, WrongChip
 from limosa.image import Manifest, open_image
+from limosa.image.manifest import GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import estimate, room
 from limosa.operation.journal import Member, added_up
@@ -229,14 +230,12 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
     for process in manifest.tree:
         if not process.cuda:
             continue
-        full = _placed(list(process.openable), changes, held, inventory)
+        for source, target in changes.items():
+            _same_chip(then, here, source, target)  # in the words of whoever asked for it
+        full = _placed(list(process.openable), changes, held, inventory, {u: g.name for u, g in then.items()})
         for source, target in full.items():
-            if source in process.held and source in then:
-                a, b = then[source], here[target]
-                if a.name != b.name or (a.memory_total and a.memory_total != b.memory_total):
-                    sizes = "" if a.name != b.name else " with another size of memory"
-                    text = f"the image's GPU {a.index} is a {a.name}, GPU {b.index} here a {b.name}{sizes}"
-                    raise WrongChip(detail=text)
+            if source in process.held:
+                _same_chip(then, here, source, target)
         members.append(
             Member(
                 identity=Identity(process.pid, 0),
@@ -248,6 +247,20 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
             )
         )
     return members
+
+
+def _same_chip(then: Mapping[str, GpuRecord], here: Mapping[str, gpu.Gpu], source: str, target: str) -> None:
+    """Looks whether what was on one GPU of the image can be on one of here.
+
+    Raises:
+        WrongChip: another chip, or another size of memory.
+    """
+    if source not in then:
+        return
+    a, b = then[source], here[target]
+    if a.name != b.name or (a.memory_total and a.memory_total != b.memory_total):
+        sizes = "" if a.name != b.name else " with another size of memory"
+        raise WrongChip(detail=f"the image's GPU {a.index} is a {a.name}, GPU {b.index} here a {b.name}{sizes}")
 
 
 def _changes(manifest: Manifest, inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
@@ -285,10 +298,14 @@ def _changes(manifest: Manifest, inventory: gpu.Inventory, where: Where, held: M
 
 
 def _placed(
-    openable: list[str], changes: Mapping[str, str], held: Mapping[str, int], inventory: gpu.Inventory
+    openable: list[str],
+    changes: Mapping[str, str],
+    held: Mapping[str, int],
+    inventory: gpu.Inventory,
+    chips: Mapping[str, str],
 ) -> dict[str, str]:
-    """The full map for one process: told changes, then GPUs that stay, then fillers on what is free."""
-    here = [g.uuid for g in inventory.gpus]
+    """The full map for one process: told changes, then GPUs that stay, then fillers on what is free, chip by chip."""
+    here = {g.uuid: g.name for g in inventory.gpus}
     full = {a: b for a, b in changes.items() if a in openable}
     if len(set(full.values())) != len(full):
         raise InvalidMap(detail="two GPUs are mapped to one")
@@ -304,10 +321,12 @@ def _placed(
             )
     for uuid in openable:
         if uuid not in full:
-            free = [g for g in here if g not in full.values() and g not in openable] or [
-                g for g in here if g not in full.values()
-            ]
-            if not free:
+            left = [g for g in here if g not in full.values()]
+            if not left:
                 raise InvalidMap(detail="this machine has fewer GPUs than the job could open")
-            full[uuid] = free[0]
+            fitting = [g for g in left if here[g] == chips.get(uuid, here[g])]
+            if not fitting:
+                text = f"the job could open a {chips[uuid]} that it held nothing on, and here is none left for it"
+                raise WrongChip(detail=text)
+            full[uuid] = next((g for g in fitting if g not in openable), fitting[0])
     return {uuid: full[uuid] for uuid in openable}

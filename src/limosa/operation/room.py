@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from limosa.errors import NoRoomOnGpu
-from limosa.gpu import Inventory
+from limosa.gpu import Gpu, Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member, added_up
 
 MARGIN = 64 << 20
-"""Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs."""
+"""Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs.
+
+Not asked for where a process comes back to its own GPU and nobody else is there: it has fitted before."""
 
 
 def gib(size: int) -> str:
@@ -49,19 +51,30 @@ def shortage(
         home: ask for the way back instead of the map.
         vacated: bytes by GPU UUID that the same operation will have let go of by then.
     """
-    free = {g.uuid: (g.index, g.memory_free) for g in inventory.gpus}
+    by_uuid = inventory.by_uuid()
     told = []
-    for uuid, need in needs(members, home=home).items():
-        if uuid not in free:
-            told += [f"GPU {uuid} does not answer any more"] if need else []
+    for uuid, wanted in needs(members, home=home).items():
+        if uuid not in by_uuid:
+            told += [f"GPU {uuid} does not answer any more"] if wanted else []
             continue
-        index, available = free[uuid]
+        there = by_uuid[uuid]
         spoken_for = claims.reserved(uuid, but=operation_id)
-        available += (vacated or {}).get(uuid, 0) - spoken_for
-        if need > available:
+        available = there.memory_free + (vacated or {}).get(uuid, 0) - spoken_for
+        spare = 0 if spoken_for else _margin_at_home(there, members, home=home)
+        if wanted - spare > available:
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            told.append(f"GPU {index} has {gib(max(0, available))} free{others} and {gib(need)} are needed")
+            told.append(f"GPU {there.index} has {gib(max(0, available))} free{others} and {gib(wanted)} are needed")
     return "; ".join(told)
+
+
+def _margin_at_home(there: Gpu, members: Sequence[Member], *, home: bool) -> int:
+    """The margin in what these members need on a GPU, where they can do without: all were there, and nobody else is."""
+    pids = {m.pid for m in members}
+    coming = [m for m in members for uuid in m.held if (uuid if home else m.map.get(uuid, uuid)) == there.uuid]
+    at_home = all(there.uuid in m.held and (home or m.map.get(there.uuid, there.uuid) == there.uuid) for m in coming)
+    others = {p.pid for p in there.processes + there.mps_processes} - pids
+    unseen = there.memory_used - sum(there.used_by(pid) for pid in pids)  # an idle GPU shows a few MiB
+    return MARGIN * len(coming) if at_home and not others and unseen < MARGIN else 0
 
 
 def check(inventory: Inventory, members: Sequence[Member], operation_id: str) -> None:
