@@ -370,6 +370,7 @@ def test_the_command_line_changes_the_node_that_it_is_called_in(node):
     for wrong in ("7:lost=on", "lost=on", "1:mps=on", "1:lost"):
         assert "--turn" in softgpu("--turn", wrong, rc=2).stderr
     assert "hazard" in softgpu("--fault", "hazard=nonsense", "--lift", "all", rc=2).stderr
+    assert "no fault called 7" in softgpu("--lift", "7", rc=2).stderr
 
 
 @pytest.mark.parametrize("option", [("--rate", "copy=1GB/s"), ("--cost", "lock=1"), ("--log", "x"), ("--like", "h200")])

@@ -20,11 +20,15 @@ NOT_FOUND, NOT_STARTED = 127, 126  # as a shell has them
 
 def _change(add: list[str], lift: list[str], turn: list[str]) -> None:
     """Change the node that this process is in."""
+    from limosa.errors import UsageError
     from limosa.softgpu.faults import Switches, check_rule
 
     node = Switches()
     for rule in add:
         check_rule(rule)
+    unknown = set(lift) - {"all", *node.rules()}
+    if unknown:
+        raise UsageError(detail=f"--lift: there is no fault called {', '.join(sorted(unknown))}")
     for word in turn:
         node.turn(word)
     for name in lift:

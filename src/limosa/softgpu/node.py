@@ -207,7 +207,7 @@ def _make_folder(spec: NodeSpec, log: int) -> None:
     os.mkdir(NODE_FOLDER)
     # More than most of the machine's memory can be promised, but not taken: the rest of the machine has to live.
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 4 // 5
-    kernel.mount("softgpu-node", NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=777,size={room},nr_inodes=0")
+    kernel.mount("softgpu-node", NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=1777,size={room},nr_inodes=0")
     for name in ("memory", "requests", "faults"):
         os.mkdir(f"{NODE_FOLDER}/{name}")
         os.chmod(f"{NODE_FOLDER}/{name}", 0o777)
