@@ -107,7 +107,10 @@ class Node:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+            },
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"ready\n":
