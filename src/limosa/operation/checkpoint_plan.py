@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu
-from limosa.errors import NoWorkingCriu, Reason
+from limosa.errors import NoWorkingCriu, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.trust import destination_problem
 from limosa.operation import estimate, room
@@ -107,6 +107,10 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
 def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     """What stands against the folder: it exists, it could not be trusted later, there is no room."""
     output = Path(os.path.abspath(options.output))
+    try:
+        os.fspath(output).encode()
+    except UnicodeEncodeError:  # it is written down in records and in answers, which are JSON
+        return [as_reason(UsageError(detail=f"{os.fsencode(output)!r} is no UTF-8: name another folder"))]
     reasons = []
     if not output.parent.is_dir():
         return [as_reason(missing_parent(output.parent))]
