@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 from limosa import gpu
@@ -32,7 +31,7 @@ from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, ending, read_stat
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
 
@@ -44,6 +43,9 @@ LOCK_GRACE = 10.0
 
 CALL_SECONDS = 30.0
 """What a checkpoint or restore may take beside its copying before it counts as hung."""
+
+END_SECONDS = 20.0
+"""How long the end of a process with a GPU may take: its memory is let go of by the kernel's own thread."""
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
@@ -221,6 +223,8 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
         try:
             state = driver.state(pid, timeout=min(5.0, max(0.01, deadline - time.monotonic())))
         except NoCudaState:
+            if _has_gone(pid):
+                return "gone"
             # It is asked about processes that had some: one such answer would leave them locked for good.
             if none_before:
                 return ""
@@ -234,13 +238,28 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
             progress(Progress("undo", message=f"waiting for the driver to finish with process {pid}"))
             continue
         except DriverError:
-            if not Path(f"/proc/{pid}").exists():
+            if _has_gone(pid):
                 return "gone"
             raise
         if str(state) in ("checkpointing", "restoring"):
             time.sleep(0.05)
             continue
         return str(state)
+
+
+def _has_gone(pid: int) -> bool:
+    """Whether a process that the driver will not tell about has ended; one that is just ending is waited for."""
+    deadline = time.monotonic() + END_SECONDS
+    while ending(pid):
+        try:
+            if read_stat(pid).ended:
+                return True
+        except NoSuchProcess:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return False
 
 
 def bring_back(

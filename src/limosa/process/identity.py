@@ -16,6 +16,9 @@ import msgspec
 from limosa.errors import NoSuchProcess, NotAProcess, OwnAncestor, PermissionDenied, PidReused, UsageError, Zombie
 from limosa.process.slurp import slurp
 
+_PF_EXITING = 0x4  # include/linux/sched.h, in the flags of /proc/PID/stat
+_PENDING = (b"SigPnd:", b"ShdPnd:")
+
 
 class Stat(msgspec.Struct, frozen=True):
     """What Limosa uses of ``/proc/PID/stat`` (proc(5))."""
@@ -74,6 +77,32 @@ def read_stat(pid: int) -> Stat:
         n_threads=int(rest[17]),
         start_time=int(rest[19]),
     )
+
+
+def ending(pid: int) -> bool:
+    """Return whether a process is on its way out: it has ended, or none of its threads will run its program again.
+
+    A process with a GPU takes up to seconds for that, and is there meanwhile; the driver answers all sorts of things
+    about it (measured: 304 and NOT_INITIALIZED).
+    """
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return True
+    return all(_thread_ending(f"/proc/{pid}/task/{tid}") for tid in threads)
+
+
+def _thread_ending(folder: str) -> bool:
+    """Return whether a thread is a zombie, is exiting, or has a SIGKILL that nothing can take back."""
+    try:
+        stat = slurp(f"{folder}/stat")
+        rest = stat[stat.rindex(b")") + 2 :].split()
+        if rest[0] in (b"Z", b"X") or int(rest[6]) & _PF_EXITING:
+            return True
+        pending = [line.split()[1] for line in slurp(f"{folder}/status").splitlines() if line.startswith(_PENDING)]
+    except (OSError, ValueError):
+        return True
+    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def boot_id() -> str:
