@@ -111,6 +111,9 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
 def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | None = None) -> Ready:
     """Looks at everything; with ``stop``, gives pids ten seconds to become free, or less where that says so."""
     ready = Ready(manifest=manifest)
+    if border := _border(manifest):
+        ready.reasons = [border]  # nothing else that would be found there is worth telling
+        return ready
     reasons: list[Reason] = []
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
     changed, ready.rewind = changed_files(manifest, options.rewind_files)
@@ -121,6 +124,23 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         reasons += _gpu_reasons(ready, options)
     ready.reasons = apply_force(reasons, options.force)
     return ready
+
+
+def _border(manifest: Manifest) -> Reason | None:
+    """Why an image from software GPUs cannot be restored on real ones, or the other way round."""
+    if not any(p.cuda for p in manifest.tree):
+        return None
+    try:
+        software: bool | None = gpu.inventory().software
+    except GpuUnavailable:
+        software = None
+    if manifest.software_gpu and not software:
+        there = "here are real ones" if software is False else "here are none"
+        hint = "restore it in a node of software GPUs: limosa softgpu"
+        return Reason(id="chip", text=f"the image is from a software GPU, {there}", exit_code=12, hint=hint)
+    if software and not manifest.software_gpu:
+        return Reason(id="chip", text="the image is from a real GPU, here are software ones", exit_code=12)
+    return None
 
 
 def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
@@ -188,10 +208,6 @@ def _gpu_reasons(ready: Ready, options: Options) -> list[Reason]:
     except GpuUnavailable as error:
         return [as_reason(error)]
     found: list[Reason] = []
-    if inventory.software != manifest.software_gpu:
-        kinds = ("software", "real") if manifest.software_gpu else ("real", "software")
-        text = f"the image is from a {kinds[0]} GPU, here are {kinds[1]} ones"
-        return [Reason(id="chip", text=text, exit_code=12)]
     if inventory.driver_version != manifest.driver:
         text = f"the image was made with driver {manifest.driver}, here is {inventory.driver_version}"
         hint = "the driver restores its own images only; --force=driver-version tries it"
