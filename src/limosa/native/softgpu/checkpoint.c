@@ -229,7 +229,7 @@ static void note_gpus(void)
 /* What the driver does not notice until it is too late. */
 static CUresult note_losses(void)
 {
-    kept.imported = memory_has_imported() || shared_events_imported() || fault_hazard("ipc-lost");
+    kept.imported = memory_has_imported() || fault_hazard("ipc-lost");
     if (kept.imported)
         return CUDA_ERROR_INVALID_VALUE;
     if (memory_has_peer_hazard() && fault_hazard("peer-large-allocation-lost"))
@@ -255,7 +255,7 @@ static CUresult checkpoint_process(const struct request *request)
         kept.refused = true;
         return CUDA_ERROR_NOT_SUPPORTED;
     }
-    if ((memory_has_imported() || shared_events_imported()) && driver_branch() >= IPC_BRANCH) {
+    if (memory_has_imported() && driver_branch() >= IPC_BRANCH) {
         node_log("checkpoints of CUDA IPC, which drivers from %d on can do, are not implemented", IPC_BRANCH);
         return CUDA_ERROR_NOT_SUPPORTED;
     }

@@ -184,7 +184,6 @@ CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only);
 bool memory_has_managed(void);
 bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (facts.md 7) */
 bool vmm_has_imported(void);    /* so is a handle of another process's memory */
-bool shared_events_imported(void); /* so is another process's event, which counts as its memory does */
 uint64_t memory_bytes(void);
 uint64_t vmm_bytes(void);
 char *memory_save(char *to);  /* copies all of it to `to`, returns the end; nothing is released yet */

@@ -54,7 +54,7 @@ void mark_drop(struct mark *mark);
 /* With the lock held: forget a context's events. */
 void events_context_gone(struct context *context);
 
-/* shared_event.c: what several processes know of an event. All but shared_events_imported, shared_event_reached and
+/* shared_event.c: what several processes know of an event. All but shared_event_reached and
  * shared_event_wait are called with the lock held. NULL where there is no memory. */
 struct shared_event;
 struct shared_event *shared_event_make(void);

@@ -5,7 +5,8 @@
  * file in /dev/shm whose name tells who exports. Who waits for a record looks at
  * the page ever again: no thread of another process can wake it, and CRIU can dump it.
  *
- * A process that has another's event open can be checkpointed and not be restored, as one that has its memory open.
+ * A page is host memory, so a checkpoint leaves it alone: a process that has another's event open comes back (measured),
+ * unlike one that has its memory open.
  */
 #define _GNU_SOURCE
 #include "queue.h"
@@ -112,16 +113,6 @@ void shared_event_drop(struct shared_event *event)
 void shared_event_keep(struct shared_event *event)
 {
     event->references++;
-}
-
-bool shared_events_imported(void)
-{
-    bool any = false;
-    streams_lock();
-    for (const struct shared_event *event = known; event; event = event->next)
-        any |= event->imported;
-    streams_unlock();
-    return any;
 }
 
 /* In a child: the pages of exported and imported events are not there (MADV_DONTFORK). */
