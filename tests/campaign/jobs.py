@@ -120,7 +120,10 @@ class Job:
         self.set(0, Slot.COMMAND, 0)  # an image of it must not exit when it comes back
 
     def descriptors(self) -> list[str]:
-        """What its processes hold open, to be the same before and after; on real GPUs less the driver's own."""
+        """What its processes hold open, to be the same before and after.
+
+        On real GPUs each thing once: a driver has not as many of its own after a restore as before.
+        """
         found = []
         for number, pid in enumerate(self.session()):
             for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -129,12 +132,10 @@ class Job:
                 except OSError:
                     continue
                 kind = target.split(":")[0] if ":" in target else target
-                if REAL and kind.startswith("/dev/nvidia"):
-                    continue  # as many as the driver likes: not the same after a restore
                 if "/nvidia-soft/memory" in kind:
                     kind = "device memory"
                 found.append(f"{number} {kind}")
-        return sorted(found)
+        return sorted(set(found) if REAL else found)
 
     def threads(self) -> int:
         """How many threads its processes have."""
