@@ -385,3 +385,49 @@ def test_a_node_is_changed_from_inside_only():
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert (told.returncode, "this is none" in told.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "why"),
+    [
+        (f"function=cuIn{'*' * 300}it result=100", "too long"),
+        (f"caller={'x' * 200} result=100", "too long"),
+        ("function=cuMemFree memory=device", "does not heed"),
+        ("function=step:lock-begin memory=device", "does not heed"),
+        ("function=nvmlInit* memory=host", "does not heed"),
+        ("function=cuMemAlloc* state=3", "does not heed"),
+        ("lost=7", "2 GPUs"),
+        ("caller=\udcff result=100", "no UTF-8"),
+    ],
+)
+def test_a_rule_that_could_never_be_met_is_refused(node, rule, why):
+    with pytest.raises(UsageError, match=why):
+        node.switches.add(rule)
+
+
+def test_memory_that_is_full_means_the_calls_that_want_some(node):
+    rule = node.switches.add("memory=device")
+    node.python("from cuda.bindings import driver as cu; assert int(cu.cuInit(0)[0]) == 0; cu.cuDeviceGetCount()")
+    assert node.switches.count(rule) == 0
+    node.python(
+        "from cuda.bindings import driver as cu; cu.cuInit(0); "
+        "assert int(cu.cuDevicePrimaryCtxRetain(0)[0]) == 2; assert int(cu.cuDevicePrimaryCtxRetain(0)[0]) == 0"
+    )
+    assert node.switches.count(rule) == 2
+
+
+def test_a_command_goes_into_the_node_of_a_process(node):
+    sleeper = node.popen(["sleep", "30"])
+    try:
+        argv = [sys.executable, "-m", "limosa", "softgpu", "--join", str(sleeper.pid), "--"]
+        inside = subprocess.run(
+            [*argv, sys.executable, "-m", "limosa", "gpus", "-o", "json"], capture_output=True, timeout=60, check=False
+        )
+        assert [gpu["name"] for gpu in json.loads(inside.stdout)["gpus"]] == ["Soft GPU H200"] * 2
+        assert subprocess.run([*argv, "sh", "-c", "exit 7"], timeout=60, check=False).returncode == 7
+    finally:
+        sleeper.kill()
+        sleeper.wait(10)
+    for pid, code in ((sleeper.pid, 10), (os.getpid(), 2)):
+        argv[argv.index("--join") + 1] = str(pid)
+        assert subprocess.run([*argv, "true"], capture_output=True, timeout=60, check=False).returncode == code

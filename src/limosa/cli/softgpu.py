@@ -94,6 +94,9 @@ def command(
         list[str] | None,
         typer.Option("--turn", metavar="GPU:WHAT=on|off", help="In a node: lost, mig or persistence; also mps=on."),
     ] = None,
+    join: Annotated[
+        int | None, typer.Option("--join", metavar="PID", help="Run COMMAND in the node that this process is in.")
+    ] = None,
     shell: Annotated[bool, typer.Option("--shell", help="Start your shell instead of COMMAND.")] = False,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,
@@ -128,6 +131,13 @@ def command(
         if bool(command_line) == shell:
             raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
         argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())
+        if join is not None:
+            if like or rate or cost or driver or log or fault:
+                raise UsageError(detail="--join runs COMMAND in a node that is there: no options of a new one")
+            node.join_node(join)
+            report.close()
+            _become(report, argv)
+            return
         spec = make_spec(
             gpus,
             [parse_size(part) for part in memory.split(",")],
@@ -143,8 +153,15 @@ def command(
         if shell:
             report.tell(f"a shell on a node of {gpus} software GPU{'s' if gpus > 1 else ''}; exit leaves it")
         report.close()
-        try:
-            node.run_here(argv)
-        except OSError as error:
-            report.tell(f"{argv[0]}: {error.strerror}")
-            report.exit_code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED
+        _become(report, argv)
+
+
+def _become(report: Any, argv: list[str]) -> None:
+    """Replace this process by a command of the node."""
+    from limosa.softgpu import node
+
+    try:
+        node.run_here(argv)
+    except OSError as error:
+        report.tell(f"{argv[0]}: {error.strerror}")
+        report.exit_code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_STARTED

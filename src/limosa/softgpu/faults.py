@@ -110,6 +110,14 @@ LIES = {
     "cuda": ("nvmlSystemGetCudaDriverVersion", r"\d+"),
 }
 """What NVML can lie about: the function that is asked for it, and what can be said."""
+EFFECTS = {
+    "memory=device": "cuMemAlloc,cuMemAllocPitch,cuMemAllocAsync,cuMemAllocFromPoolAsync,cuMemCreate,cuMemGetInfo,"
+    "cuDevicePrimaryCtxRetain,cuCtxCreate,cuCtxSetCurrent,cuCheckpointProcessRestore",
+    "memory=host": "cuMemHostAlloc,cuMemAllocHost,cuCheckpointProcessCheckpoint",
+    "state": "cuCheckpointProcessGetState",
+}
+"""Words that only some functions heed: those are meant where a rule names none."""
+LONGEST = {"function": 255, "caller": 127, "target": 127, "hazard": 63, "lie": 63}
 CONDITIONS = {"function", "nth", "every", "caller", "target"}
 _NATIVE = Path(__file__).resolve().parents[1] / "native" / "softgpu"
 _LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
@@ -125,6 +133,10 @@ def check_rule(rule: str) -> None:
         UsageError: it cannot, and why.
     """
     given: dict[str, str] = {}
+    try:
+        rule.encode()
+    except UnicodeEncodeError:
+        raise UsageError(detail=f"fault {os.fsencode(rule)!r} is no UTF-8") from None
     for word in rule.split():
         key, equals, value = word.partition("=")
         if key == "hang" and not equals:
@@ -138,6 +150,8 @@ def check_rule(rule: str) -> None:
             raise UsageError(detail=f"fault {rule!r}: {value!r} is no value of {key}=")
         if key in given:
             raise UsageError(detail=f"fault {rule!r}: {key}= stands there twice")
+        if len(value.encode(errors="surrogateescape")) > LONGEST.get(key, 63):
+            raise UsageError(detail=f"fault {rule!r}: what {key}= is given is too long")
         given[key] = value
     for key in ("result", "after"):
         if key in given and result_number(given[key]) is None:
@@ -147,8 +161,13 @@ def check_rule(rule: str) -> None:
     function = given.get("function", "*")
     if "lie" in given:
         _check_lie(rule, given["lie"], function)
-    if not any(fnmatch.fnmatchcase(name, function) for name in functions()):
-        raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {function}")
+    for pattern in function.split(","):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in functions()):
+            raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {pattern}")
+    for word in (f"memory={given.get('memory')}", "state" if "state" in given else ""):
+        heeding = EFFECTS.get(word, "").split(",")
+        if word in EFFECTS and not any(_means(pattern, name) for pattern in function.split(",") for name in heeding):
+            raise UsageError(detail=f"fault {rule!r}: {function} does not heed {word}; {', '.join(heeding)} do")
     about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
     if "target" in (given.get("crash"), given.get("crash-after")) and not about_a_target:
         raise UsageError(detail=f"fault {rule!r}: only checkpoint calls have a target; crash=caller is whoever calls")
@@ -156,6 +175,11 @@ def check_rule(rule: str) -> None:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
     if "nth" in given and "every" in given:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
+
+
+def _means(pattern: str, function: str) -> bool:
+    """Whether a pattern means a function, or a version of it."""
+    return fnmatch.fnmatchcase(function, pattern) or fnmatch.fnmatchcase(function, _VERSION.sub("", pattern))
 
 
 def _check_lie(rule: str, lie: str, function: str) -> None:
@@ -202,9 +226,14 @@ def functions() -> frozenset[str]:
     return frozenset(listed | {_VERSION.sub("", name) for name in listed} | STEPS)
 
 
-def _numbered(rule: str) -> str:
-    """Return a rule with results as numbers, which is what the libraries need no list for."""
+def _written(rule: str) -> str:
+    """Return a rule as the libraries read it: results are numbers, and what only some functions heed names those."""
     words = []
+    given = dict(word.partition("=")[::2] for word in rule.split())
+    if "function" not in given and "hazard" not in given:
+        heeding = [EFFECTS[word] for word in (f"memory={given.get('memory')}", *given) if word in EFFECTS]
+        heeding += [LIES[given["lie"].partition(":")[0]][0]] if "lie" in given else []
+        words += [f"function={heeding[0]}"] if len(heeding) == 1 else []
     for word in rule.split():
         key, _, value = word.partition("=")
         words.append(f"{key}={result_number(value)}" if key in ("result", "after") else word)
@@ -233,13 +262,20 @@ class Switches:
             UsageError: it is none.
         """
         check_rule(rule)
+        lost = re.search(r"\blost=(\d+)", rule)
+        if lost:
+            with opened(self.folder) as state:
+                there = int(state.n_gpus)
+                del state
+            if int(lost[1]) >= there:
+                raise UsageError(detail=f"fault {rule!r}: this node has {there} GPUs")
         names = self._faults()
         with locked(self.folder):
             taken = [int(name.partition(".")[0]) for name in os.listdir(names) if name[:1].isdigit()]
             name = f"{max(taken, default=0) + 1:06}"
             hidden = os.path.join(names, f".{name}")
             with open(hidden, "w", encoding="utf-8") as file:
-                file.write(_numbered(rule) + "\n")
+                file.write(_written(rule) + "\n")
             os.chmod(hidden, 0o666)
             os.rename(hidden, os.path.join(names, name))
             self._changed()

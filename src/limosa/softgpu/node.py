@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from limosa.errors import GpuUnavailable, PermissionDenied, UsageError
+from limosa.errors import GpuUnavailable, NoSuchProcess, PermissionDenied, UsageError
 from limosa.native import build
 from limosa.softgpu import kernel, loader
 from limosa.softgpu.spec import NodeSpec
@@ -123,6 +123,25 @@ def join(pid: int) -> None:
         os.close(fd)
     for standard in (0, 1, 2):
         _reopen(standard)
+
+
+def join_node(pid: int) -> None:
+    """Put this process into the node that a process is in.
+
+    Raises:
+        NoSuchProcess: there is no such process.
+        UsageError: it is in no node.
+        PermissionDenied: only root may enter a mount namespace.
+    """
+    try:
+        if not os.path.exists(f"/proc/{pid}/root{NODE_FOLDER}/state"):
+            os.stat(f"/proc/{pid}/root")
+            raise UsageError(detail=f"process {pid} is in no node of software GPUs")
+        join(pid)
+    except FileNotFoundError:
+        raise NoSuchProcess(pid=pid) from None
+    except PermissionError as error:
+        raise PermissionDenied(detail=f"cannot enter the node of process {pid} ({error})", hint="use sudo") from error
 
 
 def _make_dev() -> None:

@@ -26,7 +26,7 @@
 struct rule {
     struct rule *next;
     char name[NAME_ROOM]; /* of its file */
-    char function[96], hazard[64];
+    char function[256], hazard[64]; /* patterns, with commas between them */
     pid_t caller, target;
     char caller_name[NAME_ROOM], target_name[NAME_ROOM];
     unsigned long nth; /* 0: each one */
@@ -347,7 +347,7 @@ static bool still_there(const struct rule *rule)
 }
 
 /* Whether a pattern means a function: cuMemAlloc means cuMemAlloc_v2 as well, cuMemcpyAsync also cuMemcpyAsync_ptsz. */
-static bool means(const char *pattern, const char *function)
+static bool one_means(const char *pattern, const char *function)
 {
     char plain[sizeof(((struct rule *)0)->function)];
     if (fnmatch(pattern, function, 0) == 0)
@@ -361,6 +361,17 @@ static bool means(const char *pattern, const char *function)
         plain[length - 1] <= '9')
         plain[length - 3] = 0;
     return fnmatch(pattern, plain, 0) == 0;
+}
+
+static bool means(const char *patterns, const char *function)
+{
+    char list[sizeof(((struct rule *)0)->function)], *rest = NULL;
+
+    strcpy(list, patterns);
+    for (const char *pattern = strtok_r(list, ",", &rest); pattern; pattern = strtok_r(NULL, ",", &rest))
+        if (one_means(pattern, function))
+            return true;
+    return false;
 }
 
 /* Read one of /proc/PID's files as text; its length, 0 where it cannot be read. */
