@@ -25,6 +25,7 @@ help:
 demo:
 	@$(READY_DEMO)
 	@$(SUDO) $(PY) -m limosa demo
+	@echo "limosa is $(dir $(PY))limosa"
 
 test: lint check test-soft
 

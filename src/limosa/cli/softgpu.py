@@ -142,7 +142,7 @@ def command(
             gpus,
             [parse_size(part) for part in memory.split(",")],
             [part.strip().upper() for part in chip.split(",")],
-            like=like,
+            like=like.lower() if like else None,
             speeds=rate or (),
             costs=cost or (),
             driver_version=driver or DRIVER_VERSION,
