@@ -179,7 +179,9 @@ class Node:
         return found
 
     def close(self) -> None:
-        """Ends everything in it; nothing of it is left then."""
+        """Ends everything in it; nothing of it is left then. A second time nothing happens."""
+        if self._holder.poll() is not None:
+            return  # the name of its namespace may be another node's by now, whose processes are not ours
         end = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < end:
             for pid in left:

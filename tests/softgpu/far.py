@@ -180,6 +180,7 @@ def room(size: int = 65536) -> int:
     """Plain device memory, all zeroes."""
     address = int(ok(cu.cuMemAlloc(size)))
     ok(cu.cuMemsetD8(address, 0, size))
+    ok(cu.cuCtxSynchronize())  # a memset does not wait, and not every stream waits for it
     return address
 
 
