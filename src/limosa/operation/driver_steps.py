@@ -31,7 +31,7 @@ from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
-from limosa.process.identity import Identity, ending, read_stat
+from limosa.process.identity import Handle, Identity, ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
 
@@ -249,17 +249,13 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
 
 def _has_gone(pid: int) -> bool:
     """Whether a process that the driver will not tell about has ended; one that is just ending is waited for."""
-    deadline = time.monotonic() + END_SECONDS
-    while ending(pid):
-        try:
-            if read_stat(pid).ended:
-                return True
-        except NoSuchProcess:
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return False
+    if not ending(pid):
+        return False
+    try:
+        with Handle(Identity.of(pid)) as handle:
+            return handle.wait(END_SECONDS)
+    except NoSuchProcess:
+        return True
 
 
 def bring_back(

@@ -18,7 +18,7 @@ from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG
 from limosa.process.criu.stats import read_at
-from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.identity import Handle, Identity, is_pending, read_stat
 
 _RUN_ID = re.compile(rb"CRIU run id = ([0-9A-Za-z-]{8,40})")
 _SHORTEST = 8  # characters of a run id that tell one run from all others
@@ -70,9 +70,8 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
 
 def _is_to_stop(pid: int) -> bool:
     """Whether SIGSTOP is on its way: CRIU sends it last of all, and on a busy machine it takes a while to be taken."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-        pending = [int(line.split()[1], 16) for line in file if line.startswith((b"SigPnd:", b"ShdPnd:"))]
-        return any(mask >> (signal.SIGSTOP - 1) & 1 for mask in pending)
+    with contextlib.suppress(OSError):
+        return is_pending(f"/proc/{pid}", signal.SIGSTOP)
     return False
 
 

@@ -99,10 +99,23 @@ def _thread_ending(folder: str) -> bool:
         rest = stat[stat.rindex(b")") + 2 :].split()
         if rest[0] in (b"Z", b"X") or int(rest[6]) & _PF_EXITING:
             return True
-        pending = [line.split()[1] for line in slurp(f"{folder}/status").splitlines() if line.startswith(_PENDING)]
+        return is_pending(folder, signal.SIGKILL)
     except (OSError, ValueError):
         return True
-    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
+
+
+def is_pending(folder: str, number: signal.Signals) -> bool:
+    """Return whether a signal has been sent to a process or thread that has not taken it yet.
+
+    Args:
+        folder: ``/proc/PID`` or ``/proc/PID/task/TID``.
+        number: the signal.
+
+    Raises:
+        OSError: there is no such process, or it may not be looked at.
+    """
+    masks = [line.split()[1] for line in slurp(f"{folder}/status").splitlines() if line.startswith(_PENDING)]
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 def boot_id() -> str:
