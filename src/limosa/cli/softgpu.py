@@ -119,8 +119,9 @@ def command(
         from limosa.softgpu import node
         from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
+        of_a_new_one = like or rate or cost or driver or log
         if node.inside() and not command_line and not shell:
-            if like or rate or cost or driver or log:
+            if of_a_new_one:
                 raise UsageError(detail="--like, --rate, --cost, --driver and --log make a node: name a COMMAND for it")
             _change(fault or [], lift or [], turn or [])
             found = _faults()
@@ -132,7 +133,7 @@ def command(
             raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
         argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())
         if join is not None:
-            if like or rate or cost or driver or log or fault:
+            if of_a_new_one or fault:
                 raise UsageError(detail="--join runs COMMAND in a node that is there: no options of a new one")
             node.join_node(join)
             report.close()

@@ -5,6 +5,7 @@ the node's state at once for all of its processes.
 
 Examples:
     >>> check_rule("function=cuCheckpointProcessRestore result=CUDA_ERROR_UNKNOWN")
+    {'function': 'cuCheckpointProcessRestore', 'result': 'CUDA_ERROR_UNKNOWN'}
     >>> check_rule("result=")
     Traceback (most recent call last):
     limosa.errors.UsageError: fault 'result=': result= needs a value
@@ -17,7 +18,7 @@ import fnmatch
 import functools
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,11 @@ _TURN = re.compile(r"((?P<gpu>\d+):)?(?P<what>lost|mig|persistence|mps)=(?P<how>
 COMPUTE_MODES = {"default": 0, "exclusive_thread": 1, "prohibited": 2, "exclusive_process": 3}
 
 
-def check_rule(rule: str) -> None:
+def check_rule(rule: str) -> dict[str, str]:
     """Look whether a rule can be one.
+
+    Returns:
+        Its words: what is given for each.
 
     Raises:
         UsageError: it cannot, and why.
@@ -175,6 +179,7 @@ def check_rule(rule: str) -> None:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
     if "nth" in given and "every" in given:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
+    return given
 
 
 def _means(pattern: str, function: str) -> bool:
@@ -226,17 +231,18 @@ def functions() -> frozenset[str]:
     return frozenset(listed | {_VERSION.sub("", name) for name in listed} | STEPS)
 
 
-def _written(rule: str) -> str:
+def _written(given: Mapping[str, str]) -> str:
     """Return a rule as the libraries read it: results are numbers, and what only some functions heed names those."""
     words = []
-    given = dict(word.partition("=")[::2] for word in rule.split())
     if "function" not in given and "hazard" not in given:
         heeding = [EFFECTS[word] for word in (f"memory={given.get('memory')}", *given) if word in EFFECTS]
         heeding += [LIES[given["lie"].partition(":")[0]][0]] if "lie" in given else []
         words += [f"function={heeding[0]}"] if len(heeding) == 1 else []
-    for word in rule.split():
-        key, _, value = word.partition("=")
-        words.append(f"{key}={result_number(value)}" if key in ("result", "after") else word)
+    for key, value in given.items():
+        if key == "hang":
+            words.append(key)
+        else:
+            words.append(f"{key}={result_number(value) if key in ('result', 'after') else value}")
     return " ".join(words)
 
 
@@ -261,13 +267,12 @@ class Switches:
         Raises:
             UsageError: it is none.
         """
-        check_rule(rule)
-        lost = re.search(r"\blost=(\d+)", rule)
-        if lost:
+        given = check_rule(rule)
+        if "lost" in given:
             with opened(self.folder) as state:
                 there = int(state.n_gpus)
                 del state
-            if int(lost[1]) >= there:
+            if int(given["lost"]) >= there:
                 raise UsageError(detail=f"fault {rule!r}: this node has {there} GPUs")
         names = self._faults()
         with locked(self.folder):
@@ -275,7 +280,7 @@ class Switches:
             name = f"{max(taken, default=0) + 1:06}"
             hidden = os.path.join(names, f".{name}")
             with open(hidden, "w", encoding="utf-8") as file:
-                file.write(_written(rule) + "\n")
+                file.write(_written(given) + "\n")
             os.chmod(hidden, 0o666)
             os.rename(hidden, os.path.join(names, name))
             self._changed()

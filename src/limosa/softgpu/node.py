@@ -63,9 +63,9 @@ def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOFT
     return env
 
 
-def inside() -> bool:
-    """Return whether this process is in a node."""
-    return os.path.exists(os.path.join(NODE_FOLDER, "state"))
+def inside(pid: int | str = "self") -> bool:
+    """Return whether a process (this one by default) is in a node."""
+    return os.path.exists(f"/proc/{pid}/root{NODE_FOLDER}/state")
 
 
 def enter(spec: NodeSpec) -> None:
@@ -134,7 +134,7 @@ def join_node(pid: int) -> None:
         PermissionDenied: only root may enter a mount namespace.
     """
     try:
-        if not os.path.exists(f"/proc/{pid}/root{NODE_FOLDER}/state"):
+        if not inside(pid):
             os.stat(f"/proc/{pid}/root")
             raise UsageError(detail=f"process {pid} is in no node of software GPUs")
         join(pid)
