@@ -127,7 +127,10 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
 
 
 def _border(manifest: Manifest) -> Reason | None:
-    """Why an image from software GPUs cannot be restored on real ones, or the other way round."""
+    """Why an image from software GPUs cannot be restored on real ones, or the other way round.
+
+    The GPUs are asked for again afterwards, for their room: pids may take seconds to become free, and memory with them.
+    """
     if not any(p.cuda for p in manifest.tree):
         return None
     try:
@@ -242,13 +245,14 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
     here = inventory.by_uuid()
     held = added_up(process.held for process in manifest.tree)
     changes = _changes(manifest, inventory, Where(to=options.to, source=options.source, gpu_map=options.gpu_map), held)
+    chips = {uuid: g.name for uuid, g in then.items()}
+    for source, target in changes.items():
+        _same_chip(then, here, source, target)  # in the words of whoever asked for it
     members = []
     for process in manifest.tree:
         if not process.cuda:
             continue
-        for source, target in changes.items():
-            _same_chip(then, here, source, target)  # in the words of whoever asked for it
-        full = _placed(list(process.openable), changes, held, inventory, {u: g.name for u, g in then.items()})
+        full = _placed(list(process.openable), changes, held, inventory, chips)
         for source, target in full.items():
             if source in process.held:
                 _same_chip(then, here, source, target)
