@@ -69,6 +69,4 @@ bool pools_trim(int ordinal);
 CUmemoryPool pool_of(const struct allocation *allocation);
 void pools_forked(void);
 
-/* ipc.c */
-
 #endif

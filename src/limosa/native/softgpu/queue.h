@@ -54,8 +54,8 @@ void mark_drop(struct mark *mark);
 /* With the lock held: forget a context's events. */
 void events_context_gone(struct context *context);
 
-/* shared_event.c: what several processes know of an event. All but shared_event_reached and
- * shared_event_wait are called with the lock held. NULL where there is no memory. */
+/* shared_event.c: what several processes know of an event. All but shared_event_reached and shared_event_wait are
+ * called with the lock held. NULL where there is no memory. */
 struct shared_event;
 struct shared_event *shared_event_make(void);
 void shared_event_keep(struct shared_event *event);

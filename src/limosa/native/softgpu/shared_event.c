@@ -2,8 +2,8 @@
  *
  * An event that was made with CU_EVENT_INTERPROCESS has a page on which each record gets a number, and notes it when it
  * is reached. As long as nobody else knows the event, the page is the process's own; with its first handle it becomes a
- * file in /dev/shm whose name tells who exports. Who waits for a record looks at
- * the page ever again: no thread of another process can wake it, and CRIU can dump it.
+ * file in /dev/shm whose name tells who exports. Who waits for a record looks at the page ever again: no thread of
+ * another process can wake it, and CRIU can dump it.
  *
  * A page is host memory, so a checkpoint leaves it alone: a process that has another's event open comes back (measured),
  * unlike one that has its memory open.
