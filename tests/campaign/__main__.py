@@ -28,10 +28,10 @@ from typing import Any
 
 from campaign import cases
 from campaign.cases import Case
-from campaign.processes import python_path
+from campaign.processes import REAL, python_path
 from campaign.summary import Summary, merged, names_in
 
-ROOM_LIMIT = 200.0 if os.environ.get("LIMOSA_CAMPAIGN") == "real" else 90.0
+ROOM_LIMIT = 200.0 if REAL else 90.0
 """Seconds without an answer after which a room is given up."""
 GPUS = 4
 REPLAY_MORE = 60.0

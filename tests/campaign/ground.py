@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from campaign.processes import REAL
+
 
 class Ground:
     """A machine without GPUs: only jobs that CRIU alone moves."""
@@ -119,7 +121,7 @@ class Soft(Ground):
 
 def here() -> Ground:
     """The ground that this process stands on."""
-    if os.environ.get("LIMOSA_CAMPAIGN") == "real":
+    if REAL:
         return Real()
     from limosa.softgpu.state import NODE_FOLDER
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from support import end_session, pids, stat_of
 
+from campaign.processes import REAL
 from campaign.shapes import COMMANDS, SHAPES, Slot
 from campaign.twin import Proof, expected
 
-REAL = os.environ.get("LIMOSA_CAMPAIGN") == "real"
 PATIENCE = 30.0 if REAL else 8.0
 """Seconds in which a victim has to have finished an epoch: on real GPUs a dozen are at it side by side."""
 PTX = Path(__file__).parents[2] / "src" / "limosa" / "demo" / "kernels.ptx"

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from support import pids, stat_of
 
+REAL = os.environ.get("LIMOSA_CAMPAIGN") == "real"
+"""Whether the victims run on this machine's GPUs."""
 TESTS = Path(__file__).parents[1]
 
 

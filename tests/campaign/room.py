@@ -27,7 +27,7 @@ from campaign import cases, controller, ground
 from campaign.cases import Case
 from campaign.faults import BROKEN
 from campaign.jobs import Job, Lost
-from campaign.processes import Found, Nursery, python_path, send_signal, where_stuck
+from campaign.processes import REAL, Found, Nursery, python_path, send_signal, where_stuck
 from campaign.run import Run
 from campaign.shapes import SHAPES
 
@@ -39,7 +39,6 @@ LIMITS = {
     "INIT_LIMIT": 3.0,
     "INVENTORY_LIMIT": 2.0,
 }
-REAL = os.environ.get("LIMOSA_CAMPAIGN") == "real"
 LIMIT = 80.0 if REAL else 25.0  # seconds that an operation may take, undo included
 SETTLE = 40.0 if REAL else 15.0
 

@@ -6,21 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 
 import pytest
+from softgpu.far import until
 
 from limosa.process import identity
 from limosa.process.identity import ending
 from limosa.process.slurp import slurp
-
-
-def until(condition: Callable[[], bool], limit: float = 10.0) -> None:
-    end = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

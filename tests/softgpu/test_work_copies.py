@@ -163,21 +163,29 @@ def test_two_dimensions(job: Far) -> None:
     assert job("said(cu.cuMemcpy2D(c))") == "NOT_SUPPORTED"
 
 
-def test_three_dimensions(job: Far) -> None:
-    job(f"a, b = filled({DATA!r}), room()")
-    job(
-        "c = cu.CUDA_MEMCPY3D(); T = cu.CUmemorytype\n"
-        "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcHeight = T.CU_MEMORYTYPE_DEVICE, a, 10, 5\n"
-        "c.dstMemoryType, c.dstDevice, c.dstPitch, c.dstHeight = T.CU_MEMORYTYPE_DEVICE, b, 4, 3\n"
-        "c.srcXInBytes, c.srcY, c.srcZ, c.WidthInBytes, c.Height, c.Depth = 1, 2, 1, 3, 2, 2\n"
-        "ok(cu.cuMemcpy3D(c))\n"
-    )
+# From a box of rows of 10 bytes, 5 a slice, to one of rows of 4, 3 a slice.
+WINDOW = (
+    "T = cu.CUmemorytype\n"
+    "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcHeight = T.CU_MEMORYTYPE_DEVICE, a, 10, 5\n"
+    "c.dstMemoryType, c.dstDevice, c.dstPitch, c.dstHeight = T.CU_MEMORYTYPE_DEVICE, b, 4, 3\n"
+    "c.srcXInBytes, c.srcY, c.srcZ, c.WidthInBytes, c.Height, c.Depth = 1, 2, 1, 3, 2, 2\n"
+)
+
+
+def window() -> bytearray:
+    """What is there afterwards, where nothing was."""
     expected = bytearray(24)
     for z in range(2):
         for y in range(2):
             at = 50 * (z + 1) + 10 * (y + 2) + 1
             expected[12 * z + 4 * y : 12 * z + 4 * y + 3] = DATA[at : at + 3]
-    assert job("get(b, 24)") == expected.hex()
+    return expected
+
+
+def test_three_dimensions(job: Far) -> None:
+    job(f"a, b = filled({DATA!r}), room()")
+    job("c = cu.CUDA_MEMCPY3D()\n" + WINDOW + "ok(cu.cuMemcpy3D(c))\n")
+    assert job("get(b, 24)") == window().hex()
     job("c.srcHeight = 3")
     assert job("said(cu.cuMemcpy3D(c))") == "INVALID_VALUE"
 
@@ -188,20 +196,9 @@ def test_three_dimensions(job: Far) -> None:
 def test_three_dimensions_from_one_gpu_to_another(job: Far, kind: str) -> None:
     job(f"a = filled({DATA!r}); here = ok(cu.cuCtxGetCurrent()); s = ok(cu.cuStreamCreate(0))")
     job("context(1); there = ok(cu.cuCtxGetCurrent()); b = room(); ok(cu.cuCtxSetCurrent(here))")
-    job(
-        "c = cu.CUDA_MEMCPY3D_PEER(); T = cu.CUmemorytype\n"
-        "c.srcMemoryType, c.srcDevice, c.srcPitch, c.srcHeight = T.CU_MEMORYTYPE_DEVICE, a, 10, 5\n"
-        "c.dstMemoryType, c.dstDevice, c.dstPitch, c.dstHeight = T.CU_MEMORYTYPE_DEVICE, b, 4, 3\n"
-        "c.srcXInBytes, c.srcY, c.srcZ, c.WidthInBytes, c.Height, c.Depth = 1, 2, 1, 3, 2, 2\n"
-        "c.srcContext, c.dstContext = here, there\n"
-    )
+    job("c = cu.CUDA_MEMCPY3D_PEER()\n" + WINDOW + "c.srcContext, c.dstContext = here, there\n")
     job(kind)
-    expected = bytearray(24)
-    for z in range(2):
-        for y in range(2):
-            at = 50 * (z + 1) + 10 * (y + 2) + 1
-            expected[12 * z + 4 * y : 12 * z + 4 * y + 3] = DATA[at : at + 3]
-    assert job("get(b, 24)") == expected.hex()
+    assert job("get(b, 24)") == window().hex()
     assert job("ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, b))") == 1
     job("c.srcContext = cu.CUcontext(4096)")
     assert job("said(cu.cuMemcpy3DPeer(c))") == "INVALID_CONTEXT"
