@@ -20,6 +20,7 @@ from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
 from limosa.operation.move_plan import is_done, look_at
+from limosa.operation.parked import Parked, shims_of
 from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import JobResult, Outcome, Plan
 from limosa.operation.work import Clock, Work, myself
@@ -312,11 +313,18 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     members = [m for p in prepared for m in p.members]
     begin(work, prepared, members)
     refuse_stale(work, prepared)
+    parked = _park(work, members) if operation == "move" else None
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
+    if parked is not None:
+        work.pause_begins()
+        parked.hold_still()
+        parked.start_copy()
     if operation in ("move", "suspend"):
         stand_still(work, prepared, members)
     else:
         work.pause_begins()
+    if parked is not None:
+        parked.wait_for_copy()
     if operation == "suspend":
         work.check()
         for member in members:
@@ -329,10 +337,40 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     work.check()
     asleep = [m for m in members if operation == "move" or m.was == "checkpointed"]
     driver_steps.restore(work, asleep)
+    begun = work.paused_at
     driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
+    if parked is not None:
+        work.paused_at = begun  # it goes on when its gate opens
+        work.push("parked-target", parked.leave_target)
+        parked.arrive()
+        parked.open()
+        work.pause_ends()
+        work.drop("parked-target")
     work.drop("driver")
+    if parked is not None:
+        work.drop("parked")
+        parked.let_go()
     for p in prepared:
         SuspendRecord(root=p.root).forget()
+
+
+def _park(work: Work, members: Sequence[Member]) -> Parked | None:
+    """Has what the shim looks after ready on both sides; None where there is none, or it cannot be had this way."""
+    shims = shims_of([m for m in members if m.was == "running" and m.changes_gpu])
+    if not shims:
+        return None
+    parked = Parked(work, members, shims)
+    work.push("parked", parked.home)
+    try:
+        with work.timed("prepare", "memory on the destination"):
+            parked.prepare()
+    except LimosaError as error:
+        work.drop("parked")
+        parked.home()
+        text = f"the parked way is not open ({error}): the driver carries the memory"
+        work.warnings.append(Reason(id="driver-way", text=text))
+        return None
+    return parked
 
 
 def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:

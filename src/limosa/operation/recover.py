@@ -30,7 +30,7 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import claims, driver_steps, journal, room
+from limosa.operation import claims, driver_steps, journal, parked, room
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.remove_image import log_folder, remove_image
@@ -221,6 +221,10 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     alive = [m for m in header.members if m.identity.alive()]
     if not alive:
         return _entry(dead, did="the job has ended", state="gone")
+    if dead.began("park"):
+        parked.bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
+        did = "every gate is open: finished" if dead.began("open") else "undid it"
+        return _entry(dead, did=did, state=journal.common_state(alive))
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
     if header.operation == "suspend" and all(s == "checkpointed" for s in states.values()):
         record = SuspendRecord.of(header.roots[0]) if header.roots else None

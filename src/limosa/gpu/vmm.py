@@ -1,0 +1,134 @@
+"""Device memory that can be handed to another process: ``cuMemCreate`` and what belongs to it, over ``cuda.bindings``.
+
+Everything here is in the calling process and needs a current context on the GPU that is to use the memory. Sizes and
+addresses are bytes; sizes are multiples of 2 MiB (``cuMemGetAllocationGranularity``). CUDA driver API, "Virtual Memory
+Management".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from limosa.errors import DriverError
+from limosa.gpu.binding import find
+from limosa.gpu.meanings import SUCCESS, driver_error
+
+
+def call(name: str, *args: Any) -> Any:
+    """Call a function of the driver.
+
+    Returns:
+        What it gives besides its result: nothing, one value or a tuple.
+
+    Raises:
+        DriverError: its result is not SUCCESS.
+    """
+    binding = find()
+    result, *values = getattr(binding, name)(*args)
+    if int(result) != SUCCESS:
+        raise driver_error(name, 0, result, binding)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class Piece:
+    """One piece of physical device memory, mapped in this process.
+
+    Attributes:
+        bytes: its size.
+        at: where it is mapped.
+        gpu: ordinal of the GPU that it is on; -1 where it was imported and nobody said.
+    """
+
+    def __init__(self, handle: Any, bytes_: int, gpu: int, users: Sequence[int]):
+        self.bytes, self.gpu, self._handle, self.at, self._mapped = bytes_, gpu, handle, 0, False
+        try:
+            self.at = int(call("cuMemAddressReserve", bytes_, 0, 0, 0))
+            call("cuMemMap", self.at, bytes_, 0, handle, 0)
+            self._mapped = True
+            call("cuMemSetAccess", self.at, bytes_, [_access(user) for user in users], len(users))
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def make(cls, bytes_: int, gpu: int, users: Sequence[int]) -> Piece:
+        """Make new memory on a GPU.
+
+        Raises:
+            DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
+        """
+        binding = find()
+        prop = binding.CUmemAllocationProp()
+        prop.type = binding.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        prop.location.type = binding.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        prop.location.id = gpu
+        prop.requestedHandleTypes = _posix()
+        return cls(call("cuMemCreate", bytes_, prop, 0), bytes_, gpu, users)
+
+    @classmethod
+    def take(cls, fd: int, bytes_: int, users: Sequence[int]) -> Piece:
+        """Map memory that a descriptor leads to; the descriptor stays the caller's."""
+        return cls(call("cuMemImportFromShareableHandle", fd, _posix()), bytes_, -1, users)
+
+    def export(self) -> int:
+        """Return a descriptor of it, the caller's to close; not of what was imported (INVALID_VALUE)."""
+        fd = int(call("cuMemExportToShareableHandle", self._handle, _posix(), 0))
+        os.set_inheritable(fd, False)
+        return fd
+
+    def close(self) -> None:
+        """Unmap it and let it go; the memory lives as long as somebody else holds it."""
+        binding = find()
+        if self._mapped:
+            binding.cuMemUnmap(self.at, self.bytes)
+            self._mapped = False
+        if self._handle is not None:
+            binding.cuMemRelease(self._handle)
+            self._handle = None
+        if self.at:
+            binding.cuMemAddressFree(self.at, self.bytes)
+            self.at = 0
+
+
+def _posix() -> Any:
+    return find().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _access(gpu: int) -> Any:
+    binding = find()
+    access = binding.CUmemAccessDesc()
+    access.location.type = binding.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = gpu
+    access.flags = binding.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
+
+
+class Contexts:
+    """Primary contexts of this process, by the UUID of their GPU; made when first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[int, Any]] = {}
+
+    def ordinal(self, uuid: str) -> int:
+        """Return this process's number of a GPU, with a context on it.
+
+        Raises:
+            DriverError: this process does not see that GPU.
+        """
+        if uuid not in self._made:
+            for ordinal in range(int(call("cuDeviceGetCount"))):
+                from limosa.gpu.names import uuid_of_bytes
+
+                if uuid_of_bytes(bytes(call("cuDeviceGetUuid", ordinal).bytes)) == uuid:
+                    self._made[uuid] = (ordinal, call("cuDevicePrimaryCtxRetain", ordinal))
+                    break
+            else:
+                raise DriverError(call="cuDeviceGetUuid", pid=0, result="not there", code=101, meaning=f"no GPU {uuid}")
+        return self._made[uuid][0]
+
+    def use(self, uuid: str) -> None:
+        """Make the context on that GPU the calling thread's."""
+        self.ordinal(uuid)
+        call("cuCtxSetCurrent", self._made[uuid][1])

@@ -1,0 +1,308 @@
+"""The parked way of a move: the device memory that the shim looks after is held aside and copied GPU to GPU.
+
+Beside the driver's steps, which then have little to carry: the gates are closed, the memory unmapped, copied while the
+driver checkpoints what is left, and mapped at the same addresses when the driver has restored that. The source's
+memory is let go of last, when the job has been seen running. Until then its descriptors are held by the vault, by the
+mover and here, so that any of the three may be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
+from limosa.operation.journal import Journal, Member
+from limosa.operation.work import Work
+from limosa.parking.mover import Mover
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Memory, Shim
+from limosa.parking.vault import Vault
+
+GATE_SECONDS = 5.0
+"""How long a process may take to come out of the driver and finish its work on the GPU."""
+SLOWEST_COPY = 1e9  # bytes a second
+
+
+def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
+    """Connects to the members that run under the shim and have memory that can be parked.
+
+    Returns:
+        Connections by pid; the caller closes them.
+    """
+    found: dict[int, Shim] = {}
+    for member in members:
+        try:
+            shim = Shim(member.identity)
+        except LimosaError:
+            continue
+        if shim.hello().bytes and shim.hello().stand is Stand.OPEN:
+            found[member.pid] = shim
+        else:
+            shim.close()
+    return found
+
+
+class _Part:
+    """One process: its shim, and each piece of its memory with the descriptors that lead to it."""
+
+    def __init__(self, member: Member, shim: Shim):
+        self.member, self.shim = member, shim
+        self.source: dict[int, int] = {}
+        self.target: dict[int, int] = {}
+        self.devices = shim.devices()
+        self.mapped_target = False
+
+    def pieces(self) -> list[Memory]:
+        return [m for m in self.shim.list() if not m.shared]
+
+    def places(self, piece: Memory) -> tuple[str, str]:
+        """The GPU that it is on, and the one that it goes to."""
+        here = self.devices[piece.device]
+        return here, self.member.map.get(here, here)
+
+    def close(self) -> None:
+        for fd in {*self.source.values(), *self.target.values()}:
+            os.close(fd)
+        self.source.clear()
+        self.target.clear()
+        self.shim.close()
+
+
+class Parked:
+    """The parked part of one move.
+
+    Args:
+        work: the operation.
+        members: its processes.
+        shims: connections to those that are parked; closed by :meth:`close`.
+    """
+
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
+        self._work = work
+        self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._vault = Vault()
+        self._mover = Mover()
+        self._copies: list[tuple[str, str, str]] = []
+        self._copying: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self.bytes = 0
+
+    # -- before the pause ----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Makes the destination's memory and has everything held by vault and mover; the jobs run on meanwhile."""
+        self._mover.prepare(sorted({b for part in self._parts for b in part.member.map.values()}))
+        for part in self._parts:
+            self._add(part, part.pieces())
+
+    def _add(self, part: _Part, new: Sequence[Memory]) -> None:
+        """Takes pieces in: exported, made on the other side, held."""
+        if not new:
+            return
+        fds = part.shim.export([m.id for m in new])
+        part.source.update(zip((m.id for m in new), fds, strict=True))
+        for (here, there), pieces in _by_place(part, new).items():
+            ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
+            if here == there:
+                part.target.update({i: part.source[i] for i in ids})
+                continue
+            key = f"{part.member.pid}/{len(self._copies)}"
+            self._mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
+            made = self._mover.make(f"{key}/target", sizes, there)
+            part.target.update(zip(ids, made, strict=True))
+            self._copies.append((f"{key}/source", f"{key}/target", there))
+            self.bytes += sum(sizes)
+        self._hold(part)
+
+    def _hold(self, part: _Part) -> None:
+        ids = sorted(part.source)
+        note = msgspec.json.encode(ids)
+        self._vault.put(_key(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
+        self._vault.put(_key(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+
+    # -- the pause -----------------------------------------------------------------------------------------------
+
+    def hold_still(self) -> None:
+        """Closes all gates at once, follows what was allocated or freed since, and takes the memory away.
+
+        Raises:
+            GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
+        """
+        self._together([lambda p=part: p.shim.close_gate(GATE_SECONDS) for part in self._parts])  # type: ignore[misc]
+        for part in self._parts:
+            now = {m.id: m for m in part.pieces()}
+            for gone in set(part.source) - set(now):
+                source, target = part.source.pop(gone), part.target.pop(gone)
+                for fd in {source, target}:
+                    os.close(fd)
+            self._add(part, [m for i, m in sorted(now.items()) if i not in part.source])
+        for part in self._parts:
+            self._work.note("park", "begin", part.member.pid)
+            if part.shim.unmap() is not Stand.AWAY and part.source:
+                raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+    def start_copy(self) -> None:
+        """Copies in the background; the driver's checkpoint runs meanwhile."""
+
+        def copy() -> None:
+            try:
+                seconds = 0.0
+                for source, target, gpu in self._copies:
+                    seconds += self._mover.copy(source, target, gpu, 60.0 + self.bytes / SLOWEST_COPY)
+                self._work.timings["copy"] = seconds
+            except BaseException as error:
+                self._failed = error
+
+        self._copying = threading.Thread(target=copy, name="limosa-copy")
+        self._copying.start()
+
+    def wait_for_copy(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+        if self._failed is not None:
+            raise self._failed
+
+    def arrive(self) -> None:
+        """Maps the destination's memory where the source's was."""
+        for part in self._parts:
+            self._work.note("map", "begin", part.member.pid)
+            part.mapped_target = True
+            if part.shim.map(list(part.target), list(part.target.values())) is not Stand.CLOSED and part.target:
+                raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+
+    def open(self) -> None:
+        """Opens the gates; from the first one on there is no way back."""
+        for part in self._parts:
+            self._work.try_note("open", "begin", part.member.pid)
+            part.shim.open_gate()
+        for part in self._parts:
+            part.member.identity.check()
+            if part.shim.hello().stand is not Stand.OPEN:
+                raise UndoFailed(
+                    what="move", detail="its gate does not open", undo_detail="limosa recover", job_state="unknown"
+                )
+
+    def let_go(self) -> None:
+        """Lets go of everything: the job runs, so nobody needs the source any more."""
+        for part in self._parts:
+            for side in ("target", "source"):
+                self._vault.drop(_key(self._work.id, part.member, side))
+        self.close()
+
+    # -- the way back --------------------------------------------------------------------------------------------
+
+    def leave_target(self) -> None:
+        """Undoes :meth:`arrive`, before the driver takes the process home."""
+        self._settle()
+        for part in self._parts:
+            if part.mapped_target and part.member.identity.alive():
+                part.shim.unmap()
+                part.mapped_target = False
+
+    def home(self) -> None:
+        """Gives every process its own memory back and opens its gate; the driver has brought it home before."""
+        self._settle()
+        for part in self._parts:
+            try:
+                stand = part.shim.hello().stand
+                if stand is Stand.AWAY:
+                    stand = part.shim.map(list(part.source), list(part.source.values()))
+                if stand is Stand.CLOSED:
+                    part.shim.open_gate()
+            except NoSuchProcess:
+                continue
+            except LimosaError:
+                if part.member.identity.alive():
+                    raise
+        self.let_go()
+
+    def _settle(self) -> None:
+        """A copy under way reads what is about to be given back: it comes to its end first."""
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+
+    def close(self) -> None:
+        """Ends the connections and the mover."""
+        for part in self._parts:
+            part.close()
+        self._mover.close()
+        self._vault.close()
+
+    def _together(self, calls: Sequence[object]) -> None:
+        errors: list[BaseException] = []
+
+        def run(call: object) -> None:
+            try:
+                call()  # type: ignore[operator]
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def bring_home(dead: Journal, driver_home: object) -> None:
+    """What ``recover`` does for a move of parked jobs: finishes it where a gate was being opened, else undoes it.
+
+    Args:
+        dead: the journal of the operation.
+        driver_home: brings the driver's half back to where it was.
+    """
+    forward = dead.began("open")
+    alive = [m for m in dead.header.members if m.identity.alive() and dead.began("park", m.pid)]
+    with Vault() as vault:
+        if not forward:
+            for member in alive:
+                with Shim(member.identity) as shim:
+                    if dead.began("map", member.pid) and shim.hello().stand is Stand.CLOSED:
+                        shim.unmap()
+            driver_home()  # type: ignore[operator]
+        for member in alive:
+            _give_back(vault, dead.header.id, member, "target" if forward else "source")
+        for member in dead.header.members:
+            for side in ("target", "source"):
+                vault.drop(_key(dead.header.id, member, side))
+
+
+def _give_back(vault: Vault, operation: str, member: Member, side: str) -> None:
+    with Shim(member.identity) as shim:
+        stand = shim.hello().stand
+        if stand is Stand.AWAY:
+            fds, note = vault.get(_key(operation, member, side))
+            try:
+                stand = shim.map(msgspec.json.decode(note, type=list[int]), fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        if stand is Stand.CLOSED:
+            shim.open_gate()
+
+
+def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], list[Memory]]:
+    found: dict[tuple[str, str], list[Memory]] = {}
+    for piece in pieces:
+        found.setdefault(part.places(piece), []).append(piece)
+    return found
+
+
+def _key(operation: str, member: Member, side: str) -> str:
+    return f"{operation}/{member.pid}/{side}"

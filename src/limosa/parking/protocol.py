@@ -1,0 +1,45 @@
+"""What is said over the control socket of a process that runs under the shim (``native/shim/protocol.h``).
+
+Packets (SOCK_SEQPACKET) of one message, records behind it, descriptors beside it. Numbers are the machine's own.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+MAGIC, VERSION = 0x4C4D5341, 1
+MOST = 200
+"""Records, or descriptors, in a packet."""
+MESSAGE = struct.Struct("=IHHIi4Q")
+RECORD = struct.Struct("=QQQII")
+COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array")
+COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
+PLAIN, SHARED, AWAY, MAPPED = 1, 2, 4, 8
+NOT_READY = 600
+"""CUDA_ERROR_NOT_READY: the gate could not be closed within the time, and is open again."""
+
+
+class Verb(enum.IntEnum):
+    """What can be asked."""
+
+    HELLO = 1
+    LIST = 2
+    EXPORT = 3
+    CLOSE = 4
+    OPEN = 5
+    UNMAP = 6
+    MAP = 7
+    STACK = 8
+    COUNTS = 9
+    BULK = 10
+    DEVICES = 11
+    UNKNOWN = 12
+
+
+class Stand(enum.IntEnum):
+    """Where a process's memory stands."""
+
+    OPEN = 0
+    CLOSED = 1
+    AWAY = 2

@@ -1,0 +1,270 @@
+"""One process under the shim, asked over its control socket.
+
+Every answer is waited for with a limit: the shim's thread does not wait for the application's, but the driver may hang.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+
+import msgspec
+
+from limosa.errors import LimosaError, NoSuchProcess
+from limosa.gpu.names import uuid_of_bytes
+from limosa.parking.protocol import (
+    AWAY,
+    COUNT_KINDS,
+    COUNTS,
+    MAGIC,
+    MAPPED,
+    MESSAGE,
+    MOST,
+    NOT_READY,
+    PLAIN,
+    RECORD,
+    SHARED,
+    VERSION,
+    Stand,
+    Verb,
+)
+from limosa.process.identity import Identity
+
+ANSWER_SECONDS = 10.0
+
+
+class ShimError(LimosaError):
+    """The shim did not do what it was asked; ``fields["result"]`` is a CUresult, or minus an errno."""
+
+    id, exit_code, template = "shim", 21, "process {pid}: {what}: {detail}"
+
+
+class GateStaysOpen(ShimError):
+    """The gate could not be closed in time; it is open again and the job runs on."""
+
+    id, exit_code = "gate", 18
+    template = "process {pid} could not be held still within {seconds:g} s: work on the GPU, or a call, goes on"
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """One piece of device memory that the shim looks after.
+
+    Attributes:
+        id: its number in that process, never used twice.
+        bytes: physical size, a multiple of 2 MiB.
+        device: the process's number of its GPU.
+        at: the address where it is first mapped, 0 where it is not.
+        plain: whether it is of cuMemAlloc (else of cuMemCreate).
+        shared: whether somebody else was given it; such memory stays with the driver.
+        away: whether it is not there at the moment.
+    """
+
+    id: int
+    bytes: int
+    device: int
+    at: int = 0
+    plain: bool = False
+    shared: bool = False
+    away: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a process says of itself: where it stands, its pieces of memory, the bytes that can be parked."""
+
+    stand: Stand
+    n_memories: int
+    bytes: int
+
+
+class Shim:
+    """A connection to one process; one client at a time has it.
+
+    Args:
+        identity: the process.
+        limit: seconds for an answer.
+
+    Raises:
+        NoSuchProcess: it has ended.
+        ShimError: it does not run under the shim, or belongs to somebody else.
+    """
+
+    def __init__(self, identity: Identity, limit: float = ANSWER_SECONDS):
+        self.identity, self.limit, self._number = identity, limit, 0
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(limit)
+            self._socket.connect(f"\0limosa/shim/{identity.pid}/{identity.start_time}")
+        except OSError as error:
+            self._socket.close()
+            if not identity.alive():
+                raise NoSuchProcess(pid=identity.pid) from None
+            raise self._error("connect", error) from error
+
+    def hello(self) -> Hello:
+        """Return where it stands."""
+        _, a, _, c, d = self._ask(Verb.HELLO)
+        return Hello(Stand(a), c, d)
+
+    def list(self) -> list[Memory]:
+        """Return all that the shim looks after, by id."""
+        self._send(Verb.LIST)
+        found: list[Memory] = []
+        while True:
+            (_, total, here, _, _), data, _ = self._receive(Verb.LIST)
+            found += [self._memory(data, i) for i in range(here)]
+            if len(found) >= total:
+                return found
+
+    def export(self, ids: Sequence[int]) -> list[int]:
+        """Return descriptors of these pieces, in their order; the caller closes them."""
+        found: list[int] = []
+        try:
+            for start in range(0, len(ids), MOST):
+                some = ids[start : start + MOST]
+                self._send(Verb.EXPORT, ids=some)
+                _, _, fds = self._receive(Verb.EXPORT)
+                found += fds
+                if len(fds) != len(some):
+                    raise self._error("export", f"{len(fds)} descriptors came for {len(some)}")
+        except BaseException:
+            for fd in found:
+                os.close(fd)
+            raise
+        return found
+
+    def close_gate(self, seconds: float) -> None:
+        """Hold the process still: no call is in the driver, all work is done.
+
+        Raises:
+            GateStaysOpen: not within that time; it is open again.
+        """
+        try:
+            self._ask(Verb.CLOSE, int(seconds * 1000), limit=seconds + self.limit)
+        except ShimError as error:
+            if error.fields.get("result") == NOT_READY:
+                raise GateStaysOpen(
+                    pid=self.identity.pid, seconds=seconds, what="close", detail="", result=NOT_READY
+                ) from None
+            raise
+
+    def open_gate(self) -> None:
+        """Let it go on; all memory must be there."""
+        self._ask(Verb.OPEN)
+
+    def unmap(self) -> Stand:
+        """Take all that can be parked out of its address space and let it go: who has descriptors has the contents."""
+        return Stand(self._ask(Verb.UNMAP, limit=60.0)[1])
+
+    def map(self, ids: Sequence[int], fds: Sequence[int]) -> Stand:
+        """Give it memory back: imported and mapped where it was. The descriptors stay the caller's.
+
+        Pieces that have not left (an unmap that failed in the middle) are told without descriptors.
+        """
+        stand = Stand.AWAY
+        for start in range(0, len(ids), MOST):
+            self._send(Verb.MAP, ids=ids[start : start + MOST], fds=fds[start : start + MOST])
+            stand = Stand(self._receive(Verb.MAP, limit=60.0)[0][1])
+        return stand
+
+    def stack(self, bytes_: int) -> None:
+        """Lower the stack limit of its contexts for the checkpoint; 0: back to what it was."""
+        self._ask(Verb.STACK, bytes_)
+
+    def bulk(self, bytes_: int) -> int:
+        """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
+        return self._ask(Verb.BULK, bytes_, limit=60.0)[3]
+
+    def devices(self) -> list[str]:
+        """Return the UUIDs of its GPUs, by its own numbers, as they are now."""
+        self._send(Verb.DEVICES)
+        (_, n, _, _, _), data, _ = self._receive(Verb.DEVICES)
+        return [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n)]
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return what was left to the driver: kind → calls, bytes."""
+        self._send(Verb.COUNTS)
+        _, data, _ = self._receive(Verb.COUNTS)
+        values = COUNTS.unpack_from(data)
+        n = len(COUNT_KINDS)
+        return {kind: (values[i], values[n + i]) for i, kind in enumerate(COUNT_KINDS)}
+
+    def unknown(self) -> list[str]:
+        """Return functions of the driver that were called and that the shim's list does not have."""
+        self._send(Verb.UNKNOWN)
+        _, data, _ = self._receive(Verb.UNKNOWN)
+        return [name.decode() for name in data.split(b"\0") if name]
+
+    def close(self) -> None:
+        """Let another client have it."""
+        self._socket.close()
+
+    def __enter__(self) -> Shim:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, verb: Verb, a: int = 0, limit: float | None = None) -> tuple[int, int, int, int, int]:
+        self._send(verb, a)
+        return self._receive(verb, limit)[0]
+
+    def _send(self, verb: Verb, a: int = 0, ids: Sequence[int] = (), fds: Sequence[int] = ()) -> None:
+        self._number += 1
+        parts = [MESSAGE.pack(MAGIC, VERSION, verb, self._number, 0, a, 0, 0, 0), struct.pack(f"={len(ids)}Q", *ids)]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self._socket.sendmsg(parts, rights)
+        except OSError as error:
+            raise self._error(verb.name.lower(), error) from error
+
+    def _receive(
+        self, verb: Verb, limit: float | None = None
+    ) -> tuple[tuple[int, int, int, int, int], bytes, list[int]]:
+        self._socket.settimeout(self.limit if limit is None else limit)
+        fds: list[int] = []
+        try:
+            data, rights, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(MOST * 4))
+        except OSError as error:
+            raise self._error(verb.name.lower(), error) from error
+        for level, kind, value in rights:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds += array.array("i", value[: len(value) // 4 * 4])
+        for fd in fds:
+            os.set_inheritable(fd, False)
+        try:
+            if len(data) < MESSAGE.size:
+                raise self._error(verb.name.lower(), "it has gone")
+            magic, version, said, number, result, a, b, c, d = MESSAGE.unpack_from(data)
+            if (magic, version, said, number) != (MAGIC, VERSION, verb, self._number):
+                raise self._error(verb.name.lower(), "another version of the shim", result)
+            if result:
+                raise self._error(
+                    verb.name.lower(), os.strerror(-result) if result < 0 else f"CUresult {result}", result
+                )
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return (result, a, b, c, d), data[MESSAGE.size :], fds
+
+    def _memory(self, data: bytes, i: int) -> Memory:
+        id_, bytes_, at, device, flags = RECORD.unpack_from(data, i * RECORD.size)
+        return Memory(
+            id_,
+            bytes_,
+            device,
+            at if flags & MAPPED else 0,
+            bool(flags & PLAIN),
+            bool(flags & SHARED),
+            bool(flags & AWAY),
+        )
+
+    def _error(self, what: str, detail: object, result: int = 0) -> ShimError:
+        text = detail.strerror if isinstance(detail, OSError) and detail.strerror else str(detail)
+        return ShimError(pid=self.identity.pid, what=what, detail=text, result=result)

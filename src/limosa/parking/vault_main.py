@@ -1,0 +1,168 @@
+"""The vault: a small process without CUDA that holds descriptors, so that bytes outlive whoever moves them.
+
+Started by :mod:`limosa.parking.vault` as a file (``python -I vault_main.py SOCKET``), as the user whose jobs it is
+for. Device memory lives as long as somebody has a descriptor of it; a driver error cannot end a process that makes no
+driver calls. It ends when it has held nothing for a while.
+
+What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``. A key is there
+as a whole or not at all: a put that is broken off is forgotten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+SEARCH_PATH = "LIMOSA_VAULT_SYS_PATH"
+IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
+_SHIELDED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
+
+
+class Entry:
+    """What is held under one key."""
+
+    def __init__(self, note: bytes = b""):
+        self.note = note
+        self.fds: list[int] = []
+
+    def close(self) -> None:
+        """Let go of all of it."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
+
+
+class Vault:
+    """Everything that is held, and the answers about it."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Entry] = {}
+        self.unfinished: dict[socket.socket, tuple[str, Entry]] = {}
+
+    def answer(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
+        """Do what is asked and say so; descriptors that came with it are the vault's."""
+        from limosa.parking.packets import MOST, send
+
+        verb, key = asked.get("verb"), asked.get("key", "")
+        if verb == "put":
+            name, entry = self.unfinished.pop(client, (key, Entry(asked.get("note", b""))))
+            entry.fds += fds
+            if name != key:
+                entry.close()
+                send(client, {"error": f"{key} in the middle of {name}"})
+            elif asked.get("more"):
+                self.unfinished[client] = (name, entry)
+            else:
+                before, self.held[key] = self.held.get(key), entry
+                if before is not None:
+                    before.close()
+                send(client, {"n": len(entry.fds)})
+            return
+        for fd in fds:
+            os.close(fd)
+        if verb == "get":
+            found = self.held.get(key)
+            if found is None:
+                send(client, {"error": f"nothing is held as {key}"})
+                return
+            for start in range(0, max(1, len(found.fds)), MOST):
+                part = found.fds[start : start + MOST]
+                send(client, {"note": found.note, "more": start + MOST < len(found.fds)}, part)
+        elif verb == "drop":
+            entry = self.held.pop(key, Entry())
+            send(client, {"n": len(entry.fds)})
+            entry.close()
+        elif verb == "keys":
+            send(client, {"keys": {name: len(entry.fds) for name, entry in self.held.items()}})
+        elif verb == "ping":
+            send(client, {"pid": os.getpid()})
+        else:
+            send(client, {"error": f"the vault knows no {verb}"})
+
+    def forget(self, client: socket.socket) -> None:
+        """A client has gone: what it had not finished is forgotten."""
+        _, entry = self.unfinished.pop(client, ("", Entry()))
+        entry.close()
+
+
+def serve(path: str) -> None:
+    """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``."""
+    from limosa.parking.packets import peer_uid, receive
+
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    # Whoever has the lock is the vault; a socket that is there is of one that was killed.
+    guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listening.bind(path)
+    os.chmod(path, 0o600)
+    listening.listen(64)
+    vault, last = Vault(), time.monotonic()
+    with selectors.DefaultSelector() as ready:
+        ready.register(listening, selectors.EVENT_READ)
+        while vault.held or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
+            for key, _ in ready.select(1.0):
+                last = time.monotonic()
+                if key.fileobj is listening:
+                    client, _ = listening.accept()
+                    if peer_uid(client) in (0, os.geteuid()):
+                        client.settimeout(10)
+                        ready.register(client, selectors.EVENT_READ)
+                    else:
+                        client.close()
+                    continue
+                client = key.fileobj  # type: ignore[assignment]
+                try:
+                    vault.answer(client, *receive(client))
+                except (EOFError, OSError, ValueError):
+                    vault.forget(client)
+                    ready.unregister(client)
+                    client.close()
+    # Whoever connects from here on is refused, and starts another: the name goes first.
+    os.unlink(path)
+    listening.close()
+
+
+def main(argv: list[str]) -> int:
+    """Run the vault.
+
+    Args:
+        argv: the path of its socket.
+
+    Returns:
+        The exit code.
+    """
+    for number in _SHIELDED:
+        signal.signal(number, signal.SIG_IGN)
+    with open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write("limosa-vault")
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    serve(argv[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path[:] = json.loads(os.environ.pop(SEARCH_PATH, "[]")) or sys.path
+    sys.exit(main(sys.argv[1:]))
