@@ -1,8 +1,8 @@
-"""Compiles what is in C: the CRIU plugin and the software GPU. A build hook of hatchling, and a program for a checkout.
+"""Compiles what is in C: the CRIU plugin, the software GPU and the shim. A build hook of hatchling, and a program for a checkout.
 
 ``python native_build.py`` builds beside the source. With no C compiler the rest of Limosa is installed all the same:
 only jobs whose children inherited GPU device mappings cannot be checkpointed then, and ``limosa doctor`` says so;
-``limosa softgpu`` builds what it needs when it is first used.
+``limosa softgpu`` builds what it needs when it is first used, and jobs take the driver's way without the shim.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ native = SimpleNamespace(**runpy.run_path(str(NATIVE / "build.py")))
 PARTS = (
     ("the CRIU plugin", native.build_plugin, native.CRIU, [native.PLUGIN]),
     ("the software GPU", native.build_softgpu, native.SOFTGPU, native.LIBRARIES),
+    ("the shim", native.build_shim, native.SHIM, [native.SHIM_LIBRARY]),
 )
 
 if BuildHookInterface is not None:

@@ -16,6 +16,8 @@ from pathlib import Path
 CRIU = Path(__file__).resolve().parent / "criu"
 PLUGIN = "limosa_plugin.so"
 SOFTGPU = CRIU.with_name("softgpu")
+SHIM = CRIU.with_name("shim")
+SHIM_LIBRARY = "liblimosa_shim.so"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 NVML_ONLY = ("nvml.c", "nvml_stubs.c")
 NVML_SHARED = ("node.c", "fault.c")
@@ -25,6 +27,10 @@ _PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
 # A product and a sum are rounded each by itself on every machine: tests compare bits. cuGetProcAddress answers with the
 # library's own functions, whoever else has some of their names (-Bsymbolic-functions), as a driver does.
 _SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
+# Hooks hand on what they do not know: floating point registers must come through them untouched.
+_SHIM_FLAGS = [*_FLAGS, "-pthread"]
+_HOOKS = "hooks.c"
+_HOOKS_FLAGS = ["-mgeneral-regs-only"]
 
 
 def compilers() -> list[list[str]]:
@@ -68,6 +74,21 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
     return "\n".join(problems) or None
 
 
+def build_shim(folder: Path = SHIM) -> str | None:
+    """Compile the shim, unless it is newer than its sources and the list of the driver's functions.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    hooks = SHIM / _HOOKS
+    sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
+    depends = [*sources, hooks, *SHIM.glob("*.h"), SOFTGPU / "functions.list"]
+    return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], [(hooks, _HOOKS_FLAGS)])
+
+
 def sources_of(library: str) -> list[Path]:
     """Return the source files of one of the software GPU's libraries."""
     if library == "libnvidia-ml.so.1":
@@ -76,9 +97,22 @@ def sources_of(library: str) -> list[Path]:
 
 
 def _compile(
-    library: Path, sources: Sequence[Path], flags: Sequence[str], depends: Sequence[Path], links: Sequence[str] = ()
+    library: Path,
+    sources: Sequence[Path],
+    flags: Sequence[str],
+    depends: Sequence[Path],
+    links: Sequence[str] = (),
+    apart: Sequence[tuple[Path, Sequence[str]]] = (),
 ) -> str | None:
     """Compile sources with the first compiler that can, unless the library is newer than what it depends on.
+
+    Args:
+        library: what is made.
+        sources: what it is made from.
+        flags: options for all of it.
+        depends: files that it has to be newer than.
+        links: what comes last on the command line.
+        apart: sources with more options, compiled each by itself.
 
     Returns:
         None where the library is there afterwards, else why not.
@@ -93,15 +127,24 @@ def _compile(
     problem = "there is no C compiler (cc, gcc, clang or tcc)"
     for compiler in compilers():
         new = library.with_name(f"{library.name}.{os.getpid()}")
+        objects = [new.with_name(f"{new.name}.{source.stem}.o") for source, _ in apart]
+        commands = [
+            [*compiler, *(flag for flag in flags if flag != "-shared"), *more, "-c", "-o", str(made), str(source)]
+            for made, (source, more) in zip(objects, apart, strict=True)
+        ]
+        commands.append([*compiler, *flags, "-o", str(new), *map(str, sources), *map(str, objects), *links])
         try:
-            argv = [*compiler, *flags, "-o", str(new), *map(str, sources), *links]
-            done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
-            if done.returncode == 0:
+            for argv in commands:
+                done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
+                if done.returncode:
+                    problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
+                    break
+            else:
                 new.replace(library)
                 return None
-            problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{compiler[0]}: {error}"
         finally:
-            new.unlink(missing_ok=True)
+            for path in (new, *objects):
+                path.unlink(missing_ok=True)
     return problem

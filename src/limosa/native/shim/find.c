@@ -1,0 +1,217 @@
+/* How a program reaches the driver, and how the shim gets between: direct symbols (it is loaded first), dlsym and dlvsym,
+ * cuGetProcAddress. The real dlsym cannot be asked for by dlsym, which is ours: it is read from the C library's table. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+#include <stdatomic.h>
+#include <string.h>
+
+#include "shim.h"
+
+typedef void *dlsym_function(void *, const char *);
+typedef void *dlvsym_function(void *, const char *, const char *);
+
+/* Jumped to by the stubs below. */
+__attribute__((visibility("hidden"))) void *shim_real_dlsym, *shim_real_dlvsym;
+
+struct wanted {
+    const char *symbol;
+    void *found;
+};
+
+/* Looks one library's exported symbols through. */
+static int look(struct dl_phdr_info *info, size_t size, void *data)
+{
+    struct wanted *wanted = data;
+    const char *name = strrchr(info->dlpi_name, '/');
+    const ElfW(Dyn) *dynamic = NULL;
+    const ElfW(Sym) *symbols = NULL;
+    const char *strings = NULL;
+    const uint32_t *gnu = NULL, *sysv = NULL;
+
+    (void)size;
+    name = name ? name + 1 : info->dlpi_name;
+    if (strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
+        return 0;
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
+            dynamic = (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+    for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
+        /* The loader has made these addresses absolute (glibc), or not (others). */
+        uintptr_t at = dynamic->d_un.d_ptr < info->dlpi_addr ? info->dlpi_addr + dynamic->d_un.d_ptr
+                                                              : dynamic->d_un.d_ptr;
+        if (dynamic->d_tag == DT_SYMTAB)
+            symbols = (void *)at;
+        else if (dynamic->d_tag == DT_STRTAB)
+            strings = (void *)at;
+        else if (dynamic->d_tag == DT_GNU_HASH)
+            gnu = (void *)at;
+        else if (dynamic->d_tag == DT_HASH)
+            sysv = (void *)at;
+    }
+    if (!symbols || !strings)
+        return 0;
+    uint32_t n = 0;
+    if (sysv)
+        n = sysv[1];
+    else if (gnu) { /* the largest number in any chain */
+        const uint32_t *buckets = gnu + 4 + gnu[2] * (sizeof(ElfW(Addr)) / 4), *chains = buckets + gnu[0];
+        uint32_t last = 0;
+        for (uint32_t i = 0; i < gnu[0]; i++)
+            last = buckets[i] > last ? buckets[i] : last;
+        if (last >= gnu[1]) {
+            while (!(chains[last - gnu[1]] & 1))
+                last++;
+            n = last + 1;
+        }
+    }
+    for (uint32_t i = 0; i < n; i++)
+        if (symbols[i].st_shndx != SHN_UNDEF && symbols[i].st_value
+            && !strcmp(strings + symbols[i].st_name, wanted->symbol)) {
+            wanted->found = (void *)(info->dlpi_addr + symbols[i].st_value);
+            return 1;
+        }
+    return 0;
+}
+
+__attribute__((constructor(101))) void find_begin(void)
+{
+    struct wanted sym = {"dlsym", NULL}, vsym = {"dlvsym", NULL};
+
+    if (shim_real_dlsym)
+        return;
+    dl_iterate_phdr(look, &sym);
+    dl_iterate_phdr(look, &vsym);
+    shim_real_dlvsym = vsym.found;
+    shim_real_dlsym = sym.found;
+}
+
+static const char driver[] = "libcuda.so";
+
+bool find_is_driver(const void *address)
+{
+    Dl_info info;
+    const char *name;
+
+    if (!dladdr(address, &info) || !info.dli_fname)
+        return false;
+    name = strrchr(info.dli_fname, '/');
+    return !strncmp(name ? name + 1 : info.dli_fname, driver, sizeof driver - 1);
+}
+
+void *find_in_driver(const char *symbol)
+{
+    static void *_Atomic handle;
+    void *library = atomic_load(&handle);
+
+    find_begin();
+    if (!library) {
+        library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+        if (!library)
+            return NULL; /* not the program's, so not ours */
+        atomic_store(&handle, library);
+    }
+    return ((dlsym_function *)shim_real_dlsym)(library, symbol);
+}
+
+struct answer {
+    void *found;
+    long given; /* 0: whatever the real one says */
+};
+
+/* What dlsym is to answer. */
+__attribute__((visibility("hidden"), used)) struct answer shim_dlsym_answer(void *library, const char *symbol)
+{
+    dlsym_function *real_dlsym;
+    struct entry *entry;
+
+    find_begin();
+    real_dlsym = (dlsym_function *)shim_real_dlsym;
+    if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || symbol[2] < 'A' || symbol[2] > 'Z' || library == RTLD_NEXT)
+        return (struct answer){NULL, 0};
+    void *real = real_dlsym(library, symbol);
+    entry = entry_of(symbol);
+    if (entry && (!real || real == entry->hook)) {
+        /* The whole program was searched, and we were found before any driver: as if we were not there. */
+        if (real && entry_real(entry))
+            return (struct answer){entry->hook, 1};
+        real_dlsym(library, "a function of libcuda.so.1"); /* for dlerror */
+        return (struct answer){NULL, 1};
+    }
+    return (struct answer){real && find_is_driver(real) ? entry_instead(symbol, real) : real, real != NULL};
+}
+
+/* The real functions find out by their return address who asks (RTLD_NEXT): they are jumped to, not called. */
+#if defined(__x86_64__)
+__asm__(".text\n"
+        ".globl dlsym\n.type dlsym, @function\n"
+        "dlsym:\n"
+        "  push %rdi\n  push %rsi\n  sub $8, %rsp\n"
+        "  call shim_dlsym_answer\n"
+        "  add $8, %rsp\n  pop %rsi\n  pop %rdi\n"
+        "  test %rdx, %rdx\n  jne 1f\n"
+        "  jmp *shim_real_dlsym(%rip)\n"
+        "1: ret\n"
+        ".size dlsym, .-dlsym\n"
+        ".globl dlvsym\n.type dlvsym, @function\n"
+        "dlvsym:\n"
+        "  push %rdi\n  push %rsi\n  push %rdx\n"
+        "  call shim_dlsym_answer\n"
+        "  mov %rdx, %rcx\n"
+        "  pop %rdx\n  pop %rsi\n  pop %rdi\n"
+        "  test %rcx, %rcx\n  jne 1f\n"
+        "  jmp *shim_real_dlvsym(%rip)\n"
+        "1: ret\n"
+        ".size dlvsym, .-dlvsym\n");
+#elif defined(__aarch64__)
+__asm__(".text\n"
+        ".globl dlsym\n.type dlsym, %function\n"
+        "dlsym:\n"
+        "  stp x29, x30, [sp, #-48]!\n  stp x0, x1, [sp, #16]\n"
+        "  bl shim_dlsym_answer\n"
+        "  mov x9, x0\n  mov x10, x1\n"
+        "  ldp x0, x1, [sp, #16]\n  ldp x29, x30, [sp], #48\n"
+        "  cbnz x10, 1f\n"
+        "  adrp x9, shim_real_dlsym\n  ldr x9, [x9, :lo12:shim_real_dlsym]\n  br x9\n"
+        "1: mov x0, x9\n  ret\n"
+        ".size dlsym, .-dlsym\n"
+        ".globl dlvsym\n.type dlvsym, %function\n"
+        "dlvsym:\n"
+        "  stp x29, x30, [sp, #-48]!\n  stp x0, x1, [sp, #16]\n  str x2, [sp, #32]\n"
+        "  bl shim_dlsym_answer\n"
+        "  mov x9, x0\n  mov x10, x1\n"
+        "  ldp x0, x1, [sp, #16]\n  ldr x2, [sp, #32]\n  ldp x29, x30, [sp], #48\n"
+        "  cbnz x10, 1f\n"
+        "  adrp x9, shim_real_dlvsym\n  ldr x9, [x9, :lo12:shim_real_dlvsym]\n  br x9\n"
+        "1: mov x0, x9\n  ret\n"
+        ".size dlvsym, .-dlvsym\n");
+#else
+#error "the shim knows x86-64 and aarch64"
+#endif
+
+/* cuGetProcAddress: what it finds is replaced like what dlsym finds. */
+typedef int get_proc(const char *, void **, int, uint64_t);
+typedef int get_proc_v2(const char *, void **, int, uint64_t, void *);
+
+EXPORT int cuGetProcAddress(const char *symbol, void **found, int version, uint64_t flags)
+{
+    get_proc *real = entry_real(entry_of("cuGetProcAddress"));
+    if (!real)
+        return DRIVER_NOT_THERE;
+    int result = real(symbol, found, version, flags);
+    if (!result && symbol && found && *found)
+        *found = entry_instead(symbol, *found);
+    return result;
+}
+
+EXPORT int cuGetProcAddress_v2(const char *symbol, void **found, int version, uint64_t flags, void *status)
+{
+    get_proc_v2 *real = entry_real(entry_of("cuGetProcAddress_v2"));
+    if (!real)
+        return DRIVER_NOT_THERE;
+    int result = real(symbol, found, version, flags, status);
+    if (!result && symbol && found && *found)
+        *found = entry_instead(symbol, *found);
+    return result;
+}

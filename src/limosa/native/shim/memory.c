@@ -1,0 +1,185 @@
+#include "memory.h"
+#include "shim.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
+struct mapping **mappings;
+size_t n_mappings;
+struct memory **memories;
+size_t n_memories;
+struct counts left;
+void *real_functions[REAL_FUNCTIONS];
+
+static size_t room_mappings, room_memories;
+static uint64_t last_id;
+
+#define GIVEN ((CUhandle)0x4c694d6f << 32) /* what numbers of ours begin with: drivers give addresses of their own heap */
+
+int real_find(void)
+{
+    static const char *const names[REAL_FUNCTIONS] = {
+#define F(name, arguments) #name,
+        DRIVER_FUNCTIONS(F)
+#undef F
+    };
+    int all = 1;
+
+    for (int i = 0; i < REAL_FUNCTIONS; i++)
+        if (!real_functions[i] && !(real_functions[i] = find_in_driver(names[i])))
+            all = 0;
+    return all;
+}
+
+bool shim_ready(void)
+{
+    static _Atomic int ready;
+    int known = atomic_load_explicit(&ready, memory_order_relaxed);
+
+    if (UNLIKELY(!known)) {
+        const char *off = getenv("LIMOSA_SHIM");
+        known = real_find() && !(off && !strcmp(off, "off")) ? 1 : 2;
+        atomic_store(&ready, known);
+    }
+    return known == 1;
+}
+
+void left_add(enum left kind, size_t bytes)
+{
+    __atomic_fetch_add(&left.calls[kind], 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&left.bytes[kind], bytes, __ATOMIC_RELAXED);
+}
+
+size_t mapping_place(CUdeviceptr address)
+{
+    size_t low = 0, high = n_mappings;
+
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (mappings[middle]->at + mappings[middle]->bytes > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+struct mapping *mapping_at(CUdeviceptr address)
+{
+    size_t place = mapping_place(address);
+
+    return place < n_mappings && mappings[place]->at <= address ? mappings[place] : NULL;
+}
+
+/* Makes room for one more pointer in an array that grows. */
+static bool room_for_one(void *array, size_t n, size_t *room)
+{
+    void **items = *(void ***)array;
+
+    if (n < *room)
+        return true;
+    size_t more = *room ? 2 * *room : 256;
+    items = realloc(items, more * sizeof *items);
+    if (!items)
+        return false;
+    *(void ***)array = items;
+    *room = more;
+    return true;
+}
+
+bool mapping_add(struct mapping *mapping)
+{
+    size_t place = mapping_place(mapping->at);
+
+    if (!room_for_one(&mappings, n_mappings, &room_mappings))
+        return false;
+    memmove(&mappings[place + 1], &mappings[place], (n_mappings - place) * sizeof *mappings);
+    mappings[place] = mapping;
+    n_mappings++;
+    mapping->memory->mappings++;
+    return true;
+}
+
+void mapping_remove(size_t place)
+{
+    struct mapping *mapping = mappings[place];
+
+    n_mappings--;
+    memmove(&mappings[place], &mappings[place + 1], (n_mappings - place) * sizeof *mappings);
+    mapping->memory->mappings--;
+    memory_let_go(mapping->memory);
+    free(mapping);
+}
+
+static size_t memory_place(uint64_t id)
+{
+    size_t low = 0, high = n_memories;
+
+    while (low < high) {
+        size_t middle = (low + high) / 2;
+        if (memories[middle]->id >= id)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+struct memory *memory_new(CUhandle driver, size_t bytes, const CUmemAllocationProp *asked)
+{
+    struct memory *memory = calloc(1, sizeof *memory);
+
+    if (!memory || !room_for_one(&memories, n_memories, &room_memories)) {
+        free(memory);
+        return NULL;
+    }
+    memory->id = ++last_id;
+    memory->driver = driver;
+    memory->bytes = bytes;
+    memory->asked = *asked;
+    memory->kept = -1;
+    memories[n_memories++] = memory; /* ids only grow */
+    return memory;
+}
+
+CUhandle memory_given(const struct memory *memory)
+{
+    return GIVEN | memory->id;
+}
+
+struct memory *memory_of(CUhandle given)
+{
+    if ((given & ~(CUhandle)0xffffffff) != GIVEN)
+        return NULL;
+    size_t place = memory_place(given & 0xffffffff);
+    if (place >= n_memories || memories[place]->id != (given & 0xffffffff) || !memories[place]->references)
+        return NULL;
+    return memories[place];
+}
+
+void memory_let_go(struct memory *memory)
+{
+    if (memory->references || memory->mappings)
+        return;
+    if (memory->driver)
+        real(cuMemRelease)(memory->driver);
+    if (memory->kept >= 0)
+        close(memory->kept);
+    size_t place = memory_place(memory->id);
+    n_memories--;
+    memmove(&memories[place], &memories[place + 1], (n_memories - place) * sizeof *memories);
+    free(memory);
+}
+
+CUresult memory_show(const struct mapping *mapping)
+{
+    CUmemAccessDesc all[MAX_DEVICES];
+    size_t n = 0;
+
+    for (int device = 0; device < MAX_DEVICES; device++)
+        if (mapping->access[device])
+            all[n++] = (CUmemAccessDesc){{LOCATION_DEVICE, device}, mapping->access[device]};
+    return n ? real(cuMemSetAccess)(mapping->at, mapping->bytes, all, n) : CUDA_SUCCESS;
+}

@@ -1,0 +1,69 @@
+/* The device memory that the shim looks after: what the application asked cuMemAlloc for (large pieces), and what it
+ * makes itself with the virtual memory calls.
+ *
+ * A memory is what cuMemCreate makes; a mapping is where it can be seen. The application holds a number of ours instead
+ * of the driver's handle, because the driver's changes each time the memory has been away.
+ *
+ * memory_lock guards all of it. An application's thread takes it only inside the gate, so whoever has closed the gate
+ * has it to himself. */
+#ifndef LIMOSA_MEMORY_H
+#define LIMOSA_MEMORY_H
+
+#include <pthread.h>
+#include <stdbool.h>
+
+#include "driver_api.h"
+
+#define MAX_DEVICES 64
+#define LARGE ((size_t)2 << 20) /* what is smaller stays with the driver: it is quick to copy, and wasteful to map */
+
+struct memory {
+    uint64_t id; /* never used twice */
+    CUhandle driver; /* 0 while it is away */
+    size_t bytes;
+    CUmemAllocationProp asked; /* as the application asked for it */
+    int references; /* handles that the application holds */
+    int mappings;
+    int kept; /* a descriptor of memory that was imported and cannot be exported again; -1 */
+    bool shared; /* somebody else was given it: stays where it is */
+};
+
+struct mapping {
+    CUdeviceptr at;
+    size_t bytes, offset;
+    struct memory *memory;
+    unsigned char access[MAX_DEVICES];
+    bool away; /* unmapped by us: the application must not see that */
+    bool plain; /* cuMemAlloc: the range is reserved by us */
+    size_t asked; /* plain: bytes the application asked for */
+    CUcontext context; /* plain: goes with it */
+};
+
+/* Bytes and calls that are left to the driver, by kind. */
+enum left { LEFT_SMALL, LEFT_POOL, LEFT_MANAGED, LEFT_FAILED, LEFT_SHARED, LEFT_FOREIGN, LEFT_ARRAY, LEFT_KINDS };
+struct counts {
+    uint64_t calls[LEFT_KINDS], bytes[LEFT_KINDS];
+};
+
+extern pthread_mutex_t memory_lock;
+extern struct mapping **mappings; /* sorted by address */
+extern size_t n_mappings;
+extern struct memory **memories; /* sorted by id */
+extern size_t n_memories;
+extern struct counts left;
+extern CUcontext *contexts; /* made by the application, beside the primary ones */
+extern size_t n_contexts;
+
+struct mapping *mapping_at(CUdeviceptr address); /* the one that has this byte */
+size_t mapping_place(CUdeviceptr address); /* the first that ends behind it */
+bool mapping_add(struct mapping *mapping);
+void mapping_remove(size_t place); /* frees it, and its memory where nothing else holds it */
+struct memory *memory_new(CUhandle driver, size_t bytes, const CUmemAllocationProp *asked);
+struct memory *memory_of(CUhandle given);
+CUhandle memory_given(const struct memory *memory);
+void memory_let_go(struct memory *memory); /* where neither handle nor mapping is left */
+CUresult memory_show(const struct mapping *mapping); /* cuMemSetAccess as recorded */
+void left_add(enum left kind, size_t bytes);
+bool shim_ready(void); /* whether memory is to be taken over at all */
+
+#endif

@@ -1,0 +1,122 @@
+#include "park.h"
+#include "shim.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+
+bool park_can(const struct memory *memory)
+{
+    return !memory->shared && (memory->mappings || memory->references);
+}
+
+int park_descriptor(struct memory *memory, CUresult *result)
+{
+    int fd = -1;
+
+    *result = CUDA_SUCCESS;
+    if (memory->kept >= 0) {
+        fd = fcntl(memory->kept, F_DUPFD_CLOEXEC, 0);
+        *result = fd < 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+        return fd;
+    }
+    if (!memory->driver)
+        *result = CUDA_ERROR_INVALID_HANDLE;
+    else
+        *result = real(cuMemExportToShareableHandle)(&fd, memory->driver, HANDLE_POSIX_FD, 0);
+    if (*result)
+        return -1;
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    return fd;
+}
+
+CUresult park_wait(void)
+{
+    /* cuCtxSynchronize waits for the current context alone: each primary one that is active, and each that
+     * the application has made. */
+    CUresult result = CUDA_SUCCESS;
+    int n = 0;
+
+    if ((result = real(cuDeviceGetCount)(&n)))
+        return result;
+    for (int device = 0; device < n && !result; device++) {
+        CUcontext context = NULL;
+        unsigned flags;
+        int active = 0;
+        if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active)
+            continue;
+        if ((result = real(cuDevicePrimaryCtxRetain)(&context, device)))
+            break;
+        if (!(result = real(cuCtxSetCurrent)(context)))
+            result = real(cuCtxSynchronize)();
+        real(cuCtxSetCurrent)(NULL);
+        real(cuDevicePrimaryCtxRelease_v2)(device);
+    }
+    for (size_t i = 0; i < n_contexts && !result; i++)
+        if (!(result = real(cuCtxSetCurrent)(contexts[i])))
+            result = real(cuCtxSynchronize)();
+    real(cuCtxSetCurrent)(NULL);
+    return result;
+}
+
+CUresult park_unmap(void)
+{
+    for (size_t i = 0; i < n_mappings; i++)
+        if (park_can(mappings[i]->memory) && !mappings[i]->away) {
+            CUresult result = real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
+            if (result)
+                return result; /* the rest is where it was, and park_map puts back what is not */
+            mappings[i]->away = true;
+        }
+    for (size_t i = 0; i < n_memories; i++)
+        if (park_can(memories[i]) && memories[i]->driver) {
+            real(cuMemRelease)(memories[i]->driver);
+            memories[i]->driver = 0;
+            if (memories[i]->kept >= 0)
+                close(memories[i]->kept);
+            memories[i]->kept = -1;
+        }
+    return CUDA_SUCCESS;
+}
+
+CUresult park_map(struct memory *memory, int fd)
+{
+    CUhandle driver = memory->driver;
+    CUresult result = CUDA_SUCCESS;
+
+    if (driver && fd >= 0) { /* it has not left: what was sent is not needed */
+        close(fd);
+        fd = -1;
+    } else if (!driver) {
+        result = real(cuMemImportFromShareableHandle)(&driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD);
+        if (result) {
+            close(fd);
+            return result;
+        }
+    }
+    for (size_t i = 0; i < n_mappings; i++) {
+        struct mapping *mapping = mappings[i];
+        if (mapping->memory != memory || !mapping->away)
+            continue;
+        if ((result = real(cuMemMap)(mapping->at, mapping->bytes, mapping->offset, driver, 0)))
+            break;
+        mapping->away = false;
+        if ((result = memory_show(mapping)))
+            break;
+    }
+    if (result && !memory->driver) { /* as if nothing had been tried */
+        for (size_t i = 0; i < n_mappings; i++)
+            if (mappings[i]->memory == memory && !mappings[i]->away) {
+                real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
+                mappings[i]->away = true;
+            }
+        real(cuMemRelease)(driver);
+        close(fd);
+        return result;
+    }
+    if (!result && !memory->driver) {
+        memory->driver = driver;
+        memory->kept = fd; /* what was imported cannot be exported: this is how it can be given away the next time */
+    }
+    return result;
+}

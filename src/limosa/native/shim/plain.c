@@ -1,0 +1,530 @@
+/* cuMemAlloc and what belongs to it, for pieces of 2 MiB and more: virtual memory that can be given away and taken back
+ * at the same address. What cannot be had that way is the driver's, as if the shim were not there. */
+#include "memory.h"
+#include "shim.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define GATE(call)                                                                                                     \
+    do {                                                                                                               \
+        struct reader *reader_ = gate_enter();                                                                         \
+        CUresult result_ = (call);                                                                                     \
+        gate_leave(reader_);                                                                                           \
+        return result_;                                                                                                \
+    } while (0)
+
+/* Which contexts may use whose memory: enabled by cuCtxEnablePeerAccess. */
+struct peer {
+    CUcontext from, to;
+    int device, of; /* device may use memory of… */
+};
+static struct peer *peers;
+static size_t n_peers;
+
+/* What was freed while a stream was being captured, and waits until the device may be waited for. */
+static CUdeviceptr *later;
+static size_t n_later, room_later;
+
+static int device_of_current(void)
+{
+    CUdevice device;
+
+    return real(cuCtxGetDevice)(&device) ? -1 : device;
+}
+
+/* With memory_lock held. */
+static void take_away(size_t place)
+{
+    struct mapping *mapping = mappings[place];
+    CUdeviceptr at = mapping->at;
+    size_t bytes = mapping->bytes;
+
+    if (!mapping->away)
+        real(cuMemUnmap)(at, bytes);
+    mapping_remove(place);
+    real(cuMemAddressFree)(at, bytes);
+}
+
+static CUresult wait_for_work(void)
+{
+    /* A capture that goes on elsewhere must neither be broken nor keep us from asking. */
+    int mode = CAPTURE_MODE_RELAXED;
+    CUresult result;
+
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    result = real(cuCtxSynchronize)();
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    return result;
+}
+
+static CUresult make(CUdeviceptr *pointer, size_t bytes)
+{
+    CUmemAllocationProp prop = {.type = ALLOCATION_PINNED, .requestedHandleTypes = HANDLE_POSIX_FD};
+    size_t granularity = 0, whole;
+    CUhandle handle = 0;
+    CUdeviceptr at = 0;
+    CUresult result;
+    CUcontext context = NULL;
+
+    prop.location = (CUmemLocation){LOCATION_DEVICE, device_of_current()};
+    if (prop.location.id < 0 || prop.location.id >= MAX_DEVICES || real(cuCtxGetCurrent)(&context))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    prop.allocFlags.gpuDirectRDMACapable = 1; /* as plain memory is */
+    if (real(cuMemGetAllocationGranularity)(&granularity, &prop, 0)) {
+        prop.allocFlags.gpuDirectRDMACapable = 0;
+        if (real(cuMemGetAllocationGranularity)(&granularity, &prop, 0))
+            return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    whole = (bytes + granularity - 1) / granularity * granularity;
+    result = real(cuMemCreate)(&handle, whole, &prop, 0);
+    if (result && prop.allocFlags.gpuDirectRDMACapable && result != CUDA_ERROR_OUT_OF_MEMORY) {
+        prop.allocFlags.gpuDirectRDMACapable = 0;
+        result = real(cuMemCreate)(&handle, whole, &prop, 0);
+    }
+    if (result)
+        return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
+    if (real(cuMemAddressReserve)(&at, whole, 0, 0, 0))
+        goto no_address;
+    if (real(cuMemMap)(at, whole, 0, handle, 0))
+        goto no_map;
+
+    struct mapping *mapping = calloc(1, sizeof *mapping);
+    prop.requestedHandleTypes = 0;
+    struct memory *memory = mapping ? memory_new(handle, whole, &prop) : NULL;
+    if (!memory) {
+        free(mapping);
+        goto no_record;
+    }
+    *mapping = (struct mapping){.at = at, .bytes = whole, .memory = memory, .plain = true, .asked = bytes};
+    mapping->context = context;
+    mapping->access[prop.location.id] = ACCESS_READWRITE;
+    for (size_t i = 0; i < n_peers; i++)
+        if (peers[i].of == prop.location.id)
+            mapping->access[peers[i].device] = ACCESS_READWRITE;
+    result = memory_show(mapping);
+    if (result || !mapping_add(mapping)) {
+        free(mapping);
+        real(cuMemUnmap)(at, whole);
+        memory_let_go(memory); /* releases the handle */
+        real(cuMemAddressFree)(at, whole);
+        return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    *pointer = at;
+    return CUDA_SUCCESS;
+
+no_record:
+    real(cuMemUnmap)(at, whole);
+no_map:
+    real(cuMemAddressFree)(at, whole);
+no_address:
+    real(cuMemRelease)(handle);
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+/* With memory_lock held: what waits to be freed, if the device may be waited for by now. */
+static void free_later(void)
+{
+    if (!n_later || wait_for_work())
+        return;
+    for (size_t i = 0; i < n_later; i++) {
+        size_t place = mapping_place(later[i]);
+        if (place < n_mappings && mappings[place]->at == later[i])
+            take_away(place);
+    }
+    n_later = 0;
+}
+
+static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
+{
+    CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+
+    if (bytes < LARGE || !pointer) {
+        result = real(cuMemAlloc_v2)(pointer, bytes);
+        if (!result)
+            left_add(LEFT_SMALL, bytes);
+        return result;
+    }
+    pthread_mutex_lock(&memory_lock);
+    free_later();
+    result = make(pointer, bytes);
+    pthread_mutex_unlock(&memory_lock);
+    if (result == CUDA_ERROR_NOT_SUPPORTED) {
+        result = real(cuMemAlloc_v2)(pointer, bytes);
+        if (!result)
+            left_add(LEFT_FAILED, bytes);
+    }
+    return result;
+}
+
+EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuMemAlloc_v2] ? real(cuMemAlloc_v2)(pointer, bytes) : CUDA_ERROR_NO_DEVICE;
+    GATE(alloc(pointer, bytes));
+}
+
+static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
+{
+    /* The pitch is the driver's business: it is asked with one row. */
+    CUdeviceptr row = 0;
+    CUresult result;
+
+    if (!pointer || !pitch || !height || width > (size_t)-1 / height || width * height < LARGE)
+        return real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
+    result = real(cuMemAllocPitch_v2)(&row, pitch, width, 1, element);
+    if (result)
+        return result;
+    real(cuMemFree_v2)(row);
+    return alloc(pointer, *pitch * height);
+}
+
+EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuMemAllocPitch_v2]
+            ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element) : CUDA_ERROR_NO_DEVICE;
+    GATE(pitched(pointer, pitch, width, height, element));
+}
+
+static CUresult let_go(CUdeviceptr pointer)
+{
+    struct mapping *mapping;
+
+    pthread_mutex_lock(&memory_lock);
+    mapping = mapping_at(pointer);
+    if (!mapping || !mapping->plain || mapping->at != pointer) {
+        pthread_mutex_unlock(&memory_lock);
+        return mapping ? CUDA_ERROR_INVALID_VALUE : real(cuMemFree_v2)(pointer);
+    }
+    pthread_mutex_unlock(&memory_lock);
+    /* cuMemFree waits for what uses the memory. Without the lock: the work may be a callback that frees something. */
+    CUresult result = wait_for_work();
+    pthread_mutex_lock(&memory_lock);
+    size_t place = mapping_place(pointer);
+    if (place >= n_mappings || mappings[place]->at != pointer) {
+        result = CUDA_ERROR_INVALID_VALUE; /* freed twice at once */
+    } else if (result >= 900 && result < 910) { /* a stream is being captured */
+        if (n_later == room_later) {
+            size_t more = room_later ? 2 * room_later : 64;
+            CUdeviceptr *bigger = realloc(later, more * sizeof *later);
+            if (bigger)
+                later = bigger, room_later = more;
+        }
+        if (n_later < room_later)
+            later[n_later++] = pointer;
+        result = CUDA_SUCCESS;
+    } else {
+        take_away(place);
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return result;
+}
+
+EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuMemFree_v2] ? real(cuMemFree_v2)(pointer) : CUDA_ERROR_NO_DEVICE;
+    GATE(let_go(pointer));
+}
+
+/* --------------------------------------------------------------------------------------------------- questions --- */
+
+enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_IS_LEGACY_IPC = 10, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12,
+       ATTRIBUTE_HANDLE_TYPES = 14 };
+
+/* Answers as for memory that the driver has allocated itself. With memory_lock held. */
+static void put_right(const struct mapping *mapping, int attribute, void *data)
+{
+    switch (attribute) {
+    case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
+    case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = 1; break;
+    case ATTRIBUTE_RANGE_START: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_RANGE_SIZE: *(size_t *)data = mapping->asked; break;
+    case ATTRIBUTE_HANDLE_TYPES: *(uint64_t *)data = 0; break;
+    default: break;
+    }
+}
+
+static CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
+{
+    pthread_mutex_lock(&memory_lock);
+    const struct mapping *mapping = mapping_at(pointer);
+    bool ours = mapping && mapping->plain && pointer < mapping->at + mapping->asked;
+    if (ours && base)
+        *base = mapping->at;
+    if (ours && bytes)
+        *bytes = mapping->asked;
+    pthread_mutex_unlock(&memory_lock);
+    return ours ? CUDA_SUCCESS : real(cuMemGetAddressRange_v2)(base, bytes, pointer);
+}
+
+EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuMemGetAddressRange_v2]
+            ? real(cuMemGetAddressRange_v2)(base, bytes, pointer) : CUDA_ERROR_NO_DEVICE;
+    GATE(range(base, bytes, pointer));
+}
+
+static CUresult attribute(void *data, int which, CUdeviceptr pointer)
+{
+    CUresult result = real(cuPointerGetAttribute)(data, which, pointer);
+
+    pthread_mutex_lock(&memory_lock);
+    const struct mapping *mapping = mapping_at(pointer);
+    if (data && mapping && mapping->plain && (result == CUDA_SUCCESS || which == ATTRIBUTE_CONTEXT)) {
+        put_right(mapping, which, data);
+        result = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return result;
+}
+
+EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr pointer)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuPointerGetAttribute]
+            ? real(cuPointerGetAttribute)(data, which, pointer) : CUDA_ERROR_NO_DEVICE;
+    GATE(attribute(data, which, pointer));
+}
+
+static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
+{
+    CUresult result = real(cuPointerGetAttributes)(n, which, data, pointer);
+
+    pthread_mutex_lock(&memory_lock);
+    const struct mapping *mapping = mapping_at(pointer);
+    if (result == CUDA_SUCCESS && mapping && mapping->plain)
+        for (unsigned i = 0; i < n; i++)
+            put_right(mapping, which[i], data[i]);
+    pthread_mutex_unlock(&memory_lock);
+    return result;
+}
+
+EXPORT CUresult cuPointerGetAttributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuPointerGetAttributes]
+            ? real(cuPointerGetAttributes)(n, which, data, pointer) : CUDA_ERROR_NO_DEVICE;
+    GATE(attributes(n, which, data, pointer));
+}
+
+/* ------------------------------------------------------------------------------------------------ peer access --- */
+
+/* With memory_lock held: devices that may use memory of one are told so, for all of it. */
+static CUresult show_to(int of, int device, int flags)
+{
+    CUresult first = CUDA_SUCCESS;
+
+    for (size_t i = 0; i < n_mappings; i++)
+        if (mappings[i]->plain && mappings[i]->memory->asked.location.id == of) {
+            CUmemAccessDesc desc = {{LOCATION_DEVICE, device}, flags};
+            mappings[i]->access[device] = (unsigned char)flags;
+            CUresult result = real(cuMemSetAccess)(mappings[i]->at, mappings[i]->bytes, &desc, 1);
+            first = first ? first : result;
+        }
+    return first;
+}
+
+static int device_of(CUcontext context)
+{
+    CUcontext before = NULL;
+    int device = -1;
+
+    real(cuCtxGetCurrent)(&before);
+    if (!real(cuCtxSetCurrent)(context))
+        device = device_of_current();
+    real(cuCtxSetCurrent)(before);
+    return device;
+}
+
+static CUresult enable(CUcontext peer, unsigned flags)
+{
+    CUresult result = real(cuCtxEnablePeerAccess)(peer, flags);
+    CUcontext mine = NULL;
+
+    if (result)
+        return result;
+    pthread_mutex_lock(&memory_lock);
+    struct peer *more = realloc(peers, (n_peers + 1) * sizeof *peers);
+    if (more && !real(cuCtxGetCurrent)(&mine)) {
+        peers = more;
+        peers[n_peers] = (struct peer){mine, peer, device_of_current(), device_of(peer)};
+        if (peers[n_peers].device >= 0 && peers[n_peers].of >= 0)
+            result = show_to(peers[n_peers].of, peers[n_peers].device, ACCESS_READWRITE);
+        n_peers++;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return result;
+}
+
+EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxEnablePeerAccess] ? real(cuCtxEnablePeerAccess)(peer, flags)
+                                                          : CUDA_ERROR_NO_DEVICE;
+    GATE(enable(peer, flags));
+}
+
+static CUresult disable(CUcontext peer)
+{
+    CUresult result = real(cuCtxDisablePeerAccess)(peer);
+    CUcontext mine = NULL;
+
+    if (result)
+        return result;
+    real(cuCtxGetCurrent)(&mine);
+    pthread_mutex_lock(&memory_lock);
+    for (size_t i = 0; i < n_peers; i++)
+        if (peers[i].from == mine && peers[i].to == peer) {
+            struct peer gone = peers[i];
+            peers[i] = peers[--n_peers];
+            bool another = false;
+            for (size_t j = 0; j < n_peers; j++)
+                another |= peers[j].device == gone.device && peers[j].of == gone.of;
+            if (!another && gone.device != gone.of)
+                show_to(gone.of, gone.device, ACCESS_NONE);
+            break;
+        }
+    pthread_mutex_unlock(&memory_lock);
+    return result;
+}
+
+EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxDisablePeerAccess] ? real(cuCtxDisablePeerAccess)(peer) : CUDA_ERROR_NO_DEVICE;
+    GATE(disable(peer));
+}
+
+/* ------------------------------------------------------------------------------------------- end of a context --- */
+
+CUcontext *contexts;
+size_t n_contexts;
+
+static CUresult made(CUresult result, CUcontext *context)
+{
+    if (result)
+        return result;
+    pthread_mutex_lock(&memory_lock);
+    CUcontext *more = realloc(contexts, (n_contexts + 1) * sizeof *more);
+    if (more) {
+        contexts = more;
+        contexts[n_contexts++] = *context;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    if (!more) { /* its work could not be waited for */
+        real(cuCtxDestroy_v2)(*context);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxCreate_v2] ? real(cuCtxCreate_v2)(context, flags, device)
+                                                   : CUDA_ERROR_NO_DEVICE;
+    GATE(made(real(cuCtxCreate_v2)(context, flags, device), context));
+}
+
+EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxCreate_v3] ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
+                                                   : CUDA_ERROR_NO_DEVICE;
+    GATE(made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
+}
+
+/* From CUDA 12.5 on; drivers before it do not have it. */
+EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned flags, CUdevice device)
+{
+    typedef CUresult create(CUcontext *, void *, unsigned, CUdevice);
+    create *function = (create *)entry_real(entry_of("cuCtxCreate_v4"));
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(context, parameters, flags, device);
+    GATE(made(function(context, parameters, flags, device), context));
+}
+
+/* With memory_lock held: its memory goes with it. */
+static void context_gone(CUcontext context)
+{
+    for (size_t i = n_mappings; i-- > 0;)
+        if (mappings[i]->plain && mappings[i]->context == context)
+            take_away(i);
+    for (size_t i = n_contexts; i-- > 0;)
+        if (contexts[i] == context)
+            contexts[i] = contexts[--n_contexts];
+    for (size_t i = n_peers; i-- > 0;)
+        if (peers[i].from == context || peers[i].to == context)
+            peers[i] = peers[--n_peers];
+}
+
+static CUresult destroy(CUcontext context)
+{
+    CUresult result = real(cuCtxDestroy_v2)(context);
+
+    if (!result) {
+        pthread_mutex_lock(&memory_lock);
+        context_gone(context);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxDestroy_v2] ? real(cuCtxDestroy_v2)(context) : CUDA_ERROR_NO_DEVICE;
+    GATE(destroy(context));
+}
+
+/* Primary contexts keep their address when they end: it is asked for before. */
+static CUcontext primary_of(CUdevice device)
+{
+    CUcontext context = NULL;
+    unsigned flags;
+    int active = 0;
+
+    if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active)
+        return NULL;
+    if (real(cuDevicePrimaryCtxRetain)(&context, device))
+        return NULL;
+    real(cuDevicePrimaryCtxRelease_v2)(device);
+    return context;
+}
+
+static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
+{
+    CUcontext context = primary_of(device);
+    CUresult result = how(device);
+    unsigned flags;
+    int active = 1;
+
+    if (!result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active) {
+        pthread_mutex_lock(&memory_lock);
+        context_gone(context);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuDevicePrimaryCtxRelease_v2] ? real(cuDevicePrimaryCtxRelease_v2)(device)
+                                                                 : CUDA_ERROR_NO_DEVICE;
+    GATE(primary_ends(device, real(cuDevicePrimaryCtxRelease_v2)));
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+    if (!shim_ready())
+        return real_functions[REAL_cuDevicePrimaryCtxReset_v2] ? real(cuDevicePrimaryCtxReset_v2)(device)
+                                                               : CUDA_ERROR_NO_DEVICE;
+    GATE(primary_ends(device, real(cuDevicePrimaryCtxReset_v2)));
+}

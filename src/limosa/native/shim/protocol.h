@@ -1,0 +1,44 @@
+/* What is said over the control socket: packets (SOCK_SEQPACKET) of one message, records behind it, descriptors beside.
+ * parking/protocol.py is the other end; tests/shim compares the two. Numbers are the machine's own: both ends are on it. */
+#ifndef LIMOSA_PROTOCOL_H
+#define LIMOSA_PROTOCOL_H
+
+#include <stdint.h>
+
+#define PROTOCOL_MAGIC 0x4c4d5341u
+#define PROTOCOL_VERSION 1
+#define PROTOCOL_MOST 200 /* records, descriptors in a packet */
+
+enum verb {
+    VERB_HELLO = 1, /* → state, pid, memories, bytes that can be put away */
+    VERB_LIST, /* → packets of records, a: how many there are in all, b: of them in this packet */
+    VERB_EXPORT, /* ids → descriptors, in that order */
+    VERB_CLOSE, /* a: milliseconds → gate closed, all work done; or result 600 and the gate is open */
+    VERB_OPEN,
+    VERB_UNMAP,
+    VERB_MAP, /* ids with descriptors */
+    VERB_STACK, /* a: bytes, 0: what it was before */
+    VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
+    VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
+    VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each */
+    VERB_UNKNOWN, /* → functions that no list knows and that were called: names, one after the other */
+};
+
+enum state { STATE_OPEN, STATE_CLOSED, STATE_AWAY };
+
+struct message {
+    uint32_t magic;
+    uint16_t version, verb;
+    uint32_t number;
+    int32_t result; /* CUresult, or minus an errno */
+    uint64_t a, b, c, d;
+};
+
+enum { RECORD_PLAIN = 1, RECORD_SHARED = 2, RECORD_AWAY = 4, RECORD_MAPPED = 8, RECORD_IMPORTED = 16 };
+
+struct record {
+    uint64_t id, bytes, at; /* at: where it is first mapped */
+    uint32_t device, flags;
+};
+
+#endif

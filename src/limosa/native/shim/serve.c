@@ -1,0 +1,532 @@
+/* The shim's own thread: answers on the process's control socket, one client at a time, its owner or root.
+ *
+ * It is exempt from the gate, holds memory_lock only for as long as it looks at the tables, and calls nothing of the
+ * application's: see DESIGN.md why nothing here can wait for an application's thread. */
+#define _GNU_SOURCE
+#include "bulk.h"
+#include "park.h"
+#include "protocol.h"
+#include "shim.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#define NOT_READY 600
+#define LIMIT_STACK 0
+
+static enum state state;
+static int listening = -1;
+static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
+static size_t stack_before[MAX_DEVICES];
+
+static uint64_t start_time(void)
+{
+    char text[1024], *at;
+    FILE *file = fopen("/proc/self/stat", "re");
+    size_t n = file ? fread(text, 1, sizeof text - 1, file) : 0;
+    uint64_t value = 0;
+
+    if (file)
+        fclose(file);
+    text[n] = 0;
+    at = strrchr(text, ')');
+    for (int field = 2; at && field < 22; field++)
+        if ((at = strchr(at + 1, ' ')) == NULL)
+            break;
+    if (at)
+        value = strtoull(at + 1, NULL, 10);
+    return value;
+}
+
+static int address_of(struct sockaddr_un *address)
+{
+    memset(address, 0, sizeof *address);
+    address->sun_family = AF_UNIX;
+    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "limosa/shim/%d/%llu", (int)getpid(),
+                     (unsigned long long)start_time());
+    return (int)offsetof(struct sockaddr_un, sun_path) + 1 + n;
+}
+
+/* One packet: a message, what belongs to it, descriptors. */
+static bool say(int client, const struct message *message, const void *more, size_t bytes, const int *fds, size_t n)
+{
+    union {
+        struct cmsghdr header;
+        char room[CMSG_SPACE(PROTOCOL_MOST * sizeof(int))];
+    } control;
+    struct iovec parts[2] = {{(void *)message, sizeof *message}, {(void *)more, bytes}};
+    struct msghdr packet = {.msg_iov = parts, .msg_iovlen = bytes ? 2 : 1};
+
+    if (n) {
+        packet.msg_control = &control;
+        packet.msg_controllen = CMSG_SPACE(n * sizeof(int));
+        struct cmsghdr *head = CMSG_FIRSTHDR(&packet);
+        head->cmsg_level = SOL_SOCKET;
+        head->cmsg_type = SCM_RIGHTS;
+        head->cmsg_len = CMSG_LEN(n * sizeof(int));
+        memcpy(CMSG_DATA(head), fds, n * sizeof(int));
+    }
+    return sendmsg(client, &packet, MSG_NOSIGNAL) >= 0;
+}
+
+static struct record record_of(const struct memory *memory)
+{
+    struct record record = {.id = memory->id, .bytes = memory->bytes,
+                            .device = (uint32_t)memory->asked.location.id};
+
+    record.flags |= memory->shared ? RECORD_SHARED : 0;
+    record.flags |= memory->driver ? 0 : RECORD_AWAY;
+    record.flags |= memory->kept >= 0 ? RECORD_IMPORTED : 0;
+    for (size_t i = 0; memory->mappings && i < n_mappings; i++)
+        if (mappings[i]->memory == memory) {
+            record.at = mappings[i]->at;
+            record.flags |= RECORD_MAPPED | (mappings[i]->plain ? RECORD_PLAIN : 0);
+            break;
+        }
+    return record;
+}
+
+static bool list(int client, struct message *answer)
+{
+    size_t done = 0;
+
+    pthread_mutex_lock(&memory_lock);
+    size_t n = n_memories;
+    struct record *all = calloc(n ? n : 1, sizeof *all);
+    if (!all)
+        answer->result = -ENOMEM, n = 0;
+    for (size_t i = 0; i < n; i++)
+        all[i] = record_of(memories[i]);
+    pthread_mutex_unlock(&memory_lock);
+    bool well;
+    do {
+        size_t some = n - done < PROTOCOL_MOST ? n - done : PROTOCOL_MOST;
+        answer->a = n;
+        answer->b = some;
+        well = say(client, answer, all + done, some * sizeof *all, NULL, 0);
+        done += some;
+    } while (well && done < n);
+    free(all);
+    return well;
+}
+
+static struct memory *by_id(uint64_t id)
+{
+    for (size_t i = 0; i < n_memories; i++)
+        if (memories[i]->id == id)
+            return memories[i];
+    return NULL;
+}
+
+static bool export(int client, struct message *answer, const uint64_t *ids, size_t n)
+{
+    int fds[PROTOCOL_MOST];
+    size_t done = 0;
+
+    pthread_mutex_lock(&memory_lock);
+    for (; done < n && !answer->result; done++) {
+        struct memory *memory = by_id(ids[done]);
+        CUresult result = CUDA_ERROR_INVALID_HANDLE;
+        fds[done] = memory ? park_descriptor(memory, &result) : -1;
+        if (fds[done] < 0) {
+            answer->result = result;
+            answer->a = ids[done];
+            break;
+        }
+    }
+    pthread_mutex_unlock(&memory_lock);
+    bool well = say(client, answer, NULL, 0, fds, answer->result ? 0 : done);
+    for (size_t i = 0; i < done; i++)
+        close(fds[i]);
+    return well;
+}
+
+struct wait {
+    pthread_mutex_t lock;
+    pthread_cond_t done;
+    bool over, left;
+    CUresult result;
+};
+
+static void *wait_for_device(void *data)
+{
+    struct wait *wait = data;
+
+    gate_exempt();
+    CUresult result = park_wait();
+    pthread_mutex_lock(&wait->lock);
+    wait->result = result;
+    wait->over = true;
+    bool left_alone = wait->left;
+    pthread_cond_signal(&wait->done);
+    pthread_mutex_unlock(&wait->lock);
+    if (left_alone) {
+        free(wait);
+        atomic_store(&waiting, 0);
+    }
+    return NULL;
+}
+
+/* The device cannot be waited for with a limit: somebody else waits, and is left to it when the time is up. */
+static CUresult device_done(uint64_t milliseconds)
+{
+    struct wait *wait = calloc(1, sizeof *wait);
+    struct timespec end;
+    pthread_attr_t attributes;
+    pthread_condattr_t clock;
+    pthread_t thread;
+    CUresult result = NOT_READY;
+
+    if (!wait)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    if (atomic_exchange(&waiting, 1)) {
+        free(wait);
+        return NOT_READY;
+    }
+    pthread_mutex_init(&wait->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&wait->done, &clock);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += (time_t)(milliseconds / 1000);
+    end.tv_nsec += (long)(milliseconds % 1000) * 1000000;
+    if (end.tv_nsec >= 1000000000)
+        end.tv_sec++, end.tv_nsec -= 1000000000;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (pthread_create(&thread, &attributes, wait_for_device, wait)) {
+        free(wait);
+        atomic_store(&waiting, 0);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pthread_mutex_lock(&wait->lock);
+    while (!wait->over && pthread_cond_timedwait(&wait->done, &wait->lock, &end) == 0)
+        ;
+    bool over = wait->over;
+    result = over ? wait->result : NOT_READY;
+    wait->left = !over;
+    pthread_mutex_unlock(&wait->lock);
+    if (over) {
+        free(wait);
+        atomic_store(&waiting, 0);
+    }
+    return result;
+}
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+static int32_t close_gate(uint64_t milliseconds)
+{
+    uint64_t begun = now_ms();
+
+    if (state != STATE_OPEN)
+        return -EALREADY;
+    if (!gate_close(milliseconds))
+        return NOT_READY;
+    uint64_t spent = now_ms() - begun;
+    CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);
+    if (result) {
+        gate_open();
+        return result;
+    }
+    state = STATE_CLOSED;
+    bulk_arm();
+    return 0;
+}
+
+static int32_t open_gate(void)
+{
+    if (state == STATE_AWAY)
+        return -EBUSY; /* the application would meet addresses with nothing behind them */
+    state = STATE_OPEN;
+    bulk_disarm();
+    gate_open();
+    return 0;
+}
+
+static bool all_there(void)
+{
+    for (size_t i = 0; i < n_mappings; i++)
+        if (mappings[i]->away)
+            return false;
+    for (size_t i = 0; i < n_memories; i++)
+        if (!memories[i]->driver)
+            return false;
+    return true;
+}
+
+static int32_t unmap(void)
+{
+    if (state != STATE_CLOSED)
+        return -EINVAL;
+    state = STATE_AWAY;
+    CUresult result = park_unmap();
+    if (all_there())
+        state = STATE_CLOSED;
+    return result;
+}
+
+/* Descriptors are ours from here on. */
+static int32_t map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
+{
+    int32_t result = state == STATE_OPEN ? -EINVAL : 0;
+
+    for (size_t i = 0; i < n; i++) {
+        struct memory *memory = by_id(ids[i]);
+        int fd = i < n_fds ? fds[i] : -1;
+        if (result || !memory || (fd < 0 && !memory->driver)) {
+            if (fd >= 0)
+                close(fd);
+            result = result ? result : CUDA_ERROR_INVALID_HANDLE;
+        } else {
+            result = park_map(memory, fd);
+        }
+    }
+    for (size_t i = n; i < n_fds; i++)
+        close(fds[i]);
+    if (state == STATE_AWAY && all_there())
+        state = STATE_CLOSED;
+    return result;
+}
+
+/* The local memory of a context is saved with it: less stack, less to save. Each primary context has its own. */
+static int32_t stack(size_t bytes)
+{
+    int n = 0;
+    CUresult result = real(cuDeviceGetCount)(&n);
+
+    if (state == STATE_OPEN)
+        return -EINVAL;
+    for (int device = 0; device < n && device < MAX_DEVICES && !result; device++) {
+        CUcontext context = NULL;
+        unsigned flags;
+        int active = 0;
+        if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active
+            || real(cuDevicePrimaryCtxRetain)(&context, device))
+            continue;
+        if (!(result = real(cuCtxSetCurrent)(context))) {
+            size_t now = 0;
+            if (bytes && !stack_before[device] && !(result = real(cuCtxGetLimit)(&now, LIMIT_STACK)))
+                result = (stack_before[device] = now, real(cuCtxSetLimit)(LIMIT_STACK, bytes));
+            else if (!bytes && stack_before[device]
+                     && !(result = real(cuCtxSetLimit)(LIMIT_STACK, stack_before[device])))
+                stack_before[device] = 0;
+        }
+        real(cuCtxSetCurrent)(NULL);
+        real(cuDevicePrimaryCtxRelease_v2)(device);
+    }
+    return result;
+}
+
+static void hello(struct message *answer)
+{
+    pthread_mutex_lock(&memory_lock);
+    answer->a = state;
+    answer->b = (uint64_t)getpid();
+    answer->c = n_memories;
+    for (size_t i = 0; i < n_memories; i++)
+        answer->d += park_can(memories[i]) ? memories[i]->bytes : 0;
+    pthread_mutex_unlock(&memory_lock);
+}
+
+static bool unknown(int client, struct message *answer)
+{
+    static char names[32768];
+    size_t used = 0;
+
+    for (int i = n_listed; i < n_entries(); i++)
+        if (entries[i].called && used + strlen(entries[i].symbol) + 1 < sizeof names) {
+            strcpy(names + used, entries[i].symbol);
+            used += strlen(entries[i].symbol) + 1;
+        }
+    return say(client, answer, names, used, NULL, 0);
+}
+
+static bool devices(int client, struct message *answer)
+{
+    static unsigned char uuids[MAX_DEVICES][16];
+    int n = 0;
+
+    answer->result = real(cuDeviceGetCount)(&n);
+    n = n > MAX_DEVICES ? MAX_DEVICES : n;
+    for (int device = 0; device < n && !answer->result; device++)
+        answer->result = real(cuDeviceGetUuid_v2)(uuids[device], device);
+    answer->a = (uint64_t)n;
+    return say(client, answer, uuids, answer->result ? 0 : (size_t)n * 16, NULL, 0);
+}
+
+static bool counts(int client, struct message *answer)
+{
+    answer->a = LEFT_KINDS;
+    return say(client, answer, &left, sizeof left, NULL, 0);
+}
+
+static bool answer_one(int client)
+{
+    static uint64_t ids[PROTOCOL_MOST];
+    union {
+        struct cmsghdr header;
+        char room[CMSG_SPACE(PROTOCOL_MOST * sizeof(int))];
+    } control;
+    struct message asked, answer = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION};
+    struct iovec parts[2] = {{&asked, sizeof asked}, {ids, sizeof ids}};
+    struct msghdr packet = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control,
+                            .msg_controllen = sizeof control};
+    int fds[PROTOCOL_MOST];
+    size_t n_fds = 0;
+    ssize_t got;
+
+    do
+        got = recvmsg(client, &packet, MSG_CMSG_CLOEXEC);
+    while (got < 0 && errno == EINTR);
+    if (got <= 0)
+        return false;
+    for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head))
+        if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
+            n_fds = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+            memcpy(fds, CMSG_DATA(head), n_fds * sizeof(int));
+        }
+    size_t n = (size_t)got > sizeof asked ? ((size_t)got - sizeof asked) / sizeof ids[0] : 0;
+    bool wrong = (size_t)got < sizeof asked || asked.magic != PROTOCOL_MAGIC || asked.version != PROTOCOL_VERSION
+        || packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
+    if (wrong || asked.verb != VERB_MAP)
+        while (n_fds)
+            close(fds[--n_fds]);
+    answer.number = wrong ? 0 : asked.number;
+    answer.verb = wrong ? 0 : asked.verb;
+    if (wrong) {
+        answer.result = -EPROTO;
+        return say(client, &answer, NULL, 0, NULL, 0);
+    }
+    switch (asked.verb) {
+    case VERB_HELLO: hello(&answer); break;
+    case VERB_LIST: return list(client, &answer);
+    case VERB_EXPORT: return export(client, &answer, ids, n);
+    case VERB_CLOSE: answer.result = close_gate(asked.a); break;
+    case VERB_OPEN: answer.result = open_gate(); break;
+    case VERB_UNMAP: answer.result = unmap(); break;
+    case VERB_MAP: answer.result = map(ids, fds, n, n_fds); break;
+    case VERB_STACK: answer.result = stack(asked.a); break;
+    case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
+    case VERB_DEVICES: return devices(client, &answer);
+    case VERB_COUNTS: return counts(client, &answer);
+    case VERB_UNKNOWN: return unknown(client, &answer);
+    default: answer.result = -ENOSYS; break;
+    }
+    if (asked.verb != VERB_HELLO)
+        answer.a = state, answer.b = bulk_ready(), answer.c = bulk_asked();
+    return say(client, &answer, NULL, 0, NULL, 0);
+}
+
+static bool welcome(int client)
+{
+    struct ucred who;
+    socklen_t size = sizeof who;
+
+    return !getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size) && (who.uid == 0 || who.uid == geteuid());
+}
+
+static void *serve(void *nothing)
+{
+    (void)nothing;
+    gate_exempt();
+    prctl(PR_SET_NAME, "limosa-shim");
+    for (;;) {
+        int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+        if (client < 0) {
+            if (errno == EBADF || errno == EINVAL)
+                return NULL;
+            if (errno != EINTR)
+                poll(NULL, 0, 50);
+            continue;
+        }
+        if (welcome(client))
+            while (answer_one(client))
+                ;
+        close(client);
+    }
+}
+
+static void begin(void)
+{
+    struct sockaddr_un address;
+    socklen_t size = (socklen_t)address_of(&address);
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigset_t all, before;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+    if (fd < 0)
+        return;
+    if (bind(fd, (struct sockaddr *)&address, size) || listen(fd, 8)) {
+        close(fd);
+        return;
+    }
+    listening = fd;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 512 << 10);
+    if (pthread_create(&thread, &attributes, serve, NULL)) {
+        close(fd);
+        listening = -1;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* A child that was forked has no thread of ours, and must not hold its parent's memory. */
+static void in_child(void)
+{
+    gate_after_fork();
+    if (listening >= 0)
+        close(listening);
+    listening = -1;
+    state = STATE_OPEN;
+    pthread_mutex_init(&memory_lock, NULL);
+    for (size_t i = 0; i < n_memories; i++)
+        if (memories[i]->kept >= 0) {
+            close(memories[i]->kept);
+            memories[i]->kept = -1;
+        }
+}
+
+EXPORT CUresult cuInit(unsigned flags)
+{
+    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
+    static int pid;
+
+    if (!shim_ready() && !real_functions[REAL_cuInit])
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    CUresult result = real(cuInit)(flags);
+    gate_leave(reader);
+    if (!result && shim_ready()) {
+        pthread_mutex_lock(&once);
+        if (pid != (int)getpid()) {
+            static bool registered;
+            if (!registered)
+                pthread_atfork(NULL, NULL, in_child);
+            registered = true;
+            pid = (int)getpid();
+            begin();
+        }
+        pthread_mutex_unlock(&once);
+    }
+    return result;
+}

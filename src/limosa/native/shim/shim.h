@@ -1,0 +1,38 @@
+/* What the files of the shim share. */
+#ifndef LIMOSA_SHIM_H
+#define LIMOSA_SHIM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "gate.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* An entry of the driver: what the application gets instead of it, and where the real one is. */
+struct entry {
+    const char *symbol, *base; /* cuMemAlloc_v2; what cuGetProcAddress is asked for */
+    void *hook;
+    void *_Atomic real;
+    _Atomic unsigned char called;
+};
+
+extern struct entry entries[];
+extern const int n_listed; /* those of functions.list, sorted by symbol; behind them what no list knows, in turn */
+int n_entries(void);
+
+struct entry *entry_of(const char *symbol);
+/* The real function; NULL where the program has no libcuda, or none with it. */
+void *entry_real(struct entry *entry);
+/* What the application is to have instead of a function of libcuda that is really at that address. */
+void *entry_instead(const char *symbol, void *real);
+
+/* find.c: the way past ourselves. */
+void *find_in_driver(const char *symbol);
+bool find_is_driver(const void *address); /* whether it lies in libcuda */
+void find_begin(void);
+
+#define DRIVER_NOT_THERE 100 /* CUDA_ERROR_NO_DEVICE */
+
+#endif
