@@ -14,6 +14,7 @@ import typer
 from limosa.cli.options import FormatOption, Quiet, Verbose
 from limosa.cli.output import Format, Report, reporting
 from limosa.errors import LimosaError, Reason, RunFailed
+from limosa.parking import preload
 from limosa.process import records
 from limosa.process.follow import Signals, follow_job, stop_adopting
 from limosa.process.identity import Identity
@@ -38,6 +39,9 @@ def command(
     no_seccomp: Annotated[
         bool, typer.Option("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump.")
     ] = False,
+    no_shim: Annotated[
+        bool, typer.Option("--no-shim", help="Leave its device memory to the driver: moving it takes longer.")
+    ] = False,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,
     verbose: Verbose = 0,
@@ -53,7 +57,8 @@ def command(
     """
     with reporting("run", fmt, quiet, verbose) as report:
         try:
-            report.exit_code = run(command_line, report, log=log, name=name, detach=detach, seccomp=not no_seccomp)
+            options = {"log": log, "name": name, "detach": detach, "seccomp": not no_seccomp, "shim": not no_shim}
+            report.exit_code = run(command_line, report, **options)  # type: ignore[arg-type]
         except LimosaError as error:
             if not isinstance(error, RunFailed):
                 error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
@@ -68,6 +73,7 @@ def run(
     name: str | None = None,
     detach: bool = False,
     seccomp: bool = True,
+    shim: bool = True,
 ) -> int:
     """Starts the job; follows it to its end unless ``detach``.
 
@@ -85,7 +91,8 @@ def run(
             if name is not None:
                 records.check_name(name)
             chosen = name or default_name(command_line)
-            launched = launch(command_line, log or Path(f"{chosen}.log"), seccomp=seccomp, detach=detach)
+            env = preload() if shim else None
+            launched = launch(command_line, log or Path(f"{chosen}.log"), env=env, seccomp=seccomp, detach=detach)
             _remember(chosen, command_line, launched, report, attached=not detach)
         report.warn(*launched.warnings)
         job = launched.identity

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from limosa.errors import DriverError
-from limosa.gpu.binding import find
+from limosa.gpu.binding import find, words
 from limosa.gpu.meanings import SUCCESS, driver_error
 
 
@@ -28,7 +28,9 @@ def call(name: str, *args: Any) -> Any:
     binding = find()
     result, *values = getattr(binding, name)(*args)
     if int(result) != SUCCESS:
-        raise driver_error(name, 0, result, binding)
+        raise driver_error(
+            name, os.getpid(), int(result), name=getattr(result, "name", ""), words=words(binding, result)
+        )
     return values[0] if len(values) == 1 else tuple(values)
 
 

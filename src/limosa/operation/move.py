@@ -364,6 +364,7 @@ def _park(work: Work, members: Sequence[Member]) -> Parked | None:
     try:
         with work.timed("prepare", "memory on the destination"):
             parked.prepare()
+        work.parked_bytes = parked.bytes
     except LimosaError as error:
         work.drop("parked")
         parked.home()
@@ -412,7 +413,8 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobRe
         state="checkpointed" if operation == "suspend" else "running",
         map={} if already or operation == "suspend" else map_,
         timings=work.timings,
-        bytes=0 if already else estimate.device_bytes(prepared.members),
+        bytes=0 if already else max(work.parked_bytes, estimate.device_bytes(prepared.members)),
         already=already,
+        way="parked" if work.parked_bytes and not already else "driver",
         warnings=[*work.warnings, *prepared.warnings()],
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
 from limosa.operation.journal import Journal, Member
 from limosa.operation.work import Work
 from limosa.parking.mover import Mover
@@ -47,6 +47,30 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
+def look(operation: str, members: Sequence[Member]) -> list[Reason]:
+    """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
+
+    Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
+    would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
+    """
+    found: list[Reason] = []
+    for member in members:
+        if member.was != "running":
+            continue
+        try:
+            with Shim(member.identity) as shim:
+                devices, pieces = shim.devices(), [m for m in shim.memories() if not m.shared]
+        except LimosaError:
+            continue
+        for uuid in {devices[m.device] for m in pieces}:
+            parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
+            member.held[uuid] = max(member.held.get(uuid, 0), parked)
+        if operation != "move" and any(m.imported for m in pieces):
+            text = f"process {member.pid} has been moved by the parked way, and cannot be put aside by the driver then"
+            found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
+    return found
+
+
 class _Part:
     """One process: its shim, and each piece of its memory with the descriptors that lead to it."""
 
@@ -58,7 +82,7 @@ class _Part:
         self.mapped_target = False
 
     def pieces(self) -> list[Memory]:
-        return [m for m in self.shim.list() if not m.shared]
+        return [m for m in self.shim.memories() if not m.shared]
 
     def places(self, piece: Memory) -> tuple[str, str]:
         """The GPU that it is on, and the one that it goes to."""
@@ -135,7 +159,7 @@ class Parked:
         Raises:
             GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
         """
-        self._together([lambda p=part: p.shim.close_gate(GATE_SECONDS) for part in self._parts])  # type: ignore[misc]
+        self._together([lambda p=part: p.shim.close_gate(GATE_SECONDS) for part in self._parts])
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
             for gone in set(part.source) - set(now):

@@ -27,7 +27,7 @@ from limosa.errors import (
     Refused,
     UsageError,
 )
-from limosa.operation import claims, estimate, room
+from limosa.operation import claims, estimate, parked, room
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.refusals import gpu_refusals
@@ -203,6 +203,7 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
+            reasons += parked.look(operation, prepared.members)
             reasons += gpu_refusals(
                 prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
             )

@@ -62,6 +62,7 @@ class JobResult(msgspec.Struct, kw_only=True):
             "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
         bytes: device memory that was moved.
         already: True where nothing had to be done.
+        way: "driver", or "parked" where what the shim looks after was copied GPU to GPU.
     """
 
     operation: str

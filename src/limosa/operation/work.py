@@ -134,6 +134,7 @@ class Work(Clock):
         self.paused_at: float | None = None
         self.state_before = ""
         self.doubtful: dict[int, BaseException] = {}  # pids whose restore has failed, maybe for good
+        self.parked_bytes = 0
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver: gpu.Driver | None = None
 

@@ -1,4 +1,22 @@
-"""The parked way: a preloaded library looks after a job's device memory, so that it can be held aside and moved at once.
+"""The parked way: a preloaded library looks after a job's device memory, to hold it aside and move it.
 
-``protocol.py`` is what the library and Limosa say to each other, ``shim.py`` one process's end of it.
+``preload`` starts a job with it; ``protocol.py`` is what the library and Limosa say to each other, ``shim.py`` one
+process's end of it. ``vault.py`` holds descriptors, ``mover.py`` copies; both are processes of their own.
 """
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+LIBRARY = Path(__file__).resolve().parents[1] / "native" / "shim" / "liblimosa_shim.so"
+
+
+def preload(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment (the caller's by default) in which programs run under the shim, where it has been built."""
+    found = dict(os.environ if env is None else env)
+    if LIBRARY.is_file():
+        others = [part for part in found.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
+        found["LD_PRELOAD"] = ":".join([str(LIBRARY), *others])
+    return found

@@ -15,7 +15,7 @@ MESSAGE = struct.Struct("=IHHIi4Q")
 RECORD = struct.Struct("=QQQII")
 COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array")
 COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
-PLAIN, SHARED, AWAY, MAPPED = 1, 2, 4, 8
+PLAIN, SHARED, AWAY, MAPPED, IMPORTED = 1, 2, 4, 8, 16
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY: the gate could not be closed within the time, and is open again."""
 

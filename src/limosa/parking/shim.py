@@ -20,6 +20,7 @@ from limosa.parking.protocol import (
     AWAY,
     COUNT_KINDS,
     COUNTS,
+    IMPORTED,
     MAGIC,
     MAPPED,
     MESSAGE,
@@ -61,6 +62,7 @@ class Memory(msgspec.Struct, frozen=True):
         plain: whether it is of cuMemAlloc (else of cuMemCreate).
         shared: whether somebody else was given it; such memory stays with the driver.
         away: whether it is not there at the moment.
+        imported: whether it came by the parked way: the driver could save it, and not bring it back.
     """
 
     id: int
@@ -70,6 +72,7 @@ class Memory(msgspec.Struct, frozen=True):
     plain: bool = False
     shared: bool = False
     away: bool = False
+    imported: bool = False
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -109,7 +112,7 @@ class Shim:
         _, a, _, c, d = self._ask(Verb.HELLO)
         return Hello(Stand(a), c, d)
 
-    def list(self) -> list[Memory]:
+    def memories(self) -> list[Memory]:
         """Return all that the shim looks after, by id."""
         self._send(Verb.LIST)
         found: list[Memory] = []
@@ -260,9 +263,10 @@ class Shim:
             bytes_,
             device,
             at if flags & MAPPED else 0,
-            bool(flags & PLAIN),
-            bool(flags & SHARED),
-            bool(flags & AWAY),
+            plain=bool(flags & PLAIN),
+            shared=bool(flags & SHARED),
+            away=bool(flags & AWAY),
+            imported=bool(flags & IMPORTED),
         )
 
     def _error(self, what: str, detail: object, result: int = 0) -> ShimError:

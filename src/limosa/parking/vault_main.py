@@ -4,8 +4,8 @@ Started by :mod:`limosa.parking.vault` as a file (``python -I vault_main.py SOCK
 for. Device memory lives as long as somebody has a descriptor of it; a driver error cannot end a process that makes no
 driver calls. It ends when it has held nothing for a while.
 
-What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``. A key is there
-as a whole or not at all: a put that is broken off is forgotten.
+What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``. A key is
+there as a whole or not at all: a put that is broken off is forgotten.
 """
 
 from __future__ import annotations

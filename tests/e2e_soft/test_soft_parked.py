@@ -1,0 +1,148 @@
+"""Jobs under the shim: moved with their memory held aside, on software GPUs, with real processes and the real driver calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limosa.parking import LIBRARY
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def parked(soft: Any) -> Any:
+    return soft(gpus=2, memory="512MiB")
+
+
+def start(node: Any, *arguments: object) -> Any:
+    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY), "LIMOSA_VAULT_IDLE": "2"})
+
+
+def helpers(node: Any) -> list[str]:
+    """The vaults and movers of a node."""
+    found = []
+    for pid in node.processes():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in ("limosa-vault", "limosa-mover"):
+                found.append(name)
+    return found
+
+
+def pieces(job: Any) -> list[Any]:
+    with Shim(Identity.of(job.pid)) as shim:
+        return shim.memories()
+
+
+def test_there_and_back_with_the_same_memory(parked: Any) -> None:
+    job = start(parked, "--mib", 64)
+    assert [m.bytes >= 64 * MIB for m in pieces(job) if m.plain] == [True]
+    for to in (1, 0, 1):
+        said = parked.says(0, "", "move", job.pid, "--to", to)
+        assert said["way"] == "parked"
+        assert said["bytes"] >= 64 * MIB
+        job.goes_on(2)
+        assert all(m.imported and not m.away for m in pieces(job))
+        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+        assert used[1 - to] < 32 * MIB, "the source was let go of"
+        assert used[to] > 64 * MIB
+    assert "limosa-mover" not in helpers(parked)
+    job.finish()
+
+
+def test_without_the_shim_the_driver_carries_it(parked: Any) -> None:
+    job = parked.job("--mib", 16)
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "driver"
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_job_of_two_processes(parked: Any) -> None:
+    job = start(parked, "--mib", 16, "--child")
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    job.goes_on(3)
+    job.finish()
+
+
+def test_what_was_moved_so_is_not_put_aside_by_the_driver(parked: Any) -> None:
+    """The driver would checkpoint it, and never bring it back."""
+    job = start(parked, "--mib", 16)
+    parked.limosa("move", job.pid, "--to", 1)
+    parked.says(13, "parked-memory", "suspend", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_destination_without_room_is_refused(parked: Any) -> None:
+    job = start(parked, "--mib", 64)
+    with parked.switches.fill(1, leave=32 * MIB):
+        parked.says(14, "gpu-room", "move", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "function=cuMemCreate caller=limosa-mover result=OUT_OF_MEMORY",
+        "function=cuMemImportFromShareableHandle caller=limosa-mover result=INVALID_VALUE",
+        "function=cuMemcpyDtoDAsync caller=limosa-mover result=UNKNOWN",
+        "function=cuMemcpyDtoDAsync caller=limosa-mover crash=caller",
+        "function=cuCheckpointProcessCheckpoint result=UNKNOWN",
+        "function=cuCheckpointProcessRestore result=UNKNOWN",
+        "function=cuMemUnmap caller=job.py result=UNKNOWN",
+        "function=cuMemImportFromShareableHandle caller=job.py result=UNKNOWN",
+        "function=cuMemMap caller=job.py result=UNKNOWN",
+        "function=cuMemSetAccess caller=job.py result=UNKNOWN",
+        "function=cuCtxSynchronize caller=job.py result=UNKNOWN",
+    ],
+)
+def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: str) -> None:
+    job = start(parked, "--mib", 32)
+    parked.switches.add(rule)
+    answer = parked.limosa("move", job.pid, "--to", 1, "-o", "json", rc=None)
+    assert answer.rc in (0, 14, 21), answer
+    there = answer.rc == 0
+    job.goes_on(2)
+    used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+    assert used[int(there)] > 32 * MIB > used[int(not there)]
+    assert parked.says(0, "", "move", job.pid, "--to", int(not there))["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
+@pytest.mark.parametrize("moment", range(6))
+def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int) -> None:
+    """SIGKILL at some moment of a move that takes about half a second; then one recover."""
+    job = start(parked, "--mib", 96)
+    moving = parked.later("move", job.pid, "--to", 1)
+    time.sleep(0.12 + 0.07 * moment)
+    victims = {"limosa": [moving.pid]}.get(who) or [p for p in parked.processes() if _name(p) == who]
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    moving.communicate(timeout=60)
+    parked.limosa("recover", rc=None)
+    job.goes_on(3)
+    used = [gpu["memory_used"] > 64 * MIB for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+    assert sorted(used) == [False, True]
+    assert parked.limosa("move", job.pid, "--to", int(not used[1]), "-o", "json").json["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
