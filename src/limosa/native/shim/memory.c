@@ -73,17 +73,20 @@ struct mapping *mapping_at(CUdeviceptr address)
     return place < n_mappings && mappings[place]->at <= address ? mappings[place] : NULL;
 }
 
-/* Makes room for one more pointer in an array that grows. */
+/* Makes room for one more pointer in an array that grows. What it grew out of is not freed (as much again, at most): a
+ * child that is forked at this moment may still read it. */
 static bool room_for_one(void *array, size_t n, size_t *room)
 {
-    void **items = *(void ***)array;
+    void **items;
 
     if (n < *room)
         return true;
     size_t more = *room ? 2 * *room : 256;
-    items = realloc(items, more * sizeof *items);
+    items = malloc(more * sizeof *items);
     if (!items)
         return false;
+    if (n)
+        memcpy(items, *(void ***)array, n * sizeof *items);
     *(void ***)array = items;
     *room = more;
     return true;

@@ -35,6 +35,7 @@ struct mapping {
     unsigned char access[MAX_DEVICES];
     bool away; /* unmapped by us: the application must not see that */
     bool plain; /* cuMemAlloc: the range is reserved by us */
+    bool freeing; /* plain: somebody waits for its work, and takes it away after */
     size_t asked; /* plain: bytes the application asked for */
     CUcontext context; /* plain: goes with it */
 };

@@ -30,7 +30,7 @@ int park_descriptor(struct memory *memory, CUresult *result)
     return fd;
 }
 
-CUresult park_wait(void)
+CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *enough)
 {
     /* cuCtxSynchronize waits for the current context alone: each primary one that is active, and each that
      * the application has made. */
@@ -39,7 +39,7 @@ CUresult park_wait(void)
 
     if ((result = real(cuDeviceGetCount)(&n)))
         return result;
-    for (int device = 0; device < n && !result; device++) {
+    for (int device = 0; device < n && !result && !atomic_load(enough); device++) {
         CUcontext context = NULL;
         unsigned flags;
         int active = 0;
@@ -52,8 +52,8 @@ CUresult park_wait(void)
         real(cuCtxSetCurrent)(NULL);
         real(cuDevicePrimaryCtxRelease_v2)(device);
     }
-    for (size_t i = 0; i < n_contexts && !result; i++)
-        if (!(result = real(cuCtxSetCurrent)(contexts[i])))
+    for (size_t i = 0; i < n_made && !result && !atomic_load(enough); i++)
+        if (!(result = real(cuCtxSetCurrent)(made[i])))
             result = real(cuCtxSynchronize)();
     real(cuCtxSetCurrent)(NULL);
     return result;
@@ -100,9 +100,11 @@ CUresult park_map(struct memory *memory, int fd)
             continue;
         if ((result = real(cuMemMap)(mapping->at, mapping->bytes, mapping->offset, driver, 0)))
             break;
-        mapping->away = false;
-        if ((result = memory_show(mapping)))
+        if ((result = memory_show(mapping))) {
+            real(cuMemUnmap)(mapping->at, mapping->bytes);
             break;
+        }
+        mapping->away = false;
     }
     if (result && !memory->driver) { /* as if nothing had been tried */
         for (size_t i = 0; i < n_mappings; i++)

@@ -23,7 +23,7 @@ static struct peer *peers;
 static size_t n_peers;
 
 /* What was freed while a stream was being captured, and waits until the device may be waited for. */
-static CUdeviceptr *later;
+static uint64_t *later; /* by their memory's number: addresses are used again */
 static size_t n_later, room_later;
 
 static int device_of_current(void)
@@ -46,14 +46,23 @@ static void take_away(size_t place)
     real(cuMemAddressFree)(at, bytes);
 }
 
-static CUresult wait_for_work(void)
+/* Waits for the work of the context that some memory is of (NULL: of the current one). Without memory_lock. */
+static CUresult wait_for_work(CUcontext owner)
 {
     /* A capture that goes on elsewhere must neither be broken nor keep us from asking. */
     int mode = CAPTURE_MODE_RELAXED;
+    CUcontext mine = NULL;
     CUresult result;
 
     real(cuThreadExchangeStreamCaptureMode)(&mode);
-    result = real(cuCtxSynchronize)();
+    result = real(cuCtxGetCurrent)(&mine);
+    bool other = !result && owner && owner != mine;
+    if (other)
+        result = real(cuCtxSetCurrent)(owner);
+    if (!result)
+        result = real(cuCtxSynchronize)();
+    if (other)
+        real(cuCtxSetCurrent)(mine);
     real(cuThreadExchangeStreamCaptureMode)(&mode);
     return result;
 }
@@ -122,17 +131,25 @@ no_address:
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* With memory_lock held: what waits to be freed, if the device may be waited for by now. */
+/* What waits to be freed, if the device may be waited for by now. */
 static void free_later(void)
 {
-    if (!n_later || wait_for_work())
+    pthread_mutex_lock(&memory_lock);
+    size_t n = n_later;
+    uint64_t last = n ? later[n - 1] : 0;
+    pthread_mutex_unlock(&memory_lock);
+    if (!n || wait_for_work(NULL))
         return;
-    for (size_t i = 0; i < n_later; i++) {
-        size_t place = mapping_place(later[i]);
-        if (place < n_mappings && mappings[place]->at == later[i])
-            take_away(place);
-    }
-    n_later = 0;
+    pthread_mutex_lock(&memory_lock);
+    for (n = n_later; n && later[n - 1] != last; n--) /* what came after is for the next time */
+        ;
+    for (size_t i = 0; i < n; i++)
+        for (size_t place = n_mappings; place-- > 0;)
+            if (mappings[place]->memory->id == later[i])
+                take_away(place);
+    n_later -= n;
+    memmove(later, later + n, n_later * sizeof *later);
+    pthread_mutex_unlock(&memory_lock);
 }
 
 static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
@@ -145,8 +162,8 @@ static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
             left_add(LEFT_SMALL, bytes);
         return result;
     }
-    pthread_mutex_lock(&memory_lock);
     free_later();
+    pthread_mutex_lock(&memory_lock);
     result = make(pointer, bytes);
     pthread_mutex_unlock(&memory_lock);
     if (result == CUDA_ERROR_NOT_SUPPORTED) {
@@ -193,26 +210,32 @@ static CUresult let_go(CUdeviceptr pointer)
 
     pthread_mutex_lock(&memory_lock);
     mapping = mapping_at(pointer);
-    if (!mapping || !mapping->plain || mapping->at != pointer) {
+    if (!mapping || !mapping->plain || mapping->at != pointer || mapping->freeing) {
         pthread_mutex_unlock(&memory_lock);
         return mapping ? CUDA_ERROR_INVALID_VALUE : real(cuMemFree_v2)(pointer);
     }
+    CUcontext owner = mapping->context, mine = NULL;
+    if (real(cuCtxGetCurrent)(&mine) || !mine) {
+        pthread_mutex_unlock(&memory_lock);
+        return CUDA_ERROR_INVALID_CONTEXT;
+    }
+    mapping->freeing = true;
     pthread_mutex_unlock(&memory_lock);
-    /* cuMemFree waits for what uses the memory. Without the lock: the work may be a callback that frees something. */
-    CUresult result = wait_for_work();
+    /* cuMemFree waits for what uses the memory. Without the lock: nobody else shall have to wait for that. */
+    CUresult result = wait_for_work(owner);
     pthread_mutex_lock(&memory_lock);
     size_t place = mapping_place(pointer);
     if (place >= n_mappings || mappings[place]->at != pointer) {
-        result = CUDA_ERROR_INVALID_VALUE; /* freed twice at once */
+        result = CUDA_ERROR_INVALID_VALUE; /* its context has ended meanwhile */
     } else if (result >= 900 && result < 910) { /* a stream is being captured */
         if (n_later == room_later) {
             size_t more = room_later ? 2 * room_later : 64;
-            CUdeviceptr *bigger = realloc(later, more * sizeof *later);
+            uint64_t *bigger = realloc(later, more * sizeof *later);
             if (bigger)
                 later = bigger, room_later = more;
         }
         if (n_later < room_later)
-            later[n_later++] = pointer;
+            later[n_later++] = mappings[place]->memory->id;
         result = CUDA_SUCCESS;
     } else {
         take_away(place);

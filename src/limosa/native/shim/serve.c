@@ -21,12 +21,24 @@
 #include <unistd.h>
 
 #define NOT_READY 600
+#define TABLES_SECONDS 5
+#define LOOK_MILLISECONDS 2000 /* how often an idle thread looks whether the process is still the same */
 #define LIMIT_STACK 0
 
 static enum state state;
 static int listening = -1;
+static uint64_t listening_as; /* the process's start time in the socket's name */
+static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
 static size_t stack_before[MAX_DEVICES];
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
 
 static uint64_t start_time(void)
 {
@@ -52,7 +64,7 @@ static int address_of(struct sockaddr_un *address)
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
     int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "limosa/shim/%d/%llu", (int)getpid(),
-                     (unsigned long long)start_time());
+                     (unsigned long long)listening_as);
     return (int)offsetof(struct sockaddr_un, sun_path) + 1 + n;
 }
 
@@ -78,6 +90,20 @@ static bool say(int client, const struct message *message, const void *more, siz
     return sendmsg(client, &packet, MSG_NOSIGNAL) >= 0;
 }
 
+/* The tables. While the gate is open an application's thread may hold them for as long as one call of the driver takes:
+ * that is waited for with a limit, and no longer. While it is closed nobody else has them. */
+static bool tables(struct message *answer)
+{
+    struct timespec end;
+
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_sec += TABLES_SECONDS;
+    if (!pthread_mutex_timedlock(&memory_lock, &end))
+        return true;
+    answer->result = -EBUSY;
+    return false;
+}
+
 static struct record record_of(const struct memory *memory)
 {
     struct record record = {.id = memory->id, .bytes = memory->bytes,
@@ -99,7 +125,8 @@ static bool list(int client, struct message *answer)
 {
     size_t done = 0;
 
-    pthread_mutex_lock(&memory_lock);
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
     size_t n = n_memories;
     struct record *all = calloc(n ? n : 1, sizeof *all);
     if (!all)
@@ -132,7 +159,8 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
     int fds[PROTOCOL_MOST];
     size_t done = 0;
 
-    pthread_mutex_lock(&memory_lock);
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
     for (; done < n && !answer->result; done++) {
         struct memory *memory = by_id(ids[done]);
         CUresult result = CUDA_ERROR_INVALID_HANDLE;
@@ -153,8 +181,11 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
 struct wait {
     pthread_mutex_t lock;
     pthread_cond_t done;
-    bool over, left;
+    bool over;
+    _Atomic bool left; /* nobody waits for it any longer */
     CUresult result;
+    size_t n_made;
+    CUcontext made[]; /* the application's own contexts: it may go on, and change its list, before this is over */
 };
 
 static void *wait_for_device(void *data)
@@ -162,7 +193,7 @@ static void *wait_for_device(void *data)
     struct wait *wait = data;
 
     gate_exempt();
-    CUresult result = park_wait();
+    CUresult result = park_wait(wait->made, wait->n_made, &wait->left);
     pthread_mutex_lock(&wait->lock);
     wait->result = result;
     wait->over = true;
@@ -179,7 +210,7 @@ static void *wait_for_device(void *data)
 /* The device cannot be waited for with a limit: somebody else waits, and is left to it when the time is up. */
 static CUresult device_done(uint64_t milliseconds)
 {
-    struct wait *wait = calloc(1, sizeof *wait);
+    struct wait *wait = calloc(1, sizeof *wait + n_contexts * sizeof wait->made[0]);
     struct timespec end;
     pthread_attr_t attributes;
     pthread_condattr_t clock;
@@ -188,10 +219,14 @@ static CUresult device_done(uint64_t milliseconds)
 
     if (!wait)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    if (atomic_exchange(&waiting, 1)) {
-        free(wait);
-        return NOT_READY;
-    }
+    for (uint64_t begun = now_ms(); atomic_load(&waiting); poll(NULL, 0, 1))
+        if (now_ms() - begun >= milliseconds) {
+            free(wait);
+            return NOT_READY;
+        }
+    atomic_store(&waiting, 1);
+    wait->n_made = n_contexts;
+    memcpy(wait->made, contexts, n_contexts * sizeof wait->made[0]);
     pthread_mutex_init(&wait->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -220,14 +255,6 @@ static CUresult device_done(uint64_t milliseconds)
         atomic_store(&waiting, 0);
     }
     return result;
-}
-
-static uint64_t now_ms(void)
-{
-    struct timespec now;
-
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
 static int32_t close_gate(uint64_t milliseconds)
@@ -272,9 +299,9 @@ static bool all_there(void)
 
 static int32_t unmap(void)
 {
-    if (state != STATE_CLOSED)
+    if (state == STATE_OPEN)
         return -EINVAL;
-    state = STATE_AWAY;
+    state = STATE_AWAY; /* or still is: a part may have come back before something failed */
     CUresult result = park_unmap();
     if (all_there())
         state = STATE_CLOSED;
@@ -335,7 +362,8 @@ static int32_t stack(size_t bytes)
 
 static void hello(struct message *answer)
 {
-    pthread_mutex_lock(&memory_lock);
+    if (!tables(answer))
+        return;
     answer->a = state;
     answer->b = (uint64_t)getpid();
     answer->c = n_memories;
@@ -441,18 +469,46 @@ static bool welcome(int client)
     return !getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size) && (who.uid == 0 || who.uid == geteuid());
 }
 
+/* The socket has the process's name; -1 where there is none to be had. */
+static int named_socket(void)
+{
+    struct sockaddr_un address;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+
+    listening_as = start_time();
+    socklen_t size = (socklen_t)address_of(&address);
+    if (fd >= 0 && (bind(fd, (struct sockaddr *)&address, size) || listen(fd, 8))) {
+        close(fd);
+        fd = -1;
+    }
+    return fd;
+}
+
+/* A process that was brought back from an image has begun at another time, by which it is looked for. */
+static void listen_anew(void)
+{
+    int fd = named_socket();
+
+    if (fd >= 0) {
+        close(listening);
+        listening = fd;
+    }
+}
+
 static void *serve(void *nothing)
 {
-    (void)nothing;
     gate_exempt();
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
+        struct pollfd one = {.fd = listening, .events = POLLIN};
+        int came = poll(&one, 1, LOOK_MILLISECONDS);
+        if (came == 0 && start_time() != listening_as)
+            listen_anew();
+        if (came <= 0)
+            continue;
         int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
         if (client < 0) {
-            if (errno == EBADF || errno == EINVAL)
-                return NULL;
-            if (errno != EINTR)
-                poll(NULL, 0, 50);
+            poll(NULL, 0, 50);
             continue;
         }
         if (welcome(client))
@@ -460,23 +516,18 @@ static void *serve(void *nothing)
                 ;
         close(client);
     }
+    return nothing;
 }
 
 static void begin(void)
 {
-    struct sockaddr_un address;
-    socklen_t size = (socklen_t)address_of(&address);
     pthread_attr_t attributes;
     pthread_t thread;
     sigset_t all, before;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int fd = named_socket();
 
     if (fd < 0)
         return;
-    if (bind(fd, (struct sockaddr *)&address, size) || listen(fd, 8)) {
-        close(fd);
-        return;
-    }
     listening = fd;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -490,10 +541,10 @@ static void begin(void)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-/* A child that was forked has no thread of ours, and must not hold its parent's memory. */
+/* A child that was forked has no thread of ours, and must not hold its parent's memory. It cannot use what the parent
+ * made in the driver: no driver lets it. */
 static void in_child(void)
 {
-    gate_after_fork();
     if (listening >= 0)
         close(listening);
     listening = -1;
@@ -504,11 +555,13 @@ static void in_child(void)
             close(memories[i]->kept);
             memories[i]->kept = -1;
         }
+    n_memories = n_mappings = n_contexts = 0;
+    atomic_store(&waiting, 0);
+    pthread_mutex_init(&begin_lock, NULL);
 }
 
 EXPORT CUresult cuInit(unsigned flags)
 {
-    static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     static int pid;
 
     if (!shim_ready() && !real_functions[REAL_cuInit])
@@ -517,7 +570,7 @@ EXPORT CUresult cuInit(unsigned flags)
     CUresult result = real(cuInit)(flags);
     gate_leave(reader);
     if (!result && shim_ready()) {
-        pthread_mutex_lock(&once);
+        pthread_mutex_lock(&begin_lock);
         if (pid != (int)getpid()) {
             static bool registered;
             if (!registered)
@@ -526,7 +579,7 @@ EXPORT CUresult cuInit(unsigned flags)
             pid = (int)getpid();
             begin();
         }
-        pthread_mutex_unlock(&once);
+        pthread_mutex_unlock(&begin_lock);
     }
     return result;
 }

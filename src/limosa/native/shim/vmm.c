@@ -90,9 +90,18 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle h
     GATED(cuMemMap, at, bytes, offset, handle, flags);
 }
 
+/* Memory of cuMemAlloc is no mapping for whoever allocated it. */
+static bool has_plain(CUdeviceptr at, size_t bytes)
+{
+    for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
+        if (mappings[place]->plain)
+            return true;
+    return false;
+}
+
 static CUresult my_cuMemUnmap(CUdeviceptr at, size_t bytes)
 {
-    CUresult result = real(cuMemUnmap)(at, bytes);
+    CUresult result = has_plain(at, bytes) ? CUDA_ERROR_INVALID_VALUE : real(cuMemUnmap)(at, bytes);
 
     if (!result)
         for (size_t place; (place = mapping_place(at)) < n_mappings && mappings[place]->at < at + bytes;)
@@ -107,7 +116,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 
 static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
 {
-    CUresult result = real(cuMemSetAccess)(at, bytes, all, n);
+    CUresult result = has_plain(at, bytes) ? CUDA_ERROR_INVALID_VALUE : real(cuMemSetAccess)(at, bytes, all, n);
 
     if (result)
         return result;
