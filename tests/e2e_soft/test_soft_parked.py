@@ -1,4 +1,4 @@
-"""Jobs under the shim: moved with their memory held aside, on software GPUs, with real processes and the real driver calls."""
+"""Jobs under the shim, moved with their memory held aside: real processes and driver calls, on software GPUs."""
 
 from __future__ import annotations
 
