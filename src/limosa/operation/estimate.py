@@ -10,6 +10,8 @@ from limosa.operation.results import Estimate
 CHECKPOINT_FIXED, CHECKPOINT_RATE = 0.45, 2.4e9
 """Seconds of tearing a context down; bytes a second out, one thread of the driver (cold 1.7, warm 2.7 GB/s)."""
 RESTORE_FIXED, RESTORE_RATE = 0.30, 6.8e9
+COPY_RATE = 350e9
+"""Bytes a second from GPU to GPU, beside the driver's checkpoint (prototype, two H200)."""
 CONTEXT = 0.55e9
 """Bytes that NVML counts for a context beside the application's memory; their time is in the fixed costs."""
 LOCK_FIXED = 0.005
@@ -39,7 +41,9 @@ def device_bytes(members: Sequence[Member]) -> int:
     return sum(m.bytes for m in members)
 
 
-def of(operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False) -> Estimate:
+def of(
+    operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False, parked: int = 0
+) -> Estimate:
     """The estimate for a verb.
 
     Args:
@@ -47,11 +51,15 @@ def of(operation: str, members: Sequence[Member], host_bytes: int = 0, leave_run
         members: the processes with CUDA state.
         host_bytes: memory of all processes that an image takes, device memory excluded.
         leave_running: a checkpoint's option.
+        parked: bytes that a move does not leave to the driver.
     """
     size = device_bytes(members)
     out, back = checkpoint_seconds(members), restore_seconds(members)
     dump = DUMP_FIXED + (host_bytes + size) / DUMP_RATE
     hashing = (host_bytes + size) / HASH_RATE
+    if operation == "move" and parked:
+        out = max(CHECKPOINT_FIXED, out - parked / CHECKPOINT_RATE, parked / COPY_RATE)
+        back = max(RESTORE_FIXED, back - parked / RESTORE_RATE)
     if operation == "move":
         return Estimate(pause_seconds=LOCK_FIXED + out + back, seconds=LOCK_FIXED + out + back, bytes=size)
     if operation == "suspend":

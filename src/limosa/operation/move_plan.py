@@ -53,7 +53,7 @@ def look_at(
         if member.was == "locked":
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
-    cost = estimate.of(operation, prepared.members)
+    cost = estimate.of(operation, prepared.members, parked=prepared.parked)
     too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
     if too_long and not is_done(operation, prepared):
         extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))

@@ -47,13 +47,17 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
-def look(operation: str, members: Sequence[Member]) -> list[Reason]:
+def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason]]:
     """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
+
+    Returns:
+        The bytes that can be parked, and the reasons.
     """
     found: list[Reason] = []
+    total = 0
     for member in members:
         if member.was != "running":
             continue
@@ -62,13 +66,14 @@ def look(operation: str, members: Sequence[Member]) -> list[Reason]:
                 devices, pieces = shim.devices(), [m for m in shim.memories() if not m.shared]
         except LimosaError:
             continue
+        total += sum(m.bytes for m in pieces)
         for uuid in {devices[m.device] for m in pieces}:
             parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
             member.held[uuid] = max(member.held.get(uuid, 0), parked)
         if operation != "move" and any(m.imported for m in pieces):
             text = f"process {member.pid} has been moved by the parked way, and cannot be put aside by the driver then"
             found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
-    return found
+    return total, found
 
 
 class _Part:

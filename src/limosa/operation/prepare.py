@@ -67,6 +67,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     steps: list[str] = []
     host_bytes: int = 0
     leave_running: bool = False
+    parked: int = 0  # bytes that the shim looks after
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
@@ -105,9 +106,9 @@ class Prepared(msgspec.Struct, kw_only=True):
             verdict="refused" if refused else "ok",
             reasons=sorted(self.reasons, key=lambda r: not r.refuses),
             steps=self.steps,
-            estimate=estimate.of(self.operation, self.members, self.host_bytes, self.leave_running),
+            estimate=estimate.of(self.operation, self.members, self.host_bytes, self.leave_running, self.parked),
             map=maps,
-            way="driver" if self.members else "host",
+            way="parked" if self.operation == "move" and self.parked else "driver" if self.members else "host",
         )
 
 
@@ -203,7 +204,8 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            reasons += parked.look(operation, prepared.members)
+            prepared.parked, against = parked.look(operation, prepared.members)
+            reasons += against
             reasons += gpu_refusals(
                 prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
             )
