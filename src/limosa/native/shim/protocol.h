@@ -21,6 +21,8 @@ enum verb {
     VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each */
+    VERB_KEEP, /* a descriptor to be kept while the memory is away: whoever kills the vault loses nothing; none: let go */
+    VERB_KEPT, /* → it, if there is one */
     VERB_UNKNOWN, /* → functions that no list knows and that were called: names, one after the other */
 };
 

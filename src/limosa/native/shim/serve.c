@@ -27,6 +27,7 @@
 
 static enum state state;
 static int listening = -1;
+static int kept_aside = -1; /* what holds the contents while the memory is away for longer */
 static uint64_t listening_as; /* the process's start time in the socket's name */
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
@@ -172,8 +173,11 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
         }
     }
     pthread_mutex_unlock(&memory_lock);
-    bool well = say(client, answer, NULL, 0, fds, answer->result ? 0 : done);
-    for (size_t i = 0; i < done; i++)
+    size_t given = answer->result ? 0 : done;
+    for (size_t i = given; i < done; i++)
+        close(fds[i]);
+    bool well = say(client, answer, NULL, 0, fds, given);
+    for (size_t i = 0; i < given; i++)
         close(fds[i]);
     return well;
 }
@@ -404,6 +408,16 @@ static bool counts(int client, struct message *answer)
     return say(client, answer, &left, sizeof left, NULL, 0);
 }
 
+/* Descriptors are ours from here on. */
+static void keep(const int *fds, size_t n)
+{
+    if (kept_aside >= 0)
+        close(kept_aside);
+    kept_aside = n ? fds[0] : -1;
+    for (size_t i = 1; i < n; i++)
+        close(fds[i]);
+}
+
 static bool answer_one(int client)
 {
     static uint64_t ids[PROTOCOL_MOST];
@@ -432,7 +446,7 @@ static bool answer_one(int client)
     size_t n = (size_t)got > sizeof asked ? ((size_t)got - sizeof asked) / sizeof ids[0] : 0;
     bool wrong = (size_t)got < sizeof asked || asked.magic != PROTOCOL_MAGIC || asked.version != PROTOCOL_VERSION
         || packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
-    if (wrong || asked.verb != VERB_MAP)
+    if (wrong || (asked.verb != VERB_MAP && asked.verb != VERB_KEEP))
         while (n_fds)
             close(fds[--n_fds]);
     answer.number = wrong ? 0 : asked.number;
@@ -451,6 +465,8 @@ static bool answer_one(int client)
     case VERB_MAP: answer.result = map(ids, fds, n, n_fds); break;
     case VERB_STACK: answer.result = stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
+    case VERB_KEEP: keep(fds, n_fds); break;
+    case VERB_KEPT: return say(client, &answer, NULL, 0, &kept_aside, kept_aside >= 0);
     case VERB_DEVICES: return devices(client, &answer);
     case VERB_COUNTS: return counts(client, &answer);
     case VERB_UNKNOWN: return unknown(client, &answer);
@@ -548,6 +564,7 @@ static void in_child(void)
     if (listening >= 0)
         close(listening);
     listening = -1;
+    keep(NULL, 0);
     state = STATE_OPEN;
     pthread_mutex_init(&memory_lock, NULL);
     for (size_t i = 0; i < n_memories; i++)
