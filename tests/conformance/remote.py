@@ -96,7 +96,8 @@ class Remote:
 
     def __init__(self, prefix: Sequence[str], env: dict[str, str | None], name: str, record: Record):
         self.name, self.record = name, record
-        full = {k: v for k, v in {**os.environ, **env}.items() if v is not None}
+        shim = {"LD_PRELOAD": os.environ["LIMOSA_CONFORMANCE_SHIM"]} if "LIMOSA_CONFORMANCE_SHIM" in os.environ else {}
+        full = {k: v for k, v in {**os.environ, **shim, **env}.items() if v is not None}
         self._process = subprocess.Popen(
             [*prefix, sys.executable, str(SERVER)],
             stdin=subprocess.PIPE,
