@@ -73,11 +73,35 @@ def test_a_job_of_two_processes(parked: Any) -> None:
     job.finish()
 
 
-def test_what_was_moved_so_is_not_put_aside_by_the_driver(parked: Any) -> None:
+def test_what_was_moved_so_is_not_written_to_disk_by_the_driver(parked: Any, tmp_path: Path) -> None:
     """The driver would checkpoint it, and never bring it back."""
     job = start(parked, "--mib", 16)
     parked.limosa("move", job.pid, "--to", 1)
-    parked.says(13, "parked-memory", "suspend", job.pid)
+    parked.says(13, "parked-memory", "checkpoint", job.pid, "--output", tmp_path / "image")
+    job.goes_on(2)
+    job.finish()
+
+
+def test_suspended_and_resumed_here_and_elsewhere(parked: Any) -> None:
+    job = start(parked, "--mib", 48)
+    for to in ([], ["--to", 1], [], ["--to", 0]):
+        assert parked.says(0, "", "suspend", job.pid)["way"] == "parked"
+        assert all(m.away for m in pieces(job))
+        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+        assert max(used) < 16 * MIB
+        assert parked.state(job) == "checkpointed"
+        assert parked.says(0, "", "resume", job.pid, *to)["way"] == "parked"
+        job.goes_on(2)
+    job.finish()
+
+
+def test_a_suspended_job_survives_the_vault(parked: Any) -> None:
+    job = start(parked, "--mib", 32)
+    parked.limosa("suspend", job.pid)
+    for pid in parked.processes():
+        if _name(pid) == "limosa-vault":
+            os.kill(pid, signal.SIGKILL)
+    parked.limosa("resume", job.pid, "--to", 1)
     job.goes_on(2)
     job.finish()
 
@@ -122,10 +146,13 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
 
 @pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
 @pytest.mark.parametrize("moment", range(6))
-def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int) -> None:
-    """SIGKILL at some moment of a move that takes about half a second; then one recover."""
+@pytest.mark.parametrize("verb", ["move", "suspend", "resume"])
+def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int, verb: str) -> None:
+    """SIGKILL at some moment of what takes about half a second; then one recover."""
     job = start(parked, "--mib", 96)
-    moving = parked.later("move", job.pid, "--to", 1)
+    if verb == "resume":
+        parked.limosa("suspend", job.pid)
+    moving = parked.later(verb, job.pid, *(["--to", 1] if verb == "move" else []))
     time.sleep(0.12 + 0.07 * moment)
     victims = {"limosa": [moving.pid]}.get(who) or [p for p in parked.processes() if _name(p) == who]
     for pid in victims:
@@ -133,6 +160,9 @@ def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int
             os.kill(pid, signal.SIGKILL)
     moving.communicate(timeout=60)
     parked.limosa("recover", rc=None)
+    if parked.state(job) == "checkpointed":
+        assert verb in ("suspend", "resume")
+        parked.limosa("resume", job.pid)
     job.goes_on(3)
     used = [gpu["memory_used"] > 64 * MIB for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
     assert sorted(used) == [False, True]

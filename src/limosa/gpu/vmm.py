@@ -7,6 +7,8 @@ Management".
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -91,6 +93,27 @@ class Piece:
             self._handle = None
         if self.at:
             binding.cuMemAddressFree(self.at, self.bytes)
+            self.at = 0
+
+
+class HostPiece:
+    """Host memory behind a descriptor (a memfd), mapped and pinned in this process.
+
+    Attributes:
+        bytes: its size.
+        at: where it is mapped.
+    """
+
+    def __init__(self, fd: int, bytes_: int):
+        self.bytes = bytes_
+        self._memory = mmap.mmap(fd, bytes_)
+        self.at = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        call("cuMemHostRegister", self.at, bytes_, 1)  # CU_MEMHOSTREGISTER_PORTABLE
+
+    def close(self) -> None:
+        """Let it go; the contents live as long as somebody has the descriptor."""
+        if self.at:
+            find().cuMemHostUnregister(self.at)
             self.at = 0
 
 

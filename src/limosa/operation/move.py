@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from limosa import gpu
-from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, Reason, Refused, UsageError, worst
+from limosa.errors import CannotBeMoved, InvalidMap, LimosaError, NoRoomOnGpu, Reason, Refused, UsageError, worst
 from limosa.operation import driver_steps, estimate, room
+from limosa.operation.aside import Resuming, Suspending, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
@@ -313,25 +314,32 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     members = [m for p in prepared for m in p.members]
     begin(work, prepared, members)
     refuse_stale(work, prepared)
-    parked = _park(work, members) if operation == "move" else None
+    parked = _park(work, operation, members)
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
-    if parked is not None:
-        work.pause_begins()
-        parked.hold_still()
-        parked.start_copy()
-    if operation in ("move", "suspend"):
+    if operation != "resume":
+        if isinstance(parked, (Parked, Suspending)):
+            work.pause_begins()
+            parked.hold_still()
+            parked.start_copy()
         stand_still(work, prepared, members)
     else:
         work.pause_begins()
-    if parked is not None:
+        if parked is not None:
+            parked.start_copy()
+    if parked is not None and operation != "resume":
         parked.wait_for_copy()
     if operation == "suspend":
         work.check()
         for member in members:
             member.identity.check()
+        if isinstance(parked, Suspending):
+            parked.keep()
         driver_steps.leave_suspended(members)
         work.pause_ends()
         work.drop("driver")
+        if parked is not None:
+            work.drop("parked")
+            parked.let_go()
         return
     # A resume is all of its pause; a move has spent the larger part: from here going on is the shorter way.
     work.check()
@@ -339,8 +347,9 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     driver_steps.restore(work, asleep)
     begun = work.paused_at
     driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
-    if parked is not None:
+    if isinstance(parked, (Parked, Resuming)):
         work.paused_at = begun  # it goes on when its gate opens
+        parked.wait_for_copy()
         work.push("parked-target", parked.leave_target)
         parked.arrive()
         parked.open()
@@ -354,23 +363,42 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         SuspendRecord(root=p.root).forget()
 
 
-def _park(work: Work, members: Sequence[Member]) -> Parked | None:
-    """Has what the shim looks after ready on both sides; None where there is none, or it cannot be had this way."""
-    shims = shims_of([m for m in members if m.was == "running" and m.changes_gpu])
-    if not shims:
-        return None
-    parked = Parked(work, members, shims)
-    work.push("parked", parked.home)
-    try:
-        with work.timed("prepare", "memory on the destination"):
+def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Suspending | Resuming | None:
+    """Has what the shim looks after ready on both sides; None where the driver carries everything.
+
+    Raises:
+        CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
+    """
+    parked: Parked | Suspending | Resuming
+    if operation == "resume":
+        shims = aside_shims([m for m in members if m.was == "checkpointed"])
+        if not shims:
+            return None
+        parked = Resuming(work, members, shims)
+        work.push("parked", parked.stay)
+        with work.timed("prepare", "memory on the GPU"):
             parked.prepare()
         work.parked_bytes = parked.bytes
+        return parked
+    shims = shims_of([m for m in members if m.was == "running" and (operation == "suspend" or m.changes_gpu)])
+    if not shims:
+        return None
+    came_so = any(piece.imported for shim in shims.values() for piece in shim.memories())
+    parked = Suspending(work, members, shims) if operation == "suspend" else Parked(work, members, shims)
+    work.push("parked", parked.home)
+    try:
+        with work.timed("prepare", "memory on the other side"):
+            parked.prepare()
     except LimosaError as error:
         work.drop("parked")
         parked.home()
+        if came_so:
+            text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
+            raise CannotBeMoved(detail=text) from error
         text = f"the parked way is not open ({error}): the driver carries the memory"
         work.warnings.append(Reason(id="driver-way", text=text))
         return None
+    work.parked_bytes = parked.bytes
     return parked
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -70,7 +71,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason]]:
         for uuid in {devices[m.device] for m in pieces}:
             parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
             member.held[uuid] = max(member.held.get(uuid, 0), parked)
-        if operation != "move" and any(m.imported for m in pieces):
+        if operation not in ("move", "suspend", "resume") and any(m.imported for m in pieces):
             text = f"process {member.pid} has been moved by the parked way, and cannot be put aside by the driver then"
             found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
     return total, found
@@ -153,8 +154,8 @@ class Parked:
     def _hold(self, part: _Part) -> None:
         ids = sorted(part.source)
         note = msgspec.json.encode(ids)
-        self._vault.put(_key(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
-        self._vault.put(_key(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+        self._vault.put(key_of(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
+        self._vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
@@ -164,7 +165,7 @@ class Parked:
         Raises:
             GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
         """
-        self._together([lambda p=part: p.shim.close_gate(GATE_SECONDS) for part in self._parts])
+        together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
             for gone in set(part.source) - set(now):
@@ -228,7 +229,7 @@ class Parked:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
         for part in self._parts:
             for side in ("target", "source"):
-                self._vault.drop(_key(self._work.id, part.member, side))
+                self._vault.drop(key_of(self._work.id, part.member, side))
         self.close()
 
     # -- the way back --------------------------------------------------------------------------------------------
@@ -271,52 +272,73 @@ class Parked:
         self._mover.close()
         self._vault.close()
 
-    def _together(self, calls: Sequence[object]) -> None:
-        errors: list[BaseException] = []
 
-        def run(call: object) -> None:
-            try:
-                call()  # type: ignore[operator]
-            except BaseException as error:
-                errors.append(error)
+def together(calls: Sequence[Callable[[], object]]) -> None:
+    """Makes calls at once; every one is waited for, then the first error is raised."""
+    errors: list[BaseException] = []
 
-        threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
-def bring_home(dead: Journal, driver_home: object) -> None:
-    """What ``recover`` does for a move of parked jobs: finishes it where a gate was being opened, else undoes it.
+def bring_home(dead: Journal, driver_home: Callable[[], None]) -> None:
+    """What ``recover`` does for parked jobs: finishes what had begun to go on, else undoes it.
 
     Args:
         dead: the journal of the operation.
         driver_home: brings the driver's half back to where it was.
     """
     forward = dead.began("open")
-    alive = [m for m in dead.header.members if m.identity.alive() and dead.began("park", m.pid)]
+    alive = [m for m in dead.header.members if m.identity.alive() and dead.began("map" if forward else "park", m.pid)]
     with Vault() as vault:
         if not forward:
-            for member in alive:
-                with Shim(member.identity) as shim:
-                    if dead.began("map", member.pid) and shim.hello().stand is Stand.CLOSED:
-                        shim.unmap()
-            driver_home()  # type: ignore[operator]
+            for member in dead.header.members:
+                if dead.began("map", member.pid) and member.identity.alive():
+                    with Shim(member.identity) as shim:
+                        if shim.hello().stand is not Stand.OPEN:
+                            shim.unmap()
+            driver_home()
         for member in alive:
             _give_back(vault, dead.header.id, member, "target" if forward else "source")
+    forget(dead)
+
+
+def forget(dead: Journal) -> None:
+    """Has the vault let go of what it held for that operation (not of arenas)."""
+    with Vault() as vault:
         for member in dead.header.members:
             for side in ("target", "source"):
-                vault.drop(_key(dead.header.id, member, side))
+                vault.drop(key_of(dead.header.id, member, side))
+
+
+def aside(members: Sequence[Member]) -> bool:
+    """Whether the memory of any of these is away: then a restore alone does not make them run."""
+    for member in members:
+        try:
+            with Shim(member.identity) as shim:
+                if shim.hello().stand is not Stand.OPEN:
+                    return True
+        except LimosaError:
+            continue
+    return False
 
 
 def _give_back(vault: Vault, operation: str, member: Member, side: str) -> None:
     with Shim(member.identity) as shim:
         stand = shim.hello().stand
         if stand is Stand.AWAY:
-            fds, note = vault.get(_key(operation, member, side))
+            fds, note = vault.get(key_of(operation, member, side))
             try:
                 stand = shim.map(msgspec.json.decode(note, type=list[int]), fds)
             finally:
@@ -324,6 +346,8 @@ def _give_back(vault: Vault, operation: str, member: Member, side: str) -> None:
                     os.close(fd)
         if stand is Stand.CLOSED:
             shim.open_gate()
+        if side == "source":
+            shim.keep()
 
 
 def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], list[Memory]]:
@@ -333,5 +357,6 @@ def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], li
     return found
 
 
-def _key(operation: str, member: Member, side: str) -> str:
+def key_of(operation: str, member: Member, side: str) -> str:
+    """What the vault calls one side's memory of a process."""
     return f"{operation}/{member.pid}/{side}"

@@ -221,16 +221,20 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     alive = [m for m in header.members if m.identity.alive()]
     if not alive:
         return _entry(dead, did="the job has ended", state="gone")
-    if dead.began("park"):
-        parked.bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
-        did = "every gate is open: finished" if dead.began("open") else "undid it"
-        return _entry(dead, did=did, state=journal.common_state(alive))
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
     if header.operation == "suspend" and all(s == "checkpointed" for s in states.values()):
         record = SuspendRecord.of(header.roots[0]) if header.roots else None
         if record is not None and record.since >= header.since:
+            parked.forget(dead)
             return _entry(dead, did="it was suspended: finished", state="checkpointed")
-    coming = header.operation in ("move", "resume") and not dead.began("undo")
+    if dead.began("park") or dead.began("map"):
+        parked.bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
+        if dead.began("open"):
+            for root in header.roots:
+                SuspendRecord(root=root).forget()
+        did = "every gate is open: finished" if dead.began("open") else "undid it"
+        return _entry(dead, did=did, state=journal.common_state(alive))
+    coming = header.operation in ("move", "resume") and not dead.began("undo") and not parked.aside(alive)
     if coming and all(s in ("locked", "running") and dead.began("restore", pid) for pid, s in states.items()):
         for member in alive:
             if states[member.pid] == "locked":

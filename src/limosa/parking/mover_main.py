@@ -92,6 +92,35 @@ class Mover:
             call("cuStreamDestroy", stream)
         return time.monotonic() - begun
 
+    def arena(self, key: str, fd: int, bytes_: int, gpu: str) -> None:
+        """Map host memory that a descriptor leads to, pinned, as one piece."""
+        from limosa.gpu.vmm import HostPiece
+
+        self.contexts.use(gpu)
+        self.pieces[key] = [HostPiece(fd, bytes_)]
+
+    def host(self, way: str, key: str, arena: str, offset: int, gpu: str) -> float:
+        """Copy all of a key to the arena from an offset on ("out"), or back ("in"); returns seconds."""
+        from limosa.gpu.vmm import call
+
+        self.contexts.use(gpu)
+        begun = time.monotonic()
+        base, turn = self.pieces[arena][0].at + offset, 0
+        streams = [call("cuStreamCreate", 1) for _ in range(STREAMS)]
+        for piece in self.pieces.get(key, []):
+            for start in range(0, piece.bytes, CHUNK):
+                size, stream = min(CHUNK, piece.bytes - start), streams[turn % STREAMS]
+                if way == "out":
+                    call("cuMemcpyDtoHAsync", base + start, piece.at + start, size, stream)
+                else:
+                    call("cuMemcpyHtoDAsync", piece.at + start, base + start, size, stream)
+                turn += 1
+            base += piece.bytes
+        for stream in streams:
+            call("cuStreamSynchronize", stream)
+            call("cuStreamDestroy", stream)
+        return time.monotonic() - begun
+
     def drop(self, key: str) -> None:
         """Let go of a key."""
         for piece in self.pieces.pop(key, []):
@@ -133,6 +162,12 @@ def serve(connection: socket.socket) -> None:
                         os.close(fd)
             elif verb == "copy":
                 send(connection, {"seconds": mover.copy(asked["source"], asked["target"], asked["gpu"])})
+            elif verb == "arena":
+                mover.arena(key, fds[0], asked["bytes"], asked["gpu"])
+                send(connection, {})
+            elif verb == "host":
+                seconds = mover.host(asked["way"], key, asked["arena"], asked["offset"], asked["gpu"])
+                send(connection, {"seconds": seconds})
             elif verb == "drop":
                 mover.drop(key)
                 send(connection, {})

@@ -34,7 +34,9 @@ class Verb(enum.IntEnum):
     COUNTS = 9
     BULK = 10
     DEVICES = 11
-    UNKNOWN = 12
+    KEEP = 12
+    KEPT = 13
+    UNKNOWN = 14
 
 
 class Stand(enum.IntEnum):

@@ -181,6 +181,17 @@ class Shim:
         """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
         return self._ask(Verb.BULK, bytes_, limit=60.0)[3]
 
+    def keep(self, fd: int = -1) -> None:
+        """Have the process itself hold a descriptor while its memory is away; none: let go of it."""
+        self._send(Verb.KEEP, fds=[] if fd < 0 else [fd])
+        self._receive(Verb.KEEP)
+
+    def kept(self) -> int:
+        """Return that descriptor, which is the caller's to close; -1 where there is none."""
+        self._send(Verb.KEPT)
+        fds = self._receive(Verb.KEPT)[2]
+        return fds[0] if fds else -1
+
     def devices(self) -> list[str]:
         """Return the UUIDs of its GPUs, by its own numbers, as they are now."""
         self._send(Verb.DEVICES)
