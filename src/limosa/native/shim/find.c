@@ -115,31 +115,39 @@ void *find_in_driver(const char *symbol)
     return ((dlsym_function *)shim_real_dlsym)(library, symbol);
 }
 
+static void *ask(void *library, const char *symbol, const char *version)
+{
+    return version ? ((dlvsym_function *)shim_real_dlvsym)(library, symbol, version)
+                   : ((dlsym_function *)shim_real_dlsym)(library, symbol);
+}
+
 struct answer {
     void *found;
     long given; /* 0: whatever the real one says */
 };
 
-/* What dlsym is to answer. */
-__attribute__((visibility("hidden"), used)) struct answer shim_dlsym_answer(void *library, const char *symbol)
+/* What dlsym (version NULL) and dlvsym are to answer. */
+__attribute__((visibility("hidden"), used)) struct answer shim_answer(void *library, const char *symbol,
+                                                                      const char *version)
 {
-    dlsym_function *real_dlsym;
-    struct entry *entry;
-
     find_begin();
-    real_dlsym = (dlsym_function *)shim_real_dlsym;
     if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || symbol[2] < 'A' || symbol[2] > 'Z' || library == RTLD_NEXT)
         return (struct answer){NULL, 0};
-    void *real = real_dlsym(library, symbol);
-    entry = entry_of(symbol);
+    void *real = ask(library, symbol, version);
+    struct entry *entry = entry_of(symbol);
     if (entry && (!real || real == entry->hook)) {
         /* The whole program was searched, and we were found before any driver: as if we were not there. */
         if (real && entry_real(entry))
             return (struct answer){entry->hook, 1};
-        real_dlsym(library, "a function of libcuda.so.1"); /* for dlerror */
+        ask(library, "a function of libcuda.so.1", version); /* for dlerror */
         return (struct answer){NULL, 1};
     }
     return (struct answer){real && find_is_driver(real) ? entry_instead(symbol, real) : real, real != NULL};
+}
+
+__attribute__((visibility("hidden"), used)) struct answer shim_dlsym_answer(void *library, const char *symbol)
+{
+    return shim_answer(library, symbol, NULL);
 }
 
 /* The real functions find out by their return address who asks (RTLD_NEXT): they are jumped to, not called. */
@@ -157,7 +165,7 @@ __asm__(".text\n"
         ".globl dlvsym\n.type dlvsym, @function\n"
         "dlvsym:\n"
         "  push %rdi\n  push %rsi\n  push %rdx\n"
-        "  call shim_dlsym_answer\n"
+        "  call shim_answer\n"
         "  mov %rdx, %rcx\n"
         "  pop %rdx\n  pop %rsi\n  pop %rdi\n"
         "  test %rcx, %rcx\n  jne 1f\n"
@@ -179,7 +187,7 @@ __asm__(".text\n"
         ".globl dlvsym\n.type dlvsym, %function\n"
         "dlvsym:\n"
         "  stp x29, x30, [sp, #-48]!\n  stp x0, x1, [sp, #16]\n  str x2, [sp, #32]\n"
-        "  bl shim_dlsym_answer\n"
+        "  bl shim_answer\n"
         "  mov x9, x0\n  mov x10, x1\n"
         "  ldp x0, x1, [sp, #16]\n  ldr x2, [sp, #32]\n  ldp x29, x30, [sp], #48\n"
         "  cbnz x10, 1f\n"

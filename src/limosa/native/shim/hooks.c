@@ -4,6 +4,7 @@
  * value that fits the words below, so handing on all argument registers and as many words of the caller's stack does for
  * any. Floating point registers are not touched: this file is compiled for general registers only. A function that the
  * shim has to know better has a definition of its own elsewhere, which replaces the weak one here. */
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,14 +81,32 @@ int n_entries(void)
     return LISTED + atomic_load(&n_spare);
 }
 
-static int compare(const void *symbol, const void *entry)
+/* The list is in the order of people, not of strcmp. */
+static unsigned short sorted[LISTED];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static int order(const void *one, const void *other)
 {
-    return strcmp(symbol, ((const struct entry *)entry)->symbol);
+    return strcmp(entries[*(const unsigned short *)one].symbol, entries[*(const unsigned short *)other].symbol);
+}
+
+static void sort(void)
+{
+    for (unsigned short at = 0; at < LISTED; at++)
+        sorted[at] = at;
+    qsort(sorted, LISTED, sizeof sorted[0], order);
+}
+
+static int compare(const void *symbol, const void *at)
+{
+    return strcmp(symbol, entries[*(const unsigned short *)at].symbol);
 }
 
 struct entry *entry_of(const char *symbol)
 {
-    return bsearch(symbol, entries, LISTED, sizeof entries[0], compare);
+    pthread_once(&once, sort);
+    unsigned short *at = bsearch(symbol, sorted, LISTED, sizeof sorted[0], compare);
+    return at ? &entries[*at] : NULL;
 }
 
 void *entry_real(struct entry *entry)

@@ -19,7 +19,7 @@ struct entry {
 };
 
 extern struct entry entries[];
-extern const int n_listed; /* those of functions.list, sorted by symbol; behind them what no list knows, in turn */
+extern const int n_listed; /* those of functions.list; behind them what no list knows, in turn */
 int n_entries(void);
 
 struct entry *entry_of(const char *symbol);
