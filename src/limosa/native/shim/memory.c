@@ -105,15 +105,16 @@ bool mapping_add(struct mapping *mapping)
     return true;
 }
 
-void mapping_remove(size_t place)
+CUhandle mapping_remove(size_t place)
 {
     struct mapping *mapping = mappings[place];
 
     n_mappings--;
     memmove(&mappings[place], &mappings[place + 1], (n_mappings - place) * sizeof *mappings);
     mapping->memory->mappings--;
-    memory_let_go(mapping->memory);
+    CUhandle driver = memory_let_go(mapping->memory);
     free(mapping);
+    return driver;
 }
 
 static size_t memory_place(uint64_t id)
@@ -162,18 +163,25 @@ struct memory *memory_of(CUhandle given)
     return memories[place];
 }
 
-void memory_let_go(struct memory *memory)
+CUhandle memory_let_go(struct memory *memory)
 {
+    CUhandle driver = memory->driver;
+
     if (memory->references || memory->mappings)
-        return;
-    if (memory->driver)
-        real(cuMemRelease)(memory->driver);
+        return 0;
     if (memory->kept >= 0)
         close(memory->kept);
     size_t place = memory_place(memory->id);
     n_memories--;
     memmove(&memories[place], &memories[place + 1], (n_memories - place) * sizeof *memories);
     free(memory);
+    return driver;
+}
+
+void memory_release(CUhandle driver)
+{
+    if (driver)
+        real(cuMemRelease)(driver);
 }
 
 CUresult memory_show(const struct mapping *mapping)

@@ -5,7 +5,8 @@
  * of the driver's handle, because the driver's changes each time the memory has been away.
  *
  * memory_lock guards all of it. An application's thread takes it only inside the gate, so whoever has closed the gate
- * has it to himself. */
+ * has it to himself. It is not held across a call of the driver that may wait (cuMemSetAccess for all memory at once, when
+ * peer access begins or ends, is the one exception): a process that the driver has locked still answers. */
 #ifndef LIMOSA_MEMORY_H
 #define LIMOSA_MEMORY_H
 
@@ -58,11 +59,14 @@ extern size_t n_contexts;
 struct mapping *mapping_at(CUdeviceptr address); /* the one that has this byte */
 size_t mapping_place(CUdeviceptr address); /* the first that ends behind it */
 bool mapping_add(struct mapping *mapping);
-void mapping_remove(size_t place); /* frees it, and its memory where nothing else holds it */
+/* Frees it, and its memory where nothing else holds it: then a handle of the driver's comes back, which the caller
+ * releases without memory_lock; else 0. */
+CUhandle mapping_remove(size_t place);
 struct memory *memory_new(CUhandle driver, size_t bytes, const CUmemAllocationProp *asked);
 struct memory *memory_of(CUhandle given);
 CUhandle memory_given(const struct memory *memory);
-void memory_let_go(struct memory *memory); /* where neither handle nor mapping is left */
+CUhandle memory_let_go(struct memory *memory); /* likewise, where neither handle nor mapping is left */
+void memory_release(CUhandle driver); /* what has come back so; without memory_lock */
 CUresult memory_show(const struct mapping *mapping); /* cuMemSetAccess as recorded */
 void left_add(enum left kind, size_t bytes);
 bool shim_ready(void); /* whether memory is to be taken over at all */

@@ -33,17 +33,19 @@ static int device_of_current(void)
     return real(cuCtxGetDevice)(&device) ? -1 : device;
 }
 
-/* With memory_lock held. */
+/* With memory_lock held, which it lets go of for the driver's part: places are others after. The address is nobody
+ * else's until the last call. */
 static void take_away(size_t place)
 {
-    struct mapping *mapping = mappings[place];
-    CUdeviceptr at = mapping->at;
-    size_t bytes = mapping->bytes;
+    CUdeviceptr at = mappings[place]->at;
+    size_t bytes = mappings[place]->bytes;
+    CUhandle driver = mapping_remove(place);
 
-    if (!mapping->away)
-        real(cuMemUnmap)(at, bytes);
-    mapping_remove(place);
+    pthread_mutex_unlock(&memory_lock);
+    real(cuMemUnmap)(at, bytes);
+    memory_release(driver);
     real(cuMemAddressFree)(at, bytes);
+    pthread_mutex_lock(&memory_lock);
 }
 
 /* Waits for the work of the context that some memory is of (NULL: of the current one). Without memory_lock. */
@@ -65,6 +67,15 @@ static CUresult wait_for_work(CUcontext owner)
         real(cuCtxSetCurrent)(mine);
     real(cuThreadExchangeStreamCaptureMode)(&mode);
     return result;
+}
+
+/* With memory_lock held: the devices that may use memory of one. */
+static void may_use(unsigned char *access, int of)
+{
+    access[of] = ACCESS_READWRITE;
+    for (size_t i = 0; i < n_peers; i++)
+        if (peers[i].of == of && peers[i].device >= 0)
+            access[peers[i].device] = ACCESS_READWRITE;
 }
 
 static CUresult make(CUdeviceptr *pointer, size_t bytes)
@@ -99,36 +110,41 @@ static CUresult make(CUdeviceptr *pointer, size_t bytes)
         goto no_map;
 
     struct mapping *mapping = calloc(1, sizeof *mapping);
-    prop.requestedHandleTypes = 0;
-    struct memory *memory = mapping ? memory_new(handle, whole, &prop) : NULL;
-    if (!memory) {
-        free(mapping);
+    if (!mapping)
         goto no_record;
+    *mapping = (struct mapping){.at = at, .bytes = whole, .plain = true, .asked = bytes, .context = context};
+    pthread_mutex_lock(&memory_lock);
+    may_use(mapping->access, prop.location.id);
+    pthread_mutex_unlock(&memory_lock);
+    if ((result = memory_show(mapping)))
+        goto no_record;
+    unsigned char access[MAX_DEVICES] = {0};
+    prop.requestedHandleTypes = 0;
+    pthread_mutex_lock(&memory_lock);
+    struct memory *memory = memory_new(handle, whole, &prop);
+    mapping->memory = memory;
+    bool there = memory && mapping_add(mapping);
+    if (memory && !there)
+        memory_let_go(memory); /* its handle is released below */
+    may_use(access, prop.location.id);
+    if (there && memcmp(access, mapping->access, sizeof access)) { /* peer access has begun meanwhile */
+        memcpy(mapping->access, access, sizeof access);
+        memory_show(mapping);
     }
-    *mapping = (struct mapping){.at = at, .bytes = whole, .memory = memory, .plain = true, .asked = bytes};
-    mapping->context = context;
-    mapping->access[prop.location.id] = ACCESS_READWRITE;
-    for (size_t i = 0; i < n_peers; i++)
-        if (peers[i].of == prop.location.id)
-            mapping->access[peers[i].device] = ACCESS_READWRITE;
-    result = memory_show(mapping);
-    if (result || !mapping_add(mapping)) {
-        free(mapping);
-        real(cuMemUnmap)(at, whole);
-        memory_let_go(memory); /* releases the handle */
-        real(cuMemAddressFree)(at, whole);
-        return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
-    }
+    pthread_mutex_unlock(&memory_lock);
+    if (!there)
+        goto no_record;
     *pointer = at;
     return CUDA_SUCCESS;
 
 no_record:
+    free(mapping);
     real(cuMemUnmap)(at, whole);
 no_map:
     real(cuMemAddressFree)(at, whole);
 no_address:
     real(cuMemRelease)(handle);
-    return CUDA_ERROR_NOT_SUPPORTED;
+    return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
 /* What waits to be freed, if the device may be waited for by now. */
@@ -144,9 +160,11 @@ static void free_later(void)
     for (n = n_later; n && later[n - 1] != last; n--) /* what came after is for the next time */
         ;
     for (size_t i = 0; i < n; i++)
-        for (size_t place = n_mappings; place-- > 0;)
-            if (mappings[place]->memory->id == later[i])
+        for (size_t place = 0; place < n_mappings; place++)
+            if (mappings[place]->memory->id == later[i]) {
                 take_away(place);
+                break;
+            }
     n_later -= n;
     memmove(later, later + n, n_later * sizeof *later);
     pthread_mutex_unlock(&memory_lock);
@@ -163,9 +181,7 @@ static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
         return result;
     }
     free_later();
-    pthread_mutex_lock(&memory_lock);
     result = make(pointer, bytes);
-    pthread_mutex_unlock(&memory_lock);
     if (result == CUDA_ERROR_NOT_SUPPORTED) {
         result = real(cuMemAlloc_v2)(pointer, bytes);
         if (!result)
@@ -251,10 +267,35 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
     GATE(let_go(pointer));
 }
 
+/* Of memory that cuMemAlloc has made this waits, too: longer than it has to, never less. */
+static CUresult let_go_async(CUdeviceptr pointer, void *stream, const char *name)
+{
+    typedef CUresult type(CUdeviceptr, void *);
+
+    pthread_mutex_lock(&memory_lock);
+    const struct mapping *mapping = mapping_at(pointer);
+    bool ours = mapping && mapping->plain;
+    pthread_mutex_unlock(&memory_lock);
+    if (ours)
+        return let_go(pointer);
+    type *function = (type *)entry_real(entry_of(name));
+    return function ? function(pointer, stream) : CUDA_ERROR_NO_DEVICE;
+}
+
+EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, void *stream)
+{
+    GATE(let_go_async(pointer, stream, "cuMemFreeAsync"));
+}
+
+EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr pointer, void *stream)
+{
+    GATE(let_go_async(pointer, stream, "cuMemFreeAsync_ptsz"));
+}
+
 /* --------------------------------------------------------------------------------------------------- questions --- */
 
 enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_IS_LEGACY_IPC = 10, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12,
-       ATTRIBUTE_HANDLE_TYPES = 14 };
+       ATTRIBUTE_HANDLE_TYPES = 14, ATTRIBUTE_MAPPING_SIZE = 18, ATTRIBUTE_MAPPING_BASE = 19 };
 
 /* Answers as for memory that the driver has allocated itself. With memory_lock held. */
 static void put_right(const struct mapping *mapping, int attribute, void *data)
@@ -263,6 +304,8 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
     case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
     case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = 1; break;
     case ATTRIBUTE_RANGE_START: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_MAPPING_BASE: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_MAPPING_SIZE: *(size_t *)data = mapping->asked; break;
     case ATTRIBUTE_RANGE_SIZE: *(size_t *)data = mapping->asked; break;
     case ATTRIBUTE_HANDLE_TYPES: *(uint64_t *)data = 0; break;
     default: break;
@@ -367,13 +410,14 @@ static CUresult enable(CUcontext peer, unsigned flags)
     CUresult result = real(cuCtxEnablePeerAccess)(peer, flags);
     CUcontext mine = NULL;
 
-    if (result)
+    if (result || real(cuCtxGetCurrent)(&mine))
         return result;
+    int device = device_of_current(), of = device_of(peer);
     pthread_mutex_lock(&memory_lock);
     struct peer *more = realloc(peers, (n_peers + 1) * sizeof *peers);
-    if (more && !real(cuCtxGetCurrent)(&mine)) {
+    if (more) {
         peers = more;
-        peers[n_peers] = (struct peer){mine, peer, device_of_current(), device_of(peer)};
+        peers[n_peers] = (struct peer){mine, peer, device, of};
         if (peers[n_peers].device >= 0 && peers[n_peers].of >= 0)
             result = show_to(peers[n_peers].of, peers[n_peers].device, ACCESS_READWRITE);
         n_peers++;
@@ -476,9 +520,13 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned fl
 /* With memory_lock held: its memory goes with it. */
 static void context_gone(CUcontext context)
 {
-    for (size_t i = n_mappings; i-- > 0;)
-        if (mappings[i]->plain && mappings[i]->context == context)
+    for (size_t i = 0; i < n_mappings;)
+        if (mappings[i]->plain && mappings[i]->context == context) {
             take_away(i);
+            i = 0; /* the table was let go of */
+        } else {
+            i++;
+        }
     for (size_t i = n_contexts; i-- > 0;)
         if (contexts[i] == context)
             contexts[i] = contexts[--n_contexts];

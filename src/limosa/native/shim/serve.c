@@ -22,13 +22,11 @@
 
 #define NOT_READY 600
 #define TABLES_SECONDS 5
-#define LOOK_MILLISECONDS 2000 /* how often an idle thread looks whether the process is still the same */
 #define LIMIT_STACK 0
 
 static enum state state;
 static int listening = -1;
 static int kept_aside = -1; /* what holds the contents while the memory is away for longer */
-static uint64_t listening_as; /* the process's start time in the socket's name */
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
 static size_t stack_before[MAX_DEVICES];
@@ -41,31 +39,13 @@ static uint64_t now_ms(void)
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
-static uint64_t start_time(void)
-{
-    char text[1024], *at;
-    FILE *file = fopen("/proc/self/stat", "re");
-    size_t n = file ? fread(text, 1, sizeof text - 1, file) : 0;
-    uint64_t value = 0;
-
-    if (file)
-        fclose(file);
-    text[n] = 0;
-    at = strrchr(text, ')');
-    for (int field = 2; at && field < 22; field++)
-        if ((at = strchr(at + 1, ' ')) == NULL)
-            break;
-    if (at)
-        value = strtoull(at + 1, NULL, 10);
-    return value;
-}
-
+/* The process's own name: its pid, as it sees it. Not the time at which it began: a process that was brought back from an
+ * image reads another one (it has a time namespace) than those who look for it. */
 static int address_of(struct sockaddr_un *address)
 {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "limosa/shim/%d/%llu", (int)getpid(),
-                     (unsigned long long)listening_as);
+    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "limosa/shim/%d", (int)getpid());
     return (int)offsetof(struct sockaddr_un, sun_path) + 1 + n;
 }
 
@@ -491,7 +471,6 @@ static int named_socket(void)
     struct sockaddr_un address;
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 
-    listening_as = start_time();
     socklen_t size = (socklen_t)address_of(&address);
     if (fd >= 0 && (bind(fd, (struct sockaddr *)&address, size) || listen(fd, 8))) {
         close(fd);
@@ -500,28 +479,11 @@ static int named_socket(void)
     return fd;
 }
 
-/* A process that was brought back from an image has begun at another time, by which it is looked for. */
-static void listen_anew(void)
-{
-    int fd = named_socket();
-
-    if (fd >= 0) {
-        close(listening);
-        listening = fd;
-    }
-}
-
 static void *serve(void *nothing)
 {
     gate_exempt();
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
-        struct pollfd one = {.fd = listening, .events = POLLIN};
-        int came = poll(&one, 1, LOOK_MILLISECONDS);
-        if (came == 0 && start_time() != listening_as)
-            listen_anew();
-        if (came <= 0)
-            continue;
         int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
         if (client < 0) {
             poll(NULL, 0, 50);

@@ -13,9 +13,7 @@
         if (!shim_ready())                                                                                             \
             return real_functions[REAL_##name] ? real(name)(__VA_ARGS__) : CUDA_ERROR_NO_DEVICE;                       \
         struct reader *reader_ = gate_enter();                                                                         \
-        pthread_mutex_lock(&memory_lock);                                                                              \
         CUresult result_ = my_##name(__VA_ARGS__);                                                                     \
-        pthread_mutex_unlock(&memory_lock);                                                                            \
         gate_leave(reader_);                                                                                           \
         return result_;                                                                                                \
     } while (0)
@@ -36,13 +34,17 @@ static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAlloca
     CUresult result = real(cuMemCreate)(&driver, bytes, &more, flags);
     if (result)
         return result;
+    pthread_mutex_lock(&memory_lock);
     struct memory *memory = memory_new(driver, bytes, prop);
+    if (memory) {
+        memory->references = 1;
+        *handle = memory_given(memory);
+    }
+    pthread_mutex_unlock(&memory_lock);
     if (!memory) {
         real(cuMemRelease)(driver);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    memory->references = 1;
-    *handle = memory_given(memory);
     return CUDA_SUCCESS;
 }
 
@@ -53,12 +55,17 @@ EXPORT CUresult cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocatio
 
 static CUresult my_cuMemRelease(CUhandle handle)
 {
+    pthread_mutex_lock(&memory_lock);
     struct memory *memory = memory_of(handle);
-
+    CUhandle driver = 0;
+    if (memory) {
+        memory->references--;
+        driver = memory_let_go(memory);
+    }
+    pthread_mutex_unlock(&memory_lock);
     if (!memory)
         return real(cuMemRelease)(handle);
-    memory->references--;
-    memory_let_go(memory);
+    memory_release(driver);
     return CUDA_SUCCESS;
 }
 
@@ -67,22 +74,50 @@ EXPORT CUresult cuMemRelease(CUhandle handle)
     GATED(cuMemRelease, handle);
 }
 
+/* The memory that the application means, held for the time of a call; NULL where it is not ours. */
+static struct memory *hold(CUhandle handle)
+{
+    pthread_mutex_lock(&memory_lock);
+    struct memory *memory = memory_of(handle);
+    if (memory)
+        memory->references++;
+    pthread_mutex_unlock(&memory_lock);
+    return memory;
+}
+
+static void unhold(struct memory *memory)
+{
+    pthread_mutex_lock(&memory_lock);
+    memory->references--;
+    CUhandle driver = memory_let_go(memory);
+    pthread_mutex_unlock(&memory_lock);
+    memory_release(driver);
+}
+
 static CUresult my_cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle handle, unsigned long long flags)
 {
-    struct memory *memory = memory_of(handle);
+    struct memory *memory = hold(handle);
     CUresult result = real(cuMemMap)(at, bytes, offset, memory ? memory->driver : handle, flags);
 
-    if (result || !memory)
+    if (!memory)
         return result;
-    struct mapping *mapping = calloc(1, sizeof *mapping);
-    if (mapping) {
-        *mapping = (struct mapping){.at = at, .bytes = bytes, .offset = offset, .memory = memory};
-        if (mapping_add(mapping))
-            return CUDA_SUCCESS;
-        free(mapping);
+    if (!result) {
+        struct mapping *mapping = calloc(1, sizeof *mapping);
+        bool there = false;
+        if (mapping) {
+            *mapping = (struct mapping){.at = at, .bytes = bytes, .offset = offset, .memory = memory};
+            pthread_mutex_lock(&memory_lock);
+            there = mapping_add(mapping);
+            pthread_mutex_unlock(&memory_lock);
+        }
+        if (!there) {
+            free(mapping);
+            real(cuMemUnmap)(at, bytes);
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        }
     }
-    real(cuMemUnmap)(at, bytes);
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    unhold(memory);
+    return result;
 }
 
 EXPORT CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle handle, unsigned long long flags)
@@ -93,19 +128,29 @@ EXPORT CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle h
 /* Memory of cuMemAlloc is no mapping for whoever allocated it. */
 static bool has_plain(CUdeviceptr at, size_t bytes)
 {
+    bool found = false;
+
+    pthread_mutex_lock(&memory_lock);
     for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
-        if (mappings[place]->plain)
-            return true;
-    return false;
+        found |= mappings[place]->plain;
+    pthread_mutex_unlock(&memory_lock);
+    return found;
 }
 
 static CUresult my_cuMemUnmap(CUdeviceptr at, size_t bytes)
 {
     CUresult result = has_plain(at, bytes) ? CUDA_ERROR_INVALID_VALUE : real(cuMemUnmap)(at, bytes);
 
-    if (!result)
-        for (size_t place; (place = mapping_place(at)) < n_mappings && mappings[place]->at < at + bytes;)
-            mapping_remove(place);
+    if (result)
+        return result;
+    pthread_mutex_lock(&memory_lock);
+    for (size_t place; (place = mapping_place(at)) < n_mappings && mappings[place]->at < at + bytes;) {
+        CUhandle driver = mapping_remove(place);
+        pthread_mutex_unlock(&memory_lock);
+        memory_release(driver);
+        pthread_mutex_lock(&memory_lock);
+    }
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 
@@ -120,6 +165,7 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
 
     if (result)
         return result;
+    pthread_mutex_lock(&memory_lock);
     for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
         for (size_t i = 0; i < n; i++) {
             if (all[i].location.type == LOCATION_DEVICE && all[i].location.id >= 0 && all[i].location.id < MAX_DEVICES)
@@ -127,6 +173,7 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
             else
                 mappings[place]->memory->shared = true; /* the processor's own access: not taken apart here */
         }
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 
@@ -135,25 +182,29 @@ EXPORT CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDe
     GATED(cuMemSetAccess, at, bytes, all, n);
 }
 
+static CUresult export(void *out, struct memory *memory, int type, unsigned long long flags)
+{
+    if (type != HANDLE_POSIX_FD || flags || !out || !(memory->asked.requestedHandleTypes & HANDLE_POSIX_FD))
+        return CUDA_ERROR_INVALID_VALUE;
+    if (memory->kept < 0)
+        return real(cuMemExportToShareableHandle)(out, memory->driver, type, flags);
+    int fd = fcntl(memory->kept, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    *(int *)out = fd;
+    return CUDA_SUCCESS;
+}
+
 static CUresult my_cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
 {
-    struct memory *memory = memory_of(handle);
+    struct memory *memory = hold(handle);
 
     if (!memory)
         return real(cuMemExportToShareableHandle)(out, handle, type, flags);
-    if (type != HANDLE_POSIX_FD || flags || !out || !(memory->asked.requestedHandleTypes & HANDLE_POSIX_FD))
-        return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = CUDA_SUCCESS;
-    if (memory->kept >= 0) {
-        int fd = fcntl(memory->kept, F_DUPFD_CLOEXEC, 0);
-        if (fd < 0)
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        *(int *)out = fd;
-    } else {
-        result = real(cuMemExportToShareableHandle)(out, memory->driver, type, flags);
-    }
+    CUresult result = export(out, memory, type, flags);
     if (!result)
         memory->shared = true;
+    unhold(memory);
     return result;
 }
 
@@ -164,13 +215,14 @@ EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int typ
 
 static CUresult my_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUhandle handle)
 {
-    struct memory *memory = memory_of(handle);
+    struct memory *memory = hold(handle);
 
     if (!memory)
         return real(cuMemGetAllocationPropertiesFromHandle)(prop, handle);
     CUresult result = real(cuMemGetAllocationPropertiesFromHandle)(prop, memory->driver);
     if (!result)
         prop->requestedHandleTypes = memory->asked.requestedHandleTypes;
+    unhold(memory);
     return result;
 }
 
@@ -181,15 +233,19 @@ EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop
 
 static CUresult my_cuMemRetainAllocationHandle(CUhandle *handle, void *address)
 {
-    struct mapping *mapping = mapping_at((CUdeviceptr)(uintptr_t)address);
+    CUresult result = CUDA_SUCCESS;
 
-    if (!mapping || !handle)
-        return real(cuMemRetainAllocationHandle)(handle, address);
-    if (mapping->plain)
-        return CUDA_ERROR_INVALID_VALUE; /* as for memory of cuMemAlloc */
-    mapping->memory->references++;
-    *handle = memory_given(mapping->memory);
-    return CUDA_SUCCESS;
+    pthread_mutex_lock(&memory_lock);
+    struct mapping *mapping = mapping_at((CUdeviceptr)(uintptr_t)address);
+    bool ours = mapping && handle;
+    if (ours && mapping->plain) {
+        result = CUDA_ERROR_INVALID_VALUE; /* as for memory of cuMemAlloc */
+    } else if (ours) {
+        mapping->memory->references++;
+        *handle = memory_given(mapping->memory);
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return ours ? result : real(cuMemRetainAllocationHandle)(handle, address);
 }
 
 EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *handle, void *address)
