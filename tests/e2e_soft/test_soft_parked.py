@@ -19,12 +19,13 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def parked(soft: Any) -> Any:
+def parked(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
     return soft(gpus=2, memory="512MiB")
 
 
 def start(node: Any, *arguments: object) -> Any:
-    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY), "LIMOSA_VAULT_IDLE": "2"})
+    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY)})
 
 
 def helpers(node: Any) -> list[str]:
@@ -92,6 +93,23 @@ def test_suspended_and_resumed_here_and_elsewhere(parked: Any) -> None:
         assert parked.state(job) == "checkpointed"
         assert parked.says(0, "", "resume", job.pid, *to)["way"] == "parked"
         job.goes_on(2)
+    job.finish()
+
+
+def test_a_suspended_job_is_written_to_disk_and_comes_back(parked: Any, tmp_path: Path) -> None:
+    """Its arena is its own memory file: CRIU writes it, and the job that comes back has it."""
+    job = start(parked, "--mib", 32)
+    parked.limosa("suspend", job.pid)
+    parked.limosa("checkpoint", job.pid, "--output", tmp_path / "image")
+    job.until_gone()
+    end = time.monotonic() + 15
+    while "limosa-vault" in helpers(parked) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert "limosa-vault" not in helpers(parked), "nobody comes back for what it held"
+    parked.limosa("restore", tmp_path / "image", "--to", 1)
+    job.goes_on(2)
+    assert parked.says(0, "", "move", job.pid, "--to", 0)["way"] == "parked"
+    job.goes_on(2)
     job.finish()
 
 

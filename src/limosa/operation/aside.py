@@ -17,11 +17,11 @@ import msgspec
 
 from limosa.errors import CannotBeMoved, LimosaError
 from limosa.operation.journal import Member
-from limosa.operation.parked import GATE_SECONDS, SLOWEST_COPY, key_of, together
+from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, together
 from limosa.operation.work import Work
 from limosa.parking.mover import Mover
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Memory, Shim
+from limosa.parking.shim import Memory, Shim, under_shim
 from limosa.parking.vault import Vault
 
 PAGE = 1 << 16
@@ -74,7 +74,9 @@ def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
     for member in members:
         try:
             shim = Shim(member.identity)
-        except LimosaError:
+        except LimosaError as error:
+            if under_shim(member.pid):  # resumed by the driver alone it would stand at its gate for ever
+                raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
             continue
         if shim.hello().stand is Stand.AWAY:
             found[member.pid] = shim
@@ -174,7 +176,7 @@ class Suspending:
                 for gpu in sorted({p.gpu for p in part.layout}):
                     first = next(p for p in part.layout if p.gpu == gpu)
                     keys = f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena"
-                    begun += self._mover.host("out", *keys, first.offset, gpu, 60.0 + self.bytes / SLOWEST_COPY)
+                    begun += self._mover.host("out", *keys, first.offset, gpu=gpu, limit=copy_limit(self.bytes))
             self._work.timings["copy"] = begun
         except BaseException as error:
             self._failed = error
@@ -296,7 +298,7 @@ class Resuming:
                 for gpu in sorted({part.there(p) for p in part.layout}):
                     first = next(p for p in part.layout if part.there(p) == gpu)
                     keys = f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena"
-                    seconds += self._mover.host("in", *keys, first.offset, gpu, 60.0 + self.bytes / SLOWEST_COPY)
+                    seconds += self._mover.host("in", *keys, first.offset, gpu=gpu, limit=copy_limit(self.bytes))
             self._work.timings["copy"] = seconds
         except BaseException as error:
             self._failed = error

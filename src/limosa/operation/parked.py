@@ -29,6 +29,11 @@ GATE_SECONDS = 5.0
 SLOWEST_COPY = 1e9  # bytes a second
 
 
+def copy_limit(bytes_: int) -> float:
+    """Seconds after which a copy counts as hung."""
+    return 60.0 + bytes_ / SLOWEST_COPY
+
+
 def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     """Connects to the members that run under the shim and have memory that can be parked.
 
@@ -185,7 +190,7 @@ class Parked:
             try:
                 seconds = 0.0
                 for source, target, gpu in self._copies:
-                    seconds += self._mover.copy(source, target, gpu, 60.0 + self.bytes / SLOWEST_COPY)
+                    seconds += self._mover.copy(source, target, gpu, copy_limit(self.bytes))
                 self._work.timings["copy"] = seconds
             except BaseException as error:
                 self._failed = error

@@ -29,6 +29,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, room
+from limosa.operation.aside import Resuming, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
@@ -206,12 +207,25 @@ class _Restore:
             if state != "checkpointed":
                 raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
         work.check()
+        shims = aside_shims(self.members)  # it was written to disk while it was suspended the parked way
+        parked = Resuming(work, self.members, shims) if shims else None
         try:
+            if parked is not None:
+                parked.prepare()
+                parked.start_copy()
             driver_steps.restore(work, self.members)
-        except NoRoomOnGpu as error:
-            error.hint = f"the tree was ended again; {self.image.path} is the copy"
+            driver_steps.unlock(work, self.members)
+            if parked is not None:
+                parked.wait_for_copy()
+                parked.arrive()
+                parked.open()
+                parked.let_go()
+        except BaseException as error:
+            if parked is not None:
+                parked.stay()
+            if isinstance(error, NoRoomOnGpu):
+                error.hint = f"the tree was ended again; {self.image.path} is the copy"
             raise
-        driver_steps.unlock(work, self.members)
 
     def _end_tree(self) -> None:
         with open_image(self.image.path, trust=False):

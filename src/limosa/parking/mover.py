@@ -67,7 +67,7 @@ class Mover:
         self._send({"verb": "arena", "key": key, "bytes": bytes_, "gpu": gpu}, [fd])
         self._receive(CALL_SECONDS + bytes_ / SLOWEST_PIN)
 
-    def host(self, way: str, key: str, arena: str, offset: int, gpu: str, limit: float) -> float:
+    def host(self, way: str, key: str, arena: str, offset: int, *, gpu: str, limit: float) -> float:
         """Have it copy all of a key to the arena ("out") or back ("in"); returns seconds."""
         message = {"verb": "host", "way": way, "key": key, "arena": arena, "offset": offset, "gpu": gpu}
         return float(self._ask(message, limit)["seconds"])

@@ -9,6 +9,7 @@ import array
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -16,6 +17,7 @@ import msgspec
 
 from limosa.errors import LimosaError, NoSuchProcess
 from limosa.gpu.names import uuid_of_bytes
+from limosa.parking import LIBRARY
 from limosa.parking.protocol import (
     AWAY,
     COUNT_KINDS,
@@ -36,6 +38,18 @@ from limosa.parking.protocol import (
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 10.0
+
+
+CONNECT_SECONDS = 3.0
+
+
+def under_shim(pid: int) -> bool:
+    """Return whether a process has the shim's library mapped."""
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            return any(line.rstrip().endswith(b"/" + LIBRARY.name.encode()) for line in file)
+    except OSError:
+        return False
 
 
 class ShimError(LimosaError):
@@ -97,15 +111,25 @@ class Shim:
 
     def __init__(self, identity: Identity, limit: float = ANSWER_SECONDS):
         self.identity, self.limit, self._number = identity, limit, 0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
+        end = time.monotonic() + CONNECT_SECONDS
+        while True:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self._socket.settimeout(limit)
-            self._socket.connect(f"\0limosa/shim/{identity.pid}/{identity.start_time}")
-        except OSError as error:
-            self._socket.close()
-            if not identity.alive():
-                raise NoSuchProcess(pid=identity.pid) from None
-            raise self._error("connect", error) from error
+            try:
+                self._socket.connect(f"\0limosa/shim/{identity.pid}")
+                identity.check()
+                return
+            except OSError as error:
+                self._socket.close()
+                if not identity.alive():
+                    raise NoSuchProcess(pid=identity.pid) from None
+                # Another client, or one that has just come up, may keep us waiting; what is no shim's is no shim's.
+                if not under_shim(identity.pid) or time.monotonic() > end:
+                    raise self._error("connect", error) from error
+            except BaseException:
+                self._socket.close()
+                raise
+            time.sleep(0.02)
 
     def hello(self) -> Hello:
         """Return where it stands."""

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 SEARCH_PATH = "LIMOSA_VAULT_SYS_PATH"
+LOOK_SECONDS = 2.0
 IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
 _SHIELDED = (
     signal.SIGINT,
@@ -96,6 +97,19 @@ class Vault:
         else:
             send(client, {"error": f"the vault knows no {verb}"})
 
+    def let_ended_go(self) -> None:
+        """Arenas are held for a process ("aside/PID@START"): where it has ended, nobody comes back for them."""
+        from limosa.errors import LimosaError
+        from limosa.process.identity import Identity
+
+        for key in [key for key in self.held if key.startswith("aside/")]:
+            try:
+                alive = Identity.from_str(key.removeprefix("aside/")).alive()
+            except LimosaError:
+                alive = False
+            if not alive:
+                self.held.pop(key).close()
+
     def forget(self, client: socket.socket) -> None:
         """A client has gone: what it had not finished is forgotten."""
         _, entry = self.unfinished.pop(client, ("", Entry()))
@@ -118,10 +132,13 @@ def serve(path: str) -> None:
     listening.bind(path)
     os.chmod(path, 0o600)
     listening.listen(64)
-    vault, last = Vault(), time.monotonic()
+    vault, last, looked = Vault(), time.monotonic(), time.monotonic()
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
         while vault.held or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
+            if time.monotonic() - looked > LOOK_SECONDS:
+                vault.let_ended_go()
+                looked = time.monotonic()
             for key, _ in ready.select(1.0):
                 last = time.monotonic()
                 if key.fileobj is listening:

@@ -77,6 +77,10 @@ def _ptys(obs: JobObservation) -> Iterator[Reason]:
                 )
 
 
+ARENA = "/memfd:limosa-arena"
+"""Device memory of a suspended job, which the vault holds as well and lets go of when nobody comes back for it."""
+
+
 def _memory(obs: JobObservation) -> Iterator[Reason]:
     seen: set[tuple[str, int]] = set()
     for process in obs.processes:
@@ -84,7 +88,7 @@ def _memory(obs: JobObservation) -> Iterator[Reason]:
         things += [
             (fd.target, fd.inode, fd.peers, f"holds (descriptor {fd.fd})")
             for fd in process.fds
-            if fd.kind == "memfd" and fd.peers
+            if fd.kind == "memfd" and fd.peers and not fd.target.startswith(ARENA)
         ]
         for path, inode, peers, verb in things:
             if (path, inode) in seen:
