@@ -110,8 +110,9 @@ def test_out_of_memory(both: Both) -> None:
     """The same answer, and all of it is to be had again after."""
     for job in both:
         assert job("says('cuMemAlloc', 300 * MIB)") == "OUT_OF_MEMORY"
-        assert job(
-            """
+        assert (
+            job(
+                """
 def fill():
     got = []
     while True:
@@ -120,7 +121,9 @@ def fill():
             return word(code), [ok(cu.cuMemFree(one)) for one in got]
         got.append(address)
 """
-        ) is None
+            )
+            is None
+        )
         result, freed = job("fill()")
         assert result == "OUT_OF_MEMORY"
         assert len(freed) >= 14
@@ -205,8 +208,12 @@ def test_freed_with_another_context_current(both: Both) -> None:
 def test_the_applications_own_mappings(both: Both) -> None:
     """Handles that it sees are the shim's; all that can be done with them is as before."""
     for job in both:
-        job("handle = ok(cu.cuMemCreate(4 * MIB, made_of(), 0)); at = int(ok(cu.cuMemAddressReserve(8 * MIB, 0, 0, 0)))")
-        job("access = cu.CUmemAccessDesc(); access.location = made_of().location; access.flags = cu.CUmemAccess_flags(3)")
+        job(
+            "handle = ok(cu.cuMemCreate(4 * MIB, made_of(), 0)); at = int(ok(cu.cuMemAddressReserve(8 * MIB, 0, 0, 0)))"
+        )
+        job(
+            "access = cu.CUmemAccessDesc(); access.location = made_of().location; access.flags = cu.CUmemAccess_flags(3)"
+        )
     steps = [
         "says('cuMemMap', at, 4 * MIB, 0, handle, 0)",
         "says('cuMemMap', at, 4 * MIB, 0, handle, 0)",
@@ -277,12 +284,39 @@ def test_what_cannot_be_had_falls_back_to_the_drivers_own(node: Node, job: Far, 
     assert shim.memories() == []
 
 
-def test_handles_of_legacy_ipc(both: Both) -> None:
-    """Of a small piece as ever. What is not so yet stands in DESIGN.md: of a large one there is none."""
-    for job in both:
-        job("small = int(ok(cu.cuMemAlloc(4096))); address = large(4)")
-    assert same(both, "says('cuIpcGetMemHandle', small)") == "SUCCESS"
-    assert both[0]("says('cuIpcGetMemHandle', address)") == "INVALID_VALUE"
+HANDLE = "ctypes.string_at(ok(cu.cuIpcGetMemHandle(address)).getPtr(), 64).hex()"
+OPENED = """
+def opens(raw, flags=1):
+    handle = cu.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), bytes.fromhex(raw), 64)
+    code, address = cu.cuIpcOpenMemHandle(handle, flags)
+    return word(code) if int(code) else int(address)
+"""
+
+
+@pytest.mark.parametrize("size", [4096, 4 * MIB])
+def test_handles_of_legacy_ipc(start: Callable[..., Far], size: int) -> None:
+    """Another process under the shim sees the same memory, small or looked after."""
+    job, other = start(), start()
+    job(f"address = filled(b'ours', {size})")
+    raw = job(HANDLE)
+    assert job(HANDLE) == raw
+    for far in (job, other):
+        far(OPENED)
+    assert job(f"opens({raw!r})") == "INVALID_CONTEXT"
+    assert other(f"opens({raw!r}, 0)") == "INVALID_VALUE"
+    there = other(f"opens({raw!r})")
+    assert other(f"opens({raw!r})") == there
+    assert other(f"get({there}, 4)") == b"ours".hex()
+    other(f"put({there}, b'both')")
+    assert job("get(address, 4)") == b"both".hex()
+    with Shim(Identity.of(job.pid)) as shim:
+        assert [memory.shared for memory in shim.memories()] == [True] * (size > 4096)
+        assert shim.hello().bytes == 0
+    answers = [other(f"says('cuIpcCloseMemHandle', {there})") for _ in range(3)]
+    assert answers == ["SUCCESS", "SUCCESS", "INVALID_VALUE"]
+    assert job("says('cuMemFree', address)") == "SUCCESS"
+    assert other(f"opens({raw!r})") == "INVALID_VALUE"
 
 
 def test_a_free_while_a_stream_is_captured(both: Both) -> None:

@@ -171,7 +171,11 @@ def test_verbs_that_there_are_not(job: Far, shim: Shim) -> None:
     for verb in (0, 99, 65535):
         shim._socket.send(MESSAGE.pack(MAGIC, VERSION, verb, 7, 0, 0, 0, 0, 0))
         assert MESSAGE.unpack(shim._socket.recv(4096)[: MESSAGE.size])[4] == -38
-    for packet in (b"x", MESSAGE.pack(MAGIC, VERSION + 1, 1, 7, 0, 0, 0, 0, 0), MESSAGE.pack(1, 1, 1, 7, 0, 0, 0, 0, 0)):
+    for packet in (
+        b"x",
+        MESSAGE.pack(MAGIC, VERSION + 1, 1, 7, 0, 0, 0, 0, 0),
+        MESSAGE.pack(1, 1, 1, 7, 0, 0, 0, 0, 0),
+    ):
         shim._socket.send(packet)
         assert MESSAGE.unpack(shim._socket.recv(4096)[: MESSAGE.size])[4] == -71
     assert shim.hello().stand == Stand.OPEN

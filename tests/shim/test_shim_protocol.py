@@ -120,7 +120,9 @@ def test_constants_are_nvidias(tmp_path: Path) -> None:
     plain = (SHIM / "plain.c").read_text()
     ours |= {name: n for name, n in enumerators(plain).items() if name.startswith("ATTRIBUTE_")}
     for source in (SHIM / "serve.c", SHIM / "shim.h"):
-        ours |= {name: int(n) for name, n in re.findall(r"#define (\w+) (\d+)\b", source.read_text()) if name in CONSTANTS}
+        ours |= {
+            name: int(n) for name, n in re.findall(r"#define (\w+) (\d+)\b", source.read_text()) if name in CONSTANTS
+        }
     assert {"CUDA_ERROR_OUT_OF_MEMORY", *CONSTANTS} <= set(ours)
     real = prints(tmp_path, "real", "cuda.h", {name: CONSTANTS.get(name, name) for name in ours}, REAL)
     assert {name: str(n) for name, n in ours.items()} == real
@@ -136,6 +138,9 @@ def test_every_function_that_the_shim_calls_takes_as_many_arguments_as_nvidias(t
     source = tmp_path / "calls.c"
     source.write_text("\n".join(lines))
     ran = subprocess.run(
-        [*compilers()[0], "-w", "-fsyntax-only", "-I", str(REAL), str(source)], capture_output=True, text=True, check=False
+        [*compilers()[0], "-w", "-fsyntax-only", "-I", str(REAL), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -135,7 +135,9 @@ print(sum(1 for address in found.values() if address) > 300)
 
 @pytest.mark.root
 def test_cuda_bindings_find_nothing_else(new_node: Callable[..., Node], library: Path) -> None:
-    said = new_node().python("from cuda.bindings import driver\ndriver.cuInit(0)\n" + BINDINGS, env={"LD_PRELOAD": str(library)})
+    said = new_node().python(
+        "from cuda.bindings import driver\ndriver.cuInit(0)\n" + BINDINGS, env={"LD_PRELOAD": str(library)}
+    )
     assert said.stdout == f"{{'{SHIM_LIBRARY}'}}\nTrue\n"
 
 

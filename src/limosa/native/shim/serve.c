@@ -465,11 +465,6 @@ static bool welcome(int client)
     return !getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size) && (who.uid == 0 || who.uid == geteuid());
 }
 
-uint64_t serve_start_time(void)
-{
-    return listening >= 0 ? atomic_load(&listening_as) : 0;
-}
-
 /* The socket has the process's name; -1 where there is none to be had. */
 static int named_socket(void)
 {
