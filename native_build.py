@@ -1,4 +1,6 @@
-"""Compiles what is in C: the CRIU plugin, the software GPU and the shim. A build hook of hatchling, and a program for a checkout.
+"""Compiles what is in C: the CRIU plugin, the software GPU and the shim.
+
+A build hook of hatchling, and a program for a checkout.
 
 ``python native_build.py`` builds beside the source. With no C compiler the rest of Limosa is installed all the same:
 only jobs whose children inherited GPU device mappings cannot be checkpointed then, and ``limosa doctor`` says so;

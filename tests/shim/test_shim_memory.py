@@ -212,7 +212,8 @@ def test_the_applications_own_mappings(both: Both) -> None:
             "handle = ok(cu.cuMemCreate(4 * MIB, made_of(), 0)); at = int(ok(cu.cuMemAddressReserve(8 * MIB, 0, 0, 0)))"
         )
         job(
-            "access = cu.CUmemAccessDesc(); access.location = made_of().location; access.flags = cu.CUmemAccess_flags(3)"
+            "access = cu.CUmemAccessDesc(); access.location = made_of().location;"
+            " access.flags = cu.CUmemAccess_flags(3)"
         )
     steps = [
         "says('cuMemMap', at, 4 * MIB, 0, handle, 0)",
@@ -225,7 +226,8 @@ def test_the_applications_own_mappings(both: Both) -> None:
         "span(at + 5)",
         "ok(cu.cuMemGetAllocationPropertiesFromHandle(handle)).requestedHandleTypes.name",
         "says('cuMemExportToShareableHandle', handle, cu.CUmemAllocationHandleType(1), 0)",
-        "(lambda again: (int(again) == int(handle), says('cuMemRelease', again)))(ok(cu.cuMemRetainAllocationHandle(at)))",
+        "again = ok(cu.cuMemRetainAllocationHandle(at))",
+        "(int(again) == int(handle), says('cuMemRelease', again))",
         "says('cuMemRelease', handle)",
         "says('cuMemRelease', handle)",
         "get(at, 4)",

@@ -1,4 +1,4 @@
-"""Both ends of the control socket say the same, and what the shim declares of the driver is what NVIDIA's header says."""
+"""Both ends of the control socket say the same; what the shim declares of the driver is what NVIDIA's header says."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def prints(folder: Path, name: str, header: str, questions: dict[str, str], incl
     lines = [f'printf("{title} %llu\\n", (unsigned long long)({asked}));' for title, asked in questions.items()]
     source = folder / f"{name}.c"
     source.write_text(
-        f'#include <stddef.h>\n#include <stdio.h>\n#include "{header}"\nint main(void) {{ {" ".join(lines)} return 0; }}\n'
+        f'#include <stddef.h>\n#include <stdio.h>\n#include "{header}"\n'
+        f"int main(void) {{ {' '.join(lines)} return 0; }}\n"
     )
     subprocess.run(
         [*compilers()[0], "-w", "-I", str(include), "-o", str(folder / name), str(source)], check=True, timeout=60

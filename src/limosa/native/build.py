@@ -86,7 +86,7 @@ def build_shim(folder: Path = SHIM) -> str | None:
     hooks = SHIM / _HOOKS
     sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
     depends = [*sources, hooks, *SHIM.glob("*.h"), SOFTGPU / "functions.list"]
-    return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], [(hooks, _HOOKS_FLAGS)])
+    return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=[(hooks, _HOOKS_FLAGS)])
 
 
 def sources_of(library: str) -> list[Path]:
@@ -102,6 +102,7 @@ def _compile(
     flags: Sequence[str],
     depends: Sequence[Path],
     links: Sequence[str] = (),
+    *,
     apart: Sequence[tuple[Path, Sequence[str]]] = (),
 ) -> str | None:
     """Compile sources with the first compiler that can, unless the library is newer than what it depends on.
