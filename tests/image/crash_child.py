@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from image_material import DyingAtStep, DyingFiles, removal_step_of, step_of, write_image
+from image_material import DyingAtStep, DyingFiles, removal_step_of, step_of, write_chunked
 
 from limosa.image import remove
 
@@ -25,7 +25,7 @@ def child(order: dict) -> None:
         files = DyingAtStep(order["step"], order["when"], order["last"], names)
     dest = Path(order["dest"])
     if order["verb"] == "write":
-        write_image(dest, files).close()
+        write_chunked(dest, files).close()
     else:
         remove(dest, files=files)
 

@@ -8,7 +8,7 @@ import signal
 import threading
 from pathlib import Path
 
-from limosa.image import Draft, Image, JobRecord, Manifest, TreeProcess
+from limosa.image import Chunks, DeviceMemory, DevicePiece, Draft, Image, JobRecord, Manifest, TreeProcess
 from limosa.image.files import Files
 from limosa.image.manifest import GpuRecord, OpenFile
 
@@ -19,6 +19,9 @@ CONTENTS = {
     "pages-1.img": bytes(range(256)) * 20,
 }
 UUID = "GPU-6b1fbd7e-0000-1111-2222-333344445555"
+CHUNK = 4 << 20
+# Two pieces of device memory: the first is longer than a chunk, and begins as the second one is.
+MEMORY = [bytes(CHUNK) + b"weights" * 90, bytes(CHUNK)]
 
 
 def manifest(**changes: object) -> Manifest:
@@ -61,6 +64,21 @@ def write_image(dest: Path, files: Files | None = None, **changes: object) -> Im
         return draft.commit(manifest(**changes))
 
 
+def write_chunked(dest: Path, files: Files | None = None, memory: list[bytes] = MEMORY, **changes: object) -> Image:
+    """The same with device memory as chunks, among them one that nothing needs any more."""
+    with Draft.create(dest, operation="op-1", files=files) as draft:
+        with Chunks(draft.make_chunks(), files) as chunks:
+            pieces = []
+            for n, piece in enumerate(memory):
+                parts = [piece[start : start + CHUNK] for start in range(0, len(piece), CHUNK)]
+                names = [chunks.add(part)[0] for part in parts]
+                pieces.append(DevicePiece(id=n + 3, bytes=len(piece), gpu=UUID, chunks=names))
+            chunks.add(b"it has changed since")
+        fill(draft)
+        device = [DeviceMemory(pid=41, pieces=pieces)]
+        return draft.commit(manifest(**{"chunk_bytes": CHUNK, "device": device, **changes}))
+
+
 # Steps of docs/image-format.md by what is done to the disk, in the order in which they are first seen.
 def step_of(label: str) -> str:
     """The documented step that a change noted by NotingFiles belongs to."""
@@ -71,6 +89,10 @@ def step_of(label: str) -> str:
         return "manifest"
     if name.endswith("manifest.blake3"):
         return "hash"
+    if kind == "put" or (kind == "mkdir" and (name == "chunks" or len(name) == 2)):
+        return "store"
+    if "/chunks" in name or len(Path(name).name) == 64:
+        return "chunks"
     if kind == "mkdir":
         return name if name in ("criu", "log") else "folder"
     if kind == "rename":
@@ -119,6 +141,9 @@ class NotingFiles(Files):
 
     def write(self, name, data, dir_fd):
         return self._around(f"write:{name}", lambda: Files.write(self, name, data, dir_fd))
+
+    def put(self, name, data, dir_fd):
+        return self._around(f"put:{name}", lambda: Files.put(self, name, data, dir_fd))
 
     def fsync(self, fd):
         return self._around(f"fsync:{os.readlink(f'/proc/self/fd/{fd}')}", lambda: Files.fsync(self, fd))

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from image_material import NotingFiles, removal_step_of, step_of, write_image
+from image_material import NotingFiles, removal_step_of, step_of, write_chunked
 
 from limosa.errors import DestinationExists, NoSuchImage, UnfinishedImage
 from limosa.image import open_image, remove, unfinished, verify
@@ -44,10 +44,10 @@ def noted(tmp_path: Path, verb: str) -> list[str]:
     """The changes of an undisturbed run."""
     files = NotingFiles()
     if verb == "write":
-        write_image(tmp_path / "noted", files).close()
+        write_chunked(tmp_path / "noted", files).close()
         remove(tmp_path / "noted")
     else:
-        write_image(tmp_path / "noted").close()
+        write_chunked(tmp_path / "noted").close()
         remove(tmp_path / "noted", files=files)
     return files.done
 
@@ -96,10 +96,10 @@ def check_recovery(folder: Path, left: str) -> None:
         remove(one.path)
     if left in WHOLE:
         with pytest.raises(DestinationExists):
-            write_image(folder / "image")
+            write_chunked(folder / "image")
         assert remove(folder / "image") > 0
     assert list(folder.iterdir()) == []
-    write_image(folder / "image").close()
+    write_chunked(folder / "image").close()
     assert what_is_left(folder) == "a whole image"
 
 
@@ -114,7 +114,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
         folder = base / f"{verb}-{step}-{when}"
         folder.mkdir()
         if verb == "remove":
-            write_image(folder / "image").close()
+            write_chunked(folder / "image").close()
         last = counts[verb].count(step)
         order = {"dest": str(folder / "image"), "verb": verb, "mode": "step", "step": step, "last": last, "when": when}
         orders.append(order)
@@ -146,7 +146,7 @@ def test_a_crash_at_any_single_change_leaves_all_or_nothing(tmp_path: Path, verb
             folder = tmp_path / f"{n}-{when}"
             folder.mkdir()
             if verb == "remove":
-                write_image(folder / "image").close()
+                write_chunked(folder / "image").close()
             orders.append({"dest": str(folder / "image"), "verb": verb, "mode": "n", "n": n, "when": when})
     for order, end in zip(orders, crash(orders), strict=True):
         assert end == -9
@@ -162,14 +162,14 @@ def test_an_empty_folder_at_the_destination_survives_a_crash_before_the_rename(t
     assert list(dest.iterdir()) == []
     (litter,) = unfinished(tmp_path)
     remove(litter.path)
-    write_image(dest).close()
+    write_chunked(dest).close()
     assert what_is_left(tmp_path) == "a whole image"
 
 
 def test_all_is_on_disk_before_the_rename_and_the_rename_before_the_end(tmp_path: Path) -> None:
     """Power failure keeps only what was synced: so every file and folder is synced after its last change."""
     files = NotingFiles()
-    write_image(tmp_path / "image", files).close()
+    write_chunked(tmp_path / "image", files).close()
     labels = files.done
     rename = next(i for i, label in enumerate(labels) if label.startswith("rename:"))
     partial = labels[rename].removeprefix("rename:").partition(">")[0]

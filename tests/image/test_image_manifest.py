@@ -129,7 +129,7 @@ def test_the_hash_has_one_form(line: bytes) -> None:
 def test_unknown_fields_are_ignored_and_unknown_schemas_refused() -> None:
     assert read(changed(weather="fine")) == manifest()
     with pytest.raises(DamagedImage, match="newer Limosa"):
-        read(changed(schema=2))
+        read(changed(schema=3))
     for schema in (0, -1, "1", None, 1.5, True):
         with pytest.raises(DamagedImage):
             read(changed(schema=schema))

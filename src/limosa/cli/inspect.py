@@ -26,7 +26,16 @@ def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = Fal
         with open_image(image, trust=False) as opened:
             facts = dict(plain(opened.manifest))
             facts["image_schema"] = facts.pop("schema")  # "schema" at the top is the JSON contract's own
-            value = {"image": str(opened.path), "id": opened.id, "bytes": opened.manifest.bytes, **facts}
+            sizes = opened.manifest.chunk_sizes()
+            value = {
+                "image": str(opened.path),
+                "id": opened.id,
+                "bytes": opened.manifest.bytes,
+                "device_bytes": opened.manifest.device_bytes,
+                "distinct_bytes": sum(sizes.values()),
+                "chunks": len(sizes),
+                **facts,
+            }
             report.result(value, lambda console: _draw(console, opened, verbose))
 
 
@@ -46,6 +55,10 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
         ("log", job.log or "-"),
         ("open files", str(len(manifest.open_files))),
     ]
+    if manifest.device:
+        sizes = manifest.chunk_sizes()
+        distinct = f"{words.size(sum(sizes.values()))} of it distinct, in {len(sizes)} chunks"
+        facts.append(("device memory", f"{words.size(manifest.device_bytes)}, {distinct}"))
     for gpu in manifest.gpus:
         facts.append((f"GPU {gpu.index}", f"{gpu.name}, {words.size(gpu.bytes)}, driver {gpu.driver}, {gpu.uuid}"))
     if manifest.software_gpu:

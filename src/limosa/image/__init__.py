@@ -1,7 +1,10 @@
 """What is on disk: writing an image, opening it, checking it, removing it (``docs/image-format.md``)."""
 
+from limosa.image.chunks import Chunks
 from limosa.image.draft import Draft, destination_taken, free_bytes, missing_parent
 from limosa.image.manifest import (
+    DeviceMemory,
+    DevicePiece,
     GpuRecord,
     ImageFile,
     JobRecord,
@@ -18,7 +21,10 @@ from limosa.image.unfinished import Unfinished, unfinished
 from limosa.image.verify import FileCheck, Problem, VerifyResult, verify
 
 __all__ = [
+    "Chunks",
     "CommitTimings",
+    "DeviceMemory",
+    "DevicePiece",
     "Draft",
     "FileCheck",
     "GpuRecord",

@@ -18,6 +18,7 @@ from types import TracebackType
 import msgspec
 
 from limosa.errors import DestinationExists, FailedUndone, UsageError
+from limosa.image.chunks import CHUNKS_NAME
 from limosa.image.files import Files, clear_folder, open_folder, typed_errors
 from limosa.image.hashing import Cancel
 from limosa.image.manifest import (
@@ -31,7 +32,7 @@ from limosa.image.manifest import (
     encode,
 )
 from limosa.image.read import MARKER_NAME, Image, partial_name
-from limosa.image.sync import WHAT, CommitTimings, hash_and_sync, secure_files, stop_if
+from limosa.image.sync import WHAT, CommitTimings, hash_and_sync, secure_files, stop_if, sync_chunks
 from limosa.image.unfinished import Marker, this_process, write_marker
 from limosa.progress import ProgressFn, silent
 
@@ -44,6 +45,7 @@ class Draft:
         path: the temporary folder; ``dest`` once committed.
         fd, criu_fd, log_fd: descriptors of it, of ``criu/`` (CRIU's images) and of ``log/`` (CRIU's work folder; its
             log and ``stats-dump`` belong there, they are written after the commit and are not hashed).
+        chunks_fd: of ``chunks/``, once :meth:`make_chunks` was called; -1 before.
         committed: whether the commit point has been passed.
         timings: of the commit, zeroes before.
     """
@@ -53,7 +55,7 @@ class Draft:
         self.path = dest.parent / name
         self.committed = False
         self.timings = CommitTimings()
-        self.fd = self.criu_fd = self.log_fd = -1
+        self.fd = self.criu_fd = self.log_fd = self.chunks_fd = -1
         self._name = name
         self._id = ""
         self._parent_fd = parent_fd
@@ -114,6 +116,17 @@ class Draft:
             self.discard()
         self.close()
 
+    def make_chunks(self) -> int:
+        """Make ``chunks/``, for device memory; returns its descriptor, which stays ours.
+
+        Raises:
+            PermissionDenied, NoRoomOnHost: it cannot be made.
+        """
+        if self.chunks_fd < 0:
+            with typed_errors(WHAT):
+                self.chunks_fd = self._files.mkdir(CHUNKS_NAME, self.fd)
+        return self.chunks_fd
+
     def commit(
         self,
         manifest: Manifest,
@@ -155,13 +168,17 @@ class Draft:
         cancel: Cancel | None = None,
         threads: int | None = None,
     ) -> None:
-        """Everything before the commit point: hash and sync ``criu/``, write the manifest, then its hash.
+        """Everything before the commit point: hash and sync ``criu/``, sync ``chunks/``, write the manifest, its hash.
+
+        Chunks that the manifest does not name (memory that changed once more) are removed.
 
         Raises: as ``commit``, all with nothing committed.
         """
         with typed_errors(WHAT):
             files, self.timings = hash_and_sync(self.criu_fd, self._files, progress, cancel=cancel, threads=threads)
             self._files.fsync(self.criu_fd)
+            if self.chunks_fd >= 0:
+                sync_chunks(self.chunks_fd, manifest.chunk_sizes(), self._files, cancel=cancel)
             self._manifest = msgspec.structs.replace(manifest, files=files)
             try:
                 data = encode(self._manifest)
@@ -208,7 +225,8 @@ class Draft:
             self._files.unlink(MARKER_NAME, self.fd)
         except OSError:  # it means nothing any more
             pass
-        return Image(self.dest, os.dup(self.fd), os.dup(self.criu_fd), self._id, self._manifest)
+        chunks_fd = os.dup(self.chunks_fd) if self._manifest.device else -1
+        return Image(self.dest, os.dup(self.fd), os.dup(self.criu_fd), self._id, self._manifest, chunks_fd)
 
     def discard(self) -> int:
         """Remove the temporary folder, never following a symlink; after the commit point it does nothing.
@@ -238,7 +256,7 @@ class Draft:
 
     def close(self) -> None:
         """Close the descriptors; a second time does nothing."""
-        for name in ("criu_fd", "log_fd", "fd", "_parent_fd"):
+        for name in ("chunks_fd", "criu_fd", "log_fd", "fd", "_parent_fd"):
             fd = getattr(self, name)
             setattr(self, name, -1)
             if fd >= 0:

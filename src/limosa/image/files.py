@@ -41,16 +41,19 @@ class Files:
         Raises:
             FileExistsError: the name is taken.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(name, flags, FILE_MODE, dir_fd=dir_fd)
+        fd = _written(name, data, dir_fd)
         try:
-            os.fchmod(fd, FILE_MODE)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
             self.fsync(fd)
         finally:
             os.close(fd)
+
+    def put(self, name: str, data: bytes | memoryview, dir_fd: int) -> None:
+        """As ``write``, but for putting it on disk.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        os.close(_written(name, data, dir_fd))
 
     def fsync(self, fd: int) -> None:
         """Put a file's content, or a folder's names, on disk."""
@@ -71,6 +74,21 @@ class Files:
     def rmdir(self, name: str, dir_fd: int) -> None:
         """Remove an empty folder."""
         os.rmdir(name, dir_fd=dir_fd)
+
+
+def _written(name: str, data: bytes | memoryview, dir_fd: int) -> int:
+    """A new file with mode 0600 and this content, open for writing."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, FILE_MODE, dir_fd=dir_fd)
+    try:
+        os.fchmod(fd, FILE_MODE)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def open_folder(name: str, dir_fd: int | None = None) -> int:

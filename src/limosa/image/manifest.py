@@ -23,9 +23,12 @@ import blake3
 import msgspec
 
 from limosa.errors import DamagedImage
+from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK
 
-SCHEMA = 1
-"""The schema number that this version writes, and the highest it reads."""
+SCHEMA, SCHEMA_CHUNKS = 1, 2
+"""The schema numbers that this version writes and reads: the second where the image holds device memory as chunks.
+
+Whoever knows the first alone would restore such an image without its device memory."""
 
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.blake3"
@@ -171,6 +174,34 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
     inode: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
+class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of device memory of a process that runs under the shim.
+
+    Attributes:
+        id: its number in that process.
+        bytes: its size.
+        gpu: the uuid of the GPU that it was on.
+        chunks: the names of its chunks, in their order; all but the last one have ``Manifest.chunk_bytes``.
+    """
+
+    id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+    bytes: Annotated[int, msgspec.Meta(ge=1, le=2**50)]
+    gpu: Uuid
+    chunks: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=1_000_000)]
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The device memory of one process that is in the image as chunks.
+
+    Attributes:
+        pid: the process.
+        pieces: in the order in which it was read.
+    """
+
+    pid: Pid
+    pieces: Annotated[list[DevicePiece], msgspec.Meta(max_length=1_000_000)]
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``manifest.json`` says; the table in ``docs/image-format.md`` is the same list.
 
@@ -187,6 +218,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         open_files: regular files it had open or mapped.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
+        chunk_bytes: size of a chunk of device memory; 0 where there is none.
+        device: device memory that is in the image as chunks, by process.
         schema: see SCHEMA.
     """
 
@@ -206,12 +239,34 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
+    chunk_bytes: Size = 0
+    device: Annotated[list[DeviceMemory], msgspec.Meta(max_length=1_000_000)] = []
     schema: int = SCHEMA
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files of ``criu/``."""
+        """Bytes of all files of ``criu/`` and of ``chunks/``."""
+        return self.host_bytes + sum(self.chunk_sizes().values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all files of ``criu/``: about what its processes will have in host memory."""
         return sum(f.size for f in self.files)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that are in the image as chunks, equal ones counted each time."""
+        return sum(piece.bytes for process in self.device for piece in process.pieces)
+
+    def chunk_sizes(self) -> dict[str, int]:
+        """Every distinct chunk and the bytes that it must have, in the order in which they are first needed."""
+        sizes: dict[str, int] = {}
+        for process in self.device:
+            for piece in process.pieces:
+                last = piece.bytes - (len(piece.chunks) - 1) * self.chunk_bytes
+                sizes.update(dict.fromkeys(piece.chunks[:-1], self.chunk_bytes))
+                sizes[piece.chunks[-1]] = last
+        return sizes
 
 
 def now() -> str:
@@ -230,6 +285,7 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: if a field is out of its bounds: what would not be read must not be written.
     """
+    manifest = msgspec.structs.replace(manifest, schema=SCHEMA_CHUNKS if manifest.device else SCHEMA)
     plain = {"schema": manifest.schema} | _each_text(msgspec.to_builtins(manifest), _to_json_text)
     data = msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
     if len(data) > MANIFEST_LIMIT:
@@ -287,9 +343,9 @@ _DECODER = msgspec.json.Decoder(Manifest)
 def _parse(data: bytes) -> Manifest:
     """Bytes to a checked manifest; ValueError says what is wrong."""
     schema = _SCHEMA_DECODER.decode(data).schema
-    if schema != SCHEMA:
-        newer = "a newer Limosa wrote it; " if schema > SCHEMA else ""
-        raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA})")
+    if schema not in (SCHEMA, SCHEMA_CHUNKS):
+        newer = "a newer Limosa wrote it; " if schema > SCHEMA_CHUNKS else ""
+        raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA} and {SCHEMA_CHUNKS})")
     manifest = _DECODER.decode(data)
     if rb"\u0000" in data:  # the only way a NUL can stand in JSON
         manifest = msgspec.convert(_each_text(msgspec.to_builtins(manifest), _from_json_text), Manifest)
@@ -312,6 +368,36 @@ def _check(manifest: Manifest) -> None:
         if seen and process.ppid not in seen:
             raise ValueError(f"process {process.pid} comes before its parent {process.ppid}")
         seen.add(process.pid)
+    if bool(manifest.device) != (manifest.schema == SCHEMA_CHUNKS):
+        raise ValueError(f"device memory as chunks is what schema {SCHEMA_CHUNKS} is for")
+    if manifest.device:
+        _check_device(manifest)
+
+
+def _check_device(manifest: Manifest) -> None:
+    """Whether every chunk belongs to one place in a process of the tree, and each has one size."""
+    size = manifest.chunk_bytes
+    if not LEAST_CHUNK <= size <= MOST_CHUNK or size % (2 << 20):
+        raise ValueError(f"chunks of {size} bytes")
+    openable = {p.pid: set(p.openable) for p in manifest.tree if p.cuda}
+    pids = [process.pid for process in manifest.device]
+    if len(set(pids)) != len(pids) or not set(pids) <= set(openable):
+        raise ValueError("device memory of a process that has none, or named twice")
+    lengths: dict[str, int] = {}
+    for process in manifest.device:
+        ids = [piece.id for piece in process.pieces]
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"process {process.pid}: a piece of memory is named twice")
+        for piece in process.pieces:
+            if piece.gpu not in openable[process.pid]:
+                raise ValueError(f"process {process.pid} had memory on a GPU that it could not open")
+            if len(piece.chunks) != -(-piece.bytes // size):
+                raise ValueError(f"process {process.pid}: {len(piece.chunks)} chunks for {piece.bytes} bytes")
+            last = piece.bytes - (len(piece.chunks) - 1) * size
+            for n, name in enumerate(piece.chunks, 1):
+                length = last if n == len(piece.chunks) else size
+                if lengths.setdefault(name, length) != length:
+                    raise ValueError(f"chunk {name} has two sizes")
 
 
 def _each_text(value: Any, change: Any) -> Any:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from limosa.errors import DamagedImage, NoSuchImage, NotAnImage, PermissionDenied, UnfinishedImage
 from limosa.image import trust as trust_rules
+from limosa.image.chunks import CHUNKS_NAME
 from limosa.image.files import FOLDER_MODE, open_folder, read_file
 from limosa.image.manifest import (
     CRIU_NAME,
@@ -52,14 +53,24 @@ class Image:
         path: as it was asked for, made absolute.
         fd: of its folder, the one and only time it was looked up by a path.
         criu_fd: of ``criu/``; what CRIU is handed.
+        chunks_fd: of ``chunks/``, -1 where the image has no device memory there.
         id: BLAKE3 of the manifest's bytes, 64 hexadecimal digits.
         manifest: what it says.
     """
 
-    def __init__(self, path: Path, fd: int, criu_fd: int, id: str, manifest: Manifest):  # noqa: A002 (its name to users)
+    def __init__(  # noqa: PLR0917 - two callers
+        self,
+        path: Path,
+        fd: int,
+        criu_fd: int,
+        id: str,  # noqa: A002 (its name to users)
+        manifest: Manifest,
+        chunks_fd: int = -1,
+    ):
         self.path = path
         self.fd = fd
         self.criu_fd = criu_fd
+        self.chunks_fd = chunks_fd
         self.id = id
         self.manifest = manifest
 
@@ -74,7 +85,7 @@ class Image:
 
     def close(self) -> None:
         """Close the descriptors; a second time does nothing."""
-        for name in ("criu_fd", "fd"):
+        for name in ("chunks_fd", "criu_fd", "fd"):
             fd: int = getattr(self, name)
             setattr(self, name, -1)
             if fd >= 0:
@@ -114,7 +125,6 @@ def open_image(path: str | os.PathLike[str], *, trust: bool = True) -> Image:
         fd = trust_rules.open_path(path, trusted)
     except OSError as e:
         raise _explained(e, absolute, "the folder") from e
-    criu_fd = -1
     try:
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
         if is_partial_name(name) or (_exists(MARKER_NAME, fd) and not _exists(DIGEST_NAME, fd)):
@@ -132,7 +142,12 @@ def open_image(path: str | os.PathLike[str], *, trust: bool = True) -> Image:
             criu_fd = open_folder(CRIU_NAME, fd)
         except OSError as e:
             raise _explained(e, absolute, f"{CRIU_NAME}/") from e
-        return Image(absolute, fd, criu_fd, digest, manifest)
+        try:
+            chunks_fd = open_folder(CHUNKS_NAME, fd) if manifest.device else -1
+        except OSError as e:
+            os.close(criu_fd)
+            raise _explained(e, absolute, f"{CHUNKS_NAME}/") from e
+        return Image(absolute, fd, criu_fd, digest, manifest, chunks_fd)
     except BaseException:
         os.close(fd)
         raise

@@ -9,13 +9,14 @@ import stat
 from pathlib import Path
 
 from limosa.errors import Busy, NoSuchImage, UsageError
+from limosa.image.chunks import CHUNKS_NAME, is_chunk_folder
 from limosa.image.files import Files, clear_folder, open_folder, typed_errors
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME
 from limosa.image.read import MARKER_NAME, is_partial_name, partial_name
 from limosa.image.unfinished import describe, this_process
 
 _FILES = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME})
-_FOLDERS = frozenset({CRIU_NAME, LOG_NAME})
+_FOLDERS = frozenset({CRIU_NAME, LOG_NAME, CHUNKS_NAME})
 
 
 def remove(path: str | os.PathLike[str], *, files: Files | None = None) -> int:
@@ -94,13 +95,24 @@ def _known_names(fd: int, path: Path) -> set[str]:
         is_folder = stat.S_ISDIR(os.lstat(name, dir_fd=fd).st_mode)
         if name not in (_FOLDERS if is_folder else _FILES | _FOLDERS):
             raise UsageError(detail=f"{path} holds {name!r}, which is no part of an image: nothing was removed")
-        if is_folder:
-            inner = open_folder(name, fd)
-            try:
-                folders = [p for p in os.listdir(inner) if stat.S_ISDIR(os.lstat(p, dir_fd=inner).st_mode)]
-            finally:
-                os.close(inner)
-            if folders:
-                where = f"the folder {name}/{folders[0]}"
-                raise UsageError(detail=f"{path} holds {where}, which is no part of an image: nothing was removed")
+        if is_folder and (folder := _strange_folder(name, fd)):
+            where = f"the folder {folder}"
+            raise UsageError(detail=f"{path} holds {where}, which is no part of an image: nothing was removed")
     return names
+
+
+def _strange_folder(name: str, dir_fd: int, shown: str = "") -> str:
+    """A folder within the folder that no image has, or ""."""
+    shown = shown or name
+    inner = open_folder(name, dir_fd)
+    try:
+        for part in sorted(os.listdir(inner)):
+            if not stat.S_ISDIR(os.lstat(part, dir_fd=inner).st_mode):
+                continue
+            if shown != CHUNKS_NAME or not is_chunk_folder(part):
+                return f"{shown}/{part}"
+            if found := _strange_folder(part, inner, f"{shown}/{part}"):
+                return found
+    finally:
+        os.close(inner)
+    return ""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from limosa.errors import CancelledUndone, FailedUndone
+from limosa.image.chunks import Chunks, chunk_path
 from limosa.image.files import FILE_MODE, FOLDER_MODE, Files, open_file
 from limosa.image.hashing import Cancel, Stopped, hash_fd
 from limosa.image.manifest import CRIU_NAME, ImageFile, is_file_name
@@ -86,6 +88,46 @@ def hash_and_sync(
             for sync in syncs:
                 sync.cancel()
     return result, CommitTimings(hash=hashed, sync=_covered(spans), bytes=total)
+
+
+def sync_chunks(
+    chunks_fd: int, wanted: Mapping[str, int], files: Files, *, cancel: Cancel | None = None, threads: int = 8
+) -> None:
+    """Put all chunks and the folders that they are in on disk; their names say what is in them, so nothing is hashed.
+
+    Args:
+        chunks_fd: the open folder ``chunks/``.
+        wanted: the chunks that the manifest names, and their bytes; all others are removed.
+        files: how the disk is changed.
+        cancel: looked at between files.
+        threads: how many at once.
+
+    Raises:
+        CancelledUndone: ``cancel`` was set.
+        FailedUndone: a chunk is missing, or has another size.
+        OSError: the disk said no.
+    """
+    with Chunks(chunks_fd, files) as chunks:
+        chunks.keep(wanted)
+
+        def sync(name: str) -> None:
+            stop_if(cancel)
+            try:
+                fd = chunks.open(name)
+            except FileNotFoundError:
+                raise FailedUndone(what=WHAT, detail=f"{chunk_path(name)} is missing") from None
+            try:
+                if os.fstat(fd).st_size != wanted[name]:
+                    raise FailedUndone(what=WHAT, detail=f"{chunk_path(name)} has not {wanted[name]} bytes")
+                files.fsync(fd)
+            finally:
+                os.close(fd)
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="limosa-fsync") as pool:
+            for done in [pool.submit(sync, name) for name in wanted]:
+                done.result()
+        for folder in chunks.folders():
+            files.fsync(folder)
 
 
 def secure_files(folder_fd: int, files: Files) -> None:

@@ -38,6 +38,7 @@ from limosa.errors import DamagedImage, UntrustedImage
 from limosa.image.files import open_folder
 
 _MOST_LINKS = 40
+_DEPTH = 3  # chunks/ab/ab…
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -112,18 +113,7 @@ def check_parts(fd: int, path: str | os.PathLike[str], trusted: frozenset[int]) 
     """
     shown = os.fspath(path)
     _check_part(os.fstat(fd), shown, shown, trusted)
-    for name in sorted(os.listdir(fd)):
-        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-        where = os.path.join(shown, name)
-        _check_part(info, where, shown, trusted)
-        if stat.S_ISDIR(info.st_mode):
-            inner = open_folder(name, fd)
-            try:
-                for part in sorted(os.listdir(inner)):
-                    part_info = os.stat(part, dir_fd=inner, follow_symlinks=False)
-                    _check_part(part_info, os.path.join(where, part), shown, trusted)
-            finally:
-                os.close(inner)
+    _check_within(fd, shown, shown, trusted, _DEPTH)
 
 
 def destination_problem(dest: str | os.PathLike[str]) -> str | None:
@@ -180,6 +170,21 @@ def _check_part(info: os.stat_result, where: str, shown: str, trusted: frozenset
     if info.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(info.st_mode)
         raise _refused(shown, f"others may write to {where} (mode {mode:o})", f"chmod -R go-w {shown}")
+
+
+def _check_within(fd: int, where: str, shown: str, trusted: frozenset[int], depth: int) -> None:
+    for name in sorted(os.listdir(fd)):
+        info = os.stat(name, dir_fd=fd, follow_symlinks=False)
+        part = os.path.join(where, name)
+        _check_part(info, part, shown, trusted)
+        if stat.S_ISDIR(info.st_mode):
+            if depth == 1:
+                raise DamagedImage(path=shown, detail=f"{part} is a folder, and no image has one there")
+            inner = open_folder(name, fd)
+            try:
+                _check_within(inner, part, shown, trusted, depth - 1)
+            finally:
+                os.close(inner)
 
 
 def _refused(shown: str, detail: str, hint: str | None = None) -> UntrustedImage:

@@ -1,20 +1,23 @@
-"""Whether every file of an image is what its manifest says, through the descriptor that CRIU will be handed."""
+"""Whether every file of an image is what its manifest says, through the descriptors that a restore will use."""
 
 from __future__ import annotations
 
 import errno
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from limosa.errors import CancelledUndone, DamagedImage
+from limosa.image.chunks import CHUNKS_NAME, Chunks, chunk_path
 from limosa.image.files import open_file, typed_errors
-from limosa.image.hashing import Cancel, Stopped, hash_fd
+from limosa.image.hashing import Cancel, Stopped, hash_fd, threads_here
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile
 from limosa.image.read import MARKER_NAME, Image
 from limosa.progress import Progress, ProgressFn, silent
@@ -29,7 +32,7 @@ class FileCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What was found of one file that the manifest names.
 
     Attributes:
-        path: ``criu/NAME``.
+        path: ``criu/NAME``, or ``chunks/ab/HASH``.
         size: bytes that it should have.
         ok: whether it has the content that was committed.
     """
@@ -98,15 +101,22 @@ class _Found(msgspec.Struct):
 
 
 def verify(
-    image: Image, progress: ProgressFn = silent, *, cancel: Cancel | None = None, threads: int | None = None
+    image: Image,
+    progress: ProgressFn = silent,
+    *,
+    cancel: Cancel | None = None,
+    threads: int | None = None,
+    read_chunks: bool = True,
 ) -> VerifyResult:
     """Compare every file with the manifest.
 
     Args:
-        image: open; its descriptor of ``criu/`` is the one that is used.
+        image: open; its descriptors of ``criu/`` and ``chunks/`` are the ones that are used.
         progress: told of the step "verify" in bytes.
         cancel: looked at between parts of files.
         threads: for hashing; None for as many as there are processors, at most eight.
+        read_chunks: False where whoever reads the chunks hashes them himself: they are only looked for, with their
+            sizes.
 
     Returns:
         What was found; damage is a result, never an exception (``VerifyResult.check`` makes it one).
@@ -117,12 +127,15 @@ def verify(
     """
     begin = time.monotonic()
     wanted = image.manifest.files
-    total, done = sum(f.size for f in wanted), 0
+    chunks = image.manifest.chunk_sizes()
+    total, done = image.manifest.host_bytes + (sum(chunks.values()) if read_chunks else 0), 0
+    lock = threading.Lock()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        progress(Progress("verify", done, total))
+        with lock:
+            done += count
+            progress(Progress("verify", done, total))
 
     hasher = functools.partial(hash_fd, threads=threads, advance=advance, cancel=cancel)
     sizes = {f.size for f in wanted}
@@ -133,16 +146,19 @@ def verify(
                 if cancel is not None and cancel.is_set():
                     raise Stopped
                 found[file.path] = _look(file, sizes, image.criu_fd, hasher)
-            extra = _extra(image)
+            one = functools.partial(hash_fd, threads=1, advance=advance, cancel=cancel) if read_chunks else None
+            wrong = _chunks(image, chunks, one, threads or threads_here())
+            extra = _extra(image, chunks)
     except Stopped:
         raise CancelledUndone(what=_WHAT)
     _name_problems(wanted, found)
-    problems = [f.problem for f in found.values() if f.problem is not None] + extra
+    problems = [f.problem for f in found.values() if f.problem is not None] + list(wrong.values()) + extra
     return VerifyResult(
         image=image.path,
         id=image.id,
         ok=not problems,
-        files=[FileCheck(path=f.path, size=f.size, ok=found[f.path].problem is None) for f in wanted],
+        files=[FileCheck(path=f.path, size=f.size, ok=found[f.path].problem is None) for f in wanted]
+        + [FileCheck(path=chunk_path(name), size=size, ok=name not in wrong) for name, size in chunks.items()],
         problems=problems,
         bytes=done,
         seconds=time.monotonic() - begin,
@@ -197,10 +213,61 @@ def _name_problems(wanted: list[ImageFile], found: dict[str, _Found]) -> None:
         have.problem = Problem(path=f.path, problem=kind, text=text)
 
 
-def _extra(image: Image) -> list[Problem]:
+def _chunks(
+    image: Image, wanted: dict[str, int], hasher: Callable[[int], tuple[str, int]] | None, threads: int
+) -> dict[str, Problem]:
+    """What is wrong with chunks, by name; without a hasher only whether they are there, with their sizes."""
+    if not wanted:
+        return {}
+    with Chunks(image.chunks_fd) as chunks, ThreadPoolExecutor(threads, thread_name_prefix="limosa-verify") as pool:
+        looks = {name: pool.submit(_chunk, chunks, name, size, wanted, hasher) for name, size in wanted.items()}
+        try:
+            found = {name: look.result() for name, look in looks.items()}
+        finally:
+            for look in looks.values():
+                look.cancel()
+    return {name: problem for name, problem in found.items() if problem is not None}
+
+
+def _chunk(
+    chunks: Chunks, name: str, size: int, wanted: dict[str, int], hasher: Callable[[int], tuple[str, int]] | None
+) -> Problem | None:
+    path = chunk_path(name)
+    try:
+        fd = chunks.open(name)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EPERM):
+            raise
+        if e.errno == errno.ENOENT:
+            return Problem(path=path, problem="missing", text=f"{path} is missing")
+        return Problem(
+            path=path, problem="damaged", text=f"{path} is not a regular file that can be opened ({e.strerror})"
+        )
+    try:
+        have = os.fstat(fd).st_size
+        if have != size:
+            kind: Kind = "truncated" if have < size else "damaged"
+            return Problem(path=path, problem=kind, text=f"{path} has {have} bytes instead of {size}")
+        digest = hasher(fd)[0] if hasher is not None else name
+    except OSError as e:
+        return Problem(path=path, problem="damaged", text=f"{path} cannot be read ({e.strerror})")
+    finally:
+        os.close(fd)
+    if digest == name:
+        return None
+    if digest in wanted:
+        return Problem(path=path, problem="swapped", text=f"{path} has the content of {chunk_path(digest)}")
+    return Problem(path=path, problem="damaged", text=f"{path} has another content than was written")
+
+
+def _extra(image: Image, chunks: Collection[str]) -> list[Problem]:
     """What is in the folder and not in the manifest."""
     known = {f.path for f in image.manifest.files}
-    paths = [name for name in sorted(os.listdir(image.fd)) if name not in _OURS]
+    ours = _OURS | {CHUNKS_NAME} if chunks else _OURS
+    paths = [name for name in sorted(os.listdir(image.fd)) if name not in ours]
     paths += [path for name in sorted(os.listdir(image.criu_fd)) if (path := f"{CRIU_NAME}/{name}") not in known]
+    if chunks:
+        with Chunks(image.chunks_fd) as folder:
+            paths += folder.strangers(chunks)
     shown = [os.fsencode(path).decode("utf-8", "backslashreplace") for path in paths]
     return [Problem(path=path, problem="extra", text=f"{path} is not in the manifest") for path in shown]

@@ -19,6 +19,8 @@ DUMP_FIXED, DUMP_RATE = 0.15, 2.0e9
 """CRIU: starting and freezing; bytes of host memory a second into a file system that keeps up."""
 CRIU_RESTORE_FIXED, CRIU_RESTORE_RATE = 0.2, 1.7e9
 HASH_RATE = 2.5e9
+CHUNKS_IN_RATE = 10e9
+"""Bytes a second of chunks that are read, hashed and copied to a GPU side by side, from the page cache."""
 
 
 def checkpoint_seconds(members: Sequence[Member]) -> float:
@@ -51,7 +53,7 @@ def of(
         members: the processes with CUDA state.
         host_bytes: memory of all processes that an image takes, device memory excluded.
         leave_running: a checkpoint's option.
-        parked: bytes that a move does not leave to the driver.
+        parked: bytes that a move does not leave to the driver, or that an image holds as chunks.
     """
     size = device_bytes(members)
     out, back = checkpoint_seconds(members), restore_seconds(members)
@@ -73,5 +75,10 @@ def of(
             seconds=(pause if leave_running else out + dump) + hashing,
             bytes=size + host_bytes,
         )
+    if parked:  # an image: what is in chunks is read and hashed while CRIU works
+        rest = max(0, size - parked)
+        back = max(RESTORE_FIXED, back - parked / RESTORE_RATE)
+        host = (host_bytes + rest) / HASH_RATE + CRIU_RESTORE_FIXED + (host_bytes + rest) / CRIU_RESTORE_RATE
+        return Estimate(pause_seconds=None, seconds=max(host, parked / CHUNKS_IN_RATE) + back, bytes=size + host_bytes)
     seconds = hashing + CRIU_RESTORE_FIXED + (host_bytes + size) / CRIU_RESTORE_RATE + back
     return Estimate(pause_seconds=None, seconds=seconds, bytes=size + host_bytes)

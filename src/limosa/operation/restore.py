@@ -159,7 +159,7 @@ class _Restore:
         log_fd = self.image.open_log()
         work.note("criu-restore", "begin", self.manifest.job.pid)
         try:
-            with work.timed("criu", "criu restore", total=self.manifest.bytes):
+            with work.timed("criu", "criu restore", total=self.manifest.host_bytes):
                 pid = criu_restore(
                     self.program,
                     self.image.criu_fd,

@@ -91,7 +91,10 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
     steps.append(f"criu restore of {len(manifest.tree)} processes")
     steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
-    size = estimate.device_bytes(ready.members)
+    parked = manifest.device_bytes
+    host_bytes = manifest.host_bytes - (
+        estimate.device_bytes(ready.members) - parked
+    )  # what the driver brings is there
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
@@ -99,9 +102,9 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         verdict="refused" if any(r.refuses for r in ready.reasons) else "ok",
         reasons=sorted(ready.reasons, key=lambda r: not r.refuses),
         steps=steps,
-        estimate=estimate.of("restore", ready.members, max(0, manifest.bytes - size)),
+        estimate=estimate.of("restore", ready.members, max(0, host_bytes), parked=parked),
         map={a: b for m in ready.members for a, b in m.map.items()},
-        way="driver" if ready.members else "host",
+        way="parked" if manifest.device else "driver" if ready.members else "host",
     )
 
 
@@ -119,7 +122,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     changed, ready.rewind = changed_files(manifest, options.rewind_files)
     reasons += changed
     reasons += _host_reasons(manifest, options)
-    reasons += memory_reasons(manifest.bytes, options.cgroup, stop or (lambda: False))
+    reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(ready, options)
     ready.reasons = apply_force(reasons, options.force)
