@@ -1,1 +1,1 @@
-"""What is in C: CRIU's plugin and the software GPU, and what compiles them."""
+"""What is in C: CRIU's plugin, the software GPU, the shim and the hash of chunks, and what compiles them."""

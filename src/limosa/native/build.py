@@ -18,6 +18,8 @@ PLUGIN = "limosa_plugin.so"
 SOFTGPU = CRIU.with_name("softgpu")
 SHIM = CRIU.with_name("shim")
 SHIM_LIBRARY = "liblimosa_shim.so"
+HASH = CRIU.with_name("hash")
+HASH_LIBRARY = "liblimosa_hash.so"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 NVML_ONLY = ("nvml.c", "nvml_stubs.c")
 NVML_SHARED = ("node.c", "fault.c")
@@ -29,6 +31,7 @@ _PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
 _SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
 # Hooks hand on what they do not know: floating point registers must come through them untouched.
 _SHIM_FLAGS = [*_FLAGS, "-pthread"]
+_HASH_FLAGS = [*_FLAGS, "-O3"]
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
 
@@ -63,7 +66,7 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
     Returns:
         None where both are there afterwards, else why not.
     """
-    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h")]
+    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h"), *HASH.glob("*.h")]
     problems = []
     for name in LIBRARIES:
         sources = sources_of(name)
@@ -89,11 +92,25 @@ def build_shim(folder: Path = SHIM) -> str | None:
     return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=[(hooks, _HOOKS_FLAGS)])
 
 
+def build_hash(folder: Path = HASH) -> str | None:
+    """Compile the hash of chunks for the host, unless it is newer than its source.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    source = HASH / "chunk_hash.c"
+    return _compile(folder / HASH_LIBRARY, [source], _HASH_FLAGS, [source, *HASH.glob("*.h")])
+
+
 def sources_of(library: str) -> list[Path]:
     """Return the source files of one of the software GPU's libraries."""
     if library == "libnvidia-ml.so.1":
         return [SOFTGPU / name for name in NVML_ONLY + NVML_SHARED]
-    return sorted(path for path in SOFTGPU.glob("*.c") if path.name not in NVML_ONLY)
+    own = sorted(path for path in SOFTGPU.glob("*.c") if path.name not in NVML_ONLY)
+    return [*own, HASH / "chunk_hash.c"]  # a built-in kernel of it
 
 
 def _compile(

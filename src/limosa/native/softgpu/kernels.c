@@ -5,6 +5,8 @@
 #include "kernels.h"
 #include "queue.h"
 
+#include "../hash/chunk_hash.h"
+
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -94,6 +96,30 @@ static void hash(const struct launch *launch)
         __atomic_fetch_add(AT(2, uint64_t), sum, __ATOMIC_RELAXED);
 }
 
+/* Limosa's own, of many chunks in one launch. Sums are added to, as the parts of a real grid do. */
+static void chunk_hash(const struct launch *launch)
+{
+    const struct hash_chunk *chunks = AT(0, const struct hash_chunk);
+    const struct hash_table *table = AT(2, const struct hash_table);
+    uint64_t n = WORD(1), strips = 0;
+    if (!accessible(launch, WORD(0), 2 * n, sizeof n) || !accessible(launch, WORD(3), HASH_LANES * n, sizeof n))
+        return;
+    for (uint64_t i = 0; i < n; i++) {
+        if (!accessible(launch, chunks[i].at, chunks[i].bytes / HASH_WORD, HASH_WORD))
+            return;
+        uint64_t needed = (chunks[i].bytes + HASH_TILE - 1) / HASH_TILE * HASH_COLUMNS;
+        strips = needed > strips ? needed : strips;
+    }
+    if (!accessible(launch, WORD(2), (sizeof *table + strips * sizeof *table->strips) / HASH_WORD, HASH_WORD))
+        return;
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t sums[HASH_LANES];
+        chunk_hash_sums((const void *)(uintptr_t)chunks[i].at, chunks[i].bytes, table, sums);
+        for (int lane = 0; lane < HASH_LANES; lane++)
+            __atomic_fetch_add(AT(3, uint64_t) + HASH_LANES * i + lane, sums[lane], __ATOMIC_RELAXED);
+    }
+}
+
 /* Looks at the flag's memory anew each time: it may be freed, and the context be destroyed, under it. */
 static void spin(const struct launch *launch)
 {
@@ -109,6 +135,7 @@ static const struct kernel kernels[] = {
     {"saxpy", saxpy, 4, {8, 8, 4, 8}},
     {"hash", hash, 3, {8, 8, 8}},
     {"spin", spin, 2, {8, 4}},
+    {"chunk_hash", chunk_hash, 4, {8, 8, 8, 8}},
 };
 
 const struct kernel *kernel_find(const char *name)
