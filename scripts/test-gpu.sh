@@ -3,6 +3,7 @@
 #
 #   scripts/test-gpu.sh            all of them
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
+#   scripts/test-gpu.sh parked     the proofs of the parked way: what people run, moved while it computes; then 200 moves
 #   scripts/test-gpu.sh driver     the driver's calls, maps
 #   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
 #   scripts/test-gpu.sh faults     330 faulted runs of the campaign, those that are safe here (JOBS=… side by side)
@@ -81,6 +82,21 @@ faults() {
     [ "$code" = 124 ] && echo "NOT FINISHED within $limit s"
 }
 
+# JOBS=8 side by side: what is compared are bits, not times. The table of it is made from $LIMOSA_PROOFS.
+parked() {
+    LIMOSA_PROOFS=${LIMOSA_PROOFS:-$out/proofs-$(date -u +%Y-%m-%d).jsonl}
+    TORCHINDUCTOR_COMPILE_THREADS=4
+    export LIMOSA_PROOFS TORCHINDUCTOR_COMPILE_THREADS
+    many=
+    [ -n "$side" ] && many="-n ${JOBS:-8}"
+    if [ "${PROOFS:-all}" != loop ]; then
+        # shellcheck disable=SC2086 # no option or several words
+        part $many -m "gpu_parked and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu
+    fi
+    [ "${PROOFS:-all}" = work ] || part -m "gpu_parked and gpu_alone" tests/gpu
+    [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS"
+}
+
 run() {
     head_lines
     case $what in
@@ -91,16 +107,18 @@ run() {
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
             ;;
+        parked) parked ;;
         conformance) conformance ;;
         faults) faults ;;
         large) part -m "gpu and slow" tests/gpu ;;
         all)
             conformance
-            part -m "gpu and not gpu_core and not slow" tests/gpu
+            part -m "gpu and not gpu_core and not gpu_parked and not slow" tests/gpu
             # shellcheck disable=SC2086
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
             part -m "gpu and slow" tests/gpu
+            parked
             faults
             ;;
         --) part "$@" ;;

@@ -90,4 +90,5 @@ def ways(driver: Driver) -> Callable[[int], list[Any]]:
 def pytest_configure(config: pytest.Config) -> None:
     """Marks that only these tests have."""
     config.addinivalue_line("markers", "gpu_core: what is run again on the last commit, in ten minutes at most")
+    config.addinivalue_line("markers", "gpu_parked: proofs of the parked way (scripts/test-gpu.sh parked)")
     config.addinivalue_line("markers", "gpu_alone: fills GPUs or measures: nothing else may run beside it")

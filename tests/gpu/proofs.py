@@ -1,0 +1,303 @@
+"""What the proofs of the parked way share: jobs started by ``limosa run``, moved while they compute, and their twins.
+
+Every proof writes a line of JSON (moves, pauses by the job's own clock, bytes parked, what was left to the driver) to
+$LIMOSA_PROOFS; ``python tests/gpu/proofs.py FILE`` makes a table of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+VICTIMS = Path(__file__).parent / "victims"
+HOLD = 400
+"""Steps after which an undisturbed twin waits until it is known how many are wanted: it is not to take the GPU."""
+ABOUT_MEMORY = re.compile(
+    r"cu(Mem|Array|Mipmapped|Ipc|Ctx(Create|Destroy|Set)|Pointer|External|Import|Multicast|Graph.*Mem)"
+)
+
+
+class Job:
+    """A victim under ``limosa run``: its trace, its own clock, its memory as the shim sees it."""
+
+    def __init__(self, limosa: Callable[..., Any], folder: Path, argv: Sequence[str], env: dict[str, str], shim: bool):
+        self.folder, self.argv, self.log = folder, list(argv), folder / "log"
+        folder.mkdir(parents=True)
+        words = [] if shim else ["--no-shim"]
+        name = f"proof-{folder.name}"
+        command = ["run", *words, "--detach", "--log", self.log, "--name", name, "-o", "json", "--", *argv]
+        said = limosa(*command, env=env, cwd=folder, rc=0, limit=30).json
+        self.pid: int = said["pid"]
+
+    # -- what it has done ----------------------------------------------------------------------------------------
+
+    def trace(self, name: str = "trace") -> list[tuple[float, str]]:
+        """(its clock, result) of every step; fails where one is missing or double."""
+        path = self.folder / name
+        text = path.read_text() if path.exists() else ""
+        lines = [line.split(" ", 2) for line in text.rpartition("\n")[0].splitlines()]
+        assert [int(line[0]) for line in lines] == list(range(len(lines))), f"{path} has steps missing or double"
+        return [(float(line[1]), line[2]) for line in lines]
+
+    def results(self, name: str = "trace") -> list[str]:
+        """The results alone."""
+        return [result for _, result in self.trace(name)]
+
+    def steps(self) -> int:
+        """How many steps it has made; cheap, because it is asked again and again."""
+        try:
+            with open(self.folder / "trace", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - 400))
+                lines = file.read().rpartition(b"\n")[0].splitlines()
+        except FileNotFoundError:
+            return 0
+        return int(lines[-1].split()[0]) + 1 if lines else 0
+
+    def pause(self, since: float) -> float:
+        """Seconds of its longest time between two steps after ``since``, less the usual time before."""
+        times = [at for at, _ in self.trace()]
+        gaps = [(b - a, b) for a, b in itertools.pairwise(times)]
+        usual = statistics.median([gap for gap, at in gaps if at < since] or [0.0])
+        return max((gap for gap, at in gaps if at > since), default=0.0) - usual
+
+    def text(self) -> str:
+        """What it has said."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    # -- waiting ------------------------------------------------------------------------------------------------
+
+    def alive(self) -> bool:
+        """Whether it runs (zombies do not)."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
+        except OSError:
+            return False
+
+    def until(self, true: Callable[[], bool], limit: float, what: str) -> None:
+        """Waits; fails with its last words where it ends or takes too long."""
+        end = time.monotonic() + limit
+        while not true():
+            ended = not self.alive()
+            assert not ended or true(), f"{self.argv} has ended while waiting for {what}:\n{self.text()[-3000:]}"
+            assert time.monotonic() < end, f"{self.argv}: no {what} within {limit} s:\n{self.text()[-3000:]}"
+            time.sleep(0.01)
+
+    def goes_on(self, steps: int = 5, limit: float = 60) -> None:
+        """Waits until it has made some more steps."""
+        goal = self.steps() + steps
+        self.until(lambda: self.steps() >= goal, limit, f"step {goal}")
+
+    def stop_at(self, step: int) -> None:
+        """Tells it which step is the last."""
+        (self.folder / "until.new").write_text(str(step))
+        os.replace(self.folder / "until.new", self.folder / "until")
+
+    def ends(self, limit: float = 90) -> None:
+        """Waits until it has ended well."""
+        end = time.monotonic() + limit
+        while self.alive():
+            assert time.monotonic() < end, f"{self.argv} does not end:\n{self.text()[-3000:]}"
+            time.sleep(0.02)
+        assert "DONE" in self.text().splitlines()[-5:], f"{self.argv} ended badly:\n{self.text()[-3000:]}"
+
+    # -- its processes under the shim ---------------------------------------------------------------------------
+
+    def family(self) -> list[int]:
+        """It and its descendants, oldest first."""
+        parents: dict[int, int] = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError, IndexError):
+                    parents[int(name)] = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        found = [self.pid]
+        for pid in found:
+            found += sorted(child for child, parent in parents.items() if parent == pid)
+        return found
+
+    def shims(self) -> dict[int, dict[str, Any]]:
+        """What the shim says of each process that has a driver: GPUs that its memory is on, bytes, what was left."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim, under_shim
+        from limosa.process.identity import Identity
+
+        found: dict[int, dict[str, Any]] = {}
+        for pid in self.family():
+            if not under_shim(pid):
+                continue
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    memories, devices = shim.memories(), shim.devices()
+                    found[pid] = {
+                        "gpus": sorted({devices[m.device] for m in memories if not m.shared}),
+                        "parked": sum(m.bytes for m in memories if not m.shared),
+                        "shared": sum(m.bytes for m in memories if m.shared),
+                        "left": {kind: both for kind, both in shim.counts().items() if both[0]},
+                        "unknown": shim.unknown(),
+                    }
+            except LimosaError:  # without a driver there is nobody to ask: a DataLoader's worker, torchrun's agent
+                continue
+        return found
+
+
+def known_only(shims: dict[int, dict[str, Any]]) -> list[str]:
+    """Functions that were called and that no list knows; fails where one of them is about memory."""
+    names = sorted({name for one in shims.values() for name in one["unknown"]})
+    unknown = [name for name in names if ABOUT_MEMORY.match(name)]
+    assert not unknown, f"functions about memory that the shim does not know: {unknown}"
+    return names
+
+
+class Prover:
+    """One proof: a job that is moved, two twins that are not (one of them without the shim)."""
+
+    def __init__(self, limosa: Callable[..., Any], folder: Path, gpus: Sequence[str], name: str):
+        self.limosa, self.folder, self.gpus, self.name = limosa, folder, gpus, name
+        self.ways: list[dict[str, Any]] = []
+        self.record: dict[str, Any] = {"name": name, "moves": 0}
+        self.jobs: list[Job] = []
+
+    def start(self, argv: Sequence[str], env: dict[str, str] | None = None, limit: float = 120) -> Job:
+        """Starts all three and waits until they compute; returns the one to move."""
+        env = env or {}
+        twin = [*argv, "--hold", str(HOLD)] if argv[-1] != "HOLD" else [*argv[:-1], str(HOLD)]
+        own = argv if argv[-1] != "HOLD" else [*argv[:-1], "0"]
+        kinds = (("moved", own, True), ("twin", twin, True), ("plain", twin, False))
+        for name, words, shim in kinds:
+            folder = self.folder / name
+            full = [word.replace("FOLDER", str(folder)) for word in words]
+            self.jobs.append(Job(self.limosa, folder, full, env, shim))
+        for job in self.jobs:
+            job.until(lambda job=job: job.steps() > 10, limit, "steps")
+        return self.jobs[0]
+
+    def acts(self, job: Job, act: Callable[[], Any], where: Sequence[str] | None, least: int) -> Any:
+        """Does one thing to the job, looks where its memory is then, waits until it has gone on."""
+        since = time.monotonic()
+        result = act()
+        wall = time.monotonic() - since
+        timings = dict(getattr(result, "timings", {}))
+        job.goes_on()
+        shims = job.shims()
+        parked = sum(one["parked"] for one in shims.values())
+        assert parked >= least, f"{parked} bytes are looked after, not {least}: {shims}"
+        if where is not None:
+            assert {gpu for one in shims.values() for gpu in one["gpus"]} == set(where), shims
+        self.ways.append(
+            {
+                "pause": job.pause(since),
+                "said": timings.get("pause_seconds"),
+                "wall": wall,
+                "bytes": getattr(result, "bytes", 0),
+                "way": getattr(result, "way", ""),
+            }
+        )
+        return result
+
+    def moves(self, job: Job, times: int, least: int, gpu_map: str | None = None) -> None:
+        """Moves it there and back, again and again, while it computes."""
+        from limosa import operation
+
+        here = 0
+        for turn in range(times):
+            there = 1 - here
+            to: dict[str, Any] = {"gpu_map": gpu_map} if gpu_map else {"to": str(there)}
+            where = self.gpus if gpu_map else [self.gpus[there]]
+            outcome = self.acts(job, lambda to=to: operation.move(job.pid, timeout=60, **to)[0].result, where, least)
+            assert outcome.way == "parked", f"move {turn + 1}: {outcome}"
+            assert outcome.bytes >= least
+            here = there
+            self.record["moves"] += 1
+            time.sleep(0.1)
+
+    def twins_agree(self, job: Job, traces: Sequence[str] = ("trace",)) -> None:
+        """Ends all three after the same number of steps and compares every step of theirs, bit for bit."""
+        shims = job.shims()
+        self.record["unknown"] = known_only(shims)
+        self.record["left"] = _added(one["left"] for one in shims.values())
+        self.record["parked"] = sum(one["parked"] for one in shims.values())
+        self.record["processes"] = len(shims)
+        times = [at for at, _ in job.trace()]
+        a_second = len([at for at in times if at > times[-1] - 1])
+        job.stop_at(job.steps() + max(50, 2 * a_second))
+        job.ends()
+        moved = {name: job.results(name) for name in traces}
+        steps = len(moved[traces[0]])
+        for twin in self.jobs[1:]:
+            twin.stop_at(steps)
+        for twin in self.jobs[1:]:
+            twin.ends(150)
+        self.record["steps"] = steps
+        for name in traces:
+            one, other = (twin.results(name) for twin in self.jobs[1:])
+            assert min(len(one), len(other)) >= steps
+            assert first_difference(one, other) is None, f"undisturbed twins differ: {first_difference(one, other)}"
+            different = first_difference(moved[name], one[: len(moved[name])])
+            assert different is None, f"the moved job differs from its twins: {different}"
+        self.save()
+
+    def save(self) -> None:
+        """Writes down what was seen."""
+        for what in ("pause", "said", "wall"):
+            values = [w[what] for w in self.ways if w[what] is not None]
+            if values:
+                self.record[what] = {"median": statistics.median(values), "most": max(values)}
+        self.record["ways"] = self.ways
+        note(self.record)
+
+
+def first_difference(one: Sequence[str], other: Sequence[str]) -> tuple[int, str, str] | None:
+    """The first step at which two traces differ: its number, and what each says."""
+    for step, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return step, a, b
+    return None
+
+
+def note(record: dict[str, Any]) -> None:
+    """Appends a line to $LIMOSA_PROOFS, where that is set."""
+    path = os.environ.get("LIMOSA_PROOFS")
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def _added(counts: Any) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for one in counts:
+        for kind, (calls, size) in one.items():
+            before = found.get(kind, (0, 0))
+            found[kind] = before[0] + calls, before[1] + size
+    return found
+
+
+def page(records: Sequence[dict[str, Any]]) -> str:
+    """A table of proofs."""
+    lines = [
+        "| job | moved | steps, all equal to both twins' | pause by its own clock, median / most, s | parked, GB "
+        "| left to the driver |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        if "steps" not in r:
+            continue
+        pause = r.get("pause", {"median": 0.0, "most": 0.0})
+        left = ", ".join(f"{k} {n}× {size / 1e6:.0f} MB" for k, (n, size) in sorted(r["left"].items())) or "nothing"
+        lines.append(
+            f"| {r['name']} | {r['moves']} × | {r['steps']} | {pause['median']:.2f} / {pause['most']:.2f} "
+            f"| {r['parked'] / 1e9:.2f} | {left} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], encoding="utf-8") as lines:
+        print(page([json.loads(line) for line in lines]))

@@ -1,0 +1,105 @@
+"""One job moved two hundred times: nothing is left behind, on the GPUs, in the job, or in the processes that helped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proofs import VICTIMS, Job, note
+
+from limosa import operation
+from limosa.gpu import Inventory, inventory
+
+TIMES = int(os.environ.get("LIMOSA_LOOP", "200"))
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.gpu_alone, pytest.mark.timeout(540, method="signal")]
+MIB = 1 << 20
+GROWTH = {
+    "gpu 0": 4 * MIB,
+    "gpu 1": 4 * MIB,
+    "RssAnon": 16 * MIB,
+    "VmSize": 32 * MIB,
+    "fds": 0,
+    "maps": 4,
+    "threads": 0,
+}
+"""What the last moves may have above the first ones; a leak of 2 MiB or a descriptor a move would be far over it."""
+
+
+def seen(pid: int) -> dict[str, int]:
+    """Memory, descriptors and address space of a process."""
+    with open(f"/proc/{pid}/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    with open(f"/proc/{pid}/maps") as file:
+        maps = sum(1 for _ in file)
+    return {
+        "RssAnon": int(fields["RssAnon"].split()[0]) * 1024,
+        "VmSize": int(fields["VmSize"].split()[0]) * 1024,
+        "threads": int(fields["Threads"]),
+        "fds": len(os.listdir(f"/proc/{pid}/fd")),
+        "maps": maps,
+    }
+
+
+def helpers(runtime: Path) -> dict[str, int]:
+    """The vault and the mover that live on between operations, by name."""
+    mark, found = f"LIMOSA_RUNTIME_DIR={runtime}".encode(), {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                comm = Path(f"/proc/{name}/comm").read_text().strip()
+                if comm in ("limosa-vault", "limosa-mover") and mark in Path(f"/proc/{name}/environ").read_bytes():
+                    found[comm] = int(name)
+    return found
+
+
+def grown(samples: list[dict[str, Any]], who: str, what: str) -> int:
+    """How much more there was at the end than after the first tenth: medians of a tenth each."""
+    values = [sample[who][what] for sample in samples if who in sample]
+    tenth = max(1, len(values) // 10)
+    return int(statistics.median(values[-tenth:]) - statistics.median(values[tenth : 2 * tenth]))
+
+
+def test_two_hundred_moves_leave_nothing(
+    limosa: Callable[..., Any], tmp_path: Path, runtime: Path, gpus: Inventory
+) -> None:
+    argv = [sys.executable, str(VICTIMS / "proof_torch.py"), str(tmp_path / "job"), "--kind", "adamw", "--gb", "0.5"]
+    job = Job(limosa, tmp_path / "job", argv, {}, shim=True)
+    job.until(lambda: job.steps() > 20, 60, "steps")
+    samples: list[dict[str, Any]] = []
+    pauses: list[float] = []
+    begin = time.monotonic()
+    limit = float(os.environ.get("LIMOSA_LOOP_SECONDS", "480"))
+    for turn in range(TIMES):
+        assert time.monotonic() - begin < limit, f"only {turn} moves within {limit:.0f} s"
+        (outcome,) = operation.move(job.pid, to=str(1 - turn % 2), timeout=60)
+        assert outcome.result is not None
+        assert outcome.result.way == "parked"
+        pauses.append(outcome.result.timings["pause_seconds"])
+        job.goes_on(3)
+        if turn % 2:  # always on the same GPU
+            sample: dict[str, Any] = {"move": turn + 1, "job": seen(job.pid), "limosa": seen(os.getpid())}
+            sample["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
+            for name, pid in helpers(runtime).items():
+                with contextlib.suppress(OSError):
+                    sample[name] = seen(pid)
+            samples.append(sample)
+    job.stop_at(job.steps() + 50)
+    job.ends()
+    found = {
+        f"{who}: {what}": grown(samples, who, what)
+        for who in ("job", "limosa", "limosa-vault", "limosa-mover", "gpus")
+        for what in (samples[-1].get(who) or {})
+    }
+    record = {"name": "loop", "moves": TIMES, "seconds": time.monotonic() - begin, "grown": found, "samples": samples}
+    record["said"] = {"median": statistics.median(pauses), "most": max(pauses)}
+    note(record)
+    print({name: value for name, value in found.items() if value})
+    bad = {name: value for name, value in found.items() if value > GROWTH[name.split(": ")[1]]}
+    assert not bad, f"after {TIMES} moves there is more than at first: {bad}; all: {found}"

@@ -1,0 +1,63 @@
+"""A training that is put aside, brought back elsewhere, copied to disk and restored, all by the parked way."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from proofs import VICTIMS, Prover
+
+from limosa import operation
+from limosa.gpu import Inventory
+
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(300, method="signal")]
+GB = 1 << 30
+TRAINING = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "adamw", "--gb", "2"]
+
+
+@pytest.fixture
+def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest) -> Prover:
+    """Proves one job; named by the test."""
+    return Prover(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name)
+
+
+def test_suspended_and_resumed_here_and_there(prover: Prover) -> None:
+    job = prover.start(TRAINING)
+    for to in (None, "1", None, "0"):
+        (aside,) = operation.suspend(job.pid, timeout=90)
+        assert aside.result is not None
+        assert aside.result.way == "parked"
+        stood = job.steps()
+        time.sleep(0.3)
+        assert job.steps() == stood
+        where = [prover.gpus[int(to)]] if to else None
+        back = prover.acts(job, lambda to=to: operation.resume(job.pid, to=to, timeout=90)[0].result, where, 2 * GB)
+        assert back.way == "parked"
+        prover.record["moves"] += 1
+    prover.twins_agree(job)
+
+
+def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: Path) -> None:
+    """The job goes on from an image that ended it; afterwards, the copy that was made on the way goes on as well."""
+    job = prover.start(TRAINING)
+    operation.move(job.pid, to="1", timeout=60)
+    job.goes_on()
+    copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, 2 * GB)
+    assert copied.left_running
+    job.goes_on(20)
+    operation.checkpoint(job.pid, images / "last")
+    prover.acts(job, lambda: operation.restore(images / "last", to="0"), [prover.gpus[0]], 2 * GB)
+    operation.move(job.pid, to="1", timeout=60)
+    job.goes_on(20)
+    prover.twins_agree(job)
+    whole = job.results()
+    (job.folder / "trace").write_text("")
+    job.log.write_text("")
+    operation.restore(images / "copy", to="1")
+    job.ends()
+    again = [line.split(" ", 2) for line in (job.folder / "trace").read_text().splitlines()]
+    assert [line[2] for line in again] == whole[int(again[0][0]) :]
