@@ -153,7 +153,8 @@ class Suspending:
 
     def hold_still(self) -> None:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
-        together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        with self._work.spent("gate"):
+            together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:

@@ -319,7 +319,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     if operation != "resume":
         if isinstance(parked, (Parked, Suspending)):
             work.pause_begins()
-            parked.hold_still()
+            with work.spent("park"):
+                parked.hold_still()
             parked.start_copy()
         stand_still(work, prepared, members)
     else:
@@ -327,7 +328,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         if parked is not None:
             parked.start_copy()
     if parked is not None and operation != "resume":
-        parked.wait_for_copy()
+        with work.spent("copy-wait"):
+            parked.wait_for_copy()
     if operation == "suspend":
         work.check()
         for member in members:
@@ -349,10 +351,13 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
     if isinstance(parked, (Parked, Resuming)):
         work.paused_at = begun  # it goes on when its gate opens
-        parked.wait_for_copy()
+        with work.spent("copy-wait"):
+            parked.wait_for_copy()
         work.push("parked-target", parked.leave_target)
-        parked.arrive()
-        parked.open()
+        with work.spent("map"):
+            parked.arrive()
+        with work.spent("open"):
+            parked.open()
         work.pause_ends()
         work.drop("parked-target")
     work.drop("driver")

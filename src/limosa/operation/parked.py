@@ -170,7 +170,8 @@ class Parked:
         Raises:
             GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
         """
-        together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        with self._work.spent("gate"):
+            together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
             for gone in set(part.source) - set(now):

@@ -160,11 +160,17 @@ class Work(Clock):
     def timed(self, step: str, message: str = "", total: int | None = None) -> Iterator[None]:
         """Times a step under its name (seconds, added up) and reports its beginning."""
         self.progress(Progress(step, done=0 if total else None, total=total, message=message))
+        with self.spent(step):
+            yield
+
+    @contextlib.contextmanager
+    def spent(self, what: str) -> Iterator[None]:
+        """Times a part of a step under a name of its own (seconds, added up); nobody is told."""
         begun = time.monotonic()
         try:
             yield
         finally:
-            self.timings[step] = self.timings.get(step, 0.0) + time.monotonic() - begun
+            self.timings[what] = self.timings.get(what, 0.0) + time.monotonic() - begun
 
     def pause_begins(self) -> None:
         """The job stands still from here."""
