@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from limosa.errors import DriverError
 from limosa.gpu.binding import find, words
 from limosa.gpu.meanings import SUCCESS, driver_error
+from limosa.gpu.names import uuid_of_bytes
 
 
 def call(name: str, *args: Any) -> Any:
@@ -131,10 +133,15 @@ def _access(gpu: int) -> Any:
 
 
 class Contexts:
-    """Primary contexts of this process, by the UUID of their GPU; made when first asked for."""
+    """Primary contexts of this process, by the UUID of their GPU; made when first asked for, by any thread."""
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[int, Any]] = {}
+        self._lock = threading.Lock()
+
+    def gpus(self) -> list[str]:
+        """Return the GPUs that there is a context on."""
+        return sorted(self._made)
 
     def ordinal(self, uuid: str) -> int:
         """Return this process's number of a GPU, with a context on it.
@@ -142,15 +149,16 @@ class Contexts:
         Raises:
             DriverError: this process does not see that GPU.
         """
-        if uuid not in self._made:
-            for ordinal in range(int(call("cuDeviceGetCount"))):
-                from limosa.gpu.names import uuid_of_bytes
-
-                if uuid_of_bytes(bytes(call("cuDeviceGetUuid", ordinal).bytes)) == uuid:
-                    self._made[uuid] = (ordinal, call("cuDevicePrimaryCtxRetain", ordinal))
-                    break
-            else:
-                raise DriverError(call="cuDeviceGetUuid", pid=0, result="not there", code=101, meaning=f"no GPU {uuid}")
+        with self._lock:
+            if uuid not in self._made:
+                for ordinal in range(int(call("cuDeviceGetCount"))):
+                    if uuid_of_bytes(bytes(call("cuDeviceGetUuid", ordinal).bytes)) == uuid:
+                        self._made[uuid] = (ordinal, call("cuDevicePrimaryCtxRetain", ordinal))
+                        break
+                else:
+                    raise DriverError(
+                        call="cuDeviceGetUuid", pid=0, result="not there", code=101, meaning=f"no GPU {uuid}"
+                    )
         return self._made[uuid][0]
 
     def use(self, uuid: str) -> None:

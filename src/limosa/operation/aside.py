@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -19,10 +20,9 @@ from limosa.errors import CannotBeMoved, LimosaError
 from limosa.operation.journal import Member
 from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, together
 from limosa.operation.work import Work
-from limosa.parking.mover import Mover
 from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory, Shim, under_shim
-from limosa.parking.vault import Vault
 
 PAGE = 1 << 16
 ARENA = "limosa-arena"
@@ -85,11 +85,21 @@ def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
+def copy_all(
+    residents: Residents, way: str, copies: Mapping[int, Sequence[tuple[str, str, int, str]]], limit: float
+) -> float:
+    """Has all of it copied at once, each owner's by his mover; returns seconds."""
+    begun = time.monotonic()
+    together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])
+    return time.monotonic() - begun
+
+
 class _Going:
     """One process on its way into host memory."""
 
-    def __init__(self, member: Member, shim: Shim):
+    def __init__(self, member: Member, shim: Shim, residents: Residents):
         self.member, self.shim = member, shim
+        self.vault, self.mover = residents.vault(shim.owner), residents.mover(shim.owner)
         self.devices = shim.devices()
         self.source: dict[int, int] = {}
         self.layout: list[Placed] = []
@@ -114,8 +124,8 @@ class Suspending:
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         self._work = work
-        self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
-        self._vault, self._mover = Vault(), Mover()
+        self._residents = Residents()
+        self._parts = [_Going(m, shims[m.pid], self._residents) for m in members if m.pid in shims]
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = 0
@@ -133,7 +143,7 @@ class Suspending:
         for m in pieces:
             before = part.layout[-1] if part.layout else Placed(0, 0, "", 0)
             part.layout.append(Placed(m.id, m.bytes, part.devices[m.device], before.offset + before.bytes))
-        self._vault.put(
+        part.vault.put(
             key_of(self._work.id, part.member, "source"),
             [part.source[m.id] for m in pieces],
             msgspec.json.encode([m.id for m in pieces]),
@@ -143,12 +153,12 @@ class Suspending:
         part.arena = os.memfd_create(ARENA, os.MFD_CLOEXEC)
         total = write_layout(part.arena, part.layout)
         for gpu in {p.gpu for p in part.layout}:
-            self._mover.drop(f"{pid}/{gpu}")
+            part.mover.drop(f"{pid}/{gpu}")
             mine = [p for p in part.layout if p.gpu == gpu]
-            self._mover.take(f"{pid}/{gpu}", [part.source[p.id] for p in mine], [p.bytes for p in mine], gpu)
-        self._mover.drop(f"{pid}/arena")
+            part.mover.take(f"{pid}/{gpu}", [part.source[p.id] for p in mine], [p.bytes for p in mine], gpu)
+        part.mover.drop(f"{pid}/arena")
         if part.layout:
-            self._mover.arena(f"{pid}/arena", part.arena, total, part.layout[0].gpu)
+            part.mover.arena(f"{pid}/arena", part.arena, total, part.layout[0].gpu)
         self.bytes += total
 
     def hold_still(self) -> None:
@@ -171,14 +181,14 @@ class Suspending:
         self._copying.start()
 
     def _copy(self) -> None:
+        copies: dict[int, list[tuple[str, str, int, str]]] = {}
+        for part in self._parts:
+            for gpu in sorted({p.gpu for p in part.layout}):
+                first = next(p for p in part.layout if p.gpu == gpu)
+                one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
+                copies.setdefault(part.shim.owner, []).append(one)
         try:
-            begun = 0.0
-            for part in self._parts:
-                for gpu in sorted({p.gpu for p in part.layout}):
-                    first = next(p for p in part.layout if p.gpu == gpu)
-                    keys = f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena"
-                    begun += self._mover.host("out", *keys, first.offset, gpu=gpu, limit=copy_limit(self.bytes))
-            self._work.timings["copy"] = begun
+            self._work.timings["copy"] = copy_all(self._residents, "out", copies, copy_limit(self.bytes))
         except BaseException as error:
             self._failed = error
 
@@ -195,7 +205,7 @@ class Suspending:
     def keep(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
-            self._vault.put(aside_key(part.member), [part.arena])
+            part.vault.put(aside_key(part.member), [part.arena])
             part.shim.keep(part.arena)
             for placed in part.layout:
                 part.member.held[placed.gpu] = part.member.held.get(placed.gpu, 0) + placed.bytes
@@ -211,7 +221,7 @@ class Suspending:
                 if stand is Stand.CLOSED:
                     part.shim.open_gate()
                 part.shim.keep()
-                self._vault.drop(aside_key(part.member))
+                part.vault.drop(aside_key(part.member))
             except LimosaError:
                 if part.member.identity.alive():
                     raise
@@ -220,10 +230,9 @@ class Suspending:
     def let_go(self) -> None:
         """Lets go of the source's memory."""
         for part in self._parts:
-            self._vault.drop(key_of(self._work.id, part.member, "source"))
+            part.vault.drop(key_of(self._work.id, part.member, "source"))
             part.close()
-        self._mover.close()
-        self._vault.close()
+        self._residents.close()
 
     def _settle(self) -> None:
         if self._copying is not None:
@@ -234,8 +243,9 @@ class Suspending:
 class _Coming:
     """One process on its way back."""
 
-    def __init__(self, member: Member, shim: Shim, arena: int):
+    def __init__(self, member: Member, shim: Shim, residents: Residents, arena: int):
         self.member, self.shim, self.arena = member, shim, arena
+        self.vault, self.mover = residents.vault(shim.owner), residents.mover(shim.owner)
         self.layout = read_layout(arena)
         self.target: dict[int, int] = {}
         self.mapped = False
@@ -257,19 +267,21 @@ class Resuming:
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         self._work = work
-        self._vault, self._mover = Vault(), Mover()
-        self._parts = [_Coming(m, shims[m.pid], self._arena(m, shims[m.pid])) for m in members if m.pid in shims]
+        self._residents = Residents()
+        mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
+        self._parts = [_Coming(m, shim, self._residents, self._arena(m, shim)) for m, shim in mine]
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
     def _arena(self, member: Member, shim: Shim) -> int:
+        vault = self._residents.vault(shim.owner)
         with contextlib.suppress(KeyError):
-            return self._vault.get(aside_key(member))[0][0]
+            return vault.get(aside_key(member))[0][0]
         fd = shim.kept()  # the vault was killed meanwhile
         if fd < 0:
             raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
-        self._vault.put(aside_key(member), [fd])
+        vault.put(aside_key(member), [fd])
         return fd
 
     def prepare(self) -> None:
@@ -278,14 +290,14 @@ class Resuming:
             pid = part.member.pid
             for gpu in sorted({part.there(p) for p in part.layout}):
                 mine = [p for p in part.layout if part.there(p) == gpu]
-                made = self._mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
+                made = part.mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
             ids = sorted(part.target)
             note = msgspec.json.encode(ids)
-            self._vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+            part.vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
             if part.layout:
                 total = sum(p.bytes for p in part.layout)
-                self._mover.arena(f"{pid}/arena", part.arena, total, part.there(part.layout[0]))
+                part.mover.arena(f"{pid}/arena", part.arena, total, part.there(part.layout[0]))
 
     def start_copy(self) -> None:
         """Copies in the background; the driver's restore runs meanwhile."""
@@ -293,14 +305,14 @@ class Resuming:
         self._copying.start()
 
     def _copy(self) -> None:
+        copies: dict[int, list[tuple[str, str, int, str]]] = {}
+        for part in self._parts:
+            for gpu in sorted({part.there(p) for p in part.layout}):
+                first = next(p for p in part.layout if part.there(p) == gpu)
+                one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
+                copies.setdefault(part.shim.owner, []).append(one)
         try:
-            seconds = 0.0
-            for part in self._parts:
-                for gpu in sorted({part.there(p) for p in part.layout}):
-                    first = next(p for p in part.layout if part.there(p) == gpu)
-                    keys = f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena"
-                    seconds += self._mover.host("in", *keys, first.offset, gpu=gpu, limit=copy_limit(self.bytes))
-            self._work.timings["copy"] = seconds
+            self._work.timings["copy"] = copy_all(self._residents, "in", copies, copy_limit(self.bytes))
         except BaseException as error:
             self._failed = error
 
@@ -345,15 +357,14 @@ class Resuming:
         for part in self._parts:
             with contextlib.suppress(LimosaError):
                 part.shim.keep()
-            self._vault.drop(aside_key(part.member))
+            part.vault.drop(aside_key(part.member))
         self._close()
 
     def _close(self) -> None:
         for part in self._parts:
-            self._vault.drop(key_of(self._work.id, part.member, "target"))
+            part.vault.drop(key_of(self._work.id, part.member, "target"))
             part.close()
-        self._mover.close()
-        self._vault.close()
+        self._residents.close()
 
     def _settle(self) -> None:
         if self._copying is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,8 +20,8 @@ import msgspec
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
 from limosa.operation.journal import Journal, Member
 from limosa.operation.work import Work
-from limosa.parking.mover import Mover
 from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory, Shim
 from limosa.parking.vault import Vault
 
@@ -122,9 +123,8 @@ class Parked:
         self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._vault = Vault()
-        self._mover = Mover()
-        self._copies: list[tuple[str, str, str]] = []
+        self._residents = Residents()
+        self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = 0
@@ -133,7 +133,9 @@ class Parked:
 
     def prepare(self) -> None:
         """Makes the destination's memory and has everything held by vault and mover; the jobs run on meanwhile."""
-        self._mover.prepare(sorted({b for part in self._parts for b in part.member.map.values()}))
+        for owner in {part.shim.owner for part in self._parts}:
+            gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
+            self._residents.mover(owner).prepare(sorted(gpus))
         for part in self._parts:
             self._add(part, part.pieces())
 
@@ -148,19 +150,21 @@ class Parked:
             if here == there:
                 part.target.update({i: part.source[i] for i in ids})
                 continue
-            key = f"{part.member.pid}/{len(self._copies)}"
-            self._mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
-            made = self._mover.make(f"{key}/target", sizes, there)
+            copies = self._copies.setdefault(part.shim.owner, [])
+            mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{len(copies)}"
+            mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
+            made = mover.make(f"{key}/target", sizes, there)
             part.target.update(zip(ids, made, strict=True))
-            self._copies.append((f"{key}/source", f"{key}/target", there))
+            copies.append((f"{key}/source", f"{key}/target", there))
             self.bytes += sum(sizes)
         self._hold(part)
 
     def _hold(self, part: _Part) -> None:
         ids = sorted(part.source)
         note = msgspec.json.encode(ids)
-        self._vault.put(key_of(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
-        self._vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+        vault = self._residents.vault(part.shim.owner)
+        vault.put(key_of(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
+        vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
@@ -188,11 +192,12 @@ class Parked:
         """Copies in the background; the driver's checkpoint runs meanwhile."""
 
         def copy() -> None:
+            begun = time.monotonic()
             try:
-                seconds = 0.0
-                for source, target, gpu in self._copies:
-                    seconds += self._mover.copy(source, target, gpu, copy_limit(self.bytes))
-                self._work.timings["copy"] = seconds
+                limit = copy_limit(self.bytes)
+                movers = self._residents.mover
+                together([partial(movers(owner).copy, copies, limit) for owner, copies in self._copies.items()])
+                self._work.timings["copy"] = time.monotonic() - begun
             except BaseException as error:
                 self._failed = error
 
@@ -235,7 +240,7 @@ class Parked:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
         for part in self._parts:
             for side in ("target", "source"):
-                self._vault.drop(key_of(self._work.id, part.member, side))
+                self._residents.vault(part.shim.owner).drop(key_of(self._work.id, part.member, side))
         self.close()
 
     # -- the way back --------------------------------------------------------------------------------------------
@@ -272,11 +277,10 @@ class Parked:
             self._copying = None
 
     def close(self) -> None:
-        """Ends the connections and the mover."""
+        """Ends the connections."""
         for part in self._parts:
             part.close()
-        self._mover.close()
-        self._vault.close()
+        self._residents.close()
 
 
 def together(calls: Sequence[Callable[[], object]]) -> None:
@@ -307,25 +311,24 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> None:
     """
     forward = dead.began("open")
     alive = [m for m in dead.header.members if m.identity.alive() and dead.began("map" if forward else "park", m.pid)]
-    with Vault() as vault:
-        if not forward:
-            for member in dead.header.members:
-                if dead.began("map", member.pid) and member.identity.alive():
-                    with Shim(member.identity) as shim:
-                        if shim.hello().stand is not Stand.OPEN:
-                            shim.unmap()
-            driver_home()
-        for member in alive:
-            _give_back(vault, dead.header.id, member, "target" if forward else "source")
+    if not forward:
+        for member in dead.header.members:
+            if dead.began("map", member.pid) and member.identity.alive():
+                with Shim(member.identity) as shim:
+                    if shim.hello().stand is not Stand.OPEN:
+                        shim.unmap()
+        driver_home()
+    for member in alive:
+        _give_back(dead.header.id, member, "target" if forward else "source")
     forget(dead)
 
 
 def forget(dead: Journal) -> None:
-    """Has the vault let go of what it held for that operation (not of arenas)."""
-    with Vault() as vault:
-        for member in dead.header.members:
-            for side in ("target", "source"):
-                vault.drop(key_of(dead.header.id, member, side))
+    """Has the vaults let go of what they held for that operation (not of arenas)."""
+    for vault in Vault.all():
+        with vault:
+            for key in [key for key in vault.held() if key.startswith(f"{dead.header.id}/")]:
+                vault.drop(key)
 
 
 def aside(members: Sequence[Member]) -> bool:
@@ -340,11 +343,12 @@ def aside(members: Sequence[Member]) -> bool:
     return False
 
 
-def _give_back(vault: Vault, operation: str, member: Member, side: str) -> None:
+def _give_back(operation: str, member: Member, side: str) -> None:
     with Shim(member.identity) as shim:
         stand = shim.hello().stand
         if stand is Stand.AWAY:
-            fds, note = vault.get(key_of(operation, member, side))
+            with Vault(shim.owner) as vault:
+                fds, note = vault.get(key_of(operation, member, side))
             try:
                 stand = shim.map(msgspec.json.decode(note, type=list[int]), fds)
             finally:
@@ -365,4 +369,4 @@ def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], li
 
 def key_of(operation: str, member: Member, side: str) -> str:
     """What the vault calls one side's memory of a process."""
-    return f"{operation}/{member.pid}/{side}"
+    return f"{operation}/{side}/{member.identity.to_str()}"

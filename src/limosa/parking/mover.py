@@ -1,18 +1,18 @@
-"""The mover from Limosa's side: started for an operation, told what to make, map and copy."""
+"""The mover from Limosa's side: connected to, told what to make, map and copy.
+
+What one connection has made and taken is its own, and let go of when the connection ends.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from limosa.errors import FailedUndone, NoRoomOnGpu
-from limosa.parking.mover_main import SEARCH_PATH
-from limosa.parking.packets import MOST, receive, send
-from limosa.parking.vault import spawn
+from limosa.parking.packets import MOST, peer, receive, send
+from limosa.parking.resident import Found, connect, replace, residents, socket_path
 
 CALL_SECONDS = 60.0
 SLOWEST_PIN = 0.5e9
@@ -20,29 +20,32 @@ SLOWEST_PIN = 0.5e9
 
 
 class Mover:
-    """A mover of our own, which ends when we do.
+    """A connection to a user's mover, which is started where there is none.
+
+    Args:
+        uid: whose; the caller's own, or, for root, anybody's.
+        found: one that was looked for; else it is started where it is not there.
 
     Raises:
-        OSError: it cannot be started.
+        FailedUndone: it is not there and cannot be started.
     """
 
-    def __init__(self) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process: subprocess.Popen[bytes] = spawn(
-                "mover_main.py", SEARCH_PATH, [str(theirs.fileno())], fd=theirs.fileno()
-            )
+    def __init__(self, uid: int | None = None, *, found: Found | None = None) -> None:
+        self.uid = os.geteuid() if uid is None else uid
+        self._connection, self.identity, self.said = found or connect("mover", self.uid)
+
+    @classmethod
+    def all(cls) -> list[Mover]:
+        """Return connections to the movers that live: the caller's own; for root, everybody's."""
+        return [cls(peer(found.connection)[1], found=found) for found in residents("mover")]
 
     def prepare(self, gpus: Sequence[str]) -> None:
         """Have contexts on these GPUs (UUIDs) ready."""
-        self._ask({"verb": "prepare", "gpus": list(gpus)})
+        self.ask({"verb": "prepare", "gpus": list(gpus)})
 
     def take(self, key: str, fds: Sequence[int], sizes: Sequence[int], gpu: str) -> None:
         """Have it map memory, to be used from a GPU; the descriptors stay ours."""
-        for start in range(0, max(1, len(fds)), MOST):
-            message = {"verb": "take", "key": key, "sizes": list(sizes), "gpu": gpu, "more": start + MOST < len(fds)}
-            self._send(message, fds[start : start + MOST])
-        self._receive(CALL_SECONDS)
+        self.ask({"verb": "take", "key": key, "sizes": list(sizes), "gpu": gpu}, fds=fds)
 
     def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
@@ -50,40 +53,47 @@ class Mover:
         Raises:
             NoRoomOnGpu: there is none.
         """
-        self._send({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu})
-        found: list[int] = []
-        while True:
-            message, fds = self._receive(CALL_SECONDS)
-            found += fds
-            if not message["more"]:
-                return found
+        return self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu})[1]
 
-    def copy(self, source: str, target: str, gpu: str, limit: float) -> float:
-        """Have it copy all that one key holds to what another holds; returns seconds."""
-        return float(self._ask({"verb": "copy", "source": source, "target": target, "gpu": gpu}, limit)["seconds"])
+    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> float:
+        """Have it copy, all at once, what keys hold to what others hold; returns seconds.
+
+        Args:
+            copies: source's key, target's key, the GPU that copies.
+            limit: seconds after which it counts as hung.
+            rate: bytes a second; 0: as fast as it goes.
+        """
+        message = {"verb": "copy", "copies": [list(one) for one in copies], "rate": rate}
+        return float(self.ask(message, limit)[0]["seconds"])
 
     def arena(self, key: str, fd: int, bytes_: int, gpu: str) -> None:
         """Have it map, and pin, host memory; the descriptor stays ours."""
-        self._send({"verb": "arena", "key": key, "bytes": bytes_, "gpu": gpu}, [fd])
-        self._receive(CALL_SECONDS + bytes_ / SLOWEST_PIN)
+        message = {"verb": "arena", "key": key, "bytes": bytes_, "gpu": gpu}
+        self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, [fd])
 
-    def host(self, way: str, key: str, arena: str, offset: int, *, gpu: str, limit: float) -> float:
-        """Have it copy all of a key to the arena ("out") or back ("in"); returns seconds."""
-        message = {"verb": "host", "way": way, "key": key, "arena": arena, "offset": offset, "gpu": gpu}
-        return float(self._ask(message, limit)["seconds"])
+    def host(self, way: str, copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0) -> float:
+        """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns seconds.
+
+        Args:
+            way: "out" or "in".
+            copies: key, the arena's key, where in it, the GPU that copies.
+            limit: seconds after which it counts as hung.
+            rate: bytes a second; 0: as fast as it goes.
+        """
+        message = {"verb": "host", "way": way, "copies": [list(one) for one in copies], "rate": rate}
+        return float(self.ask(message, limit)[0]["seconds"])
 
     def drop(self, key: str) -> None:
         """Have it let go of a key."""
-        self._ask({"verb": "drop", "key": key})
+        self.ask({"verb": "drop", "key": key})
+
+    def end(self) -> None:
+        """Have it end as soon as nobody needs it."""
+        self.ask({"verb": "end"})
 
     def close(self) -> None:
-        """Let it end; what it held and nobody else holds is gone."""
+        """End the connection; what it held for us and nobody else holds is gone."""
         self._connection.close()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
     def __enter__(self) -> Mover:
         return self
@@ -93,28 +103,52 @@ class Mover:
     ) -> None:
         self.close()
 
-    def _ask(self, message: dict[str, Any], limit: float = CALL_SECONDS) -> dict[str, Any]:
-        self._send(message)
-        return self._receive(limit)[0]
+    def ask(
+        self, message: dict[str, Any], limit: float = CALL_SECONDS, fds: Sequence[int] = ()
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Ask something; returns the answer, and descriptors that are ours to close.
 
-    def _send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-        self._connection.settimeout(CALL_SECONDS)
-        try:
-            send(self._connection, message, fds)
-        except OSError as error:
-            raise FailedUndone(f"the mover, which copies device memory, has gone ({error})") from error
+        Args:
+            message: ``verb`` and what it takes.
+            limit: seconds after which the mover counts as hung: it is ended then.
+            fds: descriptors to send along; they stay ours.
 
-    def _receive(self, limit: float) -> tuple[dict[str, Any], list[int]]:
-        self._connection.settimeout(limit)
+        Raises:
+            FailedUndone: it could not do it, has gone or hangs.
+            NoRoomOnGpu: there is no device memory for it.
+        """
+        message = {**message, "limit": limit}
+        found: list[int] = []
         try:
-            message, fds = receive(self._connection)
-        except (EOFError, OSError) as error:
-            text = str(error) or "it was killed"
-            raise FailedUndone(f"the mover, which copies device memory, does not answer ({text})") from error
-        if "error" in message:
-            for fd in fds:
+            self._connection.settimeout(limit)
+            for start in range(0, len(fds) - MOST, MOST):
+                send(self._connection, {"more": True}, fds[start : start + MOST])
+            rest = fds[(len(fds) - 1) // MOST * MOST :] if fds else ()
+            send(self._connection, message, rest)
+            while True:
+                answer, some = receive(self._connection)
+                found += some
+                if not answer.get("more"):
+                    break
+            self._raise(answer)
+        except BaseException as error:
+            for fd in found:
                 os.close(fd)
-            if message.get("result") == "CUDA_ERROR_OUT_OF_MEMORY":
+            if isinstance(error, TimeoutError):
+                replace(socket_path("mover", self.uid), self.identity)
+                raise FailedUndone(
+                    f"the mover, which copies device memory, has not answered for {limit:g} s ({message['verb']}); "
+                    "it was ended"
+                ) from error
+            if isinstance(error, (EOFError, OSError)):
+                text = str(error) or "it was killed"
+                raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
+            raise
+        return answer, found
+
+    @staticmethod
+    def _raise(answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            if answer.get("result") == "CUDA_ERROR_OUT_OF_MEMORY":
                 raise NoRoomOnGpu(detail="the destination filled up while memory was made there")
-            raise FailedUndone(f"the mover: {message['error']}")
-        return message, fds
+            raise FailedUndone(f"the mover: {answer['error']}")

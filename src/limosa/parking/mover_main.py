@@ -1,213 +1,137 @@
-"""The mover: the process that makes, maps and copies device memory for an operation on parked jobs.
+"""The mover: the process that makes, maps and copies device memory for operations on parked jobs of one user.
 
-Started by :mod:`limosa.parking.mover` (``python -I mover_main.py FD``); ends with its controller. What it holds, the
-vault holds too: it may be killed at any moment.
-
-What it is asked (``packets.py``): ``prepare`` gpus; ``take`` key, sizes, gpu (descriptors come with it, in parts);
-``make`` key, sizes, gpu (answered with descriptors, in parts); ``copy`` source, target, gpu; ``drop`` key.
+Started by :mod:`limosa.parking.resident` and found by its socket; several controllers at once, a thread each
+(``mover_session.py``). What it holds for an operation, the vault holds too: it may be killed at any moment, and is
+replaced where it hangs. It ends ten minutes after its last controller has gone, after SIGTERM, or when told (``end``),
+as soon as nobody needs it.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import resource
+import selectors
 import signal
 import socket
-import sys
+import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
-SEARCH_PATH = "LIMOSA_MOVER_SYS_PATH"
-STREAMS = 4
-CHUNK = 64 << 20
-_SHIELDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-)
+from limosa.gpu import binding
+from limosa.parking import mover_arena, mover_memory
+from limosa.parking.mover_session import Reply, Session, Shared, Verb
+from limosa.parking.packets import peer
+from limosa.parking.resident import socket_path
+from limosa.parking.resident_main import begin
+
+GROUPS = (mover_memory, mover_arena)
+NAME = "limosa-mover"
+IDLE_SECONDS = float(os.environ.get("LIMOSA_MOVER_IDLE", "600"))
+LOOK_SECONDS = 0.5
+
+
+def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Say who it is, how busy, on which GPUs, and when it ends."""
+    shared = session.shared
+    with shared.lock:
+        n = len(shared.sessions) - 1
+    left = max(0.0, IDLE_SECONDS - (time.monotonic() - shared.last)) if not n else None
+    return {"pid": os.getpid(), "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
+
+
+def end(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """End as soon as nobody else needs it."""
+    session.shared.retiring = True
+    return {}
 
 
 class Mover:
-    """What it holds, by key, and what it does."""
+    """The mover's socket and its sessions."""
 
-    def __init__(self) -> None:
-        from limosa.gpu.vmm import Contexts
+    def __init__(self, path: str, verbs: dict[str, Verb]):
+        self.path, self.verbs, self.shared = path, verbs, Shared()
+        self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        # Bound elsewhere and renamed: whoever connects finds this mover or the one before, never none.
+        part = f"{path}.{os.getpid()}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+        self.listening.bind(part)
+        os.chmod(part, 0o600)
+        self.listening.listen(64)
+        self.listening.setblocking(False)
+        self._inode = os.stat(part).st_ino
+        os.rename(part, path)
 
-        self.contexts = Contexts()
-        self.pieces: dict[str, list[Any]] = {}
-        self.coming: dict[str, list[int]] = {}
+    def serve(self) -> None:
+        """Answer until nobody has asked for a while, or it is to end; then until the last controller has gone."""
+        shared = self.shared
+        with selectors.DefaultSelector() as ready:
+            ready.register(self.listening, selectors.EVENT_READ)
+            while not shared.retiring:
+                ready.select(LOOK_SECONDS)
+                self.accept()
+                with shared.lock:
+                    idle = 0.0 if shared.sessions else time.monotonic() - shared.last
+                shared.retiring |= idle > IDLE_SECONDS or not self.has_name() or (idle == 0 and self.any_stuck())
+        if self.has_name():
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+        self.accept()  # who has connected already is served
+        self.listening.close()
+        while shared.sessions and not shared.stuck():
+            time.sleep(LOOK_SECONDS / 10)
 
-    def prepare(self, gpus: Sequence[str]) -> None:
-        """Have contexts ready."""
-        for uuid in gpus:
-            self.contexts.use(uuid)
+    def any_stuck(self) -> bool:
+        """Return whether a call has been under way for longer than it may: others had better use another mover."""
+        with self.shared.lock:
+            return any(session.until < time.monotonic() for session in self.shared.sessions)
 
-    def take(self, key: str, sizes: Sequence[int], gpu: str, fds: list[int]) -> None:
-        """Map memory for which descriptors have come, to be used from a GPU."""
-        from limosa.gpu.vmm import Piece
-
-        self.contexts.use(gpu)
-        user = [self.contexts.ordinal(gpu)]
-        held = self.pieces.setdefault(key, [])
-        for fd, size in zip(fds, sizes, strict=True):
-            held.append(Piece.take(fd, size, user))
-
-    def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
-        """Make memory on a GPU; returns descriptors."""
-        from limosa.gpu.vmm import Piece
-
-        self.contexts.use(gpu)
-        ordinal = self.contexts.ordinal(gpu)
-        held = self.pieces.setdefault(key, [])
-        begin = len(held)
+    def has_name(self) -> bool:
+        """Return whether who looks for a mover finds this one."""
         try:
-            held.extend(Piece.make(size, ordinal, [ordinal]) for size in sizes)
-            return [piece.export() for piece in held[begin:]]
-        except BaseException:
-            while len(held) > begin:
-                held.pop().close()
-            raise
+            return os.stat(self.path).st_ino == self._inode
+        except OSError:
+            return False
 
-    def copy(self, source: str, target: str, gpu: str) -> float:
-        """Copy each piece of one key to that of another, in their order; returns seconds."""
-        from limosa.gpu.vmm import call
-
-        self.contexts.use(gpu)
-        begun = time.monotonic()
-        streams = [call("cuStreamCreate", 1) for _ in range(STREAMS)]
-        turn = 0
-        for from_, to in zip(self.pieces.get(source, []), self.pieces.get(target, []), strict=True):
-            for start in range(0, from_.bytes, CHUNK):
-                size = min(CHUNK, from_.bytes - start)
-                call("cuMemcpyDtoDAsync", to.at + start, from_.at + start, size, streams[turn % STREAMS])
-                turn += 1
-        for stream in streams:
-            call("cuStreamSynchronize", stream)
-            call("cuStreamDestroy", stream)
-        return time.monotonic() - begun
-
-    def arena(self, key: str, fd: int, bytes_: int, gpu: str) -> None:
-        """Map host memory that a descriptor leads to, pinned, as one piece."""
-        from limosa.gpu.vmm import HostPiece
-
-        self.contexts.use(gpu)
-        self.pieces[key] = [HostPiece(fd, bytes_)]
-
-    def host(self, way: str, key: str, arena: str, offset: int, gpu: str) -> float:
-        """Copy all of a key to the arena from an offset on ("out"), or back ("in"); returns seconds."""
-        from limosa.gpu.vmm import call
-
-        self.contexts.use(gpu)
-        begun = time.monotonic()
-        base, turn = self.pieces[arena][0].at + offset, 0
-        streams = [call("cuStreamCreate", 1) for _ in range(STREAMS)]
-        for piece in self.pieces.get(key, []):
-            for start in range(0, piece.bytes, CHUNK):
-                size, stream = min(CHUNK, piece.bytes - start), streams[turn % STREAMS]
-                if way == "out":
-                    call("cuMemcpyDtoHAsync", base + start, piece.at + start, size, stream)
-                else:
-                    call("cuMemcpyHtoDAsync", piece.at + start, base + start, size, stream)
-                turn += 1
-            base += piece.bytes
-        for stream in streams:
-            call("cuStreamSynchronize", stream)
-            call("cuStreamDestroy", stream)
-        return time.monotonic() - begun
-
-    def drop(self, key: str) -> None:
-        """Let go of a key."""
-        for piece in self.pieces.pop(key, []):
-            piece.close()
-
-
-def serve(connection: socket.socket) -> None:
-    """Answer until the controller is gone."""
-    from limosa.errors import LimosaError
-    from limosa.parking.packets import MOST, receive, send
-
-    mover = Mover()
-    while True:
-        try:
-            asked, fds = receive(connection)
-        except (EOFError, OSError, ValueError):
-            return
-        verb, key = asked.get("verb"), asked.get("key", "")
-        try:
-            if verb == "take":
-                coming = mover.coming.setdefault(key, [])
-                coming += fds
-                fds = []
-                if asked.get("more"):
-                    continue
-                try:
-                    mover.take(key, asked["sizes"], asked["gpu"], coming)
-                finally:
-                    for fd in mover.coming.pop(key):
-                        os.close(fd)
-                send(connection, {})
-            elif verb == "make":
-                made = mover.make(key, asked["sizes"], asked["gpu"])
-                try:
-                    for start in range(0, max(1, len(made)), MOST):
-                        send(connection, {"more": start + MOST < len(made)}, made[start : start + MOST])
-                finally:
-                    for fd in made:
-                        os.close(fd)
-            elif verb == "copy":
-                send(connection, {"seconds": mover.copy(asked["source"], asked["target"], asked["gpu"])})
-            elif verb == "arena":
-                mover.arena(key, fds[0], asked["bytes"], asked["gpu"])
-                send(connection, {})
-            elif verb == "host":
-                seconds = mover.host(asked["way"], key, asked["arena"], asked["offset"], asked["gpu"])
-                send(connection, {"seconds": seconds})
-            elif verb == "drop":
-                mover.drop(key)
-                send(connection, {})
-            elif verb == "prepare":
-                mover.prepare(asked["gpus"])
-                send(connection, {})
-            else:
-                send(connection, {"error": f"the mover knows no {verb}"})
-        except LimosaError as error:
-            send(connection, {"error": error.message, "result": error.fields.get("result", "")})
-        except Exception as error:
-            send(connection, {"error": f"{type(error).__name__}: {error}"})
-        finally:
-            for fd in fds:
-                os.close(fd)
+    def accept(self) -> None:
+        """Take in those that have connected, if they are the owner or root."""
+        while True:
+            try:
+                connection, _ = self.listening.accept()
+            except OSError:
+                return
+            if peer(connection)[1] not in (0, os.geteuid()):
+                connection.close()
+                continue
+            connection.setblocking(True)
+            session = Session(connection, self.shared, self.verbs)
+            with self.shared.lock:
+                self.shared.sessions.add(session)
+            threading.Thread(target=session.run, daemon=True).start()
 
 
 def main(argv: list[str]) -> int:
     """Run the mover.
 
     Args:
-        argv: the descriptor of the socketpair's end.
+        argv: the user whose jobs it is for.
 
     Returns:
         The exit code.
     """
-    for number in _SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
-    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_PRELOAD"):
+    verbs: dict[str, Verb] = {"ping": ping, "end": end}
+    for group in GROUPS:
+        verbs.update(group.VERBS)
+    with contextlib.suppress(Exception):  # it is asked for again, and says then what is missing
+        binding.load_binding()
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         os.environ.pop(variable, None)
-    with open("/proc/self/comm", "w", encoding="ascii") as file:
-        file.write("limosa-mover")
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    connection = socket.socket(fileno=int(argv[0]))
-    connection.set_inheritable(False)
-    serve(connection)
+    begin(NAME, int(argv[0]))
+    mover = Mover(str(socket_path("mover", os.geteuid())), verbs)
+
+    def told(number: int, frame: object) -> None:
+        mover.shared.retiring = True
+
+    signal.signal(signal.SIGTERM, told)
+    mover.serve()
     return 0
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(os.environ.pop(SEARCH_PATH, "[]")) or sys.path
-    os._exit(main(sys.argv[1:]))

@@ -58,7 +58,8 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return message, fds
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return whose process is at the other end (SO_PEERCRED)."""
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return which process is at the other end, and whose it is (SO_PEERCRED)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(pid), int(uid)

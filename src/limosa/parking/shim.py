@@ -18,6 +18,7 @@ import msgspec
 from limosa.errors import LimosaError, NoSuchProcess
 from limosa.gpu.names import uuid_of_bytes
 from limosa.parking import LIBRARY
+from limosa.parking.packets import peer
 from limosa.parking.protocol import (
     AWAY,
     COUNT_KINDS,
@@ -104,6 +105,9 @@ class Shim:
         identity: the process.
         limit: seconds for an answer.
 
+    Attributes:
+        owner: whose process it is: his vault and his mover serve it.
+
     Raises:
         NoSuchProcess: it has ended.
         ShimError: it does not run under the shim, or belongs to somebody else.
@@ -118,6 +122,7 @@ class Shim:
             try:
                 self._socket.connect(f"\0limosa/shim/{identity.pid}")
                 identity.check()
+                self.owner = peer(self._socket)[1]
                 return
             except OSError as error:
                 self._socket.close()

@@ -1,8 +1,8 @@
 """The vault: a small process without CUDA that holds descriptors, so that bytes outlive whoever moves them.
 
-Started by :mod:`limosa.parking.vault` as a file (``python -I vault_main.py SOCKET``), as the user whose jobs it is
-for. Device memory lives as long as somebody has a descriptor of it; a driver error cannot end a process that makes no
-driver calls. It ends when it has held nothing for a while.
+Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Device memory lives as long as somebody has
+a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
+a while.
 
 What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``. A key is
 there as a whole or not at all: a put that is broken off is forgotten.
@@ -12,28 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import resource
 import selectors
 import signal
 import socket
-import sys
 import time
 from typing import Any
 
-SEARCH_PATH = "LIMOSA_VAULT_SYS_PATH"
+from limosa.errors import LimosaError
+from limosa.parking.packets import MOST, peer, receive, send
+from limosa.parking.resident import socket_path
+from limosa.parking.resident_main import begin
+from limosa.process.identity import Identity
+
 LOOK_SECONDS = 2.0
 IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
-_SHIELDED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-)
 
 
 class Entry:
@@ -59,8 +52,6 @@ class Vault:
 
     def answer(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
         """Do what is asked and say so; descriptors that came with it are the vault's."""
-        from limosa.parking.packets import MOST, send
-
         verb, key = asked.get("verb"), asked.get("key", "")
         if verb == "put":
             name, entry = self.unfinished.pop(client, (key, Entry(asked.get("note", b""))))
@@ -98,15 +89,12 @@ class Vault:
             send(client, {"error": f"the vault knows no {verb}"})
 
     def let_ended_go(self) -> None:
-        """Arenas are held for a process ("aside/PID@START"): where it has ended, nobody comes back for them."""
-        from limosa.errors import LimosaError
-        from limosa.process.identity import Identity
-
-        for key in [key for key in self.held if key.startswith("aside/")]:
+        """All is held for a process ("…/PID@START"): where that has ended, nobody comes back for it."""
+        for key in list(self.held):
             try:
-                alive = Identity.from_str(key.removeprefix("aside/")).alive()
+                alive = Identity.from_str(key.rpartition("/")[2]).alive()
             except LimosaError:
-                alive = False
+                continue  # not of a process: until it is told to let go
             if not alive:
                 self.held.pop(key).close()
 
@@ -118,8 +106,6 @@ class Vault:
 
 def serve(path: str) -> None:
     """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``."""
-    from limosa.parking.packets import peer_uid, receive
-
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     # Whoever has the lock is the vault; a socket that is there is of one that was killed.
     guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -143,7 +129,7 @@ def serve(path: str) -> None:
                 last = time.monotonic()
                 if key.fileobj is listening:
                     client, _ = listening.accept()
-                    if peer_uid(client) in (0, os.geteuid()):
+                    if peer(client)[1] in (0, os.geteuid()):
                         client.settimeout(10)
                         ready.register(client, selectors.EVENT_READ)
                     else:
@@ -165,21 +151,11 @@ def main(argv: list[str]) -> int:
     """Run the vault.
 
     Args:
-        argv: the path of its socket.
+        argv: the user whose jobs it is for.
 
     Returns:
         The exit code.
     """
-    for number in _SHIELDED:
-        signal.signal(number, signal.SIG_IGN)
-    with open("/proc/self/comm", "w", encoding="ascii") as file:
-        file.write("limosa-vault")
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    serve(argv[0])
+    begin("limosa-vault", int(argv[0]), [signal.SIGTERM])
+    serve(str(socket_path("vault", os.geteuid())))
     return 0
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(os.environ.pop(SEARCH_PATH, "[]")) or sys.path
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,16 @@ import os
 
 from limosa.process.slurp import slurp
 
+MOVER = b"limosa-mover"
+
+
+def is_mover(pid: int) -> bool:
+    """Return whether a process is Limosa's own, that copies device memory: it is nobody's job."""
+    try:
+        return slurp(f"/proc/{pid}/comm").rstrip() == MOVER
+    except OSError:
+        return False
+
 
 def may_use_cuda(pid: int) -> bool:
     """Return whether a process has libcuda mapped; True where it may not be looked at, False where it is gone."""
@@ -31,7 +41,7 @@ def candidates() -> list[int]:
         if not name.isdigit():
             continue
         try:
-            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16):
+            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16) and not is_mover(int(name)):
                 found.append(int(name))
         except OSError:
             continue

@@ -1,0 +1,111 @@
+"""What the mover does with device memory: makes it, takes it from descriptors, copies it between GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from limosa.gpu.vmm import Piece, call
+from limosa.parking.mover_session import Reply, Session
+from limosa.parking.rate import Rate
+
+STREAMS = 4
+CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
+
+
+def prepare(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Have contexts ready: ``gpus``."""
+    for uuid in asked["gpus"]:
+        session.contexts.use(uuid)
+    return {}
+
+
+def take(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Map memory that descriptors lead to, to be used from a GPU: ``key``, ``sizes``, ``gpu``."""
+    session.contexts.use(asked["gpu"])
+    user = [session.contexts.ordinal(asked["gpu"])]
+    held = session.pieces.setdefault(asked["key"], [])
+    for fd, size in zip(fds, asked["sizes"], strict=True):
+        held.append(Piece.take(fd, size, user))
+    return {}
+
+
+def make(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Make memory on a GPU and give descriptors of it away: ``key``, ``sizes``, ``gpu``."""
+    session.contexts.use(asked["gpu"])
+    ordinal = session.contexts.ordinal(asked["gpu"])
+    made: list[Piece] = []
+    given: list[int] = []
+    try:
+        for size in asked["sizes"]:
+            made.append(Piece.make(size, ordinal, [ordinal]))
+            given.append(made[-1].export())
+    except BaseException:
+        for fd in given:
+            os.close(fd)
+        for piece in made:
+            piece.close()
+        raise
+    session.pieces.setdefault(asked["key"], []).extend(made)
+    return {}, given
+
+
+def copy(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Copy, all at once, what keys hold to what others hold, in their order.
+
+    ``copies`` (source, target, the GPU that copies), ``rate``.
+    """
+    rate = Rate(asked.get("rate", 0.0))
+    begun, total = time.monotonic(), 0
+    chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
+    work = []
+    for source, target, gpu in asked["copies"]:
+        pairs = zip(session.pieces.get(source, []), session.pieces.get(target, []), strict=True)
+        spans = [(b.at + i, a.at + i, min(chunk, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, chunk)]
+        work.append((gpu, spans))
+    with Streams(session) as streams:
+        for turn in range(max((len(spans) for _, spans in work), default=0)):  # in turns: all of them at work at once
+            for gpu, spans in work:
+                if turn < len(spans):
+                    to, from_, size = spans[turn]
+                    rate.spend(size)
+                    call("cuMemcpyDtoDAsync", to, from_, size, streams.next(gpu))
+                    total += size
+    return {"seconds": time.monotonic() - begun, "bytes": total}
+
+
+def drop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Let go of a key."""
+    session.drop(asked["key"])
+    return {}
+
+
+class Streams:
+    """Streams on several GPUs, taken in turns; at the end of the block all that was put on them is done."""
+
+    def __init__(self, session: Session):
+        self._session = session
+        self._made: dict[str, list[Any]] = {}
+        self._turn = 0
+
+    def next(self, gpu: str) -> Any:
+        """Return a stream on a GPU, whose context is the calling thread's then."""
+        self._session.contexts.use(gpu)
+        if gpu not in self._made:
+            self._made[gpu] = [call("cuStreamCreate", 1) for _ in range(STREAMS)]
+        self._turn += 1
+        return self._made[gpu][self._turn % STREAMS]
+
+    def __enter__(self) -> Streams:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        for gpu, streams in self._made.items():
+            self._session.contexts.use(gpu)
+            for stream in streams:
+                call("cuStreamSynchronize", stream)
+                call("cuStreamDestroy", stream)
+
+
+VERBS = {"prepare": prepare, "take": take, "make": make, "copy": copy, "drop": drop}

@@ -1,0 +1,131 @@
+"""The mover's side of a connection: one controller, one thread, what it holds, and the verbs that it is asked.
+
+Verbs come in groups, each a module with a table ``VERBS``: a function takes the session, what was asked, and the
+descriptors that came with it (closed after it), and returns what is said, or that and descriptors to be given away.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from limosa.errors import DriverError, LimosaError
+from limosa.gpu.vmm import Contexts
+from limosa.parking.packets import MOST, receive, send
+
+Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
+STUCK_GRACE = 10.0
+"""Seconds after its time limit from which a call counts as hung."""
+_HARMLESS = frozenset({"CUDA_ERROR_OUT_OF_MEMORY"})
+
+
+class Shared:
+    """What all sessions of the mover share.
+
+    Attributes:
+        contexts: on the GPUs in use.
+        retiring: no new connections: another mover takes over. Set where the driver has said something from which a
+            process may not recover, where it is told to end, and where another has its name.
+        tidy: called when a session has ended, by its thread.
+    """
+
+    def __init__(self) -> None:
+        self.contexts = Contexts()
+        self.retiring = False
+        self.sessions: set[Session] = set()
+        self.last = time.monotonic()
+        self.lock = threading.Lock()
+        self.tidy: list[Callable[[], None]] = []
+
+    def stuck(self) -> bool:
+        """Return whether a call of each session that is left has been under way for longer than it may."""
+        with self.lock:
+            return all(session.until < time.monotonic() for session in self.sessions)
+
+
+class Session:
+    """One controller.
+
+    Attributes:
+        pieces: what it has had made or taken, by key: its own keys, dropped when it is gone.
+        until: when the call under way counts as hung.
+    """
+
+    def __init__(self, connection: socket.socket, shared: Shared, verbs: Mapping[str, Verb]):
+        self.shared, self.pieces = shared, dict[str, list[Any]]()
+        self.until = float("inf")
+        self._connection, self._verbs = connection, verbs
+        self._coming: list[int] = []
+
+    @property
+    def contexts(self) -> Contexts:
+        """The contexts of the process."""
+        return self.shared.contexts
+
+    def run(self) -> None:
+        """Answer until the controller is gone; then let go of what it had."""
+        try:
+            while self._one():
+                pass
+        finally:
+            self._connection.close()
+            for key in list(self.pieces):
+                self.drop(key)
+            for fd in self._coming:
+                os.close(fd)
+            for tidy in self.shared.tidy:
+                tidy()
+            with self.shared.lock:
+                self.shared.sessions.discard(self)
+                self.shared.last = time.monotonic()
+
+    def drop(self, key: str) -> None:
+        """Let go of a key."""
+        for piece in self.pieces.pop(key, []):
+            piece.close()
+
+    def _one(self) -> bool:
+        try:
+            asked, fds = receive(self._connection)
+            self._coming += fds
+            if asked.get("more"):
+                return True
+            fds, self._coming = self._coming, []
+            said, given = self._do(asked, fds)
+            try:
+                for start in range(0, max(1, len(given)), MOST):
+                    part = given[start : start + MOST]
+                    send(self._connection, {**said, "more": start + MOST < len(given)}, part)
+            finally:
+                for fd in given:
+                    os.close(fd)
+        except (EOFError, OSError, ValueError):
+            return False
+        return True
+
+    def _do(self, asked: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        self.until = time.monotonic() + float(asked.get("limit", 60.0)) + STUCK_GRACE
+        try:
+            verb = self._verbs.get(str(asked.get("verb")))
+            if verb is None:
+                return {"error": f"the mover knows no {asked.get('verb')}"}, []
+            reply = verb(self, asked, fds)
+            return reply if isinstance(reply, tuple) else (reply, [])
+        except LimosaError as error:
+            result = str(error.fields.get("result", ""))
+            if isinstance(error, DriverError) and result not in _HARMLESS:
+                self.shared.retiring = True
+            return {"error": error.message, "result": result, "id": error.id}, []
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}, []
+        finally:
+            self.until = float("inf")
+            for fd in fds:
+                os.close(fd)
+
+
+Verb = Callable[[Session, dict[str, Any], list[int]], Reply]

@@ -1,0 +1,48 @@
+"""What vault and mover have in common on their own side: how they come up, and as whom."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pwd
+import resource
+import signal
+from collections.abc import Sequence
+
+_IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+_PR_SET_DUMPABLE = 4
+
+
+def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
+    """Take a name, as many descriptors as may be, and the rights of the user it is for.
+
+    Import what is needed before: what root runs need not be readable for him.
+
+    Args:
+        name: what ``ps`` shows.
+        uid: the user.
+        ignored: signals to ignore besides those that a terminal sends.
+
+    Raises:
+        OSError: it may not be that user.
+    """
+    for number in (*_IGNORED, *ignored):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.pop("LD_PRELOAD", None)
+    with open("/proc/self/comm", "w", encoding="ascii") as file:
+        file.write(name)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if uid == os.geteuid():
+        return
+    try:
+        user = pwd.getpwuid(uid)
+        os.initgroups(user.pw_name, user.pw_gid)
+        group = user.pw_gid
+    except KeyError:
+        os.setgroups([])
+        group = uid
+    os.setresgid(group, group, group)
+    os.setresuid(uid, uid, uid)
+    # What changes its user loses its own /proc/self otherwise, which libcuda reads.
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
