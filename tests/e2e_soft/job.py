@@ -26,6 +26,7 @@ from cuda.bindings import driver as cu
 PTX = Path(__file__).parents[2] / "src" / "limosa" / "demo" / "kernels.ptx"
 PAGE, WORDS = 4096, 512
 MASK = (1 << 64) - 1
+STALE_SECONDS = 6.0
 
 
 def do(answer: Any) -> Any:
@@ -76,6 +77,24 @@ class Memory:
                 raise SystemExit(f"page {page} is not what round {self.round} has written")
 
 
+class Seen:
+    """Another process's memory: its rounds are seen to go on, and never to go back."""
+
+    def __init__(self, at: int):
+        self.at, self.round, self.since = at, 0, time.monotonic()
+
+    def look(self) -> None:
+        word = bytearray(8)
+        do(cu.cuMemcpyDtoH(word, self.at, 8))
+        shown = int.from_bytes(word, "little") * pow(0x9E3779B97F4A7C15, -1, MASK + 1) & MASK
+        if not self.round <= shown < 1 << 32:
+            raise SystemExit(f"round {shown} is seen after {self.round}")
+        if shown > self.round:
+            self.round, self.since = shown, time.monotonic()
+        if time.monotonic() - self.since > STALE_SECONDS:
+            raise SystemExit(f"the other's memory has stood at round {shown} for too long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -96,14 +115,16 @@ def main() -> None:
         held.append(Memory(options.also, options.mib << 20))
     if options.peer:
         do(cu.cuCtxEnablePeerAccess(held[0].context, 0))
+    seen = None
     if options.handle:
         handle = cu.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), bytes.fromhex(options.handle), 64)
-        do(cu.cuIpcOpenMemHandle(handle, 1))
+        seen = Seen(int(do(cu.cuIpcOpenMemHandle(handle, 1))))
         event = cu.CUipcEventHandle()
         ctypes.memmove(event.getPtr(), bytes.fromhex(options.event), 64)
         do(cu.cuIpcOpenEventHandle(event))
     child = None
+    (options.folder / f"pid-{'importer' if seen else 'job'}").write_text(str(os.getpid()))
     own = [sys.executable, __file__, str(options.folder), "--mib", str(options.mib), "--gpu", str(options.gpu)]
     if options.export:
         held[0].use()
@@ -122,6 +143,8 @@ def main() -> None:
         time.sleep(0.02)
         if options.spin:
             continue  # every further call on its stream would wait for the kernel
+        if seen is not None:
+            seen.look()
         for memory in held:
             memory.check([0, random.randrange(memory.size // PAGE), memory.size // PAGE - 1])
             memory.stamp()

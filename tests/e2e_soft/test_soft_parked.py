@@ -74,6 +74,60 @@ def test_a_job_of_two_processes(parked: Any) -> None:
     job.finish()
 
 
+def importer_of(job: Any) -> int:
+    """The child that has opened the job's memory, once it has."""
+    noted = job.folder / "pid-importer"
+    job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
+    return int(noted.read_text())
+
+
+def test_memory_that_two_processes_share(parked: Any) -> None:
+    """Legacy IPC, with an event beside it: there once after a move, too, and the same in both."""
+    job = start(parked, "--mib", 32, "--export")
+    child = importer_of(job)
+    for to in (1, 0, 1):
+        said = parked.says(0, "", "move", job.pid, "--to", to)
+        assert said["way"] == "parked"
+        assert 64 * MIB <= said["bytes"] < 96 * MIB, "what is shared is there once"
+        job.goes_on(3)
+        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+        assert used[1 - to] < 32 * MIB, "the source was let go of"
+        assert used[to] < 112 * MIB, "what is shared is there once"
+    with Shim(Identity.of(child)) as shim:
+        (theirs,) = [m for m in shim.memories() if m.owner]
+    (ours,) = [m for m in pieces(job) if m.share]
+    assert (theirs.share, theirs.owner, theirs.imported) == (ours.share, job.pid, True)
+    time.sleep(0.5)
+    job.finish()
+
+
+def test_memory_that_is_shared_with_somebody_outside(parked: Any) -> None:
+    """Moved without the other, each would have a memory of its own."""
+    job = start(parked, "--mib", 16, "--export")
+    child = importer_of(job)
+    parked.says(13, "shared-memory", "move", child, "--to", 1)
+    parked.says(13, "shared-memory", "suspend", job.pid)
+    parked.says(13, "parked-memory", "checkpoint", job.pid, "--output", parked.place / "image")
+    job.goes_on(2)
+    os.kill(child, signal.SIGKILL)
+    parked.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.kill()
+
+
+def test_shared_memory_stays_shared_where_a_move_fails(parked: Any) -> None:
+    job = start(parked, "--mib", 16, "--export")
+    child = importer_of(job)
+    rule = parked.switches.add(f"function=cuMemImportFromShareableHandle nth=1 caller={child} result=999")
+    assert parked.limosa("move", job.pid, "--to", 1, rc=None).rc == 21
+    parked.switches.remove(rule)
+    job.goes_on(3)
+    parked.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on(3)
+    time.sleep(0.5)
+    job.finish()
+
+
 def test_what_was_moved_so_is_not_written_to_disk_by_the_driver(parked: Any, tmp_path: Path) -> None:
     """The driver would checkpoint it, and never bring it back."""
     job = start(parked, "--mib", 16)

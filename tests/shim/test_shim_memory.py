@@ -264,13 +264,77 @@ def test_memory_that_was_away_can_still_be_exported(job: Far, shim: Shim) -> Non
     assert shim.hello().bytes == 0
 
 
-def test_what_is_the_drivers_is_counted(job: Far, shim: Shim) -> None:
-    job("ok(cu.cuMemAllocAsync(4 * MIB, 0)); ok(cu.cuMemAllocManaged(3 * MIB, 1))")
-    counts = shim.counts()
-    assert counts["pool"] == (1, 4 * MIB)
-    assert counts["managed"] == (1, 3 * MIB)
+def test_what_is_the_drivers_is_counted_while_it_is_there(job: Far, shim: Shim) -> None:
+    job("pool = ok(cu.cuMemAllocAsync(4 * MIB, 0)); managed = ok(cu.cuMemAllocManaged(3 * MIB, 1))")
+    job("small = [ok(cu.cuMemAlloc(5000)) for _ in range(3)]")
+    assert {kind: n for kind, n in shim.counts().items() if n[0]} == {
+        "pool": (1, 4 * MIB),
+        "managed": (1, 3 * MIB),
+        "small": (3, 15000),
+    }
     assert shim.memories() == []
-    assert shim.unknown() == []
+    job("ok(cu.cuMemFreeAsync(pool, 0)); ok(cu.cuMemFree(managed)); ok(cu.cuMemFree(small.pop()))")
+    assert job("says('cuMemFree', int(small[0]) + 8)") == "INVALID_VALUE"
+    assert {kind: n for kind, n in shim.counts().items() if n[0]} == {"small": (2, 10000)}
+    job("made = ok(cu.cuCtxCreate(None, 0, 0)); ok(cu.cuMemAlloc(7000))")
+    assert shim.counts()["small"] == (3, 17000)
+    job("ok(cu.cuCtxDestroy(made)); context()")
+    assert shim.counts()["small"] == (2, 10000)
+
+
+def test_counts_under_threads(job: Far, shim: Shim) -> None:
+    """Small, large and pooled pieces, made and freed by eight threads at once: what is left is what is counted."""
+    left = job(
+        """
+def churn(seed, left):
+    context()
+    chance, mine = random.Random(seed), []
+    for _ in range(300):
+        if chance.random() < 0.55:
+            size = chance.choice([1000, 70000, 2 * MIB])
+            mine.append((int(ok(cu.cuMemAlloc(size) if size < MIB else cu.cuMemAllocAsync(size, 0))), size))
+        elif mine:
+            address, size = mine.pop(chance.randrange(len(mine)))
+            ok(cu.cuMemFree(address) if size < MIB else cu.cuMemFreeAsync(address, 0))
+            if len(mine) > 3:
+                address, size = mine.pop()
+                ok(cu.cuMemFree(address))
+    left += [size for _, size in mine]
+
+def churned():
+    left = []
+    threads = [threading.Thread(target=churn, args=(seed, left)) for seed in range(8)]
+    [one.start() for one in threads]
+    [one.join() for one in threads]
+    return left
+"""
+    )
+    left = job("churned()", 60)
+    counts = shim.counts()
+    small, pool = [n for n in left if n < MIB], [n for n in left if n >= MIB]
+    assert len(small) > 5
+    assert counts["small"] == (len(small), sum(small))
+    assert counts["pool"] == (len(pool), sum(pool))
+
+
+def test_memory_of_others_and_of_other_kinds_stays_and_is_counted(start: Callable[..., Far]) -> None:
+    """A descriptor that another process exported: counted for as long as it is held, by handle or by mapping."""
+    job, other = start(), start()
+    job("handle = ok(cu.cuMemCreate(4 * MIB, made_of(exportable=True), 0))")
+    job("fd = int(ok(cu.cuMemExportToShareableHandle(handle, cu.CUmemAllocationHandleType(1), 0)))")
+    other(f"fd = os.open('/proc/{job.pid}/fd/' + str({job('fd')}), os.O_RDWR)")
+    took = other("int(ok(cu.cuMemImportFromShareableHandle(fd, cu.CUmemAllocationHandleType(1))))")
+    assert took > 0
+    with Shim(Identity.of(other.pid)) as shim, Shim(Identity.of(job.pid)) as exporter:
+        assert exporter.counts()["shared"] == (1, 4 * MIB)
+        other(f"at = int(ok(cu.cuMemAddressReserve(4 * MIB, 0, 0, 0))); ok(cu.cuMemMap(at, 4 * MIB, 0, {took}, 0))")
+        assert shim.counts()["shared"] == (1, 4 * MIB)
+        assert other(f"says('cuMemRelease', {took})") == "SUCCESS"
+        assert shim.counts()["shared"] == (1, 4 * MIB)
+        assert shim.hello().bytes == 0
+        other("ok(cu.cuMemUnmap(at, 4 * MIB))")
+        assert shim.counts()["shared"] == (0, 0)
+        assert shim.memories() == []
 
 
 def test_what_cannot_be_had_falls_back_to_the_drivers_own(node: Node, job: Far, shim: Shim) -> None:
@@ -280,9 +344,10 @@ def test_what_cannot_be_had_falls_back_to_the_drivers_own(node: Node, job: Far, 
         address = job("int(ok(cu.cuMemAlloc(4 * MIB)))")
         node.switches.remove(rule)
         assert before - job("free()") == 4 * MIB, call
+        assert shim.counts()["failed"] == (1, 4 * MIB)
         assert job(f"says('cuMemFree', {address})") == "SUCCESS"
         assert job("free()") == before
-    assert shim.counts()["failed"] == (4, 16 * MIB)
+    assert shim.counts()["failed"] == (0, 0)
     assert shim.memories() == []
 
 
@@ -312,9 +377,16 @@ def test_handles_of_legacy_ipc(start: Callable[..., Far], size: int) -> None:
     assert other(f"get({there}, 4)") == b"ours".hex()
     other(f"put({there}, b'both')")
     assert job("get(address, 4)") == b"both".hex()
-    with Shim(Identity.of(job.pid)) as shim:
-        assert [memory.shared for memory in shim.memories()] == [True] * (size > 4096)
-        assert shim.hello().bytes == 0
+    with Shim(Identity.of(job.pid)) as shim, Shim(Identity.of(other.pid)) as importer:
+        mine, its = shim.memories(), importer.memories()
+        assert len(mine) == len(its) == (size > 4096)
+        for one, same_one in zip(mine, its, strict=True):
+            assert one.share == same_one.share != 0
+            assert (one.owner, same_one.owner) == (0, job.pid)
+            assert not one.shared
+            assert shim.sharers() == {one.share: {other.pid}}
+        # Two handles were made, it was opened twice.
+        assert shim.counts()["ipc"] == importer.counts()["ipc"] == ((0, 0) if size > 4096 else (2, 0))
     answers = [other(f"says('cuIpcCloseMemHandle', {there})") for _ in range(3)]
     assert answers == ["SUCCESS", "SUCCESS", "INVALID_VALUE"]
     assert job("says('cuMemFree', address)") == "SUCCESS"

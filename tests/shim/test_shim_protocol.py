@@ -72,10 +72,10 @@ def test_both_ends_have_the_same_numbers() -> None:
         "VERSION": protocol.VERSION,
         "MOST": protocol.MOST,
     }
-    kinds = re.search(r"enum left \{(.*?)\}", (SHIM / "memory.h").read_text())
-    assert kinds
-    names = [name.strip().removeprefix("LEFT_").lower() for name in kinds[1].split(",")]
-    assert tuple(names) == (*protocol.COUNT_KINDS, "kinds")
+    left = [name for name in enumerators((SHIM / "memory.h").read_text()) if name.startswith("LEFT_")]
+    assert [name.removeprefix("LEFT_").lower() for name in left] == [*protocol.COUNT_KINDS, "kinds"]
+    roles = {name: n for name, n in enumerators((SHIM / "shim.h").read_text()).items() if name.startswith("ROLE_")}
+    assert roles == {f"ROLE_{role.name}": role.value for role in protocol.Role}
 
 
 def test_both_ends_have_the_same_sizes(tmp_path: Path) -> None:

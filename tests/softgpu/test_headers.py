@@ -20,7 +20,7 @@ REAL = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
 CUDA_HEADERS = sorted(SOFTGPU.glob("api/*.h"))
 NVML_HEADERS = [SOFTGPU / "nvml_api.h"]
 SOURCES = sorted(SOFTGPU.glob("*.c"))
-LISTED = re.compile(r"^FUNCTION\((\w+), (\w+), (\d+), ([01])\)", re.M)
+LISTED = re.compile(r"^FUNCTION\((\w+), (\w+), (\d+), ([01]), \w+\)", re.M)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from limosa.softgpu import node as softgpu_node
 
 pytestmark = pytest.mark.timeout(60)
 FOLDER = Path(softgpu_node.__file__).parents[1] / "native" / "softgpu"
-LINE = re.compile(r"FUNCTION\((\w+), (\w+), (\d+), ([01])\)")
+LINE = re.compile(r"FUNCTION\((\w+), (\w+), (\d+), ([01]), \w+\)")
 
 
 def listed() -> list[tuple[str, str, int, bool]]:

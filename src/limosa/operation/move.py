@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, InvalidMap, LimosaError, NoRoomOnGpu, Reason, Refused, UsageError, worst
-from limosa.operation import driver_steps, estimate, room
+from limosa.operation import driver_steps, estimate, room, shares
 from limosa.operation.aside import Resuming, Suspending, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
@@ -388,7 +388,12 @@ def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Sus
     shims = shims_of([m for m in members if m.was == "running" and (operation == "suspend" or m.changes_gpu)])
     if not shims:
         return None
-    came_so = any(piece.imported for shim in shims.values() for piece in shim.memories())
+    pieces = {pid: shim.memories() for pid, shim in shims.items()}
+    came_so = any(piece.imported for own in pieces.values() for piece in own)
+    if operation == "suspend" and shares.several(pieces):
+        for shim in shims.values():
+            shim.close()
+        raise CannotBeMoved(detail="its processes share device memory by legacy IPC handles: it can be moved only")
     parked = Suspending(work, members, shims) if operation == "suspend" else Parked(work, members, shims)
     work.push("parked", parked.home)
     try:
@@ -397,6 +402,8 @@ def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Sus
     except LimosaError as error:
         work.drop("parked")
         parked.home()
+        if isinstance(error, CannotBeMoved):
+            raise
         if came_so:
             text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
             raise CannotBeMoved(detail=text) from error

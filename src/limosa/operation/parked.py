@@ -8,16 +8,18 @@ mover and here, so that any of the three may be killed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
 
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
+from limosa.operation import shares
 from limosa.operation.journal import Journal, Member
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
@@ -54,33 +56,56 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
-def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason]]:
+def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], set[int]]:
     """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
 
     Returns:
-        The bytes that can be parked, and the reasons.
+        The bytes that can be parked, the reasons, and the processes whose shim has told all that they share.
     """
     found: list[Reason] = []
     total = 0
-    for member in members:
-        if member.was != "running":
-            continue
-        try:
-            with Shim(member.identity) as shim:
-                devices, pieces = shim.devices(), [m for m in shim.memories() if not m.shared]
-        except LimosaError:
-            continue
-        total += sum(m.bytes for m in pieces)
-        for uuid in {devices[m.device] for m in pieces}:
-            parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
-            member.held[uuid] = max(member.held.get(uuid, 0), parked)
-        if operation not in ("move", "suspend", "resume") and any(m.imported for m in pieces):
-            text = f"process {member.pid} has been moved by the parked way, and cannot be put aside by the driver then"
-            found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
-    return total, found
+    seen: set[int] = set()
+    with contextlib.ExitStack() as stack:
+        shims: dict[int, Shim] = {}
+        all_of: dict[int, list[Memory]] = {}
+        for member in members:
+            if member.was != "running":
+                continue
+            with contextlib.suppress(LimosaError):
+                shim = stack.enter_context(Shim(member.identity))
+                devices, all_of[member.pid] = shim.devices(), shim.memories()
+                shims[member.pid] = shim
+                found += _left_to_others(member, shim.counts())
+                # What several processes have is there once.
+                pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
+                seen |= {m.share for m in pieces}
+                total += sum(m.bytes for m in pieces)
+                for uuid in {devices[m.device] for m in pieces}:
+                    parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
+                    member.held[uuid] = max(member.held.get(uuid, 0), parked)
+                if operation not in ("move", "suspend", "resume") and any(m.imported for m in all_of[member.pid]):
+                    text = f"process {member.pid} has memory that came by the parked way, or from another process: "
+                    text += "the driver could put it aside and not bring it back"
+                    found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
+        for pid, text in shares.outside(shims, all_of):
+            hint = "name the process that all of them descend from"
+            found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
+        if operation == "suspend" and shares.several(all_of):
+            text = "processes of the job share device memory by legacy IPC handles: such a job can be moved only"
+            found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
+    return total, found, set(shims)
+
+
+def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]]) -> list[Reason]:
+    """What the shim knows of memory of others, or for others, that the driver could not bring back."""
+    found = []
+    if counts["ipc"][0]:
+        text = f"process {member.pid} shares small allocations, or pools, by CUDA IPC: the driver could not restore it"
+        found.append(Reason(id="cuda-ipc", text=text, exit_code=13, pid=member.pid))
+    return found
 
 
 class _Part:
@@ -127,17 +152,25 @@ class Parked:
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
+        self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it
         self.bytes = 0
 
     # -- before the pause ----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Makes the destination's memory and has everything held by vault and mover; the jobs run on meanwhile."""
+        self._refuse_outside()
         for owner in {part.shim.owner for part in self._parts}:
             gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
             self._residents.mover(owner).prepare(sorted(gpus))
         for part in self._parts:
             self._add(part, part.pieces())
+
+    def _refuse_outside(self) -> None:
+        shims = {part.member.pid: part.shim for part in self._parts}
+        found = shares.outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
+        if found:
+            raise CannotBeMoved(detail=found[0][1])
 
     def _add(self, part: _Part, new: Sequence[Memory]) -> None:
         """Takes pieces in: exported, made on the other side, held."""
@@ -145,7 +178,10 @@ class Parked:
             return
         fds = part.shim.export([m.id for m in new])
         part.source.update(zip((m.id for m in new), fds, strict=True))
-        for (here, there), pieces in _by_place(part, new).items():
+        for piece in new:
+            if piece.share in self._shared:
+                part.target[piece.id] = os.dup(self._shared[piece.share])
+        for (here, there), pieces in _by_place(part, [m for m in new if m.id not in part.target]).items():
             ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
             if here == there:
                 part.target.update({i: part.source[i] for i in ids})
@@ -155,6 +191,7 @@ class Parked:
             mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
             made = mover.make(f"{key}/target", sizes, there)
             part.target.update(zip(ids, made, strict=True))
+            self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
             copies.append((f"{key}/source", f"{key}/target", there))
             self.bytes += sum(sizes)
         self._hold(part)
@@ -176,6 +213,7 @@ class Parked:
         """
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        self._refuse_outside()
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
             for gone in set(part.source) - set(now):
@@ -280,6 +318,9 @@ class Parked:
         """Ends the connections."""
         for part in self._parts:
             part.close()
+        for fd in self._shared.values():
+            os.close(fd)
+        self._shared.clear()
         self._residents.close()
 
 

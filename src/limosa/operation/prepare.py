@@ -200,11 +200,12 @@ def look(
     prepared.members, asked = find_members(driver, which.root, tree, observation, clock)
     clock.check()
     reasons += asked
+    known: set[int] = set()
     if prepared.members:
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            prepared.parked, against = parked.look(operation, prepared.members)
+            prepared.parked, against, known = parked.look(operation, prepared.members)
             reasons += against
             reasons += gpu_refusals(
                 prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
@@ -213,7 +214,9 @@ def look(
             prepared.nowhere = True
             reasons.append(as_reason(error))
         branch = prepared.inventory.driver_major if prepared.inventory is not None else None
-        reasons += hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
+        against = hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
+        # From outside shared events look like shared memory. The shim knows what is shared.
+        reasons += [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
         if operation != "resume":
             needed = {m.pid: m.bytes for m in prepared.members if m.was != "checkpointed"}
             grow = partial(grow_host_memory, stop=clock.stop_asked)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC, VERSION = 0x4C4D5341, 1
+MAGIC, VERSION = 0x4C4D5341, 2
 MOST = 200
 """Records, or descriptors, in a packet."""
 MESSAGE = struct.Struct("=IHHIi4Q")
-RECORD = struct.Struct("=QQQII")
-COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array")
+RECORD = struct.Struct("=QQQQIIiI")
+PAIR = struct.Struct("=QQ")
+# What is left to the driver, and why: native/shim/memory.h.
+COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array", "ipc", "graph", "tables")
 COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
 PLAIN, SHARED, AWAY, MAPPED, IMPORTED = 1, 2, 4, 8, 16
 NOT_READY = 600
@@ -36,7 +38,20 @@ class Verb(enum.IntEnum):
     DEVICES = 11
     KEEP = 12
     KEPT = 13
-    UNKNOWN = 14
+    CALLED = 14
+    SHARE = 15
+    SHARERS = 16
+
+
+class Role(enum.IntEnum):
+    """What the shim knows of a function of the driver (``native/softgpu/functions.list``)."""
+
+    UNKNOWN = 0
+    PASS = 1
+    USES = 2
+    HOST = 3
+    OLD = 4
+    OWN = 5
 
 
 class Stand(enum.IntEnum):

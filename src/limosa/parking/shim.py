@@ -29,10 +29,12 @@ from limosa.parking.protocol import (
     MESSAGE,
     MOST,
     NOT_READY,
+    PAIR,
     PLAIN,
     RECORD,
     SHARED,
     VERSION,
+    Role,
     Stand,
     Verb,
 )
@@ -75,9 +77,12 @@ class Memory(msgspec.Struct, frozen=True):
         device: the process's number of its GPU.
         at: the address where it is first mapped, 0 where it is not.
         plain: whether it is of cuMemAlloc (else of cuMemCreate).
-        shared: whether somebody else was given it; such memory stays with the driver.
+        shared: whether somebody whom nobody knows was given it; such memory stays with the driver.
         away: whether it is not there at the moment.
-        imported: whether it came by the parked way: the driver could save it, and not bring it back.
+        imported: whether it came by the parked way, or from another process: the driver could save it, and not bring
+            it back.
+        share: the number under which several processes have it (legacy IPC handles); 0: this one alone.
+        owner: the pid of the process that gave it, where another did; else 0.
     """
 
     id: int
@@ -88,6 +93,17 @@ class Memory(msgspec.Struct, frozen=True):
     shared: bool = False
     away: bool = False
     imported: bool = False
+    share: int = 0
+    owner: int = 0
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A function of the driver that a process called or asked for, and what the shim knows of it."""
+
+    name: str
+    role: Role
+    called: bool
+    asked_for: bool
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -228,18 +244,41 @@ class Shim:
         return [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n)]
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return what was left to the driver: kind → calls, bytes."""
+        """Return what is left to the driver now: kind → pieces, bytes (``native/shim/memory.h`` has the kinds)."""
         self._send(Verb.COUNTS)
         _, data, _ = self._receive(Verb.COUNTS)
         values = COUNTS.unpack_from(data)
         n = len(COUNT_KINDS)
         return {kind: (values[i], values[n + i]) for i, kind in enumerate(COUNT_KINDS)}
 
-    def unknown(self) -> list[str]:
-        """Return functions of the driver that were called and that the shim's list does not have."""
-        self._send(Verb.UNKNOWN)
-        _, data, _ = self._receive(Verb.UNKNOWN)
-        return [name.decode() for name in data.split(b"\0") if name]
+    def called(self) -> list[Called]:
+        """Return every function of the driver that was called or asked for, by name."""
+        self._send(Verb.CALLED)
+        found: list[Called] = []
+        while True:
+            (_, total, here, _, _), data, _ = self._receive(Verb.CALLED)
+            parts = data
+            for _ in range(here):
+                text, _, parts_left = parts[2:].partition(b"\0")
+                done = parts[1]
+                found.append(Called(text.decode(), Role(parts[0]), called=bool(done & 1), asked_for=bool(done & 2)))
+                parts = parts_left
+            if len(found) >= total:
+                return sorted(found, key=lambda one: one.name)
+
+    def sharers(self) -> dict[int, set[int]]:
+        """Return whom its memory was given by legacy IPC handles: share → pids; some may have closed it since."""
+        self._send(Verb.SHARERS)
+        found: dict[int, set[int]] = {}
+        seen = 0
+        while True:
+            (_, total, here, _, _), data, _ = self._receive(Verb.SHARERS)
+            for i in range(here):
+                share, pid = PAIR.unpack_from(data, i * PAIR.size)
+                found.setdefault(share, set()).add(pid)
+            seen += here
+            if seen >= total:
+                return found
 
     def close(self) -> None:
         """Let another client have it."""
@@ -297,7 +336,7 @@ class Shim:
         return (result, a, b, c, d), data[MESSAGE.size :], fds
 
     def _memory(self, data: bytes, i: int) -> Memory:
-        id_, bytes_, at, device, flags = RECORD.unpack_from(data, i * RECORD.size)
+        id_, bytes_, at, share, device, flags, owner, _ = RECORD.unpack_from(data, i * RECORD.size)
         return Memory(
             id_,
             bytes_,
@@ -307,6 +346,8 @@ class Shim:
             shared=bool(flags & SHARED),
             away=bool(flags & AWAY),
             imported=bool(flags & IMPORTED),
+            share=share,
+            owner=owner,
         )
 
     def _error(self, what: str, detail: object, result: int = 0) -> ShimError:

@@ -3,7 +3,6 @@
  * that several threads have populated in huge pages, before the pause where there was time.
  *
  * Nothing else of mmap changes, and nothing at all outside a checkpoint: without being armed this is the system call. */
-#define _GNU_SOURCE
 #include "bulk.h"
 #include "shim.h"
 

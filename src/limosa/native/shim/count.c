@@ -1,82 +1,247 @@
-/* Memory that is the driver's whatever its size: stream-ordered, managed, arrays. It passes, and is counted, so that
- * whoever plans a move knows what the driver will have to copy. What is freed is not taken off again. */
+/* Memory that is the driver's whatever its size: stream-ordered, managed, arrays, small pieces. It passes, and is counted
+ * while it is there, so that whoever plans a move knows what the driver will have to copy. */
 #include "memory.h"
 #include "shim.h"
 
-/* A function of its own for each: what it takes, how much it asks for. */
-#define COUNTED(kind, name, bytes, arguments, ...)                                                                     \
+#include <stdlib.h>
+#include <string.h>
+
+struct left_piece {
+    struct left_piece *next;
+    uint64_t key;
+    size_t bytes;
+    CUcontext context; /* goes with it; NULL: with none */
+    enum left kind;
+};
+
+/* Many threads allocate at once: a lock for each part of the table, held for a few instructions. */
+#define PARTS 64
+#define ROWS 256
+static struct part {
+    pthread_mutex_t lock;
+    struct left_piece *rows[ROWS];
+} parts[PARTS];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static uint64_t pieces[LEFT_KINDS], bytes_of[LEFT_KINDS];
+
+static void unlocked(void)
+{
+    for (struct part *part = parts; part < parts + PARTS; part++)
+        pthread_mutex_init(&part->lock, NULL);
+}
+
+static uint64_t mixed(uint64_t key)
+{
+    return key * 0x9e3779b97f4a7c15ull >> 40;
+}
+
+static void count(enum left kind, uint64_t n, uint64_t bytes)
+{
+    __atomic_fetch_add(&pieces[kind], n, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&bytes_of[kind], bytes, __ATOMIC_RELAXED);
+}
+
+static void put(struct left_piece *piece)
+{
+    uint64_t at = mixed(piece->key);
+    struct part *part = &parts[at % PARTS];
+    struct left_piece **row = &part->rows[at / PARTS % ROWS];
+
+    pthread_once(&once, unlocked);
+    pthread_mutex_lock(&part->lock);
+    piece->next = *row;
+    *row = piece;
+    pthread_mutex_unlock(&part->lock);
+    count(piece->kind, 1, piece->bytes);
+}
+
+void left_add(enum left kind, uint64_t key, size_t bytes, CUcontext context)
+{
+    struct left_piece *piece = malloc(sizeof *piece);
+
+    if (!piece)
+        return; /* not counted: it is there all the same */
+    *piece = (struct left_piece){.key = key, .bytes = bytes, .context = context, .kind = kind};
+    put(piece);
+}
+
+struct left_piece *left_take(uint64_t key)
+{
+    uint64_t at = mixed(key);
+    struct part *part = &parts[at % PARTS];
+    struct left_piece *piece = NULL;
+
+    pthread_once(&once, unlocked);
+    pthread_mutex_lock(&part->lock);
+    for (struct left_piece **row = &part->rows[at / PARTS % ROWS]; *row; row = &(*row)->next)
+        if ((*row)->key == key) {
+            piece = *row;
+            *row = piece->next;
+            break;
+        }
+    pthread_mutex_unlock(&part->lock);
+    if (piece)
+        count(piece->kind, -(uint64_t)1, -(uint64_t)piece->bytes);
+    return piece;
+}
+
+void left_gone(struct left_piece *piece)
+{
+    free(piece);
+}
+
+void left_again(struct left_piece *piece)
+{
+    if (piece)
+        put(piece);
+}
+
+void left_call(enum left kind)
+{
+    count(kind, 1, 0);
+}
+
+void left_context_gone(CUcontext context)
+{
+    pthread_once(&once, unlocked);
+    for (struct part *part = parts; part < parts + PARTS; part++) {
+        pthread_mutex_lock(&part->lock);
+        for (int i = 0; i < ROWS; i++)
+            for (struct left_piece **row = &part->rows[i]; *row;) {
+                struct left_piece *piece = *row;
+                if (piece->context != context) {
+                    row = &piece->next;
+                    continue;
+                }
+                *row = piece->next;
+                count(piece->kind, -(uint64_t)1, -(uint64_t)piece->bytes);
+                free(piece);
+            }
+        pthread_mutex_unlock(&part->lock);
+    }
+}
+
+void left_begin_again(void)
+{
+    unlocked();
+    for (struct part *part = parts; part < parts + PARTS; part++)
+        memset(part->rows, 0, sizeof part->rows); /* what another thread was changing is not looked at */
+    memset(pieces, 0, sizeof pieces);
+    memset(bytes_of, 0, sizeof bytes_of);
+}
+
+void left_counts(struct counts *counts)
+{
+    for (int kind = 0; kind < LEFT_KINDS; kind++) {
+        counts->calls[kind] = __atomic_load_n(&pieces[kind], __ATOMIC_RELAXED);
+        counts->bytes[kind] = __atomic_load_n(&bytes_of[kind], __ATOMIC_RELAXED);
+    }
+    for (size_t i = 0; i < n_memories; i++)
+        if (memories[i]->shared) {
+            counts->calls[memories[i]->cause]++;
+            counts->bytes[memories[i]->cause] += memories[i]->bytes;
+        }
+}
+
+/* A function of its own for each: what it takes, what is to be done once it has succeeded. */
+#define COUNTED(name, arguments, passed, then)                                                                         \
     EXPORT CUresult name arguments                                                                                     \
     {                                                                                                                  \
         typedef CUresult type arguments;                                                                               \
-        static struct entry *_Atomic known;                                                                            \
-        struct entry *entry = atomic_load_explicit(&known, memory_order_relaxed);                                      \
-        if (UNLIKELY(!entry)) {                                                                                        \
-            entry = entry_of(#name);                                                                                   \
-            atomic_store_explicit(&known, entry, memory_order_relaxed);                                                \
-        }                                                                                                              \
-        type *function = (type *)entry_real(entry);                                                                    \
+        CALLED(name);                                                                                                  \
+        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
         if (!function)                                                                                                 \
             return CUDA_ERROR_NO_DEVICE;                                                                               \
         struct reader *reader = gate_enter();                                                                          \
-        CUresult result = function(__VA_ARGS__);                                                                       \
-        gate_leave(reader);                                                                                            \
+        CUresult result = function passed;                                                                             \
         if (!result)                                                                                                   \
-            left_add(kind, bytes);                                                                                     \
+            then;                                                                                                      \
+        gate_leave(reader);                                                                                            \
         return result;                                                                                                 \
     }
 
-#define POOL_ARGUMENTS (CUdeviceptr * pointer, size_t bytes, void *stream)
-COUNTED(LEFT_POOL, cuMemAllocAsync, bytes, POOL_ARGUMENTS, pointer, bytes, stream)
-COUNTED(LEFT_POOL, cuMemAllocAsync_ptsz, bytes, POOL_ARGUMENTS, pointer, bytes, stream)
-#define FROM_ARGUMENTS (CUdeviceptr * pointer, size_t bytes, void *pool, void *stream)
-COUNTED(LEFT_POOL, cuMemAllocFromPoolAsync, bytes, FROM_ARGUMENTS, pointer, bytes, pool, stream)
-COUNTED(LEFT_POOL, cuMemAllocFromPoolAsync_ptsz, bytes, FROM_ARGUMENTS, pointer, bytes, pool, stream)
-#define MANAGED_ARGUMENTS (CUdeviceptr * pointer, size_t bytes, unsigned flags)
-COUNTED(LEFT_MANAGED, cuMemAllocManaged, bytes, MANAGED_ARGUMENTS, pointer, bytes, flags)
-/* How large an array is only the driver knows: calls are counted. */
-#define ARRAY_ARGUMENTS (void **array, const void *descriptor)
-COUNTED(LEFT_ARRAY, cuArrayCreate_v2, 0, ARRAY_ARGUMENTS, array, descriptor)
-COUNTED(LEFT_ARRAY, cuArray3DCreate_v2, 0, ARRAY_ARGUMENTS, array, descriptor)
-#define MIPMAPPED_ARGUMENTS (void **array, const void *descriptor, unsigned levels)
-COUNTED(LEFT_ARRAY, cuMipmappedArrayCreate, 0, MIPMAPPED_ARGUMENTS, array, descriptor, levels)
+static CUcontext current(void)
+{
+    CUcontext context = NULL;
+
+    if (shim_ready())
+        real(cuCtxGetCurrent)(&context);
+    return context;
+}
+
+/* Stream-ordered memory is its pool's, not a context's. */
+COUNTED(cuMemAllocAsync, (CUdeviceptr * pointer, size_t bytes, void *stream), (pointer, bytes, stream),
+        left_add(LEFT_POOL, *pointer, bytes, NULL))
+COUNTED(cuMemAllocAsync_ptsz, (CUdeviceptr * pointer, size_t bytes, void *stream), (pointer, bytes, stream),
+        left_add(LEFT_POOL, *pointer, bytes, NULL))
+COUNTED(cuMemAllocFromPoolAsync, (CUdeviceptr * pointer, size_t bytes, void *pool, void *stream),
+        (pointer, bytes, pool, stream), left_add(LEFT_POOL, *pointer, bytes, NULL))
+COUNTED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * pointer, size_t bytes, void *pool, void *stream),
+        (pointer, bytes, pool, stream), left_add(LEFT_POOL, *pointer, bytes, NULL))
+COUNTED(cuMemPoolExportPointer, (void *data, CUdeviceptr pointer), (data, pointer), left_call(LEFT_IPC))
+COUNTED(cuMemPoolImportPointer, (CUdeviceptr * pointer, void *pool, void *data), (pointer, pool, data),
+        left_add(LEFT_IPC, *pointer, 0, NULL))
+COUNTED(cuMemAllocManaged, (CUdeviceptr * pointer, size_t bytes, unsigned flags), (pointer, bytes, flags),
+        left_add(LEFT_MANAGED, *pointer, bytes, current()))
+
+/* How large an array is only the driver knows; what it must have for its elements is known. */
+struct array2d {
+    size_t width, height;
+    int format;
+    unsigned channels;
+};
+struct array3d {
+    size_t width, height, depth;
+    int format;
+    unsigned channels, flags;
+};
+
+static size_t elements(size_t width, size_t height, size_t depth, int format, unsigned channels)
+{
+    size_t each = format == 2 || format == 9 || format == 0x10 ? 2 : format == 3 || format == 10 || format == 0x20 ? 4 : 1;
+
+    return width * (height ? height : 1) * (depth ? depth : 1) * each * (channels ? channels : 1);
+}
+
+COUNTED(cuArrayCreate_v2, (void **array, const struct array2d *of), (array, of),
+        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, 0, of->format, of->channels), current()))
+COUNTED(cuArray3DCreate_v2, (void **array, const struct array3d *of), (array, of),
+        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, of->depth, of->format, of->channels),
+                 current()))
+COUNTED(cuMipmappedArrayCreate, (void **array, const struct array3d *of, unsigned levels), (array, of, levels),
+        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, of->depth, of->format, of->channels),
+                 current()))
+
+#define TAKEN(name, key, arguments, ...)                                                                               \
+    EXPORT CUresult name arguments                                                                                     \
+    {                                                                                                                  \
+        typedef CUresult type arguments;                                                                               \
+        CALLED(name);                                                                                                  \
+        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
+        if (!function)                                                                                                 \
+            return CUDA_ERROR_NO_DEVICE;                                                                               \
+        struct reader *reader = gate_enter();                                                                          \
+        struct left_piece *piece = left_take((uint64_t)(uintptr_t)(key));                                              \
+        CUresult result = function(__VA_ARGS__);                                                                       \
+        result ? left_again(piece) : left_gone(piece);                                                                 \
+        gate_leave(reader);                                                                                            \
+        return result;                                                                                                 \
+    }
+TAKEN(cuArrayDestroy, array, (void *array), array)
+TAKEN(cuMipmappedArrayDestroy, array, (void *array), array)
+
+struct buffer {
+    unsigned long long offset, size;
+};
+COUNTED(cuExternalMemoryGetMappedBuffer, (CUdeviceptr * pointer, void *memory, const struct buffer *of),
+        (pointer, memory, of), left_add(LEFT_FOREIGN, *pointer, of->size, current()))
+COUNTED(cuGraphAddMemAllocNode, (void **node, void *graph, const void *after, size_t n, void *parameters),
+        (node, graph, after, n, parameters), left_call(LEFT_GRAPH))
+/* NVIDIA's libraries ask for tables of functions that have no name: what they call through them does not pass the gate. */
+COUNTED(cuGetExportTable, (const void **table, const void *which), (table, which), left_call(LEFT_TABLES))
 
 /* The only three functions of the driver that take floating point numbers by value: a hook that hands on words would lose
  * them where it has to look for the real function first. */
-EXPORT CUresult cuTexRefSetMipmapLevelBias(void *texture, float bias)
-{
-    typedef CUresult type(void *, float);
-    type *function = (type *)entry_real(entry_of("cuTexRefSetMipmapLevelBias"));
-
-    if (!function)
-        return CUDA_ERROR_NO_DEVICE;
-    struct reader *reader = gate_enter();
-    CUresult result = function(texture, bias);
-    gate_leave(reader);
-    return result;
-}
-
-EXPORT CUresult cuTexRefSetMipmapLevelClamp(void *texture, float least, float most)
-{
-    typedef CUresult type(void *, float, float);
-    type *function = (type *)entry_real(entry_of("cuTexRefSetMipmapLevelClamp"));
-
-    if (!function)
-        return CUDA_ERROR_NO_DEVICE;
-    struct reader *reader = gate_enter();
-    CUresult result = function(texture, least, most);
-    gate_leave(reader);
-    return result;
-}
-
-EXPORT CUresult cuParamSetf(void *function, int offset, float value)
-{
-    typedef CUresult type(void *, int, float);
-    type *set = (type *)entry_real(entry_of("cuParamSetf"));
-
-    if (!set)
-        return CUDA_ERROR_NO_DEVICE;
-    struct reader *reader = gate_enter();
-    CUresult result = set(function, offset, value);
-    gate_leave(reader);
-    return result;
-}
+COUNTED(cuTexRefSetMipmapLevelBias, (void *texture, float bias), (texture, bias), (void)0)
+COUNTED(cuTexRefSetMipmapLevelClamp, (void *texture, float least, float most), (texture, least, most), (void)0)
+COUNTED(cuParamSetf, (void *function_, int offset, float value), (function_, offset, value), (void)0)

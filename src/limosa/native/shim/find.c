@@ -1,6 +1,5 @@
 /* How a program reaches the driver, and how the shim gets between: direct symbols (it is loaded first), dlsym and dlvsym,
  * cuGetProcAddress. The real dlsym cannot be asked for by dlsym, which is ours: it is read from the C library's table. */
-#define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
@@ -137,8 +136,10 @@ __attribute__((visibility("hidden"), used)) struct answer shim_answer(void *libr
     struct entry *entry = entry_of(symbol);
     if (entry && (!real || real == entry->hook)) {
         /* The whole program was searched, and we were found before any driver: as if we were not there. */
-        if (real && entry_real(entry))
+        if (real && entry_real(entry)) {
+            atomic_store(&entry->asked_for, 1);
             return (struct answer){entry->hook, 1};
+        }
         ask(library, "a function of libcuda.so.1", version); /* for dlerror */
         return (struct answer){NULL, 1};
     }
@@ -204,7 +205,8 @@ typedef int get_proc_v2(const char *, void **, int, uint64_t, void *);
 
 EXPORT int cuGetProcAddress(const char *symbol, void **found, int version, uint64_t flags)
 {
-    get_proc *real = entry_real(entry_of("cuGetProcAddress"));
+    CALLED(cuGetProcAddress);
+    get_proc *real = entry_real(&entries[AT_cuGetProcAddress]);
     if (!real)
         return DRIVER_NOT_THERE;
     int result = real(symbol, found, version, flags);
@@ -215,7 +217,8 @@ EXPORT int cuGetProcAddress(const char *symbol, void **found, int version, uint6
 
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **found, int version, uint64_t flags, void *status)
 {
-    get_proc_v2 *real = entry_real(entry_of("cuGetProcAddress_v2"));
+    CALLED(cuGetProcAddress_v2);
+    get_proc_v2 *real = entry_real(&entries[AT_cuGetProcAddress_v2]);
     if (!real)
         return DRIVER_NOT_THERE;
     int result = real(symbol, found, version, flags, status);

@@ -3,7 +3,7 @@
  * What a function takes is not known here. All of them take integers, pointers and (cuIpcOpenMemHandle) a structure by
  * value that fits the words below, so handing on all argument registers and as many words of the caller's stack does for
  * any. Floating point registers are not touched: this file is compiled for general registers only. A function that the
- * shim has to know better has a definition of its own elsewhere, which replaces the weak one here. */
+ * shim has to know better (OWN in the list) has a definition of its own elsewhere. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -23,28 +23,27 @@ static inline __attribute__((always_inline)) word pass(struct entry *entry, WORD
     function *real = (function *)atomic_load_explicit(&entry->real, memory_order_relaxed);
     if (UNLIKELY(!real) && !(real = (function *)entry_real(entry)))
         return DRIVER_NOT_THERE;
-    if (UNLIKELY(!atomic_load_explicit(&entry->called, memory_order_relaxed)))
-        atomic_store_explicit(&entry->called, 1, memory_order_relaxed);
+    entry_called(entry);
     struct reader *reader = gate_enter();
     word result = real(PASSED);
     gate_leave(reader);
     return result;
 }
 
-enum { /* places in the table */
-#define FUNCTION(symbol, base, version, per_thread) AT_##symbol,
-#include "../softgpu/functions.list"
-#undef FUNCTION
-    LISTED
-};
 #define SPARE 256 /* functions that are newer than the list */
 
-#define FUNCTION(symbol, base, version, per_thread)                                                                    \
-    __attribute__((weak, visibility("default"))) word symbol(WORDS);                                                   \
+#define HAND_ON(symbol)                                                                                                \
+    EXPORT word symbol(WORDS);                                                                                         \
     word symbol(WORDS)                                                                                                 \
     {                                                                                                                  \
         return pass(&entries[AT_##symbol], PASSED);                                                                    \
     }
+#define HOOK_PASS(symbol) HAND_ON(symbol)
+#define HOOK_USES(symbol) HAND_ON(symbol)
+#define HOOK_HOST(symbol) HAND_ON(symbol)
+#define HOOK_OLD(symbol) HAND_ON(symbol)
+#define HOOK_OWN(symbol) extern word symbol(WORDS);
+#define FUNCTION(symbol, base, version, per_thread, what) HOOK_##what(symbol)
 #include "../softgpu/functions.list"
 #undef FUNCTION
 
@@ -60,19 +59,17 @@ enum { /* places in the table */
 SPARE_16(0) SPARE_16(1) SPARE_16(2) SPARE_16(3) SPARE_16(4) SPARE_16(5) SPARE_16(6) SPARE_16(7) SPARE_16(8) SPARE_16(9)
 SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
 
-#define HOOK_1(x) {NULL, NULL, (void *)spare_##x, NULL, 0},
+#define HOOK_1(x) {.hook = (void *)spare_##x},
 #define HOOK_16(x)                                                                                                     \
     HOOK_1(x##0) HOOK_1(x##1) HOOK_1(x##2) HOOK_1(x##3) HOOK_1(x##4) HOOK_1(x##5) HOOK_1(x##6) HOOK_1(x##7)            \
         HOOK_1(x##8) HOOK_1(x##9) HOOK_1(x##a) HOOK_1(x##b) HOOK_1(x##c) HOOK_1(x##d) HOOK_1(x##e) HOOK_1(x##f)
 struct entry entries[LISTED + SPARE] = {
-#define FUNCTION(symbol, base, version, per_thread) {#symbol, #base, (void *)symbol, NULL, 0},
+#define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)symbol, .role = ROLE_##what},
 #include "../softgpu/functions.list"
 #undef FUNCTION
     HOOK_16(0) HOOK_16(1) HOOK_16(2) HOOK_16(3) HOOK_16(4) HOOK_16(5) HOOK_16(6) HOOK_16(7) HOOK_16(8) HOOK_16(9)
         HOOK_16(a) HOOK_16(b) HOOK_16(c) HOOK_16(d) HOOK_16(e) HOOK_16(f)
 };
-const int n_listed = LISTED;
-
 static _Atomic int n_spare;
 static _Atomic int guard; /* held for a few instructions, never across a call that may wait */
 
@@ -123,11 +120,15 @@ void *entry_instead(const char *symbol, void *real)
     struct entry *entry = entry_of(symbol);
 
     /* Another version of it is meant where the address is not this one's: cuGetProcAddress is asked by the base name. */
-    if (entry && entry_real(entry) == real)
+    if (entry && entry_real(entry) == real) {
+        atomic_store(&entry->asked_for, 1);
         return entry->hook;
+    }
     for (int at = 0; at < LISTED; at++)
-        if (!strcmp(entries[at].base, symbol) && entry_real(&entries[at]) == real)
+        if (!strcmp(entries[at].base, symbol) && entry_real(&entries[at]) == real) {
+            atomic_store(&entries[at].asked_for, 1);
             return entries[at].hook;
+        }
     void *hook = NULL;
     while (atomic_exchange_explicit(&guard, 1, memory_order_acquire))
         ;
@@ -139,6 +140,7 @@ void *entry_instead(const char *symbol, void *real)
         struct entry *new = &entries[LISTED + known];
         char *copy = strdup(symbol);
         new->symbol = new->base = copy ? copy : "?";
+        atomic_store(&new->asked_for, 1);
         atomic_store(&new->real, real);
         hook = new->hook;
         atomic_store(&n_spare, known + 1);

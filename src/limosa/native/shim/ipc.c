@@ -1,81 +1,82 @@
 /* Legacy handles (cuIpcGetMemHandle) of memory that is looked after: the driver has none for it, so ours name the
- * process and the memory. Whoever opens one asks that process's shim for a descriptor. Memory that was given away so is
- * shared: it stays where it is from then on. */
+ * process and the memory. Whoever opens one asks that process's shim for a descriptor, and from then on both have the
+ * same memory under one number (`share`): it is put away in all of them, and comes back as one. */
 #include "memory.h"
 #include "protocol.h"
 #include "shim.h"
 
 #include <errno.h>
-#include <stddef.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
+#include <time.h>
 #include <unistd.h>
 
-#define MAGIC 0x6c696d6f73614950ull
+#define MAGIC 0x6c696d6f73614951ull
 #define LAZY_PEER_ACCESS 1
-#define ANSWER_SECONDS 5
+#define ANSWER_SECONDS 60
 
 struct handle { /* CUipcMemHandle has 64 bytes */
     char bytes[64];
 };
 struct said {
-    uint64_t magic, start_time, id, bytes;
-    int32_t pid, device;
+    uint64_t magic, token, share, id, bytes, asked;
+    int32_t pid;
 };
 _Static_assert(sizeof(struct said) <= sizeof(struct handle), "ours fits");
 
-struct opened {
-    struct said said;
-    CUcontext context;
-    CUdeviceptr at;
-    CUhandle driver;
-    int times;
-};
-static struct opened *opened; /* guarded by memory_lock */
-static size_t n_opened;
+static uint64_t token; /* this process's own: its pid may be somebody else's by the time a handle is opened */
 
-/* Of a process that there is; 0 of none. Its number may be somebody else's by the time a handle is opened. */
-static uint64_t start_time(int pid)
+static uint64_t drawn(void)
 {
-    char text[1024], *at;
-    uint64_t value = 0;
+    uint64_t number = 0;
 
-    snprintf(text, sizeof text, "/proc/%d/stat", pid);
-    FILE *file = fopen(text, "re");
-    size_t n = file ? fread(text, 1, sizeof text - 1, file) : 0;
-    if (file)
-        fclose(file);
-    text[n] = 0;
-    at = strrchr(text, ')');
-    for (int field = 2; at && field < 22; field++)
-        at = strchr(at + 1, ' ');
-    if (at)
-        value = strtoull(at + 1, NULL, 10);
-    return value;
+    while (getrandom(&number, sizeof number, 0) != sizeof number || !number)
+        ;
+    return number;
+}
+
+void ipc_begin_again(void)
+{
+    token = 0;
+}
+
+bool ipc_is_ours(uint64_t asked)
+{
+    return asked && asked == token;
 }
 
 static CUresult get(struct handle *handle, CUdeviceptr pointer)
 {
     typedef CUresult type(struct handle *, CUdeviceptr);
-    type *function = (type *)entry_real(entry_of("cuIpcGetMemHandle"));
-    struct said said = {.magic = MAGIC, .pid = (int32_t)getpid(), .start_time = start_time(getpid())};
+    type *function = (type *)entry_real(&entries[AT_cuIpcGetMemHandle]);
+    struct said said = {.magic = MAGIC, .pid = (int32_t)getpid()};
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    bool ours = handle && said.start_time && mapping && mapping->plain && !mapping->freeing;
+    bool ours = handle && mapping && mapping->plain && !mapping->freeing;
     if (ours) {
-        said.id = mapping->memory->id;
+        struct memory *memory = mapping->memory;
+        token = token ? token : drawn();
+        memory->share = memory->share ? memory->share : drawn();
+        said.token = token;
+        said.share = memory->share;
+        said.id = memory->id;
         said.bytes = mapping->bytes;
-        said.device = mapping->memory->asked.location.id;
-        mapping->memory->shared = true;
+        said.asked = mapping->asked;
     }
     pthread_mutex_unlock(&memory_lock);
-    if (!ours)
-        return function ? function(handle, pointer) : CUDA_ERROR_NO_DEVICE;
+    if (!ours) {
+        CUresult result = function ? function(handle, pointer) : CUDA_ERROR_NO_DEVICE;
+        if (!result)
+            left_call(LEFT_IPC);
+        return result;
+    }
     memset(handle, 0, sizeof *handle);
     memcpy(handle, &said, sizeof said);
     return CUDA_SUCCESS;
@@ -83,21 +84,20 @@ static CUresult get(struct handle *handle, CUdeviceptr pointer)
 
 EXPORT CUresult cuIpcGetMemHandle(struct handle *handle, CUdeviceptr pointer)
 {
+    CALLED(cuIpcGetMemHandle);
     struct reader *reader = gate_enter();
     CUresult result = shim_ready() ? get(handle, pointer) : CUDA_ERROR_NO_DEVICE;
     gate_leave(reader);
     return result;
 }
 
-/* A descriptor from the shim of the process that made the handle. Asked outside of the gate: that process's may be
- * closed together with ours. */
-static CUresult descriptor(const struct said *said, int *fd)
+/* Asks the shim of the process that made the handle. Returns what is told, and the connection: while it lasts nobody else
+ * is served there, so that memory is neither put away nor taken back before it is open here. */
+static int32_t ask(const struct said *said, int *fd, int *connection)
 {
-    struct message asked = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION, .verb = VERB_EXPORT}, answer;
-    struct {
-        struct message message;
-        uint64_t id;
-    } packet = {asked, said->id};
+    struct message asked = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION, .verb = VERB_SHARE, .a = said->id,
+                            .b = said->token, .c = said->share};
+    struct message answer = {.result = 0};
     union {
         struct cmsghdr header;
         char room[CMSG_SPACE(sizeof(int))];
@@ -108,51 +108,26 @@ static CUresult descriptor(const struct said *said, int *fd)
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "limosa/shim/%d", said->pid);
     int with = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    CUresult result = CUDA_ERROR_INVALID_HANDLE; /* as where the exporter is gone */
+    int32_t result = -ENOENT;
 
     if (with < 0)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    if (start_time(said->pid) != said->start_time) {
-        close(with);
-        return result;
-    }
+        return -ENOMEM;
     setsockopt(with, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     setsockopt(with, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
     if (!connect(with, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n))
-        && send(with, &packet, sizeof packet, MSG_NOSIGNAL) == sizeof packet
+        && send(with, &asked, sizeof asked, MSG_NOSIGNAL) == sizeof asked
         && recvmsg(with, &back, MSG_CMSG_CLOEXEC) == sizeof answer) {
         struct cmsghdr *head = CMSG_FIRSTHDR(&back);
-        result = CUDA_ERROR_INVALID_VALUE;
-        if (!answer.result && head && head->cmsg_type == SCM_RIGHTS) {
+        result = answer.result;
+        if (!result && head && head->cmsg_type == SCM_RIGHTS) {
             memcpy(fd, CMSG_DATA(head), sizeof *fd);
-            result = CUDA_SUCCESS;
+            *connection = with;
+            return 0;
         }
+        result = result ? result : -EPROTO;
     }
     close(with);
     return result;
-}
-
-static CUresult import(const struct said *said, int fd, struct opened *made)
-{
-    CUmemAccessDesc access = {{LOCATION_DEVICE, 0}, ACCESS_READWRITE};
-
-    *made = (struct opened){.said = *said, .times = 1};
-    if (real(cuCtxGetCurrent)(&made->context) || real(cuCtxGetDevice)(&access.location.id))
-        return CUDA_ERROR_INVALID_CONTEXT;
-    if (real(cuMemImportFromShareableHandle)(&made->driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD))
-        return CUDA_ERROR_INVALID_VALUE;
-    if (!real(cuMemAddressReserve)(&made->at, said->bytes, 0, 0, 0)) {
-        if (!real(cuMemMap)(made->at, said->bytes, 0, made->driver, 0)) {
-            if (!real(cuMemSetAccess)(made->at, said->bytes, &access, 1)) {
-                left_add(LEFT_SHARED, said->bytes);
-                return CUDA_SUCCESS;
-            }
-            real(cuMemUnmap)(made->at, said->bytes);
-        }
-        real(cuMemAddressFree)(made->at, said->bytes);
-    }
-    real(cuMemRelease)(made->driver);
-    return CUDA_ERROR_INVALID_VALUE;
 }
 
 /* Open already in this context: the same address again. */
@@ -163,57 +138,127 @@ static bool again(CUdeviceptr *pointer, const struct said *said)
 
     real(cuCtxGetCurrent)(&context);
     pthread_mutex_lock(&memory_lock);
-    for (size_t i = 0; i < n_opened && !found; i++)
-        if (!memcmp(&opened[i].said, said, sizeof *said) && opened[i].context == context) {
-            opened[i].times++;
-            *pointer = opened[i].at;
+    for (size_t i = 0; i < n_mappings && !found; i++)
+        if (mappings[i]->opened && mappings[i]->memory->share == said->share && mappings[i]->context == context) {
+            mappings[i]->times++;
+            *pointer = mappings[i]->at;
             found = true;
         }
     pthread_mutex_unlock(&memory_lock);
     return found;
 }
 
-static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigned flags)
+static struct memory *noted(struct mapping *mapping, const struct said *said, CUhandle driver, int fd,
+                            const CUmemAllocationProp *prop)
 {
-    struct opened made;
-    int fd = -1;
-
-    if (!pointer || flags != LAZY_PEER_ACCESS)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (said->pid == (int32_t)getpid() && said->start_time == start_time(getpid()))
-        return CUDA_ERROR_INVALID_CONTEXT; /* one's own memory */
-    struct reader *reader = gate_enter();
-    bool there = again(pointer, said);
-    gate_leave(reader);
-    if (there)
-        return CUDA_SUCCESS;
-    CUresult result = descriptor(said, &fd);
-    if (result)
-        return result;
-    reader = gate_enter();
-    result = import(said, fd, &made);
-    if (!result) {
-        pthread_mutex_lock(&memory_lock);
-        struct opened *more = realloc(opened, (n_opened + 1) * sizeof *more);
-        if (more) {
-            opened = more;
-            opened[n_opened++] = made;
-            *pointer = made.at;
+    pthread_mutex_lock(&memory_lock);
+    struct memory *memory = memory_new(driver, said->bytes, prop);
+    if (memory) {
+        mapping->memory = memory;
+        memory->share = said->share;
+        memory->owner = said->pid;
+        if (mapping_add(mapping)) {
+            memory->kept = fd;
+        } else {
+            memory_let_go(memory);
+            memory = NULL;
         }
-        pthread_mutex_unlock(&memory_lock);
-        result = more ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
     }
-    gate_leave(reader);
+    pthread_mutex_unlock(&memory_lock);
+    return memory;
+}
+
+/* The descriptor is ours from here on. */
+static CUresult import(CUdeviceptr *pointer, const struct said *said, int fd)
+{
+    struct mapping *mapping = calloc(1, sizeof *mapping);
+    CUmemAllocationProp prop = {.type = ALLOCATION_PINNED, .location = {LOCATION_DEVICE, 0}};
+    CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
+    CUhandle driver = 0;
+    CUdeviceptr at = 0;
+    CUdevice device = 0;
+
+    if (!mapping)
+        goto no_mapping;
+    *mapping = (struct mapping){.bytes = said->bytes, .asked = said->asked, .opened = true, .times = 1};
+    result = CUDA_ERROR_INVALID_CONTEXT;
+    if (real(cuCtxGetCurrent)(&mapping->context) || real(cuCtxGetDevice)(&device))
+        goto no_import;
+    result = CUDA_ERROR_INVALID_VALUE;
+    if (real(cuMemImportFromShareableHandle)(&driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD))
+        goto no_import;
+    /* Which of our GPUs it is on: the driver knows. */
+    if (real(cuMemGetAllocationPropertiesFromHandle)(&prop, driver) || prop.location.type != LOCATION_DEVICE
+        || prop.location.id < 0 || prop.location.id >= MAX_DEVICES)
+        prop.location = (CUmemLocation){LOCATION_DEVICE, device};
+    prop.requestedHandleTypes = 0;
+    mapping->access[device] = ACCESS_READWRITE;
+    mapping->access[prop.location.id] = ACCESS_READWRITE;
+    if (real(cuMemAddressReserve)(&at, said->bytes, 0, 0, 0))
+        goto no_address;
+    mapping->at = at;
+    if (real(cuMemMap)(at, said->bytes, 0, driver, 0))
+        goto no_map;
+    if (memory_show(mapping))
+        goto no_record;
+    result = CUDA_ERROR_OUT_OF_MEMORY;
+    if (!noted(mapping, said, driver, fd, &prop))
+        goto no_record;
+    *pointer = at;
+    return CUDA_SUCCESS;
+
+no_record:
+    real(cuMemUnmap)(at, said->bytes);
+no_map:
+    real(cuMemAddressFree)(at, said->bytes);
+no_address:
+    real(cuMemRelease)(driver);
+no_import:
+    free(mapping);
+no_mapping:
     close(fd);
     return result;
 }
 
-static CUresult open_any(const char *name, CUdeviceptr *pointer, struct handle handle, unsigned flags)
+static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigned flags)
+{
+    int fd = -1, connection = -1;
+    int32_t told;
+
+    if (!pointer || flags != LAZY_PEER_ACCESS)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (said->pid == (int32_t)getpid() && ipc_is_ours(said->token))
+        return CUDA_ERROR_INVALID_CONTEXT; /* one's own memory */
+    for (;;) {
+        struct reader *reader = gate_enter();
+        bool there = again(pointer, said);
+        gate_leave(reader);
+        if (there)
+            return CUDA_SUCCESS;
+        /* Outside of the gate: that process's may be closed together with ours. While its memory is away nobody can open
+         * it, as with a process that the driver holds. */
+        if ((told = ask(said, &fd, &connection)) != -EAGAIN)
+            break;
+        poll(NULL, 0, 20);
+    }
+    if (told) /* as where the exporter is gone */
+        return told == -ENOENT ? CUDA_ERROR_INVALID_HANDLE : told == -ENOMEM ? CUDA_ERROR_OUT_OF_MEMORY
+                                                                             : CUDA_ERROR_INVALID_VALUE;
+    struct reader *reader = gate_enter();
+    CUresult result = import(pointer, said, fd);
+    gate_leave(reader);
+    close(connection);
+    return result;
+}
+
+static CUresult open_any(struct entry *entry, CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
     typedef CUresult type(CUdeviceptr *, struct handle, unsigned);
-    type *function = (type *)entry_real(entry_of(name));
+    type *function = (type *)entry_real(entry);
+    CUcontext context = NULL;
     struct said said;
 
+    entry_called(entry);
     memcpy(&said, &handle, sizeof said);
     if (said.magic == MAGIC && shim_ready())
         return open_ours(pointer, &said, flags);
@@ -221,49 +266,52 @@ static CUresult open_any(const char *name, CUdeviceptr *pointer, struct handle h
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     CUresult result = function(pointer, handle, flags);
+    if (!result && shim_ready() && !real(cuCtxGetCurrent)(&context))
+        left_add(LEFT_IPC, *pointer, 0, context);
     gate_leave(reader);
     return result;
 }
 
 EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
-    return open_any("cuIpcOpenMemHandle", pointer, handle, flags);
+    return open_any(&entries[AT_cuIpcOpenMemHandle], pointer, handle, flags);
 }
 
 EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
-    return open_any("cuIpcOpenMemHandle_v2", pointer, handle, flags);
+    return open_any(&entries[AT_cuIpcOpenMemHandle_v2], pointer, handle, flags);
 }
 
 static CUresult close_any(CUdeviceptr pointer)
 {
     typedef CUresult type(CUdeviceptr);
-    type *function = (type *)entry_real(entry_of("cuIpcCloseMemHandle"));
-    struct opened gone = {.times = -1};
+    type *function = (type *)entry_real(&entries[AT_cuIpcCloseMemHandle]);
 
     pthread_mutex_lock(&memory_lock);
-    for (size_t i = 0; i < n_opened; i++)
-        if (opened[i].at == pointer) {
-            gone = opened[i];
-            gone.times = --opened[i].times;
-            if (!gone.times)
-                opened[i] = opened[--n_opened];
-            break;
-        }
+    struct mapping *mapping = mapping_at(pointer);
+    bool ours = mapping && mapping->opened && mapping->at == pointer && mapping->times > 0;
+    int times = ours ? --mapping->times : 0;
     pthread_mutex_unlock(&memory_lock);
-    if (gone.times < 0)
-        return function ? function(pointer) : CUDA_ERROR_NO_DEVICE;
-    if (gone.times > 0)
+    if (!ours) {
+        struct left_piece *piece = left_take(pointer);
+        CUresult result = function ? function(pointer) : CUDA_ERROR_NO_DEVICE;
+        result ? left_again(piece) : left_gone(piece);
+        return result;
+    }
+    if (times > 0)
         return CUDA_SUCCESS;
     CUresult result = real(cuCtxSynchronize)();
-    real(cuMemUnmap)(gone.at, gone.said.bytes);
-    real(cuMemRelease)(gone.driver);
-    real(cuMemAddressFree)(gone.at, gone.said.bytes);
+    pthread_mutex_lock(&memory_lock);
+    size_t place = mapping_place(pointer);
+    if (place < n_mappings && mappings[place]->at == pointer && mappings[place]->opened && !mappings[place]->times)
+        mapping_take_away(place);
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 
 EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer)
 {
+    CALLED(cuIpcCloseMemHandle);
     struct reader *reader = gate_enter();
     CUresult result = close_any(pointer);
     gate_leave(reader);

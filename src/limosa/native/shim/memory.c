@@ -10,7 +10,6 @@ struct mapping **mappings;
 size_t n_mappings;
 struct memory **memories;
 size_t n_memories;
-struct counts left;
 void *real_functions[REAL_FUNCTIONS];
 
 static size_t room_mappings, room_memories;
@@ -44,12 +43,6 @@ bool shim_ready(void)
         atomic_store(&ready, known);
     }
     return known == 1;
-}
-
-void left_add(enum left kind, size_t bytes)
-{
-    __atomic_fetch_add(&left.calls[kind], 1, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&left.bytes[kind], bytes, __ATOMIC_RELAXED);
 }
 
 size_t mapping_place(CUdeviceptr address)
@@ -117,6 +110,19 @@ CUhandle mapping_remove(size_t place)
     return driver;
 }
 
+void mapping_take_away(size_t place)
+{
+    CUdeviceptr at = mappings[place]->at;
+    size_t bytes = mappings[place]->bytes;
+    CUhandle driver = mapping_remove(place);
+
+    pthread_mutex_unlock(&memory_lock);
+    real(cuMemUnmap)(at, bytes);
+    memory_release(driver);
+    real(cuMemAddressFree)(at, bytes);
+    pthread_mutex_lock(&memory_lock);
+}
+
 static size_t memory_place(uint64_t id)
 {
     size_t low = 0, high = n_memories;
@@ -171,6 +177,7 @@ CUhandle memory_let_go(struct memory *memory)
         return 0;
     if (memory->kept >= 0)
         close(memory->kept);
+    free(memory->sharers);
     size_t place = memory_place(memory->id);
     n_memories--;
     memmove(&memories[place], &memories[place + 1], (n_memories - place) * sizeof *memories);
@@ -182,6 +189,13 @@ void memory_release(CUhandle driver)
 {
     if (driver)
         real(cuMemRelease)(driver);
+}
+
+void memory_stays(struct memory *memory, enum left cause)
+{
+    if (!memory->shared)
+        memory->cause = (unsigned char)cause;
+    memory->shared = true;
 }
 
 CUresult memory_show(const struct mapping *mapping)

@@ -26,7 +26,12 @@ struct memory {
     int references; /* handles that the application holds */
     int mappings;
     int kept; /* a descriptor of memory that was imported and cannot be exported again; -1 */
-    bool shared; /* somebody else was given it: stays where it is */
+    bool shared; /* somebody whom we do not know was given it: stays where it is */
+    unsigned char cause; /* enum left: why it stays */
+    uint64_t share; /* not 0: several processes under the shim have it, all by this number */
+    int owner; /* pid of the process that gave it to us; 0: it is our own */
+    int *sharers; /* pids of those whom we gave it */
+    size_t n_sharers;
 };
 
 struct mapping {
@@ -36,13 +41,28 @@ struct mapping {
     unsigned char access[MAX_DEVICES];
     bool away; /* unmapped by us: the application must not see that */
     bool plain; /* cuMemAlloc: the range is reserved by us */
+    bool opened; /* by a legacy handle: the range is reserved by us, too */
     bool freeing; /* plain: somebody waits for its work, and takes it away after */
     size_t asked; /* plain: bytes the application asked for */
-    CUcontext context; /* plain: goes with it */
+    CUcontext context; /* plain, opened: goes with it */
+    int times; /* opened */
 };
 
-/* Bytes and calls that are left to the driver, by kind. */
-enum left { LEFT_SMALL, LEFT_POOL, LEFT_MANAGED, LEFT_FAILED, LEFT_SHARED, LEFT_FOREIGN, LEFT_ARRAY, LEFT_KINDS };
+/* What is left to the driver, by kind: pieces that there are now and their bytes. Of graphs and tables, whose end nobody
+ * sees, the calls that were made. */
+enum left {
+    LEFT_SMALL,
+    LEFT_POOL,
+    LEFT_MANAGED,
+    LEFT_FAILED, /* large, and the driver would not have it otherwise */
+    LEFT_SHARED, /* exported, imported, seen by the processor: somebody else has it */
+    LEFT_FOREIGN, /* virtual memory that is not a GPU's, or of a kind that cannot be exported */
+    LEFT_ARRAY,
+    LEFT_IPC, /* legacy handles of the driver's own, given and opened */
+    LEFT_GRAPH, /* nodes that allocate */
+    LEFT_TABLES, /* cuGetExportTable: what is called through them is not seen */
+    LEFT_KINDS
+};
 struct counts {
     uint64_t calls[LEFT_KINDS], bytes[LEFT_KINDS];
 };
@@ -52,7 +72,6 @@ extern struct mapping **mappings; /* sorted by address */
 extern size_t n_mappings;
 extern struct memory **memories; /* sorted by id */
 extern size_t n_memories;
-extern struct counts left;
 extern CUcontext *contexts; /* made by the application, beside the primary ones */
 extern size_t n_contexts;
 
@@ -67,8 +86,22 @@ struct memory *memory_of(CUhandle given);
 CUhandle memory_given(const struct memory *memory);
 CUhandle memory_let_go(struct memory *memory); /* likewise, where neither handle nor mapping is left */
 void memory_release(CUhandle driver); /* what has come back so; without memory_lock */
+void memory_stays(struct memory *memory, enum left cause); /* somebody whom we do not know has it */
 CUresult memory_show(const struct mapping *mapping); /* cuMemSetAccess as recorded */
-void left_add(enum left kind, size_t bytes);
+/* With memory_lock held. Takes a mapping of ours away, letting go of the lock for the driver's part: places are others
+ * after. The address is nobody else's until the last call. */
+void mapping_take_away(size_t place);
+/* What is left to the driver, by its address or handle; these take locks of their own, for a few instructions. */
+void left_add(enum left kind, uint64_t key, size_t bytes, CUcontext context);
+struct left_piece *left_take(uint64_t key); /* it is about to be freed: NULL, or for one of the next two */
+void left_gone(struct left_piece *piece);
+void left_again(struct left_piece *piece); /* it was not freed */
+void left_call(enum left kind);
+void left_context_gone(CUcontext context);
+void left_begin_again(void); /* in a child after fork */
+void left_counts(struct counts *counts); /* with memory_lock held */
+bool ipc_is_ours(uint64_t token); /* whether a handle with it was made by this process */
+void ipc_begin_again(void); /* in a child after fork */
 bool shim_ready(void); /* whether memory is to be taken over at all */
 
 #endif

@@ -33,21 +33,6 @@ static int device_of_current(void)
     return real(cuCtxGetDevice)(&device) ? -1 : device;
 }
 
-/* With memory_lock held, which it lets go of for the driver's part: places are others after. The address is nobody
- * else's until the last call. */
-static void take_away(size_t place)
-{
-    CUdeviceptr at = mappings[place]->at;
-    size_t bytes = mappings[place]->bytes;
-    CUhandle driver = mapping_remove(place);
-
-    pthread_mutex_unlock(&memory_lock);
-    real(cuMemUnmap)(at, bytes);
-    memory_release(driver);
-    real(cuMemAddressFree)(at, bytes);
-    pthread_mutex_lock(&memory_lock);
-}
-
 /* Waits for the work of the context that some memory is of (NULL: of the current one). Without memory_lock. */
 static CUresult wait_for_work(CUcontext owner)
 {
@@ -162,12 +147,30 @@ static void free_later(void)
     for (size_t i = 0; i < n; i++)
         for (size_t place = 0; place < n_mappings; place++)
             if (mappings[place]->memory->id == later[i]) {
-                take_away(place);
+                mapping_take_away(place);
                 break;
             }
     n_later -= n;
     memmove(later, later + n, n_later * sizeof *later);
     pthread_mutex_unlock(&memory_lock);
+}
+
+static void count(enum left kind, CUdeviceptr pointer, size_t bytes)
+{
+    CUcontext context = NULL;
+
+    real(cuCtxGetCurrent)(&context);
+    left_add(kind, pointer, bytes, context);
+}
+
+/* The driver's own free of what is the driver's own. */
+static CUresult let_go_of_theirs(CUdeviceptr pointer)
+{
+    struct left_piece *piece = left_take(pointer);
+    CUresult result = real(cuMemFree_v2)(pointer);
+
+    result ? left_again(piece) : left_gone(piece);
+    return result;
 }
 
 static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
@@ -177,7 +180,7 @@ static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
     if (bytes < LARGE || !pointer) {
         result = real(cuMemAlloc_v2)(pointer, bytes);
         if (!result)
-            left_add(LEFT_SMALL, bytes);
+            count(LEFT_SMALL, *pointer, bytes);
         return result;
     }
     free_later();
@@ -185,13 +188,14 @@ static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
     if (result == CUDA_ERROR_NOT_SUPPORTED) {
         result = real(cuMemAlloc_v2)(pointer, bytes);
         if (!result)
-            left_add(LEFT_FAILED, bytes);
+            count(LEFT_FAILED, *pointer, bytes);
     }
     return result;
 }
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes)
 {
+    CALLED(cuMemAlloc_v2);
     if (!shim_ready())
         return real_functions[REAL_cuMemAlloc_v2] ? real(cuMemAlloc_v2)(pointer, bytes) : CUDA_ERROR_NO_DEVICE;
     GATE(alloc(pointer, bytes));
@@ -203,8 +207,12 @@ static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_
     CUdeviceptr row = 0;
     CUresult result;
 
-    if (!pointer || !pitch || !height || width > (size_t)-1 / height || width * height < LARGE)
-        return real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
+    if (!pointer || !pitch || !height || width > (size_t)-1 / height || width * height < LARGE) {
+        result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
+        if (!result)
+            count(LEFT_SMALL, *pointer, *pitch * height);
+        return result;
+    }
     result = real(cuMemAllocPitch_v2)(&row, pitch, width, 1, element);
     if (result)
         return result;
@@ -214,6 +222,7 @@ static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_
 
 EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
 {
+    CALLED(cuMemAllocPitch_v2);
     if (!shim_ready())
         return real_functions[REAL_cuMemAllocPitch_v2]
             ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element) : CUDA_ERROR_NO_DEVICE;
@@ -228,7 +237,7 @@ static CUresult let_go(CUdeviceptr pointer)
     mapping = mapping_at(pointer);
     if (!mapping || !mapping->plain || mapping->at != pointer || mapping->freeing) {
         pthread_mutex_unlock(&memory_lock);
-        return mapping ? CUDA_ERROR_INVALID_VALUE : real(cuMemFree_v2)(pointer);
+        return mapping ? CUDA_ERROR_INVALID_VALUE : let_go_of_theirs(pointer);
     }
     CUcontext owner = mapping->context, mine = NULL;
     if (real(cuCtxGetCurrent)(&mine) || !mine) {
@@ -254,7 +263,7 @@ static CUresult let_go(CUdeviceptr pointer)
             later[n_later++] = mappings[place]->memory->id;
         result = CUDA_SUCCESS;
     } else {
-        take_away(place);
+        mapping_take_away(place);
     }
     pthread_mutex_unlock(&memory_lock);
     return result;
@@ -262,15 +271,20 @@ static CUresult let_go(CUdeviceptr pointer)
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
 {
+    CALLED(cuMemFree_v2);
     if (!shim_ready())
         return real_functions[REAL_cuMemFree_v2] ? real(cuMemFree_v2)(pointer) : CUDA_ERROR_NO_DEVICE;
     GATE(let_go(pointer));
 }
 
 /* Of memory that cuMemAlloc has made this waits, too: longer than it has to, never less. */
-static CUresult let_go_async(CUdeviceptr pointer, void *stream, const char *name)
+static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *entry)
 {
     typedef CUresult type(CUdeviceptr, void *);
+    type *function = (type *)entry_real(entry);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
@@ -278,18 +292,22 @@ static CUresult let_go_async(CUdeviceptr pointer, void *stream, const char *name
     pthread_mutex_unlock(&memory_lock);
     if (ours)
         return let_go(pointer);
-    type *function = (type *)entry_real(entry_of(name));
-    return function ? function(pointer, stream) : CUDA_ERROR_NO_DEVICE;
+    struct left_piece *piece = left_take(pointer);
+    CUresult result = function(pointer, stream);
+    result ? left_again(piece) : left_gone(piece);
+    return result;
 }
 
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, void *stream)
 {
-    GATE(let_go_async(pointer, stream, "cuMemFreeAsync"));
+    CALLED(cuMemFreeAsync);
+    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync]));
 }
 
 EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr pointer, void *stream)
 {
-    GATE(let_go_async(pointer, stream, "cuMemFreeAsync_ptsz"));
+    CALLED(cuMemFreeAsync_ptsz);
+    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync_ptsz]));
 }
 
 /* --------------------------------------------------------------------------------------------------- questions --- */
@@ -302,7 +320,7 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
 {
     switch (attribute) {
     case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
-    case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = 1; break;
+    case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = mapping->plain; break;
     case ATTRIBUTE_RANGE_START: *(CUdeviceptr *)data = mapping->at; break;
     case ATTRIBUTE_MAPPING_BASE: *(CUdeviceptr *)data = mapping->at; break;
     case ATTRIBUTE_MAPPING_SIZE: *(size_t *)data = mapping->asked; break;
@@ -316,7 +334,7 @@ static CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 {
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    bool ours = mapping && mapping->plain && pointer < mapping->at + mapping->asked;
+    bool ours = mapping && (mapping->plain || mapping->opened) && pointer < mapping->at + mapping->asked;
     if (ours && base)
         *base = mapping->at;
     if (ours && bytes)
@@ -327,6 +345,7 @@ static CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 {
+    CALLED(cuMemGetAddressRange_v2);
     if (!shim_ready())
         return real_functions[REAL_cuMemGetAddressRange_v2]
             ? real(cuMemGetAddressRange_v2)(base, bytes, pointer) : CUDA_ERROR_NO_DEVICE;
@@ -339,7 +358,7 @@ static CUresult attribute(void *data, int which, CUdeviceptr pointer)
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    if (data && mapping && mapping->plain && (result == CUDA_SUCCESS || which == ATTRIBUTE_CONTEXT)) {
+    if (data && mapping && (mapping->plain || mapping->opened) && (result == CUDA_SUCCESS || which == ATTRIBUTE_CONTEXT)) {
         put_right(mapping, which, data);
         result = CUDA_SUCCESS;
     }
@@ -349,6 +368,7 @@ static CUresult attribute(void *data, int which, CUdeviceptr pointer)
 
 EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr pointer)
 {
+    CALLED(cuPointerGetAttribute);
     if (!shim_ready())
         return real_functions[REAL_cuPointerGetAttribute]
             ? real(cuPointerGetAttribute)(data, which, pointer) : CUDA_ERROR_NO_DEVICE;
@@ -361,7 +381,7 @@ static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr poin
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    if (result == CUDA_SUCCESS && mapping && mapping->plain)
+    if (result == CUDA_SUCCESS && mapping && (mapping->plain || mapping->opened))
         for (unsigned i = 0; i < n; i++)
             put_right(mapping, which[i], data[i]);
     pthread_mutex_unlock(&memory_lock);
@@ -370,6 +390,7 @@ static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr poin
 
 EXPORT CUresult cuPointerGetAttributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
 {
+    CALLED(cuPointerGetAttributes);
     if (!shim_ready())
         return real_functions[REAL_cuPointerGetAttributes]
             ? real(cuPointerGetAttributes)(n, which, data, pointer) : CUDA_ERROR_NO_DEVICE;
@@ -428,6 +449,7 @@ static CUresult enable(CUcontext peer, unsigned flags)
 
 EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
+    CALLED(cuCtxEnablePeerAccess);
     if (!shim_ready())
         return real_functions[REAL_cuCtxEnablePeerAccess] ? real(cuCtxEnablePeerAccess)(peer, flags)
                                                           : CUDA_ERROR_NO_DEVICE;
@@ -460,6 +482,7 @@ static CUresult disable(CUcontext peer)
 
 EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 {
+    CALLED(cuCtxDisablePeerAccess);
     if (!shim_ready())
         return real_functions[REAL_cuCtxDisablePeerAccess] ? real(cuCtxDisablePeerAccess)(peer) : CUDA_ERROR_NO_DEVICE;
     GATE(disable(peer));
@@ -490,6 +513,7 @@ static CUresult made(CUresult result, CUcontext *context)
 
 EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
 {
+    CALLED(cuCtxCreate_v2);
     if (!shim_ready())
         return real_functions[REAL_cuCtxCreate_v2] ? real(cuCtxCreate_v2)(context, flags, device)
                                                    : CUDA_ERROR_NO_DEVICE;
@@ -498,6 +522,7 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice devi
 
 EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
 {
+    CALLED(cuCtxCreate_v3);
     if (!shim_ready())
         return real_functions[REAL_cuCtxCreate_v3] ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
                                                    : CUDA_ERROR_NO_DEVICE;
@@ -507,6 +532,7 @@ EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsi
 /* From CUDA 12.5 on; drivers before it do not have it. */
 EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned flags, CUdevice device)
 {
+    CALLED(cuCtxCreate_v4);
     typedef CUresult create(CUcontext *, void *, unsigned, CUdevice);
     create *function = (create *)entry_real(entry_of("cuCtxCreate_v4"));
 
@@ -521,8 +547,8 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned fl
 static void context_gone(CUcontext context)
 {
     for (size_t i = 0; i < n_mappings;)
-        if (mappings[i]->plain && mappings[i]->context == context) {
-            take_away(i);
+        if ((mappings[i]->plain || mappings[i]->opened) && mappings[i]->context == context) {
+            mapping_take_away(i);
             i = 0; /* the table was let go of */
         } else {
             i++;
@@ -533,6 +559,7 @@ static void context_gone(CUcontext context)
     for (size_t i = n_peers; i-- > 0;)
         if (peers[i].from == context || peers[i].to == context)
             peers[i] = peers[--n_peers];
+    left_context_gone(context);
 }
 
 static CUresult destroy(CUcontext context)
@@ -549,6 +576,7 @@ static CUresult destroy(CUcontext context)
 
 EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
 {
+    CALLED(cuCtxDestroy_v2);
     if (!shim_ready())
         return real_functions[REAL_cuCtxDestroy_v2] ? real(cuCtxDestroy_v2)(context) : CUDA_ERROR_NO_DEVICE;
     GATE(destroy(context));
@@ -584,18 +612,18 @@ static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
     return result;
 }
 
-EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
-{
-    if (!shim_ready())
-        return real_functions[REAL_cuDevicePrimaryCtxRelease_v2] ? real(cuDevicePrimaryCtxRelease_v2)(device)
-                                                                 : CUDA_ERROR_NO_DEVICE;
-    GATE(primary_ends(device, real(cuDevicePrimaryCtxRelease_v2)));
-}
-
-EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
-{
-    if (!shim_ready())
-        return real_functions[REAL_cuDevicePrimaryCtxReset_v2] ? real(cuDevicePrimaryCtxReset_v2)(device)
-                                                               : CUDA_ERROR_NO_DEVICE;
-    GATE(primary_ends(device, real(cuDevicePrimaryCtxReset_v2)));
-}
+#define PRIMARY_ENDS(name)                                                                                             \
+    EXPORT CUresult name(CUdevice device)                                                                              \
+    {                                                                                                                  \
+        CALLED(name);                                                                                                  \
+        CUresult (*function)(CUdevice) = (CUresult (*)(CUdevice))entry_real(&entries[AT_##name]);                      \
+        if (!function)                                                                                                 \
+            return CUDA_ERROR_NO_DEVICE;                                                                               \
+        if (!shim_ready())                                                                                             \
+            return function(device);                                                                                   \
+        GATE(primary_ends(device, function));                                                                          \
+    }
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease)
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2)

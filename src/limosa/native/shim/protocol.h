@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #define PROTOCOL_MAGIC 0x4c4d5341u
-#define PROTOCOL_VERSION 1
+#define PROTOCOL_VERSION 2
 #define PROTOCOL_MOST 200 /* records, descriptors in a packet */
 
 enum verb {
@@ -23,7 +23,11 @@ enum verb {
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each */
     VERB_KEEP, /* a descriptor to be kept while the memory is away: whoever kills the vault loses nothing; none: let go */
     VERB_KEPT, /* → it, if there is one */
-    VERB_UNKNOWN, /* → functions that no list knows and that were called: names, one after the other */
+    VERB_CALLED, /* → functions that were called or asked for: packets; a: how many there are in all, b: of them in this
+                  * packet; of each what is known of it (enum role), what was done (1: called, 2: asked for), its name, 0 */
+    VERB_SHARE, /* of another process's shim: a: memory, b: token, c: share of a legacy handle → its descriptor, or -EAGAIN
+                 * while it is away */
+    VERB_SHARERS, /* → whom memory was given by such handles: packets of pairs (share, pid), a and b as for LIST */
 };
 
 enum state { STATE_OPEN, STATE_CLOSED, STATE_AWAY };
@@ -40,7 +44,10 @@ enum { RECORD_PLAIN = 1, RECORD_SHARED = 2, RECORD_AWAY = 4, RECORD_MAPPED = 8, 
 
 struct record {
     uint64_t id, bytes, at; /* at: where it is first mapped */
+    uint64_t share; /* other processes have it, too, by this number; else 0 */
     uint32_t device, flags;
+    int32_t owner; /* pid of the process that gave it, where another did; else 0 */
+    uint32_t nothing;
 };
 
 #endif

@@ -2,7 +2,6 @@
  *
  * It is exempt from the gate, holds memory_lock only for as long as it looks at the tables, and calls nothing of the
  * application's: see DESIGN.md why nothing here can wait for an application's thread. */
-#define _GNU_SOURCE
 #include "bulk.h"
 #include "park.h"
 #include "protocol.h"
@@ -87,7 +86,7 @@ static bool tables(struct message *answer)
 
 static struct record record_of(const struct memory *memory)
 {
-    struct record record = {.id = memory->id, .bytes = memory->bytes,
+    struct record record = {.id = memory->id, .bytes = memory->bytes, .share = memory->share, .owner = memory->owner,
                             .device = (uint32_t)memory->asked.location.id};
 
     record.flags |= memory->shared ? RECORD_SHARED : 0;
@@ -102,10 +101,24 @@ static struct record record_of(const struct memory *memory)
     return record;
 }
 
-static bool list(int client, struct message *answer)
+/* Records, as many to a packet as there is room for. */
+static bool say_all(int client, struct message *answer, const void *all, size_t n, size_t each)
 {
     size_t done = 0;
+    bool well;
 
+    do {
+        size_t some = n - done < PROTOCOL_MOST ? n - done : PROTOCOL_MOST;
+        answer->a = n;
+        answer->b = some;
+        well = say(client, answer, (const char *)all + done * each, some * each, NULL, 0);
+        done += some;
+    } while (well && done < n);
+    return well;
+}
+
+static bool list(int client, struct message *answer)
+{
     if (!tables(answer))
         return say(client, answer, NULL, 0, NULL, 0);
     size_t n = n_memories;
@@ -115,14 +128,7 @@ static bool list(int client, struct message *answer)
     for (size_t i = 0; i < n; i++)
         all[i] = record_of(memories[i]);
     pthread_mutex_unlock(&memory_lock);
-    bool well;
-    do {
-        size_t some = n - done < PROTOCOL_MOST ? n - done : PROTOCOL_MOST;
-        answer->a = n;
-        answer->b = some;
-        well = say(client, answer, all + done, some * sizeof *all, NULL, 0);
-        done += some;
-    } while (well && done < n);
+    bool well = say_all(client, answer, all, n, sizeof *all);
     free(all);
     return well;
 }
@@ -356,17 +362,93 @@ static void hello(struct message *answer)
     pthread_mutex_unlock(&memory_lock);
 }
 
-static bool unknown(int client, struct message *answer)
+static bool called(int client, struct message *answer)
 {
-    static char names[32768];
-    size_t used = 0;
+    int all = n_entries();
 
-    for (int i = n_listed; i < n_entries(); i++)
-        if (entries[i].called && used + strlen(entries[i].symbol) + 1 < sizeof names) {
-            strcpy(names + used, entries[i].symbol);
-            used += strlen(entries[i].symbol) + 1;
+    for (int i = 0; i < all; i++)
+        answer->a += entries[i].called || entries[i].asked_for;
+    for (int i = 0; i < all || !i;) {
+        char names[16384];
+        size_t used = 0;
+        answer->b = 0;
+        for (; i < all && used + 300 < sizeof names; i++) {
+            unsigned char done = (unsigned char)((entries[i].called ? 1 : 0) + (entries[i].asked_for ? 2 : 0));
+            size_t length = done ? strnlen(entries[i].symbol, 256) : 0;
+            if (!done)
+                continue;
+            names[used++] = (char)entries[i].role;
+            names[used++] = (char)done;
+            memcpy(names + used, entries[i].symbol, length);
+            used += length;
+            names[used++] = 0;
+            answer->b++;
         }
-    return say(client, answer, names, used, NULL, 0);
+        if (!say(client, answer, names, used, NULL, 0))
+            return false;
+    }
+    return true;
+}
+
+static bool remember(struct memory *memory, int pid)
+{
+    for (size_t i = 0; i < memory->n_sharers; i++)
+        if (memory->sharers[i] == pid)
+            return true;
+    int *more = realloc(memory->sharers, (memory->n_sharers + 1) * sizeof *more);
+    if (!more)
+        return false;
+    memory->sharers = more;
+    more[memory->n_sharers++] = pid;
+    return true;
+}
+
+/* Another process's shim opens a legacy handle of ours. */
+static bool share(int client, struct message *answer, const struct message *asked)
+{
+    struct ucred who;
+    socklen_t size = sizeof who;
+    int fd = -1;
+
+    if (state != STATE_OPEN)
+        answer->result = -EAGAIN;
+    else if (!ipc_is_ours(asked->b) || getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size))
+        answer->result = -ENOENT;
+    else if (tables(answer)) {
+        struct memory *memory = by_id(asked->a);
+        CUresult result = CUDA_ERROR_INVALID_VALUE;
+        if (memory && memory->share == asked->c && remember(memory, who.pid))
+            fd = park_descriptor(memory, &result);
+        pthread_mutex_unlock(&memory_lock);
+        answer->result = fd < 0 ? result : 0;
+    }
+    bool well = say(client, answer, NULL, 0, &fd, fd >= 0);
+    if (fd >= 0)
+        close(fd);
+    return well;
+}
+
+static bool sharers(int client, struct message *answer)
+{
+    struct pair {
+        uint64_t share, pid;
+    } *all;
+    size_t n = 0, at = 0;
+
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
+    for (size_t i = 0; i < n_memories; i++)
+        n += memories[i]->n_sharers;
+    all = calloc(n ? n : 1, sizeof *all);
+    for (size_t i = 0; all && i < n_memories; i++)
+        for (size_t j = 0; j < memories[i]->n_sharers; j++)
+            all[at++] = (struct pair){memories[i]->share, (uint64_t)memories[i]->sharers[j]};
+    pthread_mutex_unlock(&memory_lock);
+    if (!all)
+        answer->result = -ENOMEM;
+    bool well = say_all(client, answer, all, at, sizeof *all);
+    free(all);
+    return well;
 }
 
 static bool devices(int client, struct message *answer)
@@ -384,8 +466,14 @@ static bool devices(int client, struct message *answer)
 
 static bool counts(int client, struct message *answer)
 {
+    struct counts now = {.calls = {0}};
+
     answer->a = LEFT_KINDS;
-    return say(client, answer, &left, sizeof left, NULL, 0);
+    if (tables(answer)) {
+        left_counts(&now);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return say(client, answer, &now, answer->result ? 0 : sizeof now, NULL, 0);
 }
 
 /* Descriptors are ours from here on. */
@@ -449,7 +537,9 @@ static bool answer_one(int client)
     case VERB_KEPT: return say(client, &answer, NULL, 0, &kept_aside, kept_aside >= 0);
     case VERB_DEVICES: return devices(client, &answer);
     case VERB_COUNTS: return counts(client, &answer);
-    case VERB_UNKNOWN: return unknown(client, &answer);
+    case VERB_CALLED: return called(client, &answer);
+    case VERB_SHARE: return share(client, &answer, &asked);
+    case VERB_SHARERS: return sharers(client, &answer);
     default: answer.result = -ENOSYS; break;
     }
     if (asked.verb != VERB_HELLO)
@@ -535,6 +625,8 @@ static void in_child(void)
             memories[i]->kept = -1;
         }
     n_memories = n_mappings = n_contexts = 0;
+    left_begin_again();
+    ipc_begin_again();
     atomic_store(&waiting, 0);
     pthread_mutex_init(&begin_lock, NULL);
 }
@@ -543,6 +635,7 @@ EXPORT CUresult cuInit(unsigned flags)
 {
     static int pid;
 
+    CALLED(cuInit);
     if (!shim_ready() && !real_functions[REAL_cuInit])
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();

@@ -10,17 +10,36 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
+/* What becomes of a function: ../softgpu/functions.list says it of each. */
+enum role { ROLE_UNKNOWN, ROLE_PASS, ROLE_USES, ROLE_HOST, ROLE_OLD, ROLE_OWN };
+
 /* An entry of the driver: what the application gets instead of it, and where the real one is. */
 struct entry {
     const char *symbol, *base; /* cuMemAlloc_v2; what cuGetProcAddress is asked for */
     void *hook;
     void *_Atomic real;
     _Atomic unsigned char called;
+    _Atomic unsigned char asked_for; /* by dlsym or cuGetProcAddress */
+    unsigned char role;
 };
 
-extern struct entry entries[];
-extern const int n_listed; /* those of functions.list; behind them what no list knows, in turn */
+enum { /* places in the table */
+#define FUNCTION(symbol, base, version, per_thread, what) AT_##symbol,
+#include "../softgpu/functions.list"
+#undef FUNCTION
+    LISTED
+};
+
+extern struct entry entries[]; /* LISTED, behind them what no list knows, in turn */
 int n_entries(void);
+
+static inline void entry_called(struct entry *entry)
+{
+    if (UNLIKELY(!atomic_load_explicit(&entry->called, memory_order_relaxed)))
+        atomic_store_explicit(&entry->called, 1, memory_order_relaxed);
+}
+/* The first line of every definition of our own. */
+#define CALLED(name) entry_called(&entries[AT_##name])
 
 struct entry *entry_of(const char *symbol);
 /* The real function; NULL where the program has no libcuda, or none with it. */

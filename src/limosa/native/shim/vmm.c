@@ -18,38 +18,47 @@
         return result_;                                                                                                \
     } while (0)
 
+/* The application's number for a handle that the driver has given; the driver's own goes where there is no room. */
+static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CUmemAllocationProp *asked, bool stays,
+                       enum left cause)
+{
+    pthread_mutex_lock(&memory_lock);
+    struct memory *memory = memory_new(driver, bytes, asked);
+    if (memory) {
+        memory->references = 1;
+        memory->shared = stays;
+        memory->cause = (unsigned char)cause;
+        *handle = memory_given(memory);
+    }
+    pthread_mutex_unlock(&memory_lock);
+    if (memory)
+        return CUDA_SUCCESS;
+    real(cuMemRelease)(driver);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
 {
     CUhandle driver = 0;
 
-    if (!handle || !prop || flags || prop->type != ALLOCATION_PINNED || prop->location.type != LOCATION_DEVICE
-        || prop->requestedHandleTypes & ~HANDLE_POSIX_FD || prop->location.id < 0 || prop->location.id >= MAX_DEVICES) {
-        CUresult result = real(cuMemCreate)(handle, bytes, prop, flags);
-        if (!result)
-            left_add(LEFT_FOREIGN, bytes);
-        return result;
-    }
+    if (!handle || !prop)
+        return real(cuMemCreate)(handle, bytes, prop, flags);
     CUmemAllocationProp more = *prop;
-    more.requestedHandleTypes |= HANDLE_POSIX_FD; /* else it could not be given to anybody */
+    bool stays = flags || prop->type != ALLOCATION_PINNED || prop->location.type != LOCATION_DEVICE
+        || prop->requestedHandleTypes & ~HANDLE_POSIX_FD || prop->location.id < 0 || prop->location.id >= MAX_DEVICES;
+    if (!stays)
+        more.requestedHandleTypes |= HANDLE_POSIX_FD; /* else it could not be given to anybody */
     CUresult result = real(cuMemCreate)(&driver, bytes, &more, flags);
-    if (result)
-        return result;
-    pthread_mutex_lock(&memory_lock);
-    struct memory *memory = memory_new(driver, bytes, prop);
-    if (memory) {
-        memory->references = 1;
-        *handle = memory_given(memory);
+    if (result && result != CUDA_ERROR_OUT_OF_MEMORY && !stays && more.requestedHandleTypes != prop->requestedHandleTypes) {
+        stays = true; /* what is asked for is to be had, only not for others */
+        result = real(cuMemCreate)(&driver, bytes, prop, flags);
     }
-    pthread_mutex_unlock(&memory_lock);
-    if (!memory) {
-        real(cuMemRelease)(driver);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    return CUDA_SUCCESS;
+    return result ? result : number(handle, driver, bytes, prop, stays, LEFT_FOREIGN);
 }
 
 EXPORT CUresult cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
 {
+    CALLED(cuMemCreate);
     GATED(cuMemCreate, handle, bytes, prop, flags);
 }
 
@@ -71,6 +80,7 @@ static CUresult my_cuMemRelease(CUhandle handle)
 
 EXPORT CUresult cuMemRelease(CUhandle handle)
 {
+    CALLED(cuMemRelease);
     GATED(cuMemRelease, handle);
 }
 
@@ -108,6 +118,8 @@ static CUresult my_cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandl
             *mapping = (struct mapping){.at = at, .bytes = bytes, .offset = offset, .memory = memory};
             pthread_mutex_lock(&memory_lock);
             there = mapping_add(mapping);
+            if (there && memory->shared && memory->bytes < offset + bytes)
+                memory->bytes = offset + bytes; /* how large imported memory is shows here */
             pthread_mutex_unlock(&memory_lock);
         }
         if (!there) {
@@ -122,17 +134,18 @@ static CUresult my_cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandl
 
 EXPORT CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle handle, unsigned long long flags)
 {
+    CALLED(cuMemMap);
     GATED(cuMemMap, at, bytes, offset, handle, flags);
 }
 
-/* Memory of cuMemAlloc is no mapping for whoever allocated it. */
+/* Memory of cuMemAlloc, or of a legacy handle, is no mapping for whoever has it. */
 static bool has_plain(CUdeviceptr at, size_t bytes)
 {
     bool found = false;
 
     pthread_mutex_lock(&memory_lock);
     for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
-        found |= mappings[place]->plain;
+        found |= mappings[place]->plain || mappings[place]->opened;
     pthread_mutex_unlock(&memory_lock);
     return found;
 }
@@ -156,6 +169,7 @@ static CUresult my_cuMemUnmap(CUdeviceptr at, size_t bytes)
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 {
+    CALLED(cuMemUnmap);
     GATED(cuMemUnmap, at, bytes);
 }
 
@@ -171,7 +185,7 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
             if (all[i].location.type == LOCATION_DEVICE && all[i].location.id >= 0 && all[i].location.id < MAX_DEVICES)
                 mappings[place]->access[all[i].location.id] = (unsigned char)all[i].flags;
             else
-                mappings[place]->memory->shared = true; /* the processor's own access: not taken apart here */
+                memory_stays(mappings[place]->memory, LEFT_SHARED); /* the processor's own access: not taken apart here */
         }
     pthread_mutex_unlock(&memory_lock);
     return result;
@@ -179,11 +193,22 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
 
 EXPORT CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
 {
+    CALLED(cuMemSetAccess);
     GATED(cuMemSetAccess, at, bytes, all, n);
+}
+
+/* Somebody whom we do not know has it from now on. */
+static void stays(struct memory *memory)
+{
+    pthread_mutex_lock(&memory_lock);
+    memory_stays(memory, LEFT_SHARED);
+    pthread_mutex_unlock(&memory_lock);
 }
 
 static CUresult export(void *out, struct memory *memory, int type, unsigned long long flags)
 {
+    if (memory->shared && memory->cause == LEFT_FOREIGN) /* the driver's own business */
+        return real(cuMemExportToShareableHandle)(out, memory->driver, type, flags);
     if (type != HANDLE_POSIX_FD || flags || !out || !(memory->asked.requestedHandleTypes & HANDLE_POSIX_FD))
         return CUDA_ERROR_INVALID_VALUE;
     if (memory->kept < 0)
@@ -203,13 +228,14 @@ static CUresult my_cuMemExportToShareableHandle(void *out, CUhandle handle, int 
         return real(cuMemExportToShareableHandle)(out, handle, type, flags);
     CUresult result = export(out, memory, type, flags);
     if (!result)
-        memory->shared = true;
+        stays(memory);
     unhold(memory);
     return result;
 }
 
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
 {
+    CALLED(cuMemExportToShareableHandle);
     GATED(cuMemExportToShareableHandle, out, handle, type, flags);
 }
 
@@ -228,6 +254,7 @@ static CUresult my_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *p
 
 EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUhandle handle)
 {
+    CALLED(cuMemGetAllocationPropertiesFromHandle);
     GATED(cuMemGetAllocationPropertiesFromHandle, prop, handle);
 }
 
@@ -238,7 +265,7 @@ static CUresult my_cuMemRetainAllocationHandle(CUhandle *handle, void *address)
     pthread_mutex_lock(&memory_lock);
     struct mapping *mapping = mapping_at((CUdeviceptr)(uintptr_t)address);
     bool ours = mapping && handle;
-    if (ours && mapping->plain) {
+    if (ours && (mapping->plain || mapping->opened)) {
         result = CUDA_ERROR_INVALID_VALUE; /* as for memory of cuMemAlloc */
     } else if (ours) {
         mapping->memory->references++;
@@ -250,19 +277,172 @@ static CUresult my_cuMemRetainAllocationHandle(CUhandle *handle, void *address)
 
 EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *handle, void *address)
 {
+    CALLED(cuMemRetainAllocationHandle);
     GATED(cuMemRetainAllocationHandle, handle, address);
 }
 
+/* Somebody else's, and who that is nobody knows: it stays. A multicast object comes this way, too. */
 static CUresult my_cuMemImportFromShareableHandle(CUhandle *handle, void *from, int type)
 {
-    CUresult result = real(cuMemImportFromShareableHandle)(handle, from, type);
+    CUmemAllocationProp prop = {.type = ALLOCATION_PINNED};
+    CUhandle driver = 0;
 
-    if (!result)
-        left_add(LEFT_SHARED, 0); /* somebody else's: a checkpoint of this process would lose it */
-    return result;
+    if (!handle)
+        return real(cuMemImportFromShareableHandle)(handle, from, type);
+    CUresult result = real(cuMemImportFromShareableHandle)(&driver, from, type);
+    if (result)
+        return result;
+    real(cuMemGetAllocationPropertiesFromHandle)(&prop, driver);
+    return number(handle, driver, 0, &prop, true, LEFT_SHARED);
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *from, int type)
 {
+    CALLED(cuMemImportFromShareableHandle);
     GATED(cuMemImportFromShareableHandle, handle, from, type);
+}
+
+/* ------------------------------------------------------------------------- other calls that take handles or show --- */
+
+#define REAL_OF(name, ...)                                                                                             \
+    typedef CUresult type(__VA_ARGS__);                                                                                \
+    CALLED(name);                                                                                                      \
+    type *function = (type *)entry_real(&entries[AT_##name]);                                                          \
+    if (!function)                                                                                                     \
+        return CUDA_ERROR_NO_DEVICE;                                                                                   \
+    struct reader *reader = gate_enter()
+
+/* The driver's handle for the application's, which is held as long. */
+static CUhandle theirs(CUhandle given, struct memory **held)
+{
+    *held = hold(given);
+    return *held ? (*held)->driver : given;
+}
+
+static void and_stays(struct memory *memory, bool so)
+{
+    if (memory && so)
+        stays(memory);
+    if (memory)
+        unhold(memory);
+}
+
+EXPORT CUresult cuMulticastAddDevice(CUhandle object, CUdevice device)
+{
+    REAL_OF(cuMulticastAddDevice, CUhandle, CUdevice);
+    struct memory *held;
+    CUresult result = function(theirs(object, &held), device);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+/* What a multicast object is bound to is in its addresses, which we do not see: it stays. */
+EXPORT CUresult cuMulticastBindMem(CUhandle object, size_t at, CUhandle handle, size_t offset, size_t bytes,
+                                   unsigned long long flags)
+{
+    REAL_OF(cuMulticastBindMem, CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long);
+    struct memory *held, *memory;
+    CUresult result = function(theirs(object, &held), at, theirs(handle, &memory), offset, bytes, flags);
+    and_stays(memory, !result);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+/* All memory in a range is seen by somebody from now on. */
+static void range_stays(CUdeviceptr at, size_t bytes)
+{
+    pthread_mutex_lock(&memory_lock);
+    for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
+        memory_stays(mappings[place]->memory, LEFT_SHARED);
+    pthread_mutex_unlock(&memory_lock);
+}
+
+EXPORT CUresult cuMulticastBindAddr(CUhandle object, size_t at, CUdeviceptr pointer, size_t bytes,
+                                    unsigned long long flags)
+{
+    REAL_OF(cuMulticastBindAddr, CUhandle, size_t, CUdeviceptr, size_t, unsigned long long);
+    struct memory *held;
+    CUresult result = function(theirs(object, &held), at, pointer, bytes, flags);
+    if (!result)
+        range_stays(pointer, bytes);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+EXPORT CUresult cuMulticastUnbind(CUhandle object, CUdevice device, size_t at, size_t bytes)
+{
+    REAL_OF(cuMulticastUnbind, CUhandle, CUdevice, size_t, size_t);
+    struct memory *held;
+    CUresult result = function(theirs(object, &held), device, at, bytes);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+/* A descriptor for another device's own access (dma-buf). */
+EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr pointer, size_t bytes, int kind,
+                                              unsigned long long flags)
+{
+    REAL_OF(cuMemGetHandleForAddressRange, void *, CUdeviceptr, size_t, int, unsigned long long);
+    CUresult result = function(handle, pointer, bytes, kind, flags);
+    if (!result)
+        range_stays(pointer, bytes);
+    gate_leave(reader);
+    return result;
+}
+
+/* Memory behind sparse arrays: it stays, for where it is mapped cannot be asked. */
+struct map_info {
+    int resource_type;
+    void *resource;
+    int subresource_type;
+    union {
+        unsigned level[8];
+        struct {
+            unsigned layer;
+            unsigned long long offset, bytes;
+        } tail;
+    } subresource;
+    int operation, handle_type;
+    CUhandle handle;
+    unsigned long long offset;
+    unsigned devices, flags, reserved[2];
+};
+
+typedef CUresult map_arrays(struct map_info *, unsigned, void *);
+
+static CUresult map_them(map_arrays *function, struct map_info *all, unsigned n, void *stream)
+{
+    struct map_info *own = shim_ready() && all && n ? malloc(n * sizeof *own) : NULL;
+
+    if (!own)
+        return function(all, n, stream);
+    memcpy(own, all, n * sizeof *own);
+    for (unsigned i = 0; i < n; i++) {
+        struct memory *memory;
+        own[i].handle = theirs(all[i].handle, &memory);
+        and_stays(memory, true);
+    }
+    CUresult result = function(own, n, stream);
+    free(own);
+    return result;
+}
+
+EXPORT CUresult cuMemMapArrayAsync(struct map_info *all, unsigned n, void *stream)
+{
+    REAL_OF(cuMemMapArrayAsync, struct map_info *, unsigned, void *);
+    CUresult result = map_them(function, all, n, stream);
+    gate_leave(reader);
+    return result;
+}
+
+EXPORT CUresult cuMemMapArrayAsync_ptsz(struct map_info *all, unsigned n, void *stream)
+{
+    REAL_OF(cuMemMapArrayAsync_ptsz, struct map_info *, unsigned, void *);
+    CUresult result = map_them(function, all, n, stream);
+    gate_leave(reader);
+    return result;
 }

@@ -8,7 +8,7 @@
  */
 #include "functions.h"
 
-#define FUNCTION(symbol, base, version, per_thread)                                                                    \
+#define FUNCTION(symbol, base, version, per_thread, role)                                                                    \
     __attribute__((weak, visibility("default"))) int symbol(void);                                                     \
     int symbol(void)                                                                                                   \
     {                                                                                                                  \
@@ -19,7 +19,7 @@
 #undef FUNCTION
 
 const struct function functions[] = {
-#define FUNCTION(symbol, base, version, per_thread) {#base, version, per_thread, (void *)symbol},
+#define FUNCTION(symbol, base, version, per_thread, role) {#base, version, per_thread, (void *)symbol},
 #include "functions.list"
 #undef FUNCTION
 };
