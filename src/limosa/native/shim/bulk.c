@@ -8,6 +8,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,9 +20,13 @@
 #define MADV_POPULATE_WRITE 23
 #endif
 
-static _Atomic bool armed;
-static char *ready; /* populated, not given away yet */
-static size_t ready_bytes, asked;
+static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
+static char *ready; /* populated, not given away yet; this and the next two under the lock */
+static size_t ready_bytes;
+static bool closed; /* the gate is: only the driver asks for memory of that kind */
+static size_t asked;
+static _Atomic bool armed; /* ready or closed */
+static bool switched_off;
 
 static void *system_mmap(void *address, size_t bytes, int protection, int flags, int fd, long offset)
 {
@@ -43,14 +48,11 @@ static void *populate(void *data)
     return NULL;
 }
 
-/* Aligned to huge pages, populated by several threads; NULL where the memory is not to be had. */
-static char *make(size_t bytes)
+/* Address space that begins at a huge page. */
+static char *reserve(size_t bytes)
 {
     size_t room = bytes + HUGE;
     char *got = system_mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    pthread_t threads[THREADS];
-    struct part parts[THREADS];
-    int n = 0;
 
     if (got == MAP_FAILED)
         return NULL;
@@ -59,46 +61,109 @@ static char *make(size_t bytes)
         munmap(got, (size_t)(start - got));
     if (got + room > start + bytes)
         munmap(start + bytes, (size_t)(got + room - start - bytes));
-    madvise(start, bytes, MADV_HUGEPAGE);
+    return start;
+}
+
+static void populate_all(char *start, size_t bytes)
+{
+    pthread_t threads[THREADS];
+    pthread_attr_t small;
+    struct part parts[THREADS];
+    sigset_t all, before;
+    int n = 0;
     size_t each = ((bytes + THREADS - 1) / THREADS + HUGE - 1) & ~(HUGE - 1);
+
+    madvise(start, bytes, MADV_HUGEPAGE);
+    pthread_attr_init(&small);
+    pthread_attr_setstacksize(&small, 128 << 10);
+    sigfillset(&all); /* these threads are not for the application's handlers */
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (size_t at = 0; at < bytes; at += each) {
         parts[n] = (struct part){start + at, bytes - at < each ? bytes - at : each};
-        if (at + each >= bytes || pthread_create(&threads[n], NULL, populate, &parts[n])) {
+        if (at + each >= bytes || pthread_create(&threads[n], &small, populate, &parts[n])) {
             parts[n].bytes = bytes - at; /* the last part, and all that is left where no thread is to be had */
             populate(&parts[n]);
             break;
         }
         n++;
     }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&small);
     while (n-- > 0)
         pthread_join(threads[n], NULL);
+}
+
+/* Memory of that many bytes, a multiple of HUGE, populated by several threads; what there is already is its beginning.
+ * NULL where it is not to be had. */
+static char *make(size_t bytes, char *old, size_t old_bytes)
+{
+    char *start = reserve(bytes);
+
+    if (old && (!start || mremap(old, old_bytes, old_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, start) == MAP_FAILED)) {
+        munmap(old, old_bytes);
+        old_bytes = 0;
+    }
+    if (start)
+        populate_all(start + old_bytes, bytes - old_bytes);
     return start;
+}
+
+static char *take(size_t *bytes)
+{
+    pthread_mutex_lock(&one);
+    char *mine = ready;
+    *bytes = ready_bytes;
+    ready = NULL;
+    ready_bytes = 0;
+    atomic_store(&armed, closed);
+    pthread_mutex_unlock(&one);
+    return mine;
 }
 
 int bulk_prepare(size_t bytes)
 {
-    bytes = (bytes + 4095) & ~(size_t)4095;
-    if (ready && (!bytes || bytes > ready_bytes)) {
-        munmap(ready, ready_bytes);
-        ready = NULL;
-        ready_bytes = 0;
+    size_t had;
+    char *mine = take(&had);
+
+    bytes = switched_off ? 0 : (bytes + HUGE - 1) & ~(HUGE - 1);
+    if (mine && !bytes) {
+        munmap(mine, had);
+        mine = NULL;
+        had = 0;
+    } else if (had < bytes) {
+        mine = make(bytes, mine, had);
+        had = mine ? bytes : 0;
     }
-    if (bytes && !ready) {
-        ready = make(bytes);
-        ready_bytes = ready ? bytes : 0;
-    }
-    return bytes && !ready ? -ENOMEM : 0;
+    if (mine)
+        madvise(mine, had, MADV_DONTFORK); /* a child has no use for it */
+    pthread_mutex_lock(&one);
+    ready = mine;
+    ready_bytes = had;
+    atomic_store(&armed, closed || ready);
+    pthread_mutex_unlock(&one);
+    return bytes && !mine ? -ENOMEM : 0;
 }
 
-void bulk_arm(void)
+void bulk_gate(bool now_closed)
 {
-    atomic_store(&armed, true);
+    pthread_mutex_lock(&one);
+    closed = now_closed && !switched_off;
+    atomic_store(&armed, closed || ready);
+    pthread_mutex_unlock(&one);
 }
 
-void bulk_disarm(void)
+void bulk_switch_off(void)
 {
+    switched_off = true;
+}
+
+void bulk_in_child(void)
+{
+    pthread_mutex_init(&one, NULL);
+    ready = NULL; /* it was not inherited */
+    ready_bytes = 0;
+    closed = false;
     atomic_store(&armed, false);
-    bulk_prepare(0);
 }
 
 size_t bulk_asked(void)
@@ -111,29 +176,35 @@ size_t bulk_ready(void)
     return ready_bytes;
 }
 
+/* While the gate is open the application may ask for memory of that kind, too: it gets the same from the kernel, and
+ * what was prepared is kept for the driver, who asks for about as much as there is. */
 static void *answer(void *address, size_t bytes, int protection, int flags, int fd, long offset)
 {
-    static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
     char *mine = NULL;
+    size_t had = 0;
 
     if (address || bytes < SMALLEST || protection != (PROT_READ | PROT_WRITE) || !(flags & MAP_POPULATE)
         || (flags & (MAP_PRIVATE | MAP_ANONYMOUS)) != (MAP_PRIVATE | MAP_ANONYMOUS)
         || flags & (MAP_FIXED | MAP_HUGETLB | MAP_SHARED))
         return system_mmap(address, bytes, protection, flags, fd, offset);
-    size_t whole = (bytes + 4095) & ~(size_t)4095;
     pthread_mutex_lock(&one);
-    asked = bytes;
-    if (ready && ready_bytes >= whole) {
-        mine = ready;
-        if (ready_bytes > whole)
-            munmap(ready + whole, ready_bytes - whole);
-        ready = NULL;
-        ready_bytes = 0;
-    }
+    bool drivers = closed || bytes >= ready_bytes / 2;
     pthread_mutex_unlock(&one);
+    if (!drivers)
+        return system_mmap(address, bytes, protection, flags, fd, offset);
+    asked = bytes;
+    size_t whole = (bytes + 4095) & ~(size_t)4095, wanted = (bytes + HUGE - 1) & ~(HUGE - 1);
+    mine = take(&had);
+    if (had < wanted) {
+        mine = make(wanted, mine, had);
+        had = wanted;
+    }
     if (!mine)
-        mine = make(whole);
-    return mine ? mine : system_mmap(address, bytes, protection, flags, fd, offset);
+        return system_mmap(address, bytes, protection, flags, fd, offset);
+    madvise(mine, had, MADV_DOFORK);
+    if (had > whole)
+        munmap(mine + whole, had - whole);
+    return mine;
 }
 
 EXPORT void *mmap(void *address, size_t bytes, int protection, int flags, int fd, off_t offset)

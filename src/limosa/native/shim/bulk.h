@@ -2,13 +2,17 @@
 #ifndef LIMOSA_BULK_H
 #define LIMOSA_BULK_H
 
+#include <stdbool.h>
 #include <stddef.h>
 
-/* Between the two, a large populated private mapping that is asked for is the driver's. */
-void bulk_arm(void);
-void bulk_disarm(void);
-/* Has so many bytes ready, populated in huge pages where the machine has them; 0: lets go of what is ready. */
+/* Has so many bytes ready, populated in huge pages where the machine has them; 0: lets go of what is ready. From then
+ * on, or with the gate closed, a large populated private mapping that is asked for is taken to be the driver's. */
 int bulk_prepare(size_t bytes);
+void bulk_gate(bool closed);
+/* For good: nothing is prepared any more, nothing answered. */
+void bulk_switch_off(void);
+/* After a fork. */
+void bulk_in_child(void);
 /* What the driver asked for the last time, 0 where it has not; what is ready now. */
 size_t bulk_asked(void);
 size_t bulk_ready(void);

@@ -22,13 +22,15 @@
 #define NOT_READY 600
 #define TABLES_SECONDS 5
 #define LIMIT_STACK 0
+#define USUAL_STACK 1024 /* what it is where nobody has set it */
 
 static enum state state;
 static int listening = -1;
 static int kept_aside = -1; /* what holds the contents while the memory is away for longer */
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
-static size_t stack_before[MAX_DEVICES];
+static size_t stack_before[MAX_DEVICES]; /* 0: it has not been lowered */
+static bool keep_stack;
 
 static uint64_t now_ms(void)
 {
@@ -262,17 +264,7 @@ static int32_t close_gate(uint64_t milliseconds)
         return result;
     }
     state = STATE_CLOSED;
-    bulk_arm();
-    return 0;
-}
-
-static int32_t open_gate(void)
-{
-    if (state == STATE_AWAY)
-        return -EBUSY; /* the application would meet addresses with nothing behind them */
-    state = STATE_OPEN;
-    bulk_disarm();
-    gate_open();
+    bulk_gate(true);
     return 0;
 }
 
@@ -321,7 +313,8 @@ static int32_t map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
     return result;
 }
 
-/* The local memory of a context is saved with it: less stack, less to save. Each primary context has its own. */
+/* The local memory of a context is saved with it: less stack, less to save. Each primary context has its own; one whose
+ * limit the application has set is left alone. 0: what was lowered is put back. */
 static int32_t stack(size_t bytes)
 {
     int n = 0;
@@ -333,21 +326,40 @@ static int32_t stack(size_t bytes)
         CUcontext context = NULL;
         unsigned flags;
         int active = 0;
+        if (bytes ? keep_stack || stack_before[device] : !stack_before[device])
+            continue;
         if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active
             || real(cuDevicePrimaryCtxRetain)(&context, device))
             continue;
         if (!(result = real(cuCtxSetCurrent)(context))) {
             size_t now = 0;
-            if (bytes && !stack_before[device] && !(result = real(cuCtxGetLimit)(&now, LIMIT_STACK)))
-                result = (stack_before[device] = now, real(cuCtxSetLimit)(LIMIT_STACK, bytes));
-            else if (!bytes && stack_before[device]
-                     && !(result = real(cuCtxSetLimit)(LIMIT_STACK, stack_before[device])))
-                stack_before[device] = 0;
+            if (!bytes) {
+                if (!(result = real(cuCtxSetLimit)(LIMIT_STACK, stack_before[device])))
+                    stack_before[device] = 0;
+            } else if (!(result = real(cuCtxGetLimit)(&now, LIMIT_STACK)) && now == USUAL_STACK && bytes < now) {
+                if (!(result = real(cuCtxSetLimit)(LIMIT_STACK, bytes)))
+                    stack_before[device] = now;
+            }
         }
         real(cuCtxSetCurrent)(NULL);
         real(cuDevicePrimaryCtxRelease_v2)(device);
     }
     return result;
+}
+
+/* Whoever comes through finds the stack as it was. */
+static int32_t open_gate(void)
+{
+    if (state == STATE_AWAY)
+        return -EBUSY; /* the application would meet addresses with nothing behind them */
+    int32_t result = state == STATE_CLOSED ? stack(0) : 0;
+    if (result)
+        return result;
+    state = STATE_OPEN;
+    bulk_gate(false);
+    gate_open();
+    bulk_prepare(0); /* behind it: giving back takes a while, too */
+    return 0;
 }
 
 static void hello(struct message *answer)
@@ -583,8 +595,20 @@ static void *serve(void *nothing)
             while (answer_one(client))
                 ;
         close(client);
+        if (state == STATE_OPEN) /* who has asked for it has no use for it any more, or has been killed */
+            bulk_prepare(0);
     }
     return nothing;
+}
+
+/* What `limosa run --without` has told it, as words with commas between them. */
+static void read_switches(void)
+{
+    const char *words = getenv("LIMOSA_SHIM_WITHOUT");
+
+    if (words && strstr(words, "bulk"))
+        bulk_switch_off();
+    keep_stack = words && strstr(words, "stack");
 }
 
 static void begin(void)
@@ -596,6 +620,7 @@ static void begin(void)
 
     if (fd < 0)
         return;
+    read_switches();
     listening = fd;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -618,6 +643,8 @@ static void in_child(void)
     listening = -1;
     keep(NULL, 0);
     state = STATE_OPEN;
+    bulk_in_child();
+    memset(stack_before, 0, sizeof stack_before);
     pthread_mutex_init(&memory_lock, NULL);
     for (size_t i = 0; i < n_memories; i++)
         if (memories[i]->kept >= 0) {

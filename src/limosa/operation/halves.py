@@ -1,0 +1,101 @@
+"""What the shim does to make the driver's own part of a checkpoint shorter (facts measured: ``docs/caveats.md``).
+
+The driver saves what the shim does not look after, and takes one large piece of host memory for it, which one thread
+clears page by page. The shim has it ready before the pause. And it lowers the stack limit of contexts while they are
+saved, where nobody has set it: their local memory is saved with them. Both are undone by the shim itself when the gate
+opens, or when whoever asked for it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from limosa.errors import LimosaError
+from limosa.operation.journal import Member
+from limosa.operation.parked import together
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, under_shim
+from limosa.process.cgroups import memory_levels
+from limosa.process.memory import host_memory
+
+STACK_BYTES = 16
+"""What a context's stack limit is lowered to; the driver rounds it up to the least it knows."""
+LEAST = 32 << 20
+"""The driver's memory is not looked after where it is smaller than this."""
+KEPT_FREE = 1 << 30
+"""Bytes of host memory that are left to everybody else."""
+
+
+def lower_stack(shim: Shim) -> None:
+    """Lower the stack limits of a process whose gate is closed; that it cannot be done costs time and nothing else."""
+    with contextlib.suppress(LimosaError):
+        shim.stack(STACK_BYTES)
+
+
+class Ready:
+    """Host memory that the members' processes have ready for what the driver saves of them.
+
+    Args:
+        members: the processes of an operation.
+        parked: connections to those whose memory is parked: they stay somebody else's.
+    """
+
+    def __init__(self, members: Sequence[Member], parked: Mapping[int, Shim]):
+        self._members = members
+        self._parked = dict(parked)
+        self._own: dict[int, Shim] = {}
+
+    def prepare(self) -> None:
+        """Have it made, while the jobs run; as much as there is room for, none where a shim does not answer."""
+        wanted: list[tuple[Shim, int]] = []
+        room = _room(self._members)
+        for member in self._members:
+            shim = self._shim(member)
+            if shim is None:
+                continue
+            with contextlib.suppress(LimosaError):
+                parked = shim.hello().bytes if member.pid in self._parked else 0
+                bytes_ = min(max(shim.bulk(0), member.bytes - parked), max(0, room))
+                if bytes_ >= LEAST:
+                    wanted.append((shim, bytes_))
+                    room -= bytes_
+        together([partial(_ask, shim, bytes_) for shim, bytes_ in wanted])
+
+    def let_go(self) -> None:
+        """The driver has what it needs: what is left of it is let go of, and our own connections with it."""
+        for shim in (*self._parked.values(), *self._own.values()):
+            with contextlib.suppress(LimosaError):
+                shim.bulk(0)
+        for shim in self._own.values():
+            shim.close()
+        self._own.clear()
+        self._parked.clear()
+
+    def _shim(self, member: Member) -> Shim | None:
+        if member.pid in self._parked:
+            return self._parked[member.pid]
+        if member.was != "running" or not under_shim(member.pid):
+            return None
+        with contextlib.suppress(LimosaError):
+            shim = Shim(member.identity)
+            if shim.hello().stand is Stand.OPEN:
+                self._own[member.pid] = shim
+                return shim
+            shim.close()
+        return None
+
+
+def _ask(shim: Shim, bytes_: int) -> None:
+    with contextlib.suppress(LimosaError):
+        shim.bulk(bytes_)
+
+
+def _room(members: Sequence[Member]) -> int:
+    """Bytes that all of them together may take: of the machine, and of the fullest cgroup above any."""
+    found = [host_memory()[1]]
+    for member in members:
+        with contextlib.suppress(OSError), open(f"/proc/{member.pid}/cgroup", encoding="utf-8") as file:
+            found += [level.room or 0 for level in memory_levels(file.read())]
+    return min(found) - KEPT_FREE

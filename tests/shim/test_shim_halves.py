@@ -1,0 +1,193 @@
+"""The driver's own part of a checkpoint: memory that is ready for it, and a stack limit that is lower meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from softgpu.far import Far
+
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+
+MIB = 1 << 20
+STACK = "ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))"
+
+
+@pytest.fixture
+def controller(node: Any) -> Far:
+    controller = Far(node)
+    controller("ok(cu.cuInit(0))")
+    return controller
+
+
+@pytest.fixture
+def left(job: Far) -> Far:
+    """A job with 60 MiB that the driver looks after, in pieces too small for the shim."""
+    for seed in range(60):
+        job(f"plain(1, {seed})")
+    return job
+
+
+def status(pid: int, key: str) -> int:
+    """Bytes of a line of /proc/PID/status."""
+    with open(f"/proc/{pid}/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
+
+
+def mapped(pid: int) -> list[tuple[int, int]]:
+    with open(f"/proc/{pid}/maps") as file:
+        return [(int(a, 16), int(b, 16)) for a, b in re.findall(r"(?m)^(\w+)-(\w+) rw-p 00000000 00:00 0 *$", file.read())]
+
+
+def settled(read: Callable[[], int], wanted: Callable[[int], bool], limit: float = 5) -> int:
+    end = time.monotonic() + limit
+    while not wanted(value := read()):
+        assert time.monotonic() < end, value
+        time.sleep(0.01)
+    return value
+
+
+@pytest.mark.parametrize("mib", [0, 40, 69, 128, 300])
+def test_the_driver_gets_what_is_ready(left: Far, shim: Shim, controller: Far, mib: int) -> None:
+    """Too little, enough, too much: it has what it asks for, and nothing is left over."""
+    assert shim.bulk(0) == 0
+    sizes = []
+    for _ in range(3):
+        shim.bulk(mib * MIB)
+        assert status(left.pid, "VmRSS") >= mib * MIB
+        shim.close_gate(5)
+        controller.suspend(left.pid)
+        asked = shim.bulk(0)
+        assert 60 * MIB <= asked < 80 * MIB
+        held = status(left.pid, "RssAnon")
+        assert held >= asked
+        controller.resume(left.pid)
+        shim.open_gate()
+        assert left("intact()") is True
+        settled(lambda: status(left.pid, "RssAnon"), lambda now: now < held - 50 * MIB)  # noqa: B023
+        sizes.append(status(left.pid, "VmSize"))
+    assert sizes[2] <= sizes[1] + MIB
+
+
+def test_without_a_closed_gate(left: Far, shim: Shim, controller: Far) -> None:
+    """The driver's way: only what was made ready is given away, and no gate is touched."""
+    shim.bulk(70 * MIB)
+    before = set(mapped(left.pid))
+    controller.suspend(left.pid)
+    assert 60 * MIB <= shim.bulk(0) < 80 * MIB
+    assert any(b - a >= 60 * MIB for a, b in mapped(left.pid)) and before
+    controller.resume(left.pid)
+    assert left("intact()") is True
+
+
+def test_it_is_let_go_of_when_nobody_wants_it(left: Far) -> None:
+    """Asked for, and then not: by 0, by a client that goes, and by an open gate."""
+    base = status(left.pid, "RssAnon")
+    low: Callable[[int], bool] = lambda now: now < base + 20 * MIB  # noqa: E731
+    rss: Callable[[], int] = lambda: status(left.pid, "RssAnon")  # noqa: E731
+    with Shim(Identity.of(left.pid)) as shim:
+        shim.bulk(200 * MIB)
+        assert rss() > base + 190 * MIB
+        shim.bulk(0)
+        assert low(rss())
+        shim.bulk(100 * MIB)
+        shim.bulk(200 * MIB)  # more of the same
+        assert base + 190 * MIB < rss() < base + 230 * MIB
+        shim.close_gate(5)
+        shim.open_gate()
+        settled(rss, low)
+        shim.bulk(200 * MIB)
+        assert rss() > base + 190 * MIB
+    settled(rss, low)
+    assert left("intact()") is True
+
+
+def test_the_application_gets_its_own(left: Far, shim: Shim) -> None:
+    """Memory that it maps and populates itself while something is ready: zeroes, its own, and what is ready stays."""
+    shim.bulk(300 * MIB)
+    left("import mmap")
+    left("m = mmap.mmap(-1, 40 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)")
+    assert left("m[:].count(0) == len(m)") is True
+    assert shim.bulk(0) == 0  # the driver has asked for nothing
+    left("m.close()")
+
+
+def test_a_child_does_not_inherit_it(left: Far, shim: Shim) -> None:
+    """And goes on by itself, whatever was ready in its parent."""
+    shim.bulk(300 * MIB)
+    left(
+        "def child():\n"
+        "    import mmap\n"
+        "    r, w = os.pipe()\n"
+        "    if not (pid := os.fork()):\n"
+        "        m = mmap.mmap(-1, 200 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)\n"
+        "        size = next(l for l in open('/proc/self/status') if l.startswith('VmSize'))\n"
+        "        os.write(w, size.encode()); os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "    return int(os.read(r, 100).split()[1]) * 1024\n"
+    )
+    mine = status(left.pid, "VmSize")
+    assert left("child()") < mine - 50 * MIB
+
+
+def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: Shim, controller: Far) -> None:
+    """Put back by the gate itself, whoever opens it."""
+    assert job(STACK) == 1024
+    for _ in range(2):
+        shim.close_gate(5)
+        pending = job.send(STACK, main=True)
+        shim.stack(16)
+        controller.suspend(job.pid)
+        controller.resume(job.pid)
+        shim.open_gate()
+        assert pending.value() == job(STACK) == 1024
+
+
+@pytest.mark.parametrize("mine", [4096, 2048, 512])
+def test_a_stack_limit_of_its_own_is_left_alone(job: Far, shim: Shim, mine: int) -> None:
+    job(f"ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, {mine}))")
+    shim.close_gate(5)
+    shim.stack(16)
+    shim.open_gate()
+    assert job(STACK) == mine
+
+
+def test_each_context_gets_its_own_back(job: Far, shim: Shim) -> None:
+    job("context(1); ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, 2048)); context(0)")
+    shim.close_gate(5)
+    shim.stack(16)
+    shim.stack(0)
+    shim.stack(16)
+    shim.open_gate()
+    assert [job(STACK), job(f"context(1) or {STACK}")] == [1024, 2048]
+
+
+@pytest.fixture
+def switched_off(node: Any, library: Any) -> Iterator[tuple[Far, Shim]]:
+    job = Far(node, env={"LD_PRELOAD": str(library), "LIMOSA_SHIM_WITHOUT": "bulk,stack"})
+    job("start()")
+    with Shim(Identity.of(job.pid)) as shim:
+        yield job, shim
+
+
+def test_both_can_be_switched_off(switched_off: tuple[Far, Shim], controller: Far) -> None:
+    job, shim = switched_off
+    before = status(job.pid, "RssAnon")
+    for seed in range(40):
+        job(f"plain(1, {seed})")
+    shim.bulk(200 * MIB)
+    assert status(job.pid, "RssAnon") < before + 100 * MIB
+    shim.close_gate(5)
+    shim.stack(16)
+    controller.suspend(job.pid)
+    assert shim.bulk(0) == 0  # it has not even been looked at
+    controller.resume(job.pid)
+    shim.open_gate()
+    assert job("intact()") is True
+    assert job(STACK) == 1024
+    assert os.path.exists(f"/proc/{job.pid}")
