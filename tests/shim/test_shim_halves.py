@@ -39,9 +39,11 @@ def status(pid: int, key: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":"))
 
 
-def mapped(pid: int) -> list[tuple[int, int]]:
+def largest(pid: int) -> int:
+    """Bytes of its largest piece of anonymous memory."""
     with open(f"/proc/{pid}/maps") as file:
-        return [(int(a, 16), int(b, 16)) for a, b in re.findall(r"(?m)^(\w+)-(\w+) rw-p 00000000 00:00 0 *$", file.read())]
+        found = re.findall(r"(?m)^(\w+)-(\w+) rw-p 00000000 00:00 0 *$", file.read())
+    return max(int(end, 16) - int(begin, 16) for begin, end in found)
 
 
 def settled(read: Callable[[], int], wanted: Callable[[int], bool], limit: float = 5) -> int:
@@ -77,10 +79,9 @@ def test_the_driver_gets_what_is_ready(left: Far, shim: Shim, controller: Far, m
 def test_without_a_closed_gate(left: Far, shim: Shim, controller: Far) -> None:
     """The driver's way: only what was made ready is given away, and no gate is touched."""
     shim.bulk(70 * MIB)
-    before = set(mapped(left.pid))
     controller.suspend(left.pid)
     assert 60 * MIB <= shim.bulk(0) < 80 * MIB
-    assert any(b - a >= 60 * MIB for a, b in mapped(left.pid)) and before
+    assert largest(left.pid) >= 60 * MIB
     controller.resume(left.pid)
     assert left("intact()") is True
 
@@ -191,3 +192,49 @@ def test_both_can_be_switched_off(switched_off: tuple[Far, Shim], controller: Fa
     assert job("intact()") is True
     assert job(STACK) == 1024
     assert os.path.exists(f"/proc/{job.pid}")
+
+
+@pytest.mark.parametrize("parkable", [0, 16])
+def test_a_move_uses_both_and_leaves_nothing(node: Any, left: Far, parkable: int) -> None:
+    """By the parked way and by the driver's; also where it fails and is undone."""
+    if parkable:
+        left(f"large({parkable}, 99)")
+    assert left("intact()") is True
+    way = "parked" if parkable else "driver"
+    base = status(left.pid, "RssAnon")
+    for to in (1, 0):
+        said = node.limosa("move", "-o", "json", left.pid, "--to", to).json
+        assert said["way"] == way
+        with Shim(Identity.of(left.pid)) as shim:
+            assert 60 * MIB <= shim.bulk(0) < 80 * MIB  # without its being ready nobody would have seen it
+        assert left(STACK) == 1024
+        assert left("intact()") is True
+    rule = node.switches.add("function=cuCheckpointProcessRestore result=UNKNOWN")
+    assert node.limosa("move", left.pid, "--to", 1, rc=None).rc == 21
+    node.switches.remove(rule)
+    assert left(STACK) == 1024
+    assert left("intact()") is True
+    settled(lambda: status(left.pid, "RssAnon"), lambda now: now < base + 30 * MIB)
+
+
+def test_a_suspended_job_keeps_nothing_that_is_not_used(node: Any, left: Far) -> None:
+    left("large(16, 99)")
+    base = status(left.pid, "RssAnon")
+    node.limosa("suspend", left.pid)
+    assert status(left.pid, "RssAnon") < base + 90 * MIB
+    node.limosa("resume", left.pid, "--to", 1)
+    assert left(STACK) == 1024
+    assert left("intact()") is True
+
+
+@pytest.mark.parametrize(("nth", "rc"), [(1, 0), (2, 21)])
+def test_a_limit_that_cannot_be_set(node: Any, job: Far, nth: int, rc: int) -> None:
+    """Not lowered: it costs time. Not put back at the destination: the job comes home, where it can."""
+    job("large(16, 99)")
+    rule = node.switches.add(f"function=cuCtxSetLimit nth={nth} result=OUT_OF_MEMORY")
+    assert node.limosa("move", job.pid, "--to", 1, rc=None).rc == rc
+    node.switches.remove(rule)
+    assert job(STACK) == 1024
+    assert job("intact()") is True
+    assert node.limosa("move", "-o", "json", job.pid, "--to", 1 if rc else 0).json["way"] == "parked"
+    assert job(STACK) == 1024

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,14 @@ from limosa.process.launch import Launched, launch
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows COMMAND is COMMAND's
 ENDED_BY_CHECKPOINT = 75
+
+
+class Part(str, Enum):
+    """What of the shim can be left out."""
+
+    bulk = "bulk"
+    stack = "stack"
+
 
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
 
@@ -42,6 +51,10 @@ def command(
     no_shim: Annotated[
         bool, typer.Option("--no-shim", help="Leave its device memory to the driver: moving it takes longer.")
     ] = False,
+    without: Annotated[
+        list[Part] | None,
+        typer.Option("--without", help="Leave out a part of what makes the driver's own steps shorter."),
+    ] = None,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,
     verbose: Verbose = 0,
@@ -57,7 +70,8 @@ def command(
     """
     with reporting("run", fmt, quiet, verbose) as report:
         try:
-            options = {"log": log, "name": name, "detach": detach, "seccomp": not no_seccomp, "shim": not no_shim}
+            env = None if no_shim else preload(without=[part.value for part in without or ()])
+            options = {"log": log, "name": name, "detach": detach, "seccomp": not no_seccomp, "env": env}
             report.exit_code = run(command_line, report, **options)  # type: ignore[arg-type]
         except LimosaError as error:
             if not isinstance(error, RunFailed):
@@ -73,7 +87,7 @@ def run(
     name: str | None = None,
     detach: bool = False,
     seccomp: bool = True,
-    shim: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> int:
     """Starts the job; follows it to its end unless ``detach``.
 
@@ -91,7 +105,6 @@ def run(
             if name is not None:
                 records.check_name(name)
             chosen = name or default_name(command_line)
-            env = preload() if shim else None
             launched = launch(command_line, log or Path(f"{chosen}.log"), env=env, seccomp=seccomp, detach=detach)
             _remember(chosen, command_line, launched, report, attached=not detach)
         report.warn(*launched.warnings)

@@ -18,7 +18,7 @@ import msgspec
 
 from limosa.errors import CannotBeMoved, LimosaError
 from limosa.operation.journal import Member
-from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, together
+from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, lower_stack, together
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -130,6 +130,11 @@ class Suspending:
         self._failed: BaseException | None = None
         self.bytes = 0
 
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {part.member.pid: part.shim for part in self._parts}
+
     def prepare(self) -> None:
         """Has the arenas made and pinned, and everything held by vault and mover; the jobs run on meanwhile."""
         for part in self._parts:
@@ -165,6 +170,8 @@ class Suspending:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        for part in self._parts:
+            lower_stack(part.shim)
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:
@@ -331,6 +338,7 @@ class Resuming:
         for part in self._parts:
             self._work.note("map", "begin", part.member.pid)
             part.mapped = True
+            part.shim.stack(0)
             part.shim.map(list(part.target), list(part.target.values()))
 
     def open(self) -> None:

@@ -1,9 +1,8 @@
 """What the shim does to make the driver's own part of a checkpoint shorter (facts measured: ``docs/caveats.md``).
 
 The driver saves what the shim does not look after, and takes one large piece of host memory for it, which one thread
-clears page by page. The shim has it ready before the pause. And it lowers the stack limit of contexts while they are
-saved, where nobody has set it: their local memory is saved with them. Both are undone by the shim itself when the gate
-opens, or when whoever asked for it is gone.
+clears page by page. The shim has it ready before the pause, and lets go of what is not used when the gate opens, or
+when whoever asked for it is gone. (The other thing that it does is ``parked.lower_stack``.)
 """
 
 from __future__ import annotations
@@ -20,18 +19,10 @@ from limosa.parking.shim import Shim, under_shim
 from limosa.process.cgroups import memory_levels
 from limosa.process.memory import host_memory
 
-STACK_BYTES = 16
-"""What a context's stack limit is lowered to; the driver rounds it up to the least it knows."""
 LEAST = 32 << 20
 """The driver's memory is not looked after where it is smaller than this."""
 KEPT_FREE = 1 << 30
 """Bytes of host memory that are left to everybody else."""
-
-
-def lower_stack(shim: Shim) -> None:
-    """Lower the stack limits of a process whose gate is closed; that it cannot be done costs time and nothing else."""
-    with contextlib.suppress(LimosaError):
-        shim.stack(STACK_BYTES)
 
 
 class Ready:

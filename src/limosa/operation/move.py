@@ -17,6 +17,7 @@ from limosa.errors import CannotBeMoved, InvalidMap, LimosaError, NoRoomOnGpu, R
 from limosa.operation import driver_steps, estimate, room, shares
 from limosa.operation.aside import Resuming, Suspending, aside_shims
 from limosa.operation.claims import Claim
+from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
@@ -315,6 +316,9 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     begin(work, prepared, members)
     refuse_stale(work, prepared)
     parked = _park(work, operation, members)
+    ready = Ready(members if operation != "resume" else [], getattr(parked, "shims", {}))
+    work.push("ready", ready.let_go)
+    ready.prepare()
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
     if operation != "resume":
         if isinstance(parked, (Parked, Suspending)):
@@ -339,6 +343,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         driver_steps.leave_suspended(members)
         work.pause_ends()
         work.drop("driver")
+        ready.let_go()
+        work.drop("ready")
         if parked is not None:
             work.drop("parked")
             parked.let_go()
@@ -361,6 +367,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         work.pause_ends()
         work.drop("parked-target")
     work.drop("driver")
+    ready.let_go()
+    work.drop("ready")
     if parked is not None:
         work.drop("parked")
         parked.let_go()

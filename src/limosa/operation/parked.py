@@ -27,6 +27,8 @@ from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory, Shim
 from limosa.parking.vault import Vault
 
+STACK_BYTES = 16
+"""What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
 GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
 SLOWEST_COPY = 1e9  # bytes a second
@@ -35,6 +37,15 @@ SLOWEST_COPY = 1e9  # bytes a second
 def copy_limit(bytes_: int) -> float:
     """Seconds after which a copy counts as hung."""
     return 60.0 + bytes_ / SLOWEST_COPY
+
+
+def lower_stack(shim: Shim) -> None:
+    """Lower the stack limits of a process whose gate is closed, where nobody has set them: less for the driver to save.
+
+    They are put back by :meth:`Shim.stack`, or by the gate when it opens. That it cannot be done costs time, no more.
+    """
+    with contextlib.suppress(LimosaError):
+        shim.stack(STACK_BYTES)
 
 
 def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
@@ -155,6 +166,11 @@ class Parked:
         self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it
         self.bytes = 0
 
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {part.member.pid: part.shim for part in self._parts}
+
     # -- before the pause ----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -213,6 +229,8 @@ class Parked:
         """
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+            for part in self._parts:
+                lower_stack(part.shim)
         self._refuse_outside()
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
@@ -259,6 +277,7 @@ class Parked:
         for part in self._parts:
             self._work.note("map", "begin", part.member.pid)
             part.mapped_target = True
+            part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
             if part.shim.map(list(part.target), list(part.target.values())) is not Stand.CLOSED and part.target:
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 

@@ -7,15 +7,23 @@ process's end of it. ``vault.py`` holds descriptors, ``mover.py`` copies; both a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+WITHOUT = "LIMOSA_SHIM_WITHOUT"
 LIBRARY = Path(__file__).resolve().parents[1] / "native" / "shim" / "liblimosa_shim.so"
 
 
-def preload(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment (the caller's by default) in which programs run under the shim, where it has been built."""
+def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()) -> dict[str, str]:
+    """Return an environment (the caller's by default) in which programs run under the shim, where it has been built.
+
+    Args:
+        env: what it is made of.
+        without: what the shim leaves alone: "bulk", "stack" (``operation/halves.py``).
+    """
     found = dict(os.environ if env is None else env)
+    if without:
+        found[WITHOUT] = ",".join(without)
     if LIBRARY.is_file():
         others = [part for part in found.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
         found["LD_PRELOAD"] = ":".join([str(LIBRARY), *others])
