@@ -12,7 +12,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-gpu faults bench bench-gpu lint check clean help
+.PHONY: demo test test-soft test-gpu faults bench bench-driver bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
@@ -20,7 +20,8 @@ help:
 	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
-	@echo "make bench      what Limosa adds to bare CRIU; make bench-gpu: to the bare driver"
+	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
+	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"
 
 demo:
 	@$(READY_DEMO)
@@ -66,6 +67,10 @@ faults:
 bench:
 	@$(READY_TEST)
 	$(SUDO) $(PY) bench/host.py
+
+bench-driver:
+	@$(READY_TEST)
+	$(SUDO) $(PY) bench/driver.py
 
 bench-gpu:
 	@$(READY_TEST)

@@ -1,309 +1,164 @@
-"""What Limosa adds to the bare driver on GPUs: a job with 0, 4 and 32 GB of device memory moved there and back.
+"""The parked way on two GPUs: every figure that Limosa promises, measured in one run, with the stock path beside it.
 
-    python bench/gpu.py [--sizes 0,4,32] [--runs 3] [--touch GIB] [--minutes 8] [--out FOLDER]
+    python bench/gpu.py [--rows move,pair,memory,suspend,disk,driver,hash,cost] [--touch GIB] [--minutes 8]
+        [--out FOLDER]
 
-Bare is the four driver calls made in this process (:class:`limosa.gpu.Process`); limosa is ``operation.move`` in the
-same process, and the command beside it. They take turns on one and the same job, which stamps its memory, writes down
-the time after each step and checks every page at the end. What Limosa may add to the pause by the job's own clock: 5 %
-of the driver's own time, or 50 ms where that is more. All host memory that is needed is touched beforehand. Exit code
-0 where everything is within the limits, 1 where not, 3 where time ran out (what was measured until then is written).
+The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end
+(``victim.py``); pauses are by their own clock. All host memory is touched beforehand. A table, a picture and the raw
+figures go to ``docs/results/``. Exit code 0 where all was measured and is what it must be, 1 where not, 3 where time
+ran out (what was measured until then is written).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import os
 import shutil
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
-# Found by the command, the worker and what the worker becomes, from any folder.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
-from report import Results, table, verdict  # noqa: E402
+from driver import huge_pages  # noqa: E402
+from plot import plot  # noqa: E402
+from report import Results, table  # noqa: E402
+from rows import GROUPS, LIMITS, ROWS, Bench, Row, breakdown  # noqa: E402
 from touch import touch  # noqa: E402
 
-from limosa import operation  # noqa: E402
 from limosa.errors import GpuUnavailable  # noqa: E402
-from limosa.gpu import (  # noqa: E402
-    Inventory,
-    Process,
-    complete_map,
-    driver,
-    inventory,
-    openable,
-)
+from limosa.gpu import Inventory, driver, inventory  # noqa: E402
 
-STAMPING = ROOT / "tests" / "gpu" / "victims" / "stamping.py"
-SHARE, FLOOR = 0.05, 0.050
-STEPS = ("lock", "checkpoint", "restore", "unlock")
-NOTHING = 0.01  # GB: what "0 GB" is, for a job has something
-
-jobs: list[Job] = []
+PLOTTED = {"move-4": None, "move": 0.6, "size": None, "pair": 0.9, "checkpoint": 1.8}
+PLOT_NAMES = {
+    "move-4": "move, 4 GB",
+    "move": "move, 64 GB",
+    "size": "move, 100 GB",
+    "pair": "two processes of 16 GB, swapped",
+    "checkpoint": "checkpoint --leave-running, 32 + 0.5 GB",
+}
 
 
-class Job:
-    """The stamping job."""
-
-    def __init__(self, gigabytes: float, folder: Path):
-        self.folder = folder
-        self.log = folder / "log"
-        folder.mkdir(parents=True)
-        with open(self.log, "ab") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, str(STAMPING), str(folder), "--gb", str((gigabytes or NOTHING) * 1e9 / 2**30)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                cwd=folder,
-                start_new_session=True,
-            )
-        self.pid = self.process.pid
-        jobs.append(self)
-        self.until(lambda: len(self.ticks()) > 20, 90)
-
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def ticks(self) -> list[float]:
-        whole = self.text().rpartition("\n")[0]
-        return [float(line.split()[2]) for line in whole.splitlines() if line.startswith("tick ")]
-
-    def until(self, true: Callable[[], bool], limit: float) -> None:
-        end = time.monotonic() + limit
-        while not true():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"the job has ended or does not go on:\n{self.text()[-2000:]}")
-            time.sleep(0.01)
-
-    def goes_on(self) -> None:
-        before = len(self.ticks())
-        self.until(lambda: len(self.ticks()) > before + 5, 60)
-
-    def gap(self, since: float) -> float:
-        """Seconds that it stood still after ``since`` by its own clock, less what lies between two steps anyway."""
-        pairs = list(itertools.pairwise(self.ticks()))
-        usual = statistics.median(b - a for a, b in pairs if b < since)
-        return max(b - a for a, b in pairs if b > since) - usual
-
-    def finish(self) -> None:
-        """Let it check all its pages and end."""
-        (self.folder / "stop").touch()
-        if self.process.wait(60) != 0 or "DONE" not in self.text():
-            raise RuntimeError(f"the job ended badly:\n{self.text()[-2000:]}")
-
-    def kill(self) -> None:
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def where(pid: int, gpus: Inventory) -> int:
-    """The index of the GPU that it is on."""
-    (index,) = [gpu.index for gpu in inventory().gpus if gpu.holds(pid)]
-    return index
-
-
-# --- one move, in three ways ------------------------------------------------------------------------------------------
-
-
-def bare(job: Job, gpus: Inventory, here: int, there: int) -> dict[str, Any]:
-    """The four calls of the driver."""
-    a, b = gpus.gpus[here].uuid, gpus.gpus[there].uuid
-    pairs = complete_map({a: b}, openable(gpus, job.pid), {a: 1}, gpus.gpus)
-    process = Process(job.pid)
-    calls: list[Callable[[], object]] = [
-        lambda: process.lock(10_000),
-        process.checkpoint,
-        lambda: process.restore(pairs),
-        process.unlock,
-    ]
-    found: dict[str, Any] = {}
-    for step, call in zip(STEPS, calls, strict=True):
-        begin = time.monotonic()
-        call()
-        found[step] = time.monotonic() - begin
-    found["wall"] = sum(found[step] for step in STEPS)
-    return found
-
-
-def api(job: Job, gpus: Inventory, here: int, there: int) -> dict[str, Any]:
-    """``operation.move`` in this process."""
-    begin = time.monotonic()
-    (outcome,) = operation.move(job.pid, to=str(there), timeout=150)
-    wall = time.monotonic() - begin
-    assert outcome.result is not None
-    timings = outcome.result.timings
-    return {**{step: timings[step] for step in STEPS}, "wall": wall, "pause": timings["pause_seconds"]}
-
-
-def command(job: Job, gpus: Inventory, here: int, there: int) -> dict[str, Any]:
-    """``limosa move``."""
-    argv = [sys.executable, "-m", "limosa", "move", str(job.pid), "--to", str(there), "-o", "json"]
-    begin = time.monotonic()
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
-    wall = time.monotonic() - begin
-    if done.returncode:
-        raise RuntimeError(f"limosa move exited with {done.returncode}: {done.stdout}{done.stderr}")
-    timings = json.loads(done.stdout)["timings"]
-    return {**{step: timings[step] for step in STEPS}, "wall": wall, "pause": timings["pause_seconds"]}
-
-
-WAYS: dict[str, Callable[[Job, Inventory, int, int], dict[str, Any]]] = {"bare": bare, "api": api, "command": command}
-
-
-def measure(results: Results, gpus: Inventory, gigabytes: float, runs: int, folder: Path, until: float) -> None:
-    """One size: each way once there and once back without counting (not for large jobs), then ``runs`` in turns."""
-    job = Job(gigabytes, folder / f"{gigabytes:g}")
-    try:
-        here = where(job.pid, gpus)
-        slowest = 0.0
-        for run in range(0 if gigabytes > 8 else -1, runs):
-            order = list(WAYS) if run % 2 == 0 else list(reversed(WAYS))
-            for way in order:
-                if way == "command" and gigabytes > 8 and run > 0:
-                    continue
-                if time.monotonic() + 1.5 * slowest > until:
-                    print(f"{gigabytes:g} GB: no time for run {run + 1} of {way}", flush=True)
-                    continue
-                there = 1 - here
-                since = time.monotonic()
-                figures = WAYS[way](job, gpus, here, there)
-                job.goes_on()
-                here = where(job.pid, gpus)
-                if here != there:
-                    raise RuntimeError(f"the job is on GPU {here}, not on {there}")
-                slowest = max(slowest, time.monotonic() - since)
-                if run >= 0:
-                    results.add(gb=gigabytes, run=run, way=way, gap=job.gap(since), **figures)
-                print(f"{gigabytes:g} GB {way} {run + 1}: {job.gap(since):.3f} s", flush=True)
-        job.finish()
-    finally:
-        job.kill()
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page(results: Results) -> tuple[str, bool]:
-    """The page, and whether all is within the limits."""
-    runs, good = results.raw["runs"], True
-    steps: list[list[object]] = []
-    pauses: list[list[object]] = []
-    for gb in sorted({run["gb"] for run in runs}):
-        of = {way: [r for r in runs if r["gb"] == gb and r["way"] == way] for way in WAYS}
-
-        def median(way: str, what: str, of: dict[str, list[dict[str, Any]]] = of) -> float:
-            return statistics.median(r[what] for r in of[way]) if of[way] else float("nan")
-
-        for way in ("bare", "api"):
-            cells = [f"{median(way, step):.3f}" for step in STEPS]
-            steps.append([f"{gb:g} GB", "driver" if way == "bare" else "limosa", *cells, len(of[way])])
-        if not of["bare"] or not of["api"]:
-            good = False
-            continue
-        own, bare_gap, gap = median("bare", "wall"), median("bare", "gap"), median("api", "gap")
-        allowed = max(SHARE * own, FLOOR)
-        ok = gap - bare_gap <= allowed
-        good &= ok
-        said = median("api", "pause")
-        pauses.append(
-            [
-                f"{gb:g} GB",
-                f"{own:.3f}",
-                f"{bare_gap:.3f}",
-                f"{gap:.3f}",
-                f"{(gap - bare_gap) * 1e3:+.0f} ms",
-                f"{allowed * 1e3:.0f} ms",
-                verdict(ok),
-                f"{said:.3f}",
-                f"{median('api', 'wall'):.2f}",
-                f"{median('command', 'wall'):.2f}",
-            ]
-        )
+def page(results: Results, rows: list[Row], failed: list[str], picture: str) -> str:
+    """The page."""
     told = results.raw["machine"]
-    head = [
-        "device memory",
-        "driver's own time, s",
-        "pause with the bare driver, s",
-        "with limosa, s",
-        "added",
-        "allowed",
-        "",
-        "`pause_seconds`",
-        "whole call (API), s",
-        "whole command, s",
-    ]
-    text = f"""# What Limosa adds to the bare driver, {results.date}
+    order = [*LIMITS]
+    rows = sorted(rows, key=lambda row: order.index(row.key) if row.key in order else len(order))
+    lines = [[row.what, row.must, row.reach, row.text, row.word] for row in rows]
+    misses = "".join(f"\n- {text}" for text in failed)
+    return f"""# The parked way, {results.date}
 
 {told["gpus"]}, driver {told["driver"]}; {told["processor"]}, {told["cores"]} cores, {told["memory_gib"]} GiB, Linux
-{told["kernel"]}, transparent huge pages {told["huge_pages"]}; commit {
-        results.raw["commit"]
-    }. A PyTorch process moved to
-the other GPU and back, bare driver calls, `operation.move` in one process and `limosa move` in turns; medians. Touched
-beforehand: {told["touched_gib"]:.0f} GiB of host memory in {told["touch_seconds"]:.0f} s. Every page was compared at
-the end. Raw figures: `{results.path.name}`.
+{told["kernel"]}, transparent huge pages {told["huge_pages"]}; commit {results.raw["commit"]}. Host memory touched
+beforehand: {told.get("touched_gib", 0):.0f} GiB in {told.get("touch_seconds", 0):.0f} s. The jobs are PyTorch
+processes that compute all the while and check every page at the end; pauses are by their own clock; *stock* is the four
+calls of the driver on the same program without the shim. Raw figures: `{results.path.name}`.
 
-The pause by the job's own clock. Allowed: 5 % of the driver's own time or 50 ms, whichever is more.
+{table(["what", "must", "reach for", "measured", ""], lines)}
 
-{table(head, pauses)}
+Where the time goes (medians, ms; *copy beside* runs beside the driver's steps and is not added; *rest* is what none of
+the steps explains, the job's own way back to its next step among it):
 
-The steps, in seconds:
+{breakdown(rows)}
 
-{table(["device memory", "", *STEPS, "runs"], steps)}
+![where the pauses go]({picture})
+{"What could not be measured, or ended badly:" + chr(10) + misses if failed else ""}
 """
-    return text, good
 
 
-def huge_pages() -> str:
-    """The setting in brackets of transparent huge pages."""
-    try:
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return "not there"
-    return text[text.find("[") + 1 : text.find("]")]
+class Writer:
+    """Rows so far, and the page of them: written whenever a row has come, so that a run that is cut short has it."""
+
+    def __init__(self, results: Results):
+        self.results, self.rows, self.failed = results, [], []  # type: Results, list[Row], list[str]
+        self.mutex = threading.Lock()
+
+    def add(self, *rows: Row) -> None:
+        """More rows."""
+        for row in rows:
+            print(f"== {row.what}: {row.text} (must {row.must}, reach for {row.reach}): {row.word}", flush=True)
+        with self.mutex:
+            self.rows += rows
+        self.write()
+
+    def write(self) -> str:
+        """Page, picture, raw figures."""
+        with self.mutex:
+            self.results.raw["rows"] = [{**row._asdict(), "steps": dict(row.steps)} for row in self.rows]
+            bars = [
+                (PLOT_NAMES[key], {k: v for k, v in row.steps.items() if k != "copy beside"}, limit)
+                for key, limit in PLOTTED.items()
+                for row in self.rows
+                if row.key == key and row.steps
+            ]
+            picture = self.results.path.with_suffix(".svg")
+            if bars:
+                picture.write_text(plot(bars))
+            text = page(self.results, self.rows, self.failed, picture.name)
+            self.results.page(text)
+            return text
 
 
-def watch(minutes: float, results: Results) -> None:
-    """End everything when time is up: a driver call that hangs cannot be broken off."""
+def watch(seconds: float, bench: Bench, writer: Writer) -> None:
+    """Ends everything when time is up: a driver call that hangs cannot be broken off."""
 
     def end() -> None:
-        time.sleep(minutes * 60)
-        for job in jobs:
-            job.kill()
-        results.save()
-        print(f"time is up: {results.path} has what was measured", flush=True)
+        time.sleep(seconds)
+        for name in list(bench.jobs):
+            bench.end_job(name)
+        writer.failed.append("time ran out")
+        writer.write()
+        print(f"time is up: {writer.results.path} has what was measured", flush=True)
         os._exit(3)
 
     threading.Thread(target=end, daemon=True).start()
 
 
+def run(chosen: list[str], bench: Bench, writer: Writer) -> None:
+    """Measures the groups in their order; one that fails is told, and the next one comes all the same."""
+    for name in chosen:
+        measure, needs, jobs = GROUPS[name]
+        seen: list[str] = []
+        why = ""
+        if bench.left() < needs:
+            why = f"no time: {bench.left():.0f} s left, it needs {needs:.0f}"
+        else:
+            begun = time.monotonic()
+            try:
+                for row in measure(bench):
+                    seen.append(row.key)
+                    writer.add(row)
+            except Exception as error:
+                traceback.print_exc()
+                why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                writer.failed.append(f"{name}: {why}")
+                for job in jobs:
+                    bench.end_job(job)
+            print(f"-- {name}: {time.monotonic() - begun:.0f} s, {bench.left():.0f} left", flush=True)
+        writer.add(*(LIMITS[key].of(None, why) for key in ROWS[name] if key not in seen))
+
+
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="0,4,32")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--touch", type=float, default=80, help="GiB of host memory to touch beforehand")
+    parser.add_argument("--rows", default=",".join(GROUPS))
+    parser.add_argument("--touch", type=float, default=110, help="GiB of host memory to touch beforehand")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
-    begin = time.monotonic()
+    begun = time.monotonic()
+    chosen = options.rows.split(",")
+    if unknown := [name for name in chosen if name not in GROUPS]:
+        parser.error(f"no rows called {', '.join(unknown)}")
     os.environ["LIMOSA_RUNTIME_DIR"] = os.environ.get("LIMOSA_RUNTIME_DIR") or tempfile.mkdtemp(prefix="limosa-run-")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     try:
-        gpus = inventory()
+        gpus: Inventory = inventory()
     except GpuUnavailable as error:
         print(f"bench/gpu.py: {error}", file=sys.stderr)
         return int(error.exit_code)
@@ -312,35 +167,36 @@ def main() -> int:
         return 12
     driver.available()  # cuInit, which the first call would pay for
     results = Results("bench-gpu", options.out)
-    watch(options.minutes, results)
-    size, seconds = touch(int(options.touch * 2**30))
     names = sorted({gpu.name for gpu in gpus.gpus})
     results.raw["machine"].update(
-        gpus=f"{len(gpus.gpus)} × {', '.join(names)}",
-        driver=gpus.driver_version,
-        huge_pages=huge_pages(),
-        touched_gib=size / 2**30,
-        touch_seconds=seconds,
+        gpus=f"{len(gpus.gpus)} × {', '.join(names)}", driver=gpus.driver_version, huge_pages=huge_pages()
     )
-    print(f"touched {size / 2**30:.0f} GiB of host memory in {seconds:.0f} s", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="limosa-bench-"))
-    failed = ""
+    bench = Bench(results, gpus, folder, begun + options.minutes * 60 - 15)
+    writer = Writer(results)
+    watch(options.minutes * 60, bench, writer)
     try:
-        for number in options.sizes.split(","):
-            measure(results, gpus, float(number), options.runs, folder, begin + options.minutes * 60 - 30)
-    except Exception as error:  # what was measured is worth a page all the same
-        failed = f"{type(error).__name__}: {error}"
-        print(failed, file=sys.stderr, flush=True)
+        # They come up while memory is touched; then they wait for orders and disturb nobody.
+        bench.begin(*dict.fromkeys(job for name in chosen for job in GROUPS[name][2]))
+        size, seconds = touch(int(options.touch * 2**30))
+        results.raw["machine"].update(touched_gib=size / 2**30, touch_seconds=seconds)
+        print(f"touched {size / 2**30:.0f} GiB of host memory in {seconds:.0f} s", flush=True)
+        run(chosen, bench, writer)
+        for name in list(bench.jobs):
+            try:
+                bench.jobs[name].finish()
+            except RuntimeError as error:
+                writer.failed.append(str(error).splitlines()[0])
+    except Exception as error:
+        traceback.print_exc()
+        writer.failed.append(f"{type(error).__name__}: {error}")
     finally:
+        for name in list(bench.jobs):
+            bench.end_job(name)
         shutil.rmtree(folder, ignore_errors=True)
-    if not results.raw["runs"]:
-        return 1
-    text, good = page(results)
-    if failed:
-        text += f"\nNot finished: {failed.splitlines()[0]}\n"
-    print(text)
-    print(f"written: {results.page(text)}")
-    return 0 if good and not failed else 1
+    print(writer.write())
+    print(f"written: {results.path.with_suffix('.md')}")
+    return 0 if not writer.failed and all(row.ok for row in writer.rows) else 1
 
 
 if __name__ == "__main__":
