@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 from driver import huge_pages  # noqa: E402
+from jobs import end_helpers  # noqa: E402
 from plot import plot  # noqa: E402
 from report import Results, table  # noqa: E402
 from rows import GROUPS, LIMITS, ROWS, Bench, Row, breakdown  # noqa: E402
@@ -193,6 +194,7 @@ def main() -> int:
     finally:
         for name in list(bench.jobs):
             bench.end_job(name)
+        end_helpers(os.environ["LIMOSA_RUNTIME_DIR"])
         shutil.rmtree(folder, ignore_errors=True)
     print(writer.write())
     print(f"written: {results.path.with_suffix('.md')}")

@@ -123,12 +123,14 @@ class Job:
     def shims(self) -> dict[int, dict[str, Any]]:
         """What the shim says of each process that has a driver: GPUs that its memory is on, bytes, what was left."""
         from limosa.errors import LimosaError
-        from limosa.parking.shim import Shim, under_shim
+        from limosa.parking.shim import Shim
         from limosa.process.identity import Identity
 
         found: dict[int, dict[str, Any]] = {}
+        # Without a driver there is nobody to ask: a DataLoader's worker, torchrun's agent.
+        there = Path("/proc/net/unix").read_text()
         for pid in self.family():
-            if not under_shim(pid):
+            if f"@limosa/shim/{pid}\n" not in there:
                 continue
             try:
                 with Shim(Identity.of(pid)) as shim:
@@ -140,8 +142,8 @@ class Job:
                         "left": {kind: both for kind, both in shim.counts().items() if both[0]},
                         "called": shim.called(),
                     }
-            except LimosaError:  # without a driver there is nobody to ask: a DataLoader's worker, torchrun's agent
-                continue
+            except LimosaError:
+                assert not Path(f"/proc/{pid}").exists(), f"the shim of process {pid} does not answer"
         return found
 
 

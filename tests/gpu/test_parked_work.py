@@ -52,7 +52,7 @@ def test_torchrun(prover: Prover) -> None:
 
 
 def test_jax(prover: Prover) -> None:
-    job = prover.start([sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"])
+    job = prover.start([sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"], {"CUDA_VISIBLE_DEVICES": "0"})
     prover.moves(job, 5, GB)
     prover.twins_agree(job)
 
