@@ -395,18 +395,21 @@ def hash_rate(bench: Bench) -> Iterator[Row]:
 def cost(bench: Bench) -> Iterator[Row]:
     """What the shim costs a program that nobody moves (``cost.py``)."""
     program = Path(__file__).with_name("cost.py")
-    if not program.exists():
-        yield Row("cost", "cost of the shim", None, "there is no bench/cost.py in this version", "", "")
-        return
-    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=150, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
+    path = bench.folder / "cost.json"
+    command = [sys.executable, str(program), "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    if not path.exists():
         raise RuntimeError((done.stderr or done.stdout).strip()[-300:] or f"exit code {done.returncode}")
-    said = json.loads(lines[-1])
+    said = json.loads(path.read_text())
     bench.note(what="cost", rows=said["rows"])
     for number, r in enumerate(said["rows"]):
-        text = f"{r['with']:.4g} {r['unit']} with the shim, {r['without']:.4g} without"
-        yield Row(f"cost-{number}", r["what"], float(r["with"]), text, str(r["must"]), "", bool(r["ok"]))
+        key, must = f"cost-{number}", str(r["must"])
+        if r["ok"] is None:
+            yield Row(key, f"cost of the shim: {r['what']}", None, str(r.get("error")), must, "")
+            continue
+        unit = must.rsplit(maxsplit=1)[-1]
+        text = f"{r['added']:+.2f} {unit} ({r['with']:.4g} {r['unit']}, without {r['without']:.4g})"
+        yield Row(key, f"cost of the shim: {r['what']}", float(r["with"]), text, must, "", bool(r["ok"]))
 
 
 GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]] = {

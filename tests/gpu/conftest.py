@@ -87,6 +87,12 @@ def ways(driver: Driver) -> Callable[[int], list[Any]]:
     return lambda pid: [Process(pid), ByDriver(driver, pid)]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Shows a failure as it comes: what is cut off has no summary, and these machines are lent by the minute."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext[-5000:]}", flush=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Marks that only these tests have."""
     config.addinivalue_line("markers", "gpu_core: what is run again on the last commit, in ten minutes at most")
