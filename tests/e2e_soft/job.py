@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--also", type=int, help="a second GPU to hold memory on")
     parser.add_argument("--peer", action="store_true", help="peer access between the two")
     parser.add_argument("--managed", action="store_true")
+    parser.add_argument("--small", action="store_true", help="a small piece as well")
     parser.add_argument("--export", action="store_true", help="by legacy IPC, to a child")
     parser.add_argument("--import", dest="handle", help="the handle of another's")
     parser.add_argument("--event", help="that of an event which is shared beside it, as PyTorch does")
@@ -113,6 +114,8 @@ def main() -> None:
     held = [Memory(options.gpu, options.mib << 20, options.managed)]
     if options.also is not None:
         held.append(Memory(options.also, options.mib << 20))
+    if options.small:
+        do(cu.cuMemAlloc(4096))
     if options.peer:
         do(cu.cuCtxEnablePeerAccess(held[0].context, 0))
     seen = None

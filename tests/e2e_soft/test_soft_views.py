@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from limosa.parking import LIBRARY
+
 MIB = 1 << 20
 
 
@@ -51,6 +53,48 @@ def test_ps_shows_what_runs_and_what_is_put_aside(node: Any) -> None:
     first.goes_on()
     first.finish()
     second.finish()
+
+
+def test_ps_plan_and_results_say_which_way_and_what_the_other_costs(soft: Callable[..., Any]) -> None:
+    node = soft(memory="512MiB")
+    under = node.job("--mib", 48, "--small", env={"LD_PRELOAD": str(LIBRARY)})
+    bare = node.job("--mib", 48)
+    off = node.job("--gpu", 1, env={"LD_PRELOAD": str(LIBRARY), "LIMOSA_SHIM": "off"})
+    jobs = {j["pid"]: j for j in node.says(0, "", "ps")["jobs"]}
+    assert [jobs[job.pid]["way"] for job in (under, bare, off)] == ["parked", "driver", "driver"]
+    assert [jobs[job.pid]["parkable"] for job in (under, bare, off)] == [48 * MIB, 0, 0]
+    (shown,) = jobs[under.pid]["processes"]
+    assert (shown["way"], shown["why"], shown["parkable"]) == ("parked", "", 48 * MIB)
+    assert shown["left"] == {"small": 4096}
+    assert shown["unknown"] == []
+    assert "not started by limosa run" in jobs[bare.pid]["processes"][0]["why"]
+    assert "switched off" in jobs[off.pid]["processes"][0]["why"]
+    text = node.limosa("ps", "-v").stdout
+    assert re.search(r"\bparked, \S+ [MG]i?B can be parked, \S+ Ki?B left to the driver \(small\)", text, re.I)
+    assert re.search(r"driver: without \S+\.so", text)
+    slow, fast = (node.says(0, "", "plan", "move", str(job.pid), "--to", "1") for job in (bare, under))
+    assert (slow["way"], slow["other"]["way"]) == ("driver", "parked")
+    assert (fast["way"], fast["other"]["way"]) == ("parked", "driver")
+    for plan in (slow, fast):
+        ways = {plan["way"]: plan["estimate"], plan["other"]["way"]: plan["other"]}
+        assert 0 < ways["parked"]["pause_seconds"] <= ways["driver"]["pause_seconds"]
+    assert any("from GPU to GPU" in step for step in fast["steps"])
+    assert not any("from GPU to GPU" in step for step in slow["steps"])
+    assert "under limosa run it would stand still for about" in node.limosa("plan", "move", bare.pid, "--to", 1).stdout
+    for job, way, other in ((bare, "driver", "parked"), (under, "parked", "driver")):
+        moved = node.says(0, "", "move", str(job.pid), "--to", "1")
+        assert (moved["way"], moved["other"]["way"]) == (way, other)
+        assert moved["other"]["pause_seconds"] > 0
+    put = node.limosa("suspend", under.pid).stdout
+    assert "(parked; the driver alone: about" in put
+    (aside,) = [j for j in node.says(0, "", "ps")["jobs"] if j["pid"] == under.pid]
+    assert (aside["way"], aside["parkable"]) == ("parked", 48 * MIB)
+    back = node.says(0, "", "plan", "resume", str(under.pid))
+    assert (back["way"], back["other"]["way"]) == ("parked", "driver")
+    node.limosa("resume", under.pid)
+    for job in (under, bare, off):
+        job.goes_on(2)
+        job.finish()
 
 
 def test_plan_says_what_a_verb_would_do_and_touches_nothing(soft: Callable[..., Any]) -> None:

@@ -109,7 +109,17 @@ def _line(result: JobResult) -> str:
     stood = f", stood still for {words.seconds(pause)}" if pause is not None and state == "running" else ""
     moved = words.moves(result.map)
     onto = f" ({moved})" if moved else ""
-    return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}"
+    return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result)}"
+
+
+def _by(result: JobResult) -> str:
+    """Which way it took, and what the other would have cost."""
+    if result.other is None:
+        return ""
+    other = words.seconds(result.other.pause_seconds or result.other.seconds)
+    if result.way == "parked":
+        return f" (parked; the driver alone: about {other})"
+    return f" (by the driver alone; under limosa run: about {other})"
 
 
 def _plan_of(verb: str, outcome: Outcome) -> Plan:
@@ -151,6 +161,10 @@ def _plan_text(plan: Plan) -> str:
         lines.append(
             f"  {words.size(plan.estimate.bytes)} to copy, about {words.seconds(plan.estimate.seconds)} in all"
         )
+        if plan.other is not None:
+            what = {"parked": "under limosa run", "driver": "by the driver alone"}[plan.other.way]
+            other = words.seconds(plan.other.pause_seconds or plan.other.seconds)
+            lines.append(f"  way: {plan.way}; {what} it would stand still for about {other}")
         moved = words.moves(plan.map)
         if moved:
             lines.append(f"  {moved}")

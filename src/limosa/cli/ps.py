@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose
@@ -40,6 +40,17 @@ def _state(job: Ps) -> str:
     return f"suspended {job.suspended['since']} by {words.clean(job.suspended['by'])}"
 
 
+def _way(process: dict[str, Any]) -> str:
+    """Which way a process's memory goes, what can be parked and what not."""
+    said = [f"{process['way']}: {process['why']}" if process["why"] else str(process["way"])]
+    if process["parkable"]:
+        said.append(f"{words.size(process['parkable'])} can be parked")
+    said += [f"{words.size(size)} left to the driver ({cause})" for cause, size in process["left"].items()]
+    if process["unknown"]:
+        said.append(f"calls functions that nobody knows here: {', '.join(process['unknown'])}")
+    return ", ".join(said)
+
+
 def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
     """A line a job; with ``-v`` its reasons and processes below."""
     rows = [
@@ -50,12 +61,13 @@ def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
             _state(job),
             ",".join(str(g["index"]) for g in job.gpus) or "-",
             words.size(sum(g["memory_used"] for g in job.gpus)) if job.gpus else "-",
+            job.way or "-",
             "yes" if job.movable else "no",
             words.command_line(job.command),
         )
         for job in jobs
     ]
-    headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "MOVABLE", "COMMAND")
+    headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "WAY", "MOVABLE", "COMMAND")
     words.table(console, headers, rows, right=("PID", "MEMORY"))
     for job in jobs if verbose else ():
         console.print(f"\nprocess {job.pid}")
@@ -63,5 +75,7 @@ def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
             text = words.command_line(process["command"])
             held = words.size(process["memory_used"]) if process["memory_used"] else "-"
             console.print(f"  {process['pid']} {process['state'] or 'no CUDA'} {held} {text}")
+            if "way" in process:
+                console.print(f"    {_way(process)}")
         for line in words.reason_lines(job.reasons):
             console.print(line)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from limosa.operation.journal import Member
-from limosa.operation.results import Estimate
+from limosa.operation.results import Estimate, OtherWay
 
 CHECKPOINT_FIXED, CHECKPOINT_RATE = 0.45, 2.4e9
 """Seconds of tearing a context down; bytes a second out, one thread of the driver (cold 1.7, warm 2.7 GB/s)."""
 RESTORE_FIXED, RESTORE_RATE = 0.30, 6.8e9
 COPY_RATE = 350e9
 """Bytes a second from GPU to GPU, beside the driver's checkpoint (prototype, two H200)."""
+ARENA_RATE = 50e9
+"""Bytes a second between a GPU and pinned host memory."""
 CONTEXT = 0.55e9
 """Bytes that NVML counts for a context beside the application's memory; their time is in the fixed costs."""
 LOCK_FIXED = 0.005
@@ -21,6 +23,10 @@ CRIU_RESTORE_FIXED, CRIU_RESTORE_RATE = 0.2, 1.7e9
 HASH_RATE = 2.5e9
 CHUNKS_IN_RATE = 10e9
 """Bytes a second of chunks that are read, hashed and copied to a GPU side by side, from the page cache."""
+
+
+PARKED = ("move", "suspend", "resume")
+"""What is done beside the driver for processes under the library of ``limosa run``."""
 
 
 def checkpoint_seconds(members: Sequence[Member]) -> float:
@@ -43,6 +49,24 @@ def device_bytes(members: Sequence[Member]) -> int:
     return sum(m.bytes for m in members)
 
 
+def other_way(operation: str, members: Sequence[Member], parked: int = 0) -> OtherWay | None:
+    """What the way that is not taken would cost; None where there is but one.
+
+    Args:
+        operation: the verb.
+        members: the processes with CUDA state.
+        parked: bytes that are not left to the driver; 0: the driver carries everything.
+    """
+    if not members or operation not in PARKED:
+        return None
+    if parked:
+        cost = of(operation, members)
+        return OtherWay(way="driver", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
+    could = int(sum(map(_beside_context, members)))
+    cost = of(operation, members, parked=could)
+    return OtherWay(way="parked", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
+
+
 def of(
     operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False, parked: int = 0
 ) -> Estimate:
@@ -53,15 +77,16 @@ def of(
         members: the processes with CUDA state.
         host_bytes: memory of all processes that an image takes, device memory excluded.
         leave_running: a checkpoint's option.
-        parked: bytes that a move does not leave to the driver, or that an image holds as chunks.
+        parked: bytes that are not left to the driver, or that an image holds as chunks.
     """
     size = device_bytes(members)
     out, back = checkpoint_seconds(members), restore_seconds(members)
     dump = DUMP_FIXED + (host_bytes + size) / DUMP_RATE
     hashing = (host_bytes + size) / HASH_RATE
-    if operation == "move" and parked:
-        out = max(CHECKPOINT_FIXED, out - parked / CHECKPOINT_RATE, parked / COPY_RATE)
-        back = max(RESTORE_FIXED, back - parked / RESTORE_RATE)
+    if operation in PARKED and parked:
+        copy = parked / (COPY_RATE if operation == "move" else ARENA_RATE)
+        out = max(CHECKPOINT_FIXED, out - parked / CHECKPOINT_RATE, copy)
+        back = max(RESTORE_FIXED, back - parked / RESTORE_RATE, copy if operation == "resume" else 0.0)
     if operation == "move":
         return Estimate(pause_seconds=LOCK_FIXED + out + back, seconds=LOCK_FIXED + out + back, bytes=size)
     if operation == "suspend":

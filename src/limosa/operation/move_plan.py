@@ -106,10 +106,17 @@ def steps_of(operation: str, prepared: Prepared) -> list[str]:
     steps = []
     if operation in ("move", "suspend") and awake:
         asleep = ", ".join(map(str, awake))
-        steps += [f"lock {asleep}", f"checkpoint {asleep}: device memory to host memory"]
+        aside = {
+            "move": f"hold {asleep} still; device memory goes from GPU to GPU",
+            "suspend": f"hold {asleep} still; device memory goes to pinned host memory",
+        }
+        what = "what is left" if prepared.by_parking else "device memory"
+        steps += [aside[operation]] if prepared.by_parking else []
+        steps += [f"lock {asleep}", f"checkpoint {asleep}: {what} to host memory"]
     if operation in ("move", "resume"):
         changed = {a: b for m in prepared.members for a, b in m.map.items() if a != b}
         index = {g.uuid: g.index for g in prepared.inventory.gpus} if prepared.inventory else {}
         told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
         steps += [f"restore {pids}" + (f" with {told}" if told else ""), f"unlock {pids}"]
+        steps += [f"device memory is mapped where it was; {pids} go on"] if prepared.by_parking else []
     return steps

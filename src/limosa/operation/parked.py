@@ -84,6 +84,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
         all_of: dict[int, list[Memory]] = {}
         for member in members:
             if member.was != "running":
+                total += _away(member)
                 continue
             with contextlib.suppress(LimosaError):
                 shim = stack.enter_context(Shim(member.identity))
@@ -108,6 +109,14 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
             text = "processes of the job share device memory by legacy IPC handles: such a job can be moved only"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
     return total, found, set(shims)
+
+
+def _away(member: Member) -> int:
+    """Bytes of a suspended process that are aside; its driver cannot be asked."""
+    with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+        hello = shim.hello()
+        return hello.bytes if hello.stand is Stand.AWAY else 0
+    return 0
 
 
 def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]]) -> list[Reason]:

@@ -76,6 +76,11 @@ class Prepared(msgspec.Struct, kw_only=True):
         return {m.was for m in self.members}
 
     @property
+    def by_parking(self) -> bool:
+        """Whether a part of it does not go by the driver."""
+        return self.operation in estimate.PARKED and self.parked > 0
+
+    @property
     def root(self) -> Identity:
         """The job's topmost process."""
         return self.job.root
@@ -108,7 +113,8 @@ class Prepared(msgspec.Struct, kw_only=True):
             steps=self.steps,
             estimate=estimate.of(self.operation, self.members, self.host_bytes, self.leave_running, self.parked),
             map=maps,
-            way="parked" if self.operation == "move" and self.parked else "driver" if self.members else "host",
+            way="parked" if self.by_parking else "driver" if self.members else "host",
+            other=estimate.other_way(self.operation, self.members, self.parked),
         )
 
 

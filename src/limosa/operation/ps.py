@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
+from limosa.operation.ways import way_of
 from limosa.process import records
 from limosa.process.tree import job_tree
 
@@ -48,7 +51,8 @@ def _unreadable(pid: int, error: LimosaError) -> Ps:
 
 
 def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
-    pids = [p.pid for p in job_tree(which.root)]
+    tree = {p.pid: p for p in job_tree(which.root)}
+    pids = list(tree)
     held = {
         (g.uuid, p.pid): g.used_by(p.pid)
         for g in (inventory.gpus if inventory else [])
@@ -64,6 +68,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         bytes_of[uuid] = bytes_of.get(uuid, 0) + size
     if suspended and record is not None:
         bytes_of = dict(record.bytes)
+    ways = {p: way_of(tree[p]) for p in pids if p in states}
     processes: list[dict[str, Any]] = [
         {
             "pid": p,
@@ -71,6 +76,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
             "state": states.get(p, ""),
             "memory_used": sum(size for (_, q), size in held.items() if q == p)
             or (sum(record.held.get(str(p), {}).values()) if suspended and record else 0),
+            **(msgspec.structs.asdict(ways[p]) if p in ways else {}),
         }
         for p in pids
     ]
@@ -96,6 +102,8 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         reasons=reasons,
         suspended={"since": rfc3339(record.since), "by": record.by} if suspended and record else None,
         started_by_run=by_run,
+        way="" if not ways else "parked" if all(w.way == "parked" for w in ways.values()) else "driver",
+        parkable=sum(w.parkable for w in ways.values()),
     )
 
 

@@ -23,6 +23,19 @@ class Estimate(msgspec.Struct, kw_only=True):
     bytes: int = 0
 
 
+class OtherWay(msgspec.Struct, kw_only=True):
+    """What an operation would have cost by the way that is not taken, by estimate.
+
+    Attributes:
+        way: "driver", or "parked" for a job that was not started by ``limosa run``.
+        pause_seconds, seconds: as in :class:`Estimate`.
+    """
+
+    way: str
+    pause_seconds: float | None = None
+    seconds: float = 0.0
+
+
 class Plan(msgspec.Struct, kw_only=True):
     """What an operation would do to one job, and whether it would.
 
@@ -33,7 +46,8 @@ class Plan(msgspec.Struct, kw_only=True):
         reasons: refusals first, then warnings.
         steps: the steps in their order, in words.
         map: what each GPU (by UUID) becomes, full permutation; empty for jobs without CUDA state.
-        way: how the job's state is held: "driver" or "host" (no CUDA state: CRIU alone).
+        way: how the job's state is held: "driver", "parked" or "host" (no CUDA state: CRIU alone).
+        other: what the other way would cost, where there is another.
     """
 
     operation: str
@@ -45,6 +59,7 @@ class Plan(msgspec.Struct, kw_only=True):
     estimate: Estimate = msgspec.field(default_factory=Estimate)
     map: dict[str, str] = {}
     way: str = "driver"
+    other: OtherWay | None = None
 
     @property
     def exit_code(self) -> int:
@@ -62,7 +77,8 @@ class JobResult(msgspec.Struct, kw_only=True):
             "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
         bytes: device memory that was moved.
         already: True where nothing had to be done.
-        way: "driver", or "parked" where what the shim looks after was copied GPU to GPU.
+        way: "driver", or "parked" where what the shim looks after was held aside.
+        other: what the other way would have cost, by estimate.
     """
 
     operation: str
@@ -74,6 +90,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     bytes: int = 0
     already: bool = False
     way: str = "driver"
+    other: OtherWay | None = None
     warnings: list[Reason] = []
 
 
@@ -156,7 +173,10 @@ class Ps(msgspec.Struct, kw_only=True):
             text.
         gpus: one entry for each GPU on which it holds memory: index, uuid, memory_used (bytes). For a suspended job the
             GPU it came from and the bytes it had there.
-        processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used.
+        processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used;
+            with CUDA state also way, why, parkable, left, calls, unknown (:class:`limosa.operation.ways.Way`).
+        way: "parked" where all of its processes with CUDA state are under the shim, "driver", or "" without CUDA state.
+        parkable: bytes that can be parked.
         movable: whether ``plan move`` finds nothing against it.
         reasons: refusals and warnings.
         suspended: since (RFC 3339), by (user), or None.
@@ -173,6 +193,8 @@ class Ps(msgspec.Struct, kw_only=True):
     reasons: list[Reason] = []
     suspended: dict[str, Any] | None = None
     started_by_run: bool = False
+    way: str = ""
+    parkable: int = 0
 
 
 class Outcome(msgspec.Struct, kw_only=True):

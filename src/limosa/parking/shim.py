@@ -120,6 +120,7 @@ class Shim:
     Args:
         identity: the process.
         limit: seconds for an answer.
+        patience: seconds until it has to have a socket.
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
@@ -129,9 +130,9 @@ class Shim:
         ShimError: it does not run under the shim, or belongs to somebody else.
     """
 
-    def __init__(self, identity: Identity, limit: float = ANSWER_SECONDS):
+    def __init__(self, identity: Identity, limit: float = ANSWER_SECONDS, patience: float = CONNECT_SECONDS):
         self.identity, self.limit, self._number = identity, limit, 0
-        end = time.monotonic() + CONNECT_SECONDS
+        end = time.monotonic() + patience
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self._socket.settimeout(limit)

@@ -1,0 +1,55 @@
+"""Which way a process's memory goes, and why: what its shim says, or that it has none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from limosa.errors import LimosaError
+from limosa.parking import LIBRARY
+from limosa.parking.protocol import Role
+from limosa.parking.shim import Shim, under_shim
+from limosa.process.identity import Identity
+
+ANSWER_SECONDS = 1.0
+"""Somebody who only looks does not wait until an operation under way lets go of a process."""
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be parked of one process, and what the driver has to carry.
+
+    Attributes:
+        way: "parked" or "driver".
+        why: why it is the driver's, or what is not known; "" where there is nothing to say.
+        parkable: bytes that can be parked; what several processes have counts for the one that allocated it.
+        left: bytes left to the driver, by cause (``parking/protocol.py`` has the names), where there are any.
+        calls: of causes that no bytes are known of, how many.
+        unknown: functions of the driver that were called and that the shim's list does not have.
+    """
+
+    way: str = "driver"
+    why: str = ""
+    parkable: int = 0
+    left: dict[str, int] = {}
+    calls: dict[str, int] = {}
+    unknown: list[str] = []
+
+
+def way_of(identity: Identity) -> Way:
+    """Asks a process that holds CUDA state; never waits for long, never raises where it cannot be told."""
+    if not under_shim(identity.pid):
+        return Way(why=f"without {LIBRARY.name}: not started by limosa run, or with --no-shim, or linked statically")
+    try:
+        with Shim(identity, limit=ANSWER_SECONDS, patience=0.0) as shim:
+            pieces, counts, called = shim.memories(), shim.counts(), shim.called()
+    except LimosaError as error:
+        if "refused" in str(error):
+            why = "the library in it looks after nothing: switched off (LIMOSA_SHIM), or the driver is too old for it"
+            return Way(why=why)
+        return Way(way="parked", why=f"its library did not answer: {error}")
+    return Way(
+        way="parked",
+        parkable=sum(m.bytes for m in pieces if not m.shared and not m.owner),
+        left={cause: size for cause, (_, size) in counts.items() if size},
+        calls={cause: n for cause, (n, size) in counts.items() if n and not size},
+        unknown=[one.name for one in called if one.called and one.role is Role.UNKNOWN],
+    )
