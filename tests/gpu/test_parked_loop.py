@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leaks import grown, note_of, seen, too_much
 from proofs import VICTIMS, Job, note
 
 from limosa import operation
@@ -19,32 +20,6 @@ from limosa.gpu import Inventory, inventory
 
 TIMES = int(os.environ.get("LIMOSA_LOOP", "200"))
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.gpu_alone, pytest.mark.timeout(540, method="signal")]
-MIB = 1 << 20
-GROWTH = {
-    "gpu 0": 4 * MIB,
-    "gpu 1": 4 * MIB,
-    "RssAnon": 16 * MIB,
-    "VmSize": 32 * MIB,
-    "fds": 0,
-    "maps": 4,
-    "threads": 0,
-}
-"""What the last moves may have above the first ones; a leak of 2 MiB or a descriptor a move would be far over it."""
-
-
-def seen(pid: int) -> dict[str, int]:
-    """Memory, descriptors and address space of a process."""
-    with open(f"/proc/{pid}/status") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    with open(f"/proc/{pid}/maps") as file:
-        maps = sum(1 for _ in file)
-    return {
-        "RssAnon": int(fields["RssAnon"].split()[0]) * 1024,
-        "VmSize": int(fields["VmSize"].split()[0]) * 1024,
-        "threads": int(fields["Threads"]),
-        "fds": len(os.listdir(f"/proc/{pid}/fd")),
-        "maps": maps,
-    }
 
 
 def helpers(runtime: Path) -> dict[str, int]:
@@ -57,13 +32,6 @@ def helpers(runtime: Path) -> dict[str, int]:
                 if comm in ("limosa-vault", "limosa-mover") and mark in Path(f"/proc/{name}/environ").read_bytes():
                     found[comm] = int(name)
     return found
-
-
-def grown(samples: list[dict[str, Any]], who: str, what: str) -> int:
-    """How much more there was at the end than after the first tenth: medians of a tenth each."""
-    values = [sample[who][what] for sample in samples if who in sample]
-    tenth = max(1, len(values) // 10)
-    return int(statistics.median(values[-tenth:]) - statistics.median(values[tenth : 2 * tenth]))
 
 
 def test_two_hundred_moves_leave_nothing(
@@ -84,7 +52,7 @@ def test_two_hundred_moves_leave_nothing(
         pauses.append(outcome.result.timings["pause_seconds"])
         job.goes_on(3)
         if turn % 2:  # always on the same GPU
-            sample: dict[str, Any] = {"move": turn + 1, "job": seen(job.pid), "limosa": seen(os.getpid())}
+            sample: dict[str, Any] = {"job": seen(job.pid), "limosa": seen(os.getpid())}
             sample["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
             for name, pid in helpers(runtime).items():
                 with contextlib.suppress(OSError):
@@ -92,14 +60,16 @@ def test_two_hundred_moves_leave_nothing(
             samples.append(sample)
     job.stop_at(job.steps() + 50)
     job.ends()
-    found = {
-        f"{who}: {what}": grown(samples, who, what)
-        for who in ("job", "limosa", "limosa-vault", "limosa-mover", "gpus")
-        for what in (samples[-1].get(who) or {})
+    found = grown(samples)
+    record = {
+        "name": "loop",
+        "moves": TIMES,
+        "seconds": time.monotonic() - begin,
+        "grown": found,
+        "samples": note_of(samples),
     }
-    record = {"name": "loop", "moves": TIMES, "seconds": time.monotonic() - begin, "grown": found, "samples": samples}
     record["said"] = {"median": statistics.median(pauses), "most": max(pauses)}
     note(record)
     print({name: value for name, value in found.items() if value})
-    bad = {name: value for name, value in found.items() if value > GROWTH[name.split(": ")[1]]}
+    bad = too_much(found)
     assert not bad, f"after {TIMES} moves there is more than at first: {bad}; all: {found}"

@@ -1,0 +1,67 @@
+"""One job moved by the parked way again and again: nothing is left behind, in whatever process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from leaks import grown, seen, too_much
+
+from limosa.parking import LIBRARY
+
+TURNS = 50
+MIB = 1 << 20
+STRICT = {"gpu": 0, "RssAnon": MIB, "VmSize": MIB, "fds": 0, "maps": 0, "threads": 0}
+MOVES = """
+import json, os, sys
+sys.path.insert(0, sys.argv[3])
+from leaks import seen
+from limosa import operation
+from limosa.gpu import inventory
+job = int(sys.argv[1])
+for turn in range(int(sys.argv[2])):
+    (outcome,) = operation.move(job, to=str(1 - turn % 2), timeout=20)
+    assert outcome.result is not None and outcome.result.way == "parked", outcome
+    if turn % 2:
+        found = {"job": seen(job), "limosa": seen(os.getpid())}
+        found["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
+        for name in os.listdir("/proc"):
+            try:
+                if not name.isdigit() or os.readlink(f"/proc/{name}/ns/mnt") != os.readlink("/proc/self/ns/mnt"):
+                    continue
+                comm = open(f"/proc/{name}/comm").read().strip()
+                if comm in ("limosa-vault", "limosa-mover"):
+                    found[comm] = seen(int(name))
+            except OSError:
+                pass
+        print(json.dumps(found), flush=True)
+"""
+
+
+def test_fifty_moves_leave_nothing(soft: Any) -> None:
+    node = soft(gpus=2, memory="256MiB")
+    job = node.job("--mib", 8, env={"LD_PRELOAD": str(LIBRARY)})
+    before = len(node.blocks())
+    said = node.python(MOVES, job.pid, TURNS, str(Path(__file__).parents[1]), limit=80)
+    samples = [json.loads(line) for line in said.stdout.splitlines()]
+    assert len(samples) == TURNS // 2
+    found = grown(samples)
+    assert {"limosa-vault: fds", "limosa-mover: fds", "job: maps", "gpus: gpu 0"} <= set(found), found
+    assert not too_much(found, STRICT), found
+    assert len(node.blocks()) == before
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_leak_would_be_seen() -> None:
+    held: list[int] = []
+    samples = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            held.append(os.open("/dev/null", os.O_RDONLY))
+            stack.callback(os.close, held[-1])
+            samples.append({"us": seen(os.getpid())})
+    assert too_much(grown(samples)) == {"us: fds": grown(samples)["us: fds"]}
