@@ -14,9 +14,9 @@ import typer
 
 from limosa.cli.options import FormatOption, Quiet, Verbose
 from limosa.cli.output import Format, Report, reporting
-from limosa.errors import LimosaError, Reason, RunFailed
+from limosa.errors import LimosaError, Reason, RunFailed, UsageError
 from limosa.parking import preload
-from limosa.process import records
+from limosa.process import device_nodes, records
 from limosa.process.follow import Signals, follow_job, stop_adopting
 from limosa.process.identity import Identity
 from limosa.process.launch import Launched, launch
@@ -45,6 +45,7 @@ def command(
         str | None, typer.Option("--name", metavar="NAME", help="What to call it (default: from COMMAND).")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the pid and leave it running.")] = False,
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only.")] = None,
     no_seccomp: Annotated[
         bool, typer.Option("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump.")
     ] = False,
@@ -72,6 +73,7 @@ def command(
         try:
             env = None if no_shim else preload(without=[part.value for part in without or ()])
             options = {"log": log, "name": name, "detach": detach, "seccomp": not no_seccomp, "env": env}
+            options["gpus"] = gpus
             report.exit_code = run(command_line, report, **options)  # type: ignore[arg-type]
         except LimosaError as error:
             if not isinstance(error, RunFailed):
@@ -88,6 +90,7 @@ def run(
     detach: bool = False,
     seccomp: bool = True,
     env: Mapping[str, str] | None = None,
+    gpus: str | None = None,
 ) -> int:
     """Starts the job; follows it to its end unless ``detach``.
 
@@ -105,8 +108,10 @@ def run(
             if name is not None:
                 records.check_name(name)
             chosen = name or default_name(command_line)
-            launched = launch(command_line, log or Path(f"{chosen}.log"), env=env, seccomp=seccomp, detach=detach)
-            _remember(chosen, command_line, launched, report, attached=not detach)
+            env, hidden = _only(gpus, env, report) if gpus is not None else (env, [])
+            place = log or Path(f"{chosen}.log")
+            launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach, hidden=hidden)
+            _remember(chosen, command_line, launched, report, attached=not detach, hidden=bool(hidden))
         report.warn(*launched.warnings)
         job = launched.identity
         if signals is None:
@@ -168,7 +173,38 @@ def default_name(command_line: Sequence[str]) -> str:
     return next(n for i in range(1, len(taken) + 2) if (n := base if i == 1 else f"{base}-{i}") not in taken)
 
 
-def _remember(name: str, command_line: Sequence[str], launched: Launched, report: Report, *, attached: bool) -> None:
+def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dict[str, str], list[int]]:
+    """How a job is to see these GPUs only.
+
+    Returns:
+        Its environment, and the minor numbers of GPUs whose nodes are to be hidden from it: as root. Else the
+        environment says it, which the driver heeds and a program can change.
+
+    Raises:
+        UnknownGpu: there is no such GPU.
+        UsageError: one is named twice.
+    """
+    from limosa.gpu import find_gpu, inventory
+
+    found = inventory()
+    chosen = [find_gpu(found, name.strip()) for name in gpus.split(",")]
+    if len({g.uuid for g in chosen}) < len(chosen):
+        raise UsageError(detail=f"--gpus {gpus} names a GPU twice")
+    made = dict(os.environ if env is None else env)
+    others = [g for g in found.gpus if g not in chosen]
+    if device_nodes.may_hide() and all(g.minor is not None for g in others):
+        made.pop("CUDA_VISIBLE_DEVICES", None)  # it counts, or names, other GPUs than the job will have
+        return made, [g.minor for g in others if g.minor is not None]
+    if os.geteuid() == 0:
+        text = "the other GPUs cannot be hidden from the job here, only taken out of CUDA's sight"
+        report.warn(Reason(id="gpus-not-hidden", text=text, hint="give the container the capability SYS_ADMIN"))
+    made["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in chosen)
+    return made, []
+
+
+def _remember(
+    name: str, command_line: Sequence[str], launched: Launched, report: Report, *, attached: bool, hidden: bool
+) -> None:
     """Writes the job's record; a job that runs is worth more than its record, so failing is a warning."""
     record = records.RunRecord(
         root=launched.identity,
@@ -177,6 +213,7 @@ def _remember(name: str, command_line: Sequence[str], launched: Launched, report
         log=launched.log,
         cwd=os.getcwd(),
         supervisor=Identity.of(os.getpid()) if attached else None,
+        hidden=hidden,
     )
     try:
         record.save()

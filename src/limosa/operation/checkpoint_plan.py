@@ -21,7 +21,9 @@ from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.run import DumpOptions
+from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation
+from limosa.process.records import RunRecord
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
@@ -86,6 +88,7 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
         leave_running=options.leave_running,
         clock=clock,
     )
+    prepared.reasons = [_hidden_gpus(r, which.root) for r in prepared.reasons]
     extra = _destination_reasons(options, prepared)
     cost = estimate.of("checkpoint", prepared.members, prepared.host_bytes, options.leave_running)
     if options.max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > options.max_pause:
@@ -102,6 +105,16 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
     else:
         prepared.steps = [*steps, *tail, "end the job"]
     return prepared
+
+
+def _hidden_gpus(reason: Reason, root: Identity) -> Reason:
+    """Says of a mount namespace that ``limosa run --gpus`` made what it is."""
+    record = RunRecord.of(root) if reason.id == "mount-namespace" else None
+    if record is None or not record.hidden:
+        return reason
+    text = "limosa run --gpus has hidden other GPUs from the job by mounts, which CRIU does not bring back as they were"
+    hint = "it can be moved and suspended; started with CUDA_VISIBLE_DEVICES instead it could be written to disk"
+    return msgspec.structs.replace(reason, text=text, hint=hint)
 
 
 def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:

@@ -8,9 +8,11 @@ as much).
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -31,6 +33,7 @@ from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
+from limosa.process import device_nodes
 from limosa.process.identity import Handle, Identity, ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
@@ -51,6 +54,8 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
 
 _REFUSED_MAP = "CUDA_ERROR_INVALID_VALUE"
+
+_ONE_AT_A_TIME = threading.Lock()  # members share a mount namespace
 
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
@@ -307,6 +312,7 @@ def bring_back(
         whole = member.was == "running" and member.root not in broken
         if whole and settled_state(driver, member.pid, progress) == "locked":
             driver.unlock(member.pid, limit=CALL_SECONDS)
+    show_where_it_is([m for m in alive if m.was == "checkpointed"], away)
     still = [m for m in away if m.was == "checkpointed"]
     if still:  # suspended as before, on the GPU that it was being resumed on: the driver knows it there now
         leave_suspended(alive, still)
@@ -353,8 +359,10 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
     """Restores with an explicit map, or with none where it changes nothing and the driver does not accept it.
 
     A device cgroup can hide what the job can really open, and a GPU that was gone when it was checkpointed may be back;
-    no map means "where it was". After a refused map the process is still whole (facts §2).
+    no map means "where it was". After a refused map the process is still whole (facts §2). Where GPUs are hidden from
+    the job it sees those that the map leads to, whatever becomes of the restore: each one says it anew.
     """
+    _show(member, (mapping or member.home).values())
     try:
         driver.restore(member.pid, mapping or None, limit=call_limit(member))
     except DriverError as error:
@@ -362,6 +370,31 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
         if error.result != _REFUSED_MAP or changes:
             raise
         driver.restore(member.pid, None, limit=call_limit(member))
+
+
+def _show(member: Member, uuids: Iterable[str]) -> None:
+    """Lets a job from which GPUs are hidden see these and no others.
+
+    Raises:
+        NoSuchProcess: it has ended.
+        OSError: it is not permitted.
+    """
+    nodes = member.nodes
+    if not nodes:
+        return
+    try:
+        with _ONE_AT_A_TIME:
+            device_nodes.show(member.pid, [nodes[u] for u in uuids if u in nodes], nodes.values())
+    except OSError:
+        member.identity.check()
+        raise
+
+
+def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
+    """Has suspended jobs see the GPUs that the driver knows them on, whatever an operation had come to."""
+    for member in members:
+        with contextlib.suppress(OSError, LimosaError):
+            _show(member, (member.map if member in away else member.home).values())
 
 
 def _each(members: Sequence[Member], call: Callable[[Member], object]) -> None:

@@ -37,6 +37,8 @@ class Member(msgspec.Struct, kw_only=True):
         map: the full map it is to be restored with; equal to ``home`` where nothing changes.
         held: device memory in bytes by GPU UUID (context included), as NVML saw it.
         root: the pid of the job it belongs to.
+        nodes: minor numbers of all GPUs by UUID, where GPUs are hidden from the job (``limosa run --gpus``): each
+            restore shows it those that it is to be on. Else empty.
     """
 
     identity: Identity
@@ -45,6 +47,7 @@ class Member(msgspec.Struct, kw_only=True):
     map: dict[str, str] = {}
     held: dict[str, int] = {}
     root: int = 0
+    nodes: dict[str, int] = {}
 
     @property
     def pid(self) -> int:

@@ -301,7 +301,9 @@ def fill_in(prepared: Prepared, where: Where) -> None:
     inventory = prepared.inventory
     assert inventory is not None
     record = records.SuspendRecord.of(prepared.root)
+    nodes = nodes_of(prepared.root, inventory)
     for member in prepared.members:
+        member.nodes = nodes
         openable = gpu.openable(inventory, member.pid)
         member.held = inventory.held({member.pid})
         member.home = {g.uuid: g.uuid for g in openable}
@@ -317,10 +319,22 @@ def fill_in(prepared: Prepared, where: Where) -> None:
     for member in prepared.members:
         openable = gpu.openable(inventory, member.pid)
         names = {g.uuid for g in openable}
-        own = {a: b for a, b in changes.items() if a in names or b in names}
+        own = {a: b for a, b in changes.items() if a in names or (b in names and not nodes)}
         if own:
-            full = gpu.complete_map(own, openable, job_held, inventory.gpus)
+            anywhere = inventory.gpus if nodes else None
+            full = gpu.complete_map(own, openable, job_held, inventory.gpus, anywhere)
             member.map = {a: full.get(b, b) for a, b in member.home.items()}
+
+
+def nodes_of(root: Identity, inventory: gpu.Inventory) -> dict[str, int]:
+    """Minor numbers by UUID where ``limosa run --gpus`` hides GPUs from the job and we may change that; else empty.
+
+    What hides them is root's, so only root's word counts, and root alone can change it.
+    """
+    record = records.RunRecord.of(root)
+    if record is None or not record.hidden or os.geteuid() != 0 or not records.belongs_to_root(root):
+        return {}
+    return {g.uuid: g.minor for g in inventory.gpus if g.minor is not None}
 
 
 def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:

@@ -37,6 +37,7 @@ __all__ = [
     "RunRecord",
     "RuntimeDir",
     "SuspendRecord",
+    "belongs_to_root",
     "check_name",
     "folders",
     "job_named",
@@ -63,6 +64,11 @@ def _uid_of(identity: Identity) -> int | None:
     except OSError:
         return None
     return None
+
+
+def belongs_to_root(identity: Identity) -> bool:
+    """Whether it is root's process, of which only root's records count."""
+    return _uid_of(identity) == 0
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -156,6 +162,7 @@ class RunRecord(Record, kw_only=True):
         log: absolute path of the file its output goes to, or "".
         cwd: the folder it was started in.
         supervisor: the attached ``limosa run``, or None when detached.
+        hidden: whether GPUs are hidden from it by mounts that ``limosa run --gpus`` made, so that they may be changed.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -164,6 +171,7 @@ class RunRecord(Record, kw_only=True):
     log: str = ""
     cwd: str = ""
     supervisor: Identity | None = None
+    hidden: bool = False
 
 
 class SuspendRecord(Record, kw_only=True):

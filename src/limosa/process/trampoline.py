@@ -45,13 +45,18 @@ def _reset_signals(ignored: list[int]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _deny_io_uring() -> None:
-    spec = importlib.util.spec_from_file_location("seccomp", Path(__file__).with_name("seccomp.py"))
+def _beside(name: str) -> Any:
+    """A module beside this file, which imports nothing of Limosa either."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if module.deny_io_uring():
+    return module
+
+
+def _deny_io_uring() -> None:
+    if _beside("seccomp").deny_io_uring():
         _say(no_new_privs=True)
 
 
@@ -66,6 +71,9 @@ def main() -> None:
         os.setsid()
         _say(pid=os.getpid(), start_time=_start_time())
         _close_on_exec()
+        step = "gpus"
+        if spec["hidden"]:
+            _beside("device_nodes").hide(spec["hidden"])
         step = "chdir"
         os.chdir(spec["cwd"])
         step = "seccomp"
