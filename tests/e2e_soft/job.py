@@ -108,6 +108,8 @@ def main() -> None:
     parser.add_argument("--import", dest="handle", help="the handle of another's")
     parser.add_argument("--event", help="that of an event which is shared beside it, as PyTorch does")
     parser.add_argument("--child", action="store_true", help="a child with CUDA state of its own")
+    parser.add_argument("--child-without", metavar="NAME", help="a variable that the child does not have")
+    parser.add_argument("--still", action="store_true", help="compute, and change nothing")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
     options = parser.parse_args()
     do(cu.cuInit(0))
@@ -136,21 +138,30 @@ def main() -> None:
         shown = ctypes.string_at(do(cu.cuIpcGetEventHandle(event)).getPtr(), 64).hex()
         child = subprocess.Popen([*own, "--import", name, "--event", shown], stdout=subprocess.DEVNULL)
     if options.child:
-        child = subprocess.Popen(own, stdout=subprocess.DEVNULL)
+        env = {k: v for k, v in os.environ.items() if k != options.child_without}
+        more = ["--still"] if options.still else []
+        child = subprocess.Popen([*own, *more], stdout=subprocess.DEVNULL, env=env)
     if options.spin:
         flag = int(do(cu.cuMemHostAlloc(4096, 0)))
         held[0].run("spin", (flag, c_void_p), (1, c_uint32))
     print("READY", os.getpid(), flush=True)
-    number = 0
+    number, rests = 0, False
     while not (options.folder / "stop").exists():
         time.sleep(0.02)
         if options.spin:
             continue  # every further call on its stream would wait for the kernel
         if seen is not None:
             seen.look()
+        if (options.folder / "rest").exists():
+            if not rests:
+                print("RESTS", flush=True)
+            rests = True
+            continue
+        rests = False
         for memory in held:
             memory.check([0, random.randrange(memory.size // PAGE), memory.size // PAGE - 1])
-            memory.stamp()
+            if not options.still:
+                memory.stamp()
         number += 1
         print("tick", number, time.monotonic(), flush=True)
     for memory in held:

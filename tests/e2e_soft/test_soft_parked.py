@@ -128,15 +128,6 @@ def test_shared_memory_stays_shared_where_a_move_fails(parked: Any) -> None:
     job.finish()
 
 
-def test_what_was_moved_so_is_not_written_to_disk_by_the_driver(parked: Any, tmp_path: Path) -> None:
-    """The driver would checkpoint it, and never bring it back."""
-    job = start(parked, "--mib", 16)
-    parked.limosa("move", job.pid, "--to", 1)
-    parked.says(13, "parked-memory", "checkpoint", job.pid, "--output", tmp_path / "image")
-    job.goes_on(2)
-    job.finish()
-
-
 def test_suspended_and_resumed_here_and_elsewhere(parked: Any) -> None:
     job = start(parked, "--mib", 48)
     for to in ([], ["--to", 1], [], ["--to", 0]):

@@ -50,6 +50,17 @@ def command(
         bool | None,
         typer.Option("--link-remap/--no-link-remap", help="Give deleted, linked files a name. [default: if allowed]"),
     ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option("--rate", metavar="SIZE", help="Copy so much a second, at most, while the job runs (2GB)."),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option("--rounds", metavar="N", min=0, help="Copy what changes so often, at most, before the pause."),
+    ] = None,
+    chunk: Annotated[
+        str, typer.Option("--chunk", metavar="SIZE", help="Cut device memory into pieces of so much (4M to 64M).")
+    ] = "16MiB",
     print_stats: PrintStats = False,
     criu: CriuPath = None,
     max_pause: MaxPause = None,
@@ -66,6 +77,9 @@ def command(
 
     limosa checkpoint 4711 --output /data/copy --leave-running
 
+    Device memory of a job started by limosa run is copied while it computes
+    (--rate, --rounds); it stands still for what has changed until then.
+
     The job is ended only after the image is whole and on disk. If anything
     fails before, it runs on. limosa restore DIR brings it back.
     """
@@ -80,6 +94,9 @@ def command(
             "file_locks": file_locks,
             "ghost_limit": parse_size(ghost_limit) if ghost_limit is not None else None,
             "link_remap": link_remap,
+            "rate": float(parse_size(rate)) if rate is not None else None,
+            "rounds": rounds,
+            "chunk_bytes": parse_size(chunk),
             "print_stats": print_stats,
             "criu": str(criu) if criu is not None else None,
             "max_pause": max_pause,

@@ -19,7 +19,7 @@ import msgspec
 
 from limosa.errors import DestinationExists, FailedUndone, UsageError
 from limosa.image.chunks import CHUNKS_NAME
-from limosa.image.files import Files, clear_folder, open_folder, typed_errors
+from limosa.image.files import Files, clear_folder, open_folder, remove_tree, typed_errors
 from limosa.image.hashing import Cancel
 from limosa.image.manifest import (
     CRIU_NAME,
@@ -126,6 +126,17 @@ class Draft:
             with typed_errors(WHAT):
                 self.chunks_fd = self._files.mkdir(CHUNKS_NAME, self.fd)
         return self.chunks_fd
+
+    def drop_chunks(self) -> None:
+        """Remove ``chunks/`` again: device memory goes into the image in another way.
+
+        Raises:
+            OSError: it could not be removed.
+        """
+        if self.chunks_fd >= 0:
+            os.close(self.chunks_fd)
+            self.chunks_fd = -1
+            remove_tree(CHUNKS_NAME, self.fd, self._files)
 
     def commit(
         self,

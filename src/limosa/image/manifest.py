@@ -17,6 +17,7 @@ import importlib.metadata
 import os
 import platform
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import blake3
@@ -182,12 +183,14 @@ class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
         bytes: its size.
         gpu: the uuid of the GPU that it was on.
         chunks: the names of its chunks, in their order; all but the last one have ``Manifest.chunk_bytes``.
+        share: the number under which several processes have the same memory; 0: this one alone.
     """
 
     id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     bytes: Annotated[int, msgspec.Meta(ge=1, le=2**50)]
     gpu: Uuid
     chunks: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=1_000_000)]
+    share: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -256,7 +259,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def device_bytes(self) -> int:
         """Bytes of device memory that are in the image as chunks, equal ones counted each time."""
-        return sum(piece.bytes for process in self.device for piece in process.pieces)
+        return sum(piece.bytes for _, piece in self.own_pieces())
+
+    def own_pieces(self) -> Iterator[tuple[int, DevicePiece]]:
+        """Every piece with its process; what several processes have, with the first of them."""
+        seen = set()
+        for process in self.device:
+            for piece in process.pieces:
+                if not piece.share or piece.share not in seen:
+                    seen.add(piece.share)
+                    yield process.pid, piece
 
     def chunk_sizes(self) -> dict[str, int]:
         """Every distinct chunk and the bytes that it must have, in the order in which they are first needed."""
@@ -384,6 +396,7 @@ def _check_device(manifest: Manifest) -> None:
     if len(set(pids)) != len(pids) or not set(pids) <= set(openable):
         raise ValueError("device memory of a process that has none, or named twice")
     lengths: dict[str, int] = {}
+    shared: dict[int, DevicePiece] = {}
     for process in manifest.device:
         ids = [piece.id for piece in process.pieces]
         if len(set(ids)) != len(ids):
@@ -393,6 +406,9 @@ def _check_device(manifest: Manifest) -> None:
                 raise ValueError(f"process {process.pid} had memory on a GPU that it could not open")
             if len(piece.chunks) != -(-piece.bytes // size):
                 raise ValueError(f"process {process.pid}: {len(piece.chunks)} chunks for {piece.bytes} bytes")
+            same = shared.setdefault(piece.share, piece) if piece.share else piece
+            if (same.bytes, same.gpu, same.chunks) != (piece.bytes, piece.gpu, piece.chunks):
+                raise ValueError(f"process {process.pid}: memory that it shares is not the same everywhere")
             last = piece.bytes - (len(piece.chunks) - 1) * size
             for n, name in enumerate(piece.chunks, 1):
                 length = last if n == len(piece.chunks) else size

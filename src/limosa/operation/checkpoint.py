@@ -1,6 +1,6 @@
 """``checkpoint``: a job becomes an image on disk, and ends there or runs on.
 
-lock → checkpoint → criu dump. What is hashed, synced and renamed when:
+lock → checkpoint → criu dump; for jobs under the shim beside it ``saving.py``. What is hashed, synced and renamed when:
 
 - The job is to end: in CRIU's ``post-dump`` action, while the tree is frozen and CRIU waits for the answer. Only after
   the rename (the commit point) does CRIU end the tree; whoever fails or dies before leaves a job that runs on.
@@ -23,18 +23,22 @@ from typing import Any
 import msgspec
 
 from limosa.errors import (
+    CancelledUndone,
+    CannotBeMoved,
     CriuFailed,
     FailedUndone,
     LimosaError,
     NoRoomOnHost,
     NoSuchProcess,
     Reason,
+    TimedOutUndone,
 )
-from limosa.image import Draft, GpuRecord, Image, JobRecord, Manifest, OpenFile, TreeProcess, now
+from limosa.image import DeviceMemory, Draft, GpuRecord, Image, JobRecord, Manifest, OpenFile, TreeProcess, now
 from limosa.operation import driver_steps, estimate
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
+from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, added_up
@@ -42,6 +46,7 @@ from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
+from limosa.operation.saving import Saving, look_for
 from limosa.operation.work import Work, myself
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.find import find as find_criu
@@ -115,9 +120,11 @@ class _Checkpoint:
         self.dest = Path(os.path.abspath(options.output))
         self.draft: Draft
         self.image: Image | None = None
+        self.saving: Saving | None = None
         self.open_files: list[OpenFile] = []
         self.tree: list[TreeProcess] = []
         self.nft_table: str | None = None
+        self.device: list[DeviceMemory] = []
         assert prepared.observation is not None
         self.dump_options = dump_options(options, prepared.observation)
 
@@ -127,21 +134,38 @@ class _Checkpoint:
         self._begin()
         if self.members:
             refuse_stale(work, [self.prepared])
+            self._save_device_memory()
+            ready = Ready(self.members, self.saving.shims if self.saving is not None else {})
+            work.push("ready", ready.let_go)
+            ready.prepare()
             work.push("driver", self._bring_back)
+            if self.saving is not None:
+                if self.prepared.states != {"checkpointed"}:
+                    work.pause_begins()
+                self.saving.hold_still()
+                self.saving.start_copy()
             stand_still(work, [self.prepared], self.members)
+            ready.let_go()
+            work.drop("ready")
+            if self.saving is not None:
+                self.saving.wait_for_copy()
+                self.saving.leave()
             work.check_pause(
                 estimate.DUMP_FIXED
                 + (self.prepared.host_bytes + estimate.device_bytes(self.members)) / estimate.DUMP_RATE
                 + estimate.restore_seconds(self.members),
                 estimate.restore_seconds(self.members),
             )
+            work.check()
         stats = self._dump()
         unreaped: dict[int, int] = {}
         if self.options.leave_running:
             self._let_run()
             self._commit()
+            self._let_go_of_device_memory()
         else:
             work.drop("driver")
+            self._let_go_of_device_memory()
             unreaped = self._wait_until_gone()
         work.drop("draft")
         assert self.image is not None
@@ -177,6 +201,47 @@ class _Checkpoint:
         work.push("draft", self._discard)
         journal.header.draft = str(self.draft.path)
         journal.rewrite_header()
+
+    def _save_device_memory(self) -> None:
+        """Copies what the shim looks after while the job runs; where that way is not open the driver carries it.
+
+        Raises:
+            CannotBeMoved: that way is not open, and the driver would lose what came by it.
+        """
+        work, options = self.work, self.options
+        found = look_for(self.members)
+        if not found.awake and not found.asleep:
+            return
+        try:
+            self.saving = Saving(
+                work,
+                found.awake,
+                found.asleep,
+                chunk=options.chunk_bytes,
+                rounds=options.rounds,
+                rate=options.rate or 0.0,
+            )
+            work.push("parked", self.saving.undo)
+            self.saving.prepare(self.draft.make_chunks())
+        except (CancelledUndone, TimedOutUndone, NoRoomOnHost):
+            raise
+        except LimosaError as error:
+            if self.saving is not None:
+                work.drop("parked")
+                self.saving.undo()
+                self.saving = None
+            if found.only_so:
+                text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
+                raise CannotBeMoved(detail=text) from error
+            self.draft.drop_chunks()
+            text = f"the parked way is not open ({error}): the driver carries the memory"
+            work.warnings.append(Reason(id="driver-way", text=text))
+
+    def _let_go_of_device_memory(self) -> None:
+        """The image is whole, or the job has its memory again: nobody needs what was held for it."""
+        if self.saving is not None:
+            self.work.drop("parked")
+            self.saving.close()
 
     def _discard(self) -> None:
         if self.image is None:
@@ -267,6 +332,10 @@ class _Checkpoint:
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
         self.tree, self.open_files = tree_and_files(self.prepared)
+        if self.saving is not None:
+            self.tree = [
+                msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
+            ]
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
         self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
@@ -294,6 +363,7 @@ class _Checkpoint:
     def _commit(self) -> None:
         work = self.work
         with work.timed("commit", "hash and sync"):
+            self.device = self.saving.finish() if self.saving is not None else []
             self.draft.prepare(self._manifest(), work.progress, cancel=work)
             image_id = self.draft.id
             try:
@@ -316,7 +386,7 @@ class _Checkpoint:
     def _manifest(self) -> Manifest:
         record = RunRecord.of(self.root)
         inventory = self.prepared.inventory
-        held = added_up(m.held for m in self.members)
+        held = added_up(p.held for p in self.tree)
         first = self.prepared.observation.processes[0] if self.prepared.observation else None
         return Manifest(
             created=now(),
@@ -362,6 +432,8 @@ class _Checkpoint:
             open_files=self.open_files,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
+            chunk_bytes=self.options.chunk_bytes if self.device else 0,
+            device=self.device,
         )
 
     # -- after -------------------------------------------------------------------------------------------------
@@ -371,7 +443,15 @@ class _Checkpoint:
         awake = [m for m in self.members if m.was != "checkpointed"]
         if awake:
             driver_steps.restore(self.work, awake)
+            begun = self.work.paused_at
             driver_steps.unlock(self.work, awake)
+            self.work.paused_at = begun if self.saving is not None else None  # then it goes on when its gate opens
+        if self.saving is not None:
+            with self.work.timed("map", "memory back"):
+                self.saving.home()
+            self.work.drop("parked")
+            self.work.push("parked", self.saving.close)  # its memory is its own again
+            self.work.pause_ends()
         if self.work.claim is not None:  # its memory is its own again: nothing is to be kept free for it
             self.work.claim.gpus = {}
             self.work.claim.save()
@@ -409,6 +489,9 @@ class _Checkpoint:
             bytes=image.manifest.bytes,
             pid=self.root.pid,
             name=self.prepared.job.name,
+            way="parked" if self.saving is not None else "driver" if self.members else "host",
+            device_bytes=image.manifest.device_bytes,
+            rounds=self.saving.rounds if self.saving is not None else [],
             left_running=self.options.leave_running,
             state=state,
             warnings=[*self.work.warnings, *self.prepared.warnings()],

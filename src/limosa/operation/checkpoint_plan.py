@@ -11,6 +11,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import NoWorkingCriu, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
+from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK, USUAL_CHUNK
 from limosa.image.trust import destination_problem
 from limosa.operation import estimate, room
 from limosa.operation.jobs import Job
@@ -39,6 +40,10 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
         ghost_limit: largest deleted file, in bytes, that goes into the image; None: as large as the job has them.
         link_remap: give deleted-but-linked files a name; None: where the folders are ours to write.
         criu: CRIU's path.
+        rate: bytes a second for what is copied while the job runs (parked way); None: as fast as it goes.
+        rounds: how often device memory is copied while the job runs, at most (parked way); None: for as long as what
+            has changed becomes less; 0: everything is copied in the pause.
+        chunk_bytes: size of the chunks that device memory is cut into.
         print_stats: fill in the result's ``stats``.
         max_pause, force: as for ``move``.
     """
@@ -52,9 +57,20 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     ghost_limit: int | None = None
     link_remap: bool | None = None
     criu: str | None = None
+    rate: float | None = None
+    rounds: int | None = None
+    chunk_bytes: int = USUAL_CHUNK
     print_stats: bool = False
     max_pause: float | None = None
     force: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        if not LEAST_CHUNK <= self.chunk_bytes <= MOST_CHUNK or self.chunk_bytes % (2 << 20):
+            raise UsageError(detail="a chunk has 4 to 64 MiB, a multiple of 2 MiB")
+        if self.rate is not None and self.rate <= 0:
+            raise UsageError(detail="a rate is more than nothing")
+        if self.rounds is not None and self.rounds < 0:
+            raise UsageError(detail="rounds are 0 or more")
 
 
 def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | None = None) -> Prepared:
@@ -97,6 +113,9 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
     awake = ", ".join(str(m.pid) for m in prepared.members if m.was != "checkpointed")
     pids = ", ".join(str(m.pid) for m in prepared.members)
     steps = [f"lock {awake}", f"checkpoint {awake}: device memory to host memory"] if awake else []
+    if prepared.parked:
+        size = room.gib(prepared.parked)
+        steps = [f"copy {size} of device memory into the image while the job runs", "hold the job still", *steps]
     steps.append(f"criu dump of {len(prepared.tree)} processes")
     tail = ["hash and sync", f"commit: rename to {options.output}"]
     if options.leave_running:

@@ -21,11 +21,13 @@ DUMP_FIXED, DUMP_RATE = 0.15, 2.0e9
 """CRIU: starting and freezing; bytes of host memory a second into a file system that keeps up."""
 CRIU_RESTORE_FIXED, CRIU_RESTORE_RATE = 0.2, 1.7e9
 HASH_RATE = 2.5e9
+CHUNKS_OUT_RATE = 5e9
+"""Bytes a second of device memory that are hashed twice and written into the page cache while the job runs."""
 CHUNKS_IN_RATE = 10e9
 """Bytes a second of chunks that are read, hashed and copied to a GPU side by side, from the page cache."""
 
 
-PARKED = ("move", "suspend", "resume")
+PARKED = ("move", "suspend", "resume", "checkpoint")
 """What is done beside the driver for processes under the library of ``limosa run``."""
 
 
@@ -83,7 +85,7 @@ def of(
     out, back = checkpoint_seconds(members), restore_seconds(members)
     dump = DUMP_FIXED + (host_bytes + size) / DUMP_RATE
     hashing = (host_bytes + size) / HASH_RATE
-    if operation in PARKED and parked:
+    if operation in ("move", "suspend", "resume") and parked:
         copy = parked / (COPY_RATE if operation == "move" else ARENA_RATE)
         out = max(CHECKPOINT_FIXED, out - parked / CHECKPOINT_RATE, copy)
         back = max(RESTORE_FIXED, back - parked / RESTORE_RATE, copy if operation == "resume" else 0.0)
@@ -93,6 +95,20 @@ def of(
         return Estimate(pause_seconds=LOCK_FIXED + out, seconds=LOCK_FIXED + out, bytes=size)
     if operation == "resume":
         return Estimate(pause_seconds=back, seconds=back, bytes=size)
+    if operation == "checkpoint" and parked:  # copied before the pause, but for what changes until then
+        rest = max(0, size - parked)
+        out, back = (
+            max(CHECKPOINT_FIXED, out - parked / CHECKPOINT_RATE),
+            max(RESTORE_FIXED, back - parked / RESTORE_RATE),
+        )
+        dump = DUMP_FIXED + (host_bytes + rest) / DUMP_RATE
+        pause, hashing = LOCK_FIXED + out + dump + back, (host_bytes + rest) / HASH_RATE
+        before = parked / CHUNKS_OUT_RATE
+        return Estimate(
+            pause_seconds=pause if leave_running else None,
+            seconds=before + (pause if leave_running else out + dump) + hashing,
+            bytes=size + host_bytes,
+        )
     if operation == "checkpoint":
         pause = LOCK_FIXED * bool(members) + out + dump + back
         return Estimate(

@@ -36,6 +36,8 @@ class Member(msgspec.Struct, kw_only=True):
         home: the full identity map over the GPUs it can open (UUID → the same UUID).
         map: the full map it is to be restored with; equal to ``home`` where nothing changes.
         held: device memory in bytes by GPU UUID (context included), as NVML saw it.
+        beside: the part of that which the driver carries, where the rest goes the parked way: once that is taken out of
+            the process, NVML may or may not count it as the process's.
         root: the pid of the job it belongs to.
         nodes: minor numbers of all GPUs by UUID, where GPUs are hidden from the job (``limosa run --gpus``): each
             restore shows it those that it is to be on. Else empty.
@@ -46,6 +48,7 @@ class Member(msgspec.Struct, kw_only=True):
     home: dict[str, str] = {}
     map: dict[str, str] = {}
     held: dict[str, int] = {}
+    beside: dict[str, int] = {}
     root: int = 0
     nodes: dict[str, int] = {}
 

@@ -98,10 +98,6 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 for uuid in {devices[m.device] for m in pieces}:
                     parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
                     member.held[uuid] = max(member.held.get(uuid, 0), parked)
-                if operation not in ("move", "suspend", "resume") and any(m.imported for m in all_of[member.pid]):
-                    text = f"process {member.pid} has memory that came by the parked way, or from another process: "
-                    text += "the driver could put it aside and not bring it back"
-                    found.append(Reason(id="parked-memory", text=text, exit_code=13, pid=member.pid))
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))

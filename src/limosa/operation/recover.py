@@ -25,18 +25,20 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu
-from limosa.errors import CannotBeMoved, LeftSuspended, LimosaError, UndoFailed
+from limosa.errors import CannotBeMoved, FailedUndone, LeftSuspended, LimosaError, UndoFailed
 from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import claims, driver_steps, journal, parked, room
+from limosa.operation import claims, driver_steps, journal, parked, room, saving
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.remove_image import log_folder, remove_image
 from limosa.operation.restore import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, under_shim
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Handle, Identity
@@ -264,7 +266,7 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
         with contextlib.suppress(OSError, LimosaError):
             EndedRecord(root=header.roots[0], image="").forget()
         try:
-            driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+            _its_memory_back(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
         except LeftSuspended:
             if not committed:
                 _remove_drafts(dead)  # the job is there: nobody needs what was not finished
@@ -273,6 +275,7 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
     else:
         if committed:
             end_rest(header.tree)
+        parked.forget(dead)
         did.append("the job has ended")
     if committed:
         did.append(f"image {header.image} is whole and was kept")
@@ -285,6 +288,16 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
     if job_lives and header.members and all(m.was == "checkpointed" for m in header.members):
         state = "checkpointed"
     return _entry(dead, did="; ".join(did), state=state)
+
+
+def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
+    """Brings back what the driver carries, then what was taken away or let go of the parked way."""
+    if dead.began("park"):
+        parked.bring_home(dead, driver_home)
+    else:
+        driver_home()
+        parked.forget(dead)
+    saving.keep_again(dead)
 
 
 def _remove_drafts(dead: Journal) -> list[str]:
@@ -446,6 +459,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
             raise UndoFailed(what="restore", detail="", undo_detail=f"process {member.pid} was not restored")
         member.identity = pids[member.pid]
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in members}
+    closed = _closed(members)
     asleep = [m for m in members if states[m.pid] == "checkpointed"]
     if asleep:
         room.check(gpu.inventory(), asleep, dead.header.id)
@@ -454,7 +468,35 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
     for member in members:
         if driver_steps.settled_state(driver, member.pid, progress) == "locked":
             driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
+    for shim in closed:
+        with shim:
+            shim.open_gate()
     return members
+
+
+def _closed(members: Sequence[Member]) -> list[Shim]:
+    """The shims of those that have their memory and whose gate is closed; not where one's memory is not there yet.
+
+    Raises:
+        FailedUndone: the device memory of one of them has not come: the image is read again as a whole.
+    """
+    found: list[Shim] = []
+    for member in members:
+        try:
+            shim = Shim(member.identity)
+        except LimosaError as error:
+            if under_shim(member.pid):
+                raise FailedUndone(f"the shim of process {member.pid} does not answer ({error})") from error
+            continue
+        found.append(shim)
+        stand = shim.hello().stand
+        if stand is Stand.AWAY:
+            for one in found:
+                one.close()
+            raise FailedUndone(f"the device memory of process {member.pid} was not there yet")
+        if stand is Stand.OPEN:
+            found.pop().close()
+    return found
 
 
 def _undo_rewinds(dead: Journal) -> None:

@@ -1,6 +1,7 @@
 """``restore``: an image becomes a running job again, under its old pids.
 
-verify → criu restore → restore(map) → unlock. Everything that can be looked at is looked at before anything starts.
+verify → criu restore → restore(map) → unlock; device memory that the image has as chunks comes beside (``loading.py``).
+Everything that can be looked at is looked at before anything starts.
 Until the job is seen running its image is the copy: what fails ends the half-restored tree and leaves the image as it
 was.
 """
@@ -33,6 +34,7 @@ from limosa.operation.aside import Resuming, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
+from limosa.operation.loading import Loading
 from limosa.operation.restore_plan import Options, Ready, look
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
@@ -72,8 +74,9 @@ def restore(
     with Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work, open_image(image) as opened:
         work.driver.start()  # it comes up while we look; the will needs it in any case
         if chosen.verify:
-            with work.timed("verify", "verifying", total=opened.manifest.bytes):
-                verify_image(opened, progress, cancel=work).check()
+            # Chunks are read once, on their way to the GPU, and compared there; here they are only looked for.
+            with work.timed("verify", "verifying", total=opened.manifest.host_bytes):
+                verify_image(opened, progress, cancel=work, read_chunks=False).check()
         work.check()
         with work.timed("plan", "looking"):
             ready = look(opened.manifest, chosen, stop=work.stop_asked)
@@ -99,6 +102,7 @@ class _Restore:
         self.root: Identity | None = None
         self.criu: Identity | None = None
         self.stats: dict[str, float] = {}
+        self.loading: Loading | None = None
 
     def run(self) -> RestoreResult:
         work = self.work
@@ -123,9 +127,14 @@ class _Restore:
             work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
         work.push("tree", self._end_tree)
+        if self.manifest.device:
+            self._load()
         self._criu()
         if self.members:
             self._device_memory()
+        if self.loading is not None:
+            work.drop("chunks")
+            self.loading.close()
         work.check()
         self._keep_record()
         work.drop("tree")
@@ -138,10 +147,23 @@ class _Restore:
             image=str(self.image.path),
             name=self._name(),
             log=self.manifest.job.log or "",
+            way="parked" if self.loading is not None else "driver" if self.members else "host",
+            device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
             stats=self.stats,
             warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
         )
+
+    def _load(self) -> None:
+        """Begins to fill the GPUs, before CRIU is started."""
+        work = self.work
+        with work.timed("prepare", "memory on the GPUs"):
+            self.loading = Loading(work, self.image, self.members)
+            work.push("chunks", self.loading.close)
+            self.loading.start()
+        if work.claim is not None:  # it is taken now: nobody needs to keep it free
+            work.claim.gpus = room.needs(self.members)
+            work.claim.save()
 
     def _criu(self) -> None:
         work, given = self.work, self.manifest.options
@@ -207,7 +229,17 @@ class _Restore:
             if state != "checkpointed":
                 raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
         work.check()
-        shims = aside_shims(self.members)  # it was written to disk while it was suspended the parked way
+        if self.loading is not None:
+            self.loading.check()
+            driver_steps.restore(work, self.members)
+            driver_steps.unlock(work, self.members)  # its gates are closed
+            with work.timed("wait", "device memory"):
+                self.loading.wait()
+            with work.timed("map", "memory"):
+                self.loading.arrive()
+                self.loading.open()
+            return
+        shims = aside_shims(self.members)  # an image of schema 1, made while the job was suspended the parked way
         parked = Resuming(work, self.members, shims) if shims else None
         try:
             if parked is not None:

@@ -16,7 +16,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu, WrongChip
 from limosa.image import Manifest, open_image
-from limosa.image.manifest import GpuRecord
+from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import estimate, room
 from limosa.operation.journal import Member, added_up
@@ -248,6 +248,9 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
     here = inventory.by_uuid()
     held = added_up(process.held for process in manifest.tree)
     changes = _changes(manifest, inventory, Where(to=options.to, source=options.source, gpu_map=options.gpu_map), held)
+    chunked: dict[int, list[DevicePiece]] = {}
+    for pid, piece in manifest.own_pieces():
+        chunked.setdefault(pid, []).append(piece)
     chips = {uuid: g.name for uuid, g in then.items()}
     for source, target in changes.items():
         _same_chip(then, here, source, target)  # in the words of whoever asked for it
@@ -259,13 +262,14 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
         for source, target in full.items():
             if source in process.held:
                 _same_chip(then, here, source, target)
+        of_chunks = added_up({piece.gpu: piece.bytes} for piece in chunked.get(process.pid, []))
         members.append(
             Member(
                 identity=Identity(process.pid, 0),
                 was="checkpointed",
                 home=full,
                 map=full,
-                held=dict(process.held),
+                held={u: max(process.held.get(u, 0), of_chunks.get(u, 0)) for u in {*process.held, *of_chunks}},
                 root=manifest.job.pid,
             )
         )

@@ -94,6 +94,22 @@ class JobResult(msgspec.Struct, kw_only=True):
     warnings: list[Reason] = []
 
 
+class Round(msgspec.Struct, kw_only=True):
+    """One round of copying device memory into an image.
+
+    Attributes:
+        chunks, bytes, seconds: what was copied, and how long it took.
+        hash_seconds: how long the GPUs hashed before, to find what had changed (in the pause: a part of ``seconds``).
+        in_pause: whether the job stood still.
+    """
+
+    chunks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    hash_seconds: float = 0.0
+    in_pause: bool = False
+
+
 class CheckpointResult(msgspec.Struct, kw_only=True):
     """What ``checkpoint`` wrote.
 
@@ -105,6 +121,9 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
         timings: seconds per step and "pause_seconds" (absent where the job was ended).
         unreaped: pids that had ended and whose parent had not reaped them after 10 s, with that parent's pid.
         stats: CRIU's own statistics (``--print-stats``).
+        way: "parked" where device memory went into the image as chunks, "driver", or "host" (no CUDA state).
+        device_bytes: device memory that is in the image as chunks.
+        rounds: how it was copied there.
     """
 
     image: str
@@ -112,6 +131,9 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
     bytes: int
     pid: int
     name: str = ""
+    way: str = "driver"
+    device_bytes: int = 0
+    rounds: list[Round] = []
     left_running: bool = False
     state: str = "ended"
     timings: dict[str, float] = {}
@@ -129,6 +151,8 @@ class RestoreResult(msgspec.Struct, kw_only=True):
         id: the image's id.
         map: GPU UUID (in the image) → GPU UUID (here).
         log: the job's log file where it was started by ``limosa run``, else "".
+        way: "parked" where device memory was in the image as chunks, "driver", or "host" (no CUDA state).
+        device_bytes: device memory that was in the image as chunks.
     """
 
     pid: int
@@ -136,6 +160,8 @@ class RestoreResult(msgspec.Struct, kw_only=True):
     image: str = ""
     name: str = ""
     log: str = ""
+    way: str = "driver"
+    device_bytes: int = 0
     map: dict[str, str] = {}
     timings: dict[str, float] = {}
     warnings: list[Reason] = []

@@ -1,0 +1,166 @@
+"""The parked way of a restore: device memory comes from an image's chunks while CRIU brings the host side back.
+
+Memory is made on the GPUs of the map before CRIU is started; the chunks are read, compared with their names and copied
+there beside it. What is not what its name says does not get there, and the job is not opened before all of it is.
+Until then the image is the copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+
+from limosa.errors import FailedUndone
+from limosa.image import Image
+from limosa.image.manifest import DevicePiece
+from limosa.operation.journal import Member
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.shim import Shim
+from limosa.parking.staging import Done, Loader
+from limosa.progress import Progress
+
+
+class _Part:
+    """One process: what it had, and the descriptors of what was made for it."""
+
+    def __init__(self, member: Member, pieces: Sequence[DevicePiece]):
+        self.member, self.pieces = member, pieces
+        self.target: dict[int, int] = {}
+        self.shim: Shim | None = None
+
+    def there(self, piece: DevicePiece) -> str:
+        """The GPU that a piece goes to."""
+        return self.member.map.get(piece.gpu, piece.gpu)
+
+    def close(self) -> None:
+        for fd in self.target.values():
+            os.close(fd)
+        self.target.clear()
+        if self.shim is not None:
+            self.shim.close()
+            self.shim = None
+
+
+class Loading:
+    """The parked part of one restore.
+
+    Args:
+        work: the operation.
+        image: open; stays the caller's.
+        members: its processes with CUDA state; what is made for them is taken off what they hold.
+    """
+
+    def __init__(self, work: Work, image: Image, members: Sequence[Member]):
+        self._work, self._image = work, image
+        of_pid = {process.pid: process.pieces for process in image.manifest.device}
+        self._parts = [_Part(m, of_pid[m.pid]) for m in members if m.pid in of_pid]
+        self._residents = Residents()
+        self._loader: Loader | None = None
+        self._reading: threading.Thread | None = None
+        self._leave = threading.Event()
+        self._failed: BaseException | None = None
+        self.done = Done()
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that comes this way."""
+        return self._image.manifest.device_bytes
+
+    def start(self) -> None:
+        """Make memory on the GPUs, and begin to fill it.
+
+        Raises:
+            NoRoomOnGpu: there is none.
+        """
+        loader = self._loader = Loader(
+            self._residents.mover(os.geteuid()), self._image.chunks_fd, self._image.manifest.chunk_bytes
+        )
+        shared: dict[int, int] = {}  # what several processes have is made once
+        for part in self._parts:
+            own = [piece for piece in part.pieces if piece.share not in shared]
+            for gpu in sorted({part.there(piece) for piece in own}):
+                mine = [piece for piece in own if part.there(piece) == gpu]
+                ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]
+                part.target.update(zip(ids, loader.make(part.member.pid, ids, sizes, gpu), strict=True))
+            shared.update({piece.share: part.target[piece.id] for piece in own if piece.share})
+            part.target.update({p.id: os.dup(shared[p.share]) for p in part.pieces if p.id not in part.target})
+            loader.want([(part.member.pid, p.id, p.bytes) for p in own], [p.chunks for p in own])
+            for piece in own:
+                part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
+        self._reading = threading.Thread(target=self._read, name="limosa-chunks")
+        self._reading.start()
+
+    def _read(self) -> None:
+        work = self._work
+
+        def told(done: int, total: int) -> None:
+            work.progress(Progress("chunks", done=done, total=total))
+
+        assert self._loader is not None
+        try:
+            self.done = self._loader.run(told=told, stop=lambda: self._leave.is_set() or work.stop_asked())
+            work.timings["chunks"] = self.done.seconds
+        except BaseException as error:
+            self._failed = error
+
+    def check(self) -> None:
+        """Stop here where it has failed already.
+
+        Raises:
+            DamagedImage: a chunk is not what its name says.
+            FailedUndone: something else went wrong.
+        """
+        if self._failed is not None:
+            raise self._failed
+
+    def wait(self) -> None:
+        """Wait until every byte is there, and was compared.
+
+        Raises:
+            DamagedImage: a chunk is not what its name says.
+            FailedUndone: something else went wrong.
+        """
+        if self._reading is not None:
+            self._reading.join()
+            self._reading = None
+        self.check()
+        self._work.check()
+        if self.done.bytes != self.bytes:
+            raise FailedUndone(f"{self.done.bytes} of {self.bytes} bytes of device memory were read")
+
+    def arrive(self) -> None:
+        """Map the memory where it was; the driver has restored what it carries, and unlocked."""
+        for part in self._parts:
+            member = part.member
+            ids = sorted(part.target)
+            held = [part.target[i] for i in ids]
+            part.shim = Shim(member.identity)
+            if part.shim.hello().stand is not Stand.AWAY:
+                raise FailedUndone(f"process {member.pid} does not wait for its device memory")
+            self._work.note("map", "begin", member.pid)
+            if part.shim.map(ids, held) is not Stand.CLOSED:
+                raise FailedUndone(f"process {member.pid} could not be given its device memory back")
+
+    def open(self) -> None:
+        """Open the gates."""
+        for part in self._parts:
+            self._work.try_note("open", "begin", part.member.pid)
+            assert part.shim is not None
+            part.shim.open_gate()
+        for part in self._parts:
+            assert part.shim is not None
+            if part.shim.hello().stand is not Stand.OPEN:
+                raise FailedUndone(f"process {part.member.pid} does not go on")
+
+    def close(self) -> None:
+        """Let go of everything that is not the job's own."""
+        self._leave.set()
+        if self._reading is not None:
+            self._reading.join()
+            self._reading = None
+        for part in self._parts:
+            part.close()
+        self._residents.close()

@@ -1,0 +1,467 @@
+"""The parked way of a checkpoint: device memory goes into the image as chunks, most of it while the job computes.
+
+Everything is copied while the job runs, with a hash of what arrived; then the GPU hashes all of it, what differs is
+copied again, round after round for as long as it becomes less. In the pause the gates are closed, the memory taken
+away from the job and what has changed since copied into memory, while the driver checkpoints what is left. The hash
+that is compared is that of the bytes that arrived, never an older one of the GPU's: what changes and changes back in
+between is found.
+
+The job's memory is held by the vault, by the mover and here until it has its memory back, or has ended with its image
+whole. A suspended job's memory is in an arena; it is read from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
+from limosa.image import DeviceMemory, DevicePiece
+from limosa.image.chunks import USUAL_CHUNK
+from limosa.operation import shares
+from limosa.operation.aside import aside_key, read_layout
+from limosa.operation.journal import Journal, Member, added_up
+from limosa.operation.parked import GATE_SECONDS, key_of, lower_stack, together
+from limosa.operation.results import Round
+from limosa.operation.work import Work
+from limosa.parking.hashes import Key
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.shim import Shim, under_shim
+from limosa.parking.staging import Saver
+from limosa.parking.staging_main import NICE
+from limosa.parking.vault import Vault
+from limosa.process.memory import host_memory
+from limosa.progress import Progress
+
+MOST_ROUNDS = 8
+SHRINKS = 0.8
+"""A further round is worth it where less than this part of what was copied is found changed."""
+HOLD_SPARE, HOLD_MOST = 64 << 20, 8 << 30
+"""Memory for what changes until the pause: a quarter more than the last round found, and this; at most so much."""
+
+
+class _Part:
+    """One process: its pieces, each with the descriptor that leads to it; or the arena that its memory is in."""
+
+    def __init__(self, member: Member, shim: Shim):
+        self.member, self.owner = member, shim.owner
+        self.shim: Shim | None = shim
+        self.devices = shim.devices()
+        self.source: dict[int, int] = {}
+        self.bytes: dict[int, int] = {}
+        self.gpus: dict[int, str] = {}
+        self.imported: set[int] = set()
+        self.share: dict[int, int] = {}
+
+    @property
+    def pid(self) -> int:
+        return self.member.pid
+
+    def own(self) -> Iterable[tuple[str, int]]:
+        """What it holds, GPU and bytes; what several processes have counts for him who made it."""
+        return ((self.gpus[i], n) for i, n in self.bytes.items() if not (self.share.get(i) and i in self.imported))
+
+    def connected(self) -> Shim:
+        """Its shim, connected to again where that was let go of."""
+        if self.shim is None:
+            self.shim = Shim(self.member.identity)
+        return self.shim
+
+    def leave(self) -> None:
+        """Let go of the connection: CRIU would meet it."""
+        if self.shim is not None:
+            self.shim.close()
+            self.shim = None
+
+    def held(self) -> dict[str, int]:
+        """Bytes by GPU."""
+        return added_up({gpu_: size} for gpu_, size in self.own())
+
+    def close(self) -> None:
+        for fd in self.source.values():
+            os.close(fd)
+        self.source.clear()
+        self.leave()
+
+
+class _Suspended(_Part):
+    """One that is suspended: its memory is in an arena, which the vault and the process itself hold."""
+
+    def __init__(self, member: Member, shim: Shim, arena: int):
+        super().__init__(member, shim)
+        self.arena = arena
+        self.layout = read_layout(arena)
+        self.bytes = {p.id: p.bytes for p in self.layout}
+        self.gpus = {p.id: p.gpu for p in self.layout}
+        self.let_go = False
+
+    def close(self) -> None:
+        super().close()
+        if self.arena >= 0:
+            os.close(self.arena)
+            self.arena = -1
+
+
+class Saving:
+    """The parked part of one checkpoint.
+
+    Args:
+        work: the operation.
+        awake: members that run under the shim, with connections to them.
+        asleep: members whose memory is in arenas, the same.
+        chunk: bytes of a chunk.
+        rounds: how often what has changed is copied again while the job runs: at most so often; None: for as long as it
+            becomes less; 0: everything is copied in the pause.
+        rate: bytes a second, for copies made while the job runs; 0: as fast as it goes.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        awake: Sequence[tuple[Member, Shim]],
+        asleep: Sequence[tuple[Member, Shim]] = (),
+        *,
+        chunk: int = USUAL_CHUNK,
+        rounds: int | None = None,
+        rate: float = 0.0,
+    ):
+        self._work, self._chunk, self._rate = work, chunk, rate
+        self._limit = MOST_ROUNDS if rounds is None else rounds
+        self._parts: list[_Part] = []
+        self._residents = Residents()
+        self._saver: Saver | None = None
+        self._copying: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self.rounds: list[Round] = []
+        for member, shim in awake:
+            self._parts.append(_Part(member, shim))
+        for member, shim in asleep:
+            self._parts.append(_Suspended(member, shim, self._arena(member, shim)))
+
+    def _arena(self, member: Member, shim: Shim) -> int:
+        with contextlib.suppress(KeyError):
+            return self._residents.vault(shim.owner).get(aside_key(member))[0][0]
+        fd = shim.kept()  # the vault was killed meanwhile
+        if fd < 0:
+            raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
+        self._residents.vault(shim.owner).put(aside_key(member), [fd])
+        return fd
+
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections to those that run, by pid."""
+        return {part.pid: part.connected() for part in self._parts if not isinstance(part, _Suspended)}
+
+    @property
+    def bytes(self) -> int:
+        """Device memory that is copied into the image as chunks."""
+        return sum(sum(part.bytes.values()) for part in self._parts)
+
+    def held(self, pid: int) -> dict[str, int]:
+        """Bytes by GPU that were taken out of a process, and that its member's do not count."""
+        mine = (part.held() for part in self._parts if part.pid == pid and not isinstance(part, _Suspended))
+        return next(mine, {})
+
+    # -- while the job runs --------------------------------------------------------------------------------------
+
+    def prepare(self, folder: int) -> None:
+        """Have the memory held and mapped, and copied round after round.
+
+        Args:
+            folder: the descriptor of the image's folder of chunks.
+        """
+        running = [part for part in self._parts if not isinstance(part, _Suspended)]
+        key = Key.fresh().raw if self._limit and running else None
+        # The caller's own mover: it writes into a folder that is the caller's.
+        self._saver = Saver(self._residents.mover(os.geteuid()), folder, self._chunk, key)
+        for part in self._parts:
+            if isinstance(part, _Suspended):
+                for uuid in sorted(set(part.gpus.values())):
+                    places = [(p.id, p.bytes, 0, p.offset) for p in part.layout if p.gpu == uuid]
+                    self._saver.aside(part.pid, places, uuid, [part.arena])
+        self._refuse_outside()
+        self._follow()
+        changed = self.bytes if self._limit == 0 else self._copy_rounds() if running else self._copy_once()
+        spare = host_memory()[1] // 4
+        if running:
+            self._weigh(running)
+            self._saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
+
+    def _refuse_outside(self) -> None:
+        """Memory that somebody has who does not take part would be his and the image's, and not the same any more."""
+        shims = {part.pid: part.connected() for part in self._parts if not isinstance(part, _Suspended)}
+        found = shares.outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
+        if found:
+            raise CannotBeMoved(detail=found[0][1])
+
+    def _weigh(self, running: Sequence[_Part]) -> None:
+        """Note what the driver will carry: all that NVML counts but for pieces that the process has made itself."""
+        inventory = gpu.inventory()
+        for part in running:
+            own = added_up({part.gpus[i]: size} for i, size in part.bytes.items() if i not in part.imported)
+            counted = inventory.held({part.pid})
+            part.member.beside = {uuid: max(0, size - own.get(uuid, 0)) for uuid, size in counted.items()}
+
+    def _copy_once(self) -> int:
+        """What is suspended does not change."""
+        self._one_round()
+        return 0
+
+    def _copy_rounds(self) -> int:
+        """Copy until it becomes no less; returns the bytes that the last look found changed."""
+        changed, hashing = self.bytes, 0.0
+        for _ in range(self._limit):
+            copied = self._one_round(hashing)
+            self._follow()
+            assert self._saver is not None
+            self._saver.ready(0)
+            found = self._saver.differ()
+            changed, hashing = found.bytes, found.seconds
+            if not changed or changed > copied * SHRINKS:
+                break
+        return changed
+
+    def _one_round(self, hashing: float = 0.0) -> int:
+        work = self._work
+        assert self._saver is not None
+        number = len(self.rounds) + 1
+
+        def told(done: int, total: int) -> None:
+            work.progress(Progress("copy", done=done, total=total, message=f"round {number}, while the job runs"))
+
+        with work.timed("copy", "device memory → image, while the job runs", total=self.bytes or None):
+            done = self._saver.run("copy", told=told, stop=work.stop_asked, rate=self._rate, nice=NICE)
+        work.check()
+        self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, hash_seconds=hashing))
+        return done.bytes
+
+    def _follow(self) -> None:
+        """Take in what was allocated and let go of what was freed since the last time."""
+        assert self._saver is not None
+        for part in self._parts:
+            if isinstance(part, _Suspended):
+                continue
+            shim = part.connected()
+            now = {m.id: m for m in shim.memories() if not m.shared}
+            gone = sorted(set(part.source) - set(now))
+            self._saver.drop(part.pid, gone)
+            for id_ in gone:
+                os.close(part.source.pop(id_))
+                del part.bytes[id_], part.gpus[id_]
+            new = [m for i, m in sorted(now.items()) if i not in part.source]
+            if new:
+                fds = shim.export([m.id for m in new])
+                for m, fd in zip(new, fds, strict=True):
+                    part.source[m.id], part.bytes[m.id], part.gpus[m.id] = fd, m.bytes, part.devices[m.device]
+                    part.share[m.id] = m.share
+                    part.imported |= {m.id} if m.imported else set()
+            if new or gone:
+                ids = sorted(part.source)
+                held = [part.source[i] for i in ids]
+                key = key_of(self._work.id, part.member, "source")
+                self._residents.vault(part.owner).put(key, held, msgspec.json.encode(ids))
+            for uuid in sorted({part.gpus[m.id] for m in new}):
+                ids = [m.id for m in new if part.gpus[m.id] == uuid]
+                sizes, mine = [part.bytes[i] for i in ids], [part.source[i] for i in ids]
+                self._saver.take(part.pid, ids, sizes, uuid, mine)
+
+    # -- the pause -----------------------------------------------------------------------------------------------
+
+    def hold_still(self) -> None:
+        """Close all gates at once, follow what was allocated or freed since, and take the memory away.
+
+        Raises:
+            GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
+        """
+        with self._work.timed("gate", "holding still"):
+            running = [part for part in self._parts if not isinstance(part, _Suspended)]
+            for part in running:
+                self._work.note("park", "begin", part.pid)
+            together([partial(part.connected().close_gate, GATE_SECONDS) for part in running])
+            for part in running:
+                lower_stack(part.connected())
+            self._refuse_outside()
+            self._follow()
+            for part in running:
+                if part.connected().unmap() is not Stand.AWAY and part.source:
+                    raise FailedUndone(f"process {part.pid} did not let go of its memory")
+
+    def start_copy(self) -> None:
+        """Copy what has changed, in the background: the memory is still there, the driver works beside it."""
+        self._copying = threading.Thread(target=self._keep, name="limosa-copy")
+        self._copying.start()
+
+    def _keep(self) -> None:
+        assert self._saver is not None
+        try:
+            done = self._saver.run("keep")
+            self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
+            self._work.timings["copy_in_pause"] = done.seconds
+        except BaseException as error:
+            self._failed = error
+
+    def wait_for_copy(self) -> None:
+        """Wait until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+        self._settle()
+        if self._failed is not None:
+            raise self._failed
+
+    def leave(self) -> None:
+        """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
+        for part in self._parts:
+            if isinstance(part, _Suspended):
+                self._work.note("unkeep", "begin", part.pid)
+                part.let_go = True
+                part.connected().keep()
+            part.leave()
+
+    def finish(self) -> list[DeviceMemory]:
+        """Write what was kept in memory; returns what the manifest says of all of it."""
+        saver = self._saver
+        assert saver is not None
+        saver.run("write", told=lambda done, total: self._work.progress(Progress("write", done=done, total=total)))
+        found = []
+        for part in self._parts:
+            pieces = [(part.pid, id_, size) for id_, size in sorted(part.bytes.items())]
+            found.append(
+                DeviceMemory(
+                    pid=part.pid,
+                    pieces=[
+                        DevicePiece(id=id_, bytes=size, gpu=part.gpus[id_], share=part.share.get(id_, 0), chunks=chunks)
+                        for (_, id_, size), chunks in zip(pieces, saver.names(pieces), strict=True)
+                    ],
+                )
+            )
+        self.device = [process for process in found if process.pieces]
+        return self.device
+
+    # -- afterwards ----------------------------------------------------------------------------------------------
+
+    def home(self) -> None:
+        """Give every process what is its own back and open its gate; the driver has brought it home before.
+
+        What a checkpoint does that leaves the job running, and every undo.
+        """
+        self._settle()
+        for part in self._parts:
+            try:
+                self._back(part)
+            except NoSuchProcess:
+                continue
+            except LimosaError:
+                if part.member.identity.alive():
+                    raise
+        self._forget()
+
+    def _back(self, part: _Part) -> None:
+        if isinstance(part, _Suspended):
+            if part.let_go:
+                part.connected().keep(part.arena)
+                part.let_go = False
+            return
+        shim = part.connected()
+        stand = shim.hello().stand
+        if stand is Stand.AWAY:
+            stand = shim.map(list(part.source), list(part.source.values()))
+        if stand is Stand.CLOSED:
+            shim.open_gate()
+        if shim.hello().stand is not Stand.OPEN:
+            raise FailedUndone(f"process {part.pid} does not go on")
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._settle()
+        self._forget()
+        for part in self._parts:
+            part.close()
+        self._residents.close()
+
+    def _forget(self) -> None:
+        """Have the vault let go; one that was killed has."""
+        for part in self._parts:
+            with contextlib.suppress(LimosaError, OSError, EOFError):
+                self._residents.vault(part.owner).drop(key_of(self._work.id, part.member, "source"))
+
+    def undo(self) -> None:
+        """Both."""
+        self.home()
+        self.close()
+
+    def _settle(self) -> None:
+        """A copy under way reads what is about to be given back: it comes to its end first."""
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+
+
+class Found(msgspec.Struct):
+    """The members of a job that run under the shim, with connections to them.
+
+    Attributes:
+        awake: those with memory that can be parked.
+        asleep: those whose memory is in an arena.
+        only_so: whether the driver would lose some of that.
+    """
+
+    awake: list[tuple[Member, Shim]] = []
+    asleep: list[tuple[Member, Shim]] = []
+    only_so: bool = False
+
+
+def look_for(members: Sequence[Member]) -> Found:
+    """Connect to the members that run under the shim and have something to park.
+
+    Raises:
+        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
+    """
+    found = Found()
+    try:
+        for member in members:
+            try:
+                shim = Shim(member.identity)
+                hello = shim.hello()
+            except LimosaError as error:
+                if under_shim(member.pid) and member.identity.alive():
+                    raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+                continue
+            if hello.stand is Stand.AWAY and member.was == "checkpointed":
+                found.asleep.append((member, shim))
+                found.only_so = True
+            elif hello.stand is Stand.OPEN and hello.bytes and member.was == "running":
+                found.awake.append((member, shim))
+                found.only_so |= any(piece.imported for piece in shim.memories())
+            else:
+                shim.close()
+    except BaseException:
+        for _, shim in found.awake + found.asleep:
+            shim.close()
+        raise
+    return found
+
+
+def keep_again(dead: Journal) -> None:
+    """What ``recover`` does for suspended jobs: the arenas that they let go of for CRIU are theirs again."""
+    for member in dead.header.members:
+        if not dead.began("unkeep", member.pid) or not member.identity.alive():
+            continue
+        with Shim(member.identity) as shim, Vault(shim.owner) as vault:
+            try:
+                fds, _ = vault.get(aside_key(member))
+            except KeyError:
+                continue
+            try:
+                shim.keep(fds[0])
+            finally:
+                for fd in fds:
+                    os.close(fd)

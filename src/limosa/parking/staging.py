@@ -1,0 +1,226 @@
+"""Chunks between device memory and an image, from Limosa's side: the mover is told to, and asked how far it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
+from limosa.parking.mover import Mover
+
+CALL_SECONDS = 60.0
+SLOWEST_PIN = 0.5e9
+_MOST_NAMES = 2000  # 64 KB of a packet
+_MOST_IDS = 4000
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What was done: chunks, their bytes, how long it took."""
+
+    chunks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """What has changed: chunks, their bytes, how long looking took."""
+
+    changed: int
+    bytes: int
+    seconds: float
+
+
+Told = Callable[[int, int], None]
+"""Called with the bytes that are done, and all bytes."""
+
+
+class Saver:
+    """Writes device memory into the folder of chunks of an image.
+
+    Args:
+        mover: who does it; stays the caller's.
+        folder: the descriptor of the folder; stays the caller's.
+        chunk: bytes of a chunk.
+        key: for the hashes that find changes (32 bytes); None where everything is copied once.
+    """
+
+    def __init__(self, mover: Mover, folder: int, chunk: int, key: bytes | None):
+        self._mover, self.chunk = mover, chunk
+        self._ask("save-open", fds=[folder], chunk=chunk, key=key or b"")
+
+    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have it map pieces of a process's memory on a GPU; the descriptors stay ours."""
+        for start in range(0, len(ids), _MOST_IDS):
+            some = slice(start, start + _MOST_IDS)
+            self._ask("save-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+
+    def aside(self, pid: int, places: Sequence[tuple[int, int, int, int]], gpu: str, fds: Sequence[int]) -> None:
+        """Have it read pieces from host memory: each is (id, bytes, which descriptor, where in it)."""
+        for start in range(0, len(places), _MOST_NAMES):
+            self._ask("save-aside", fds=fds, pid=pid, places=places[start : start + _MOST_NAMES], gpu=gpu)
+
+    def drop(self, pid: int, ids: Sequence[int]) -> None:
+        """Have it let go of pieces that were freed."""
+        if ids:
+            self._ask("save-drop", pid=pid, ids=list(ids))
+
+    def ready(self, hold: int) -> None:
+        """Have all in place for the pause, and so much memory for what has changed by then."""
+        self._ask("save-ready", CALL_SECONDS + hold / SLOWEST_PIN, hold=hold)
+
+    def differ(self) -> Changed:
+        """Hash all of it where it is; what is not what was copied is copied by the next :meth:`run`."""
+        return msgspec.convert(self._ask("save-differ")[0], Changed, strict=False)
+
+    def run(
+        self,
+        what: str,
+        *,
+        told: Told = lambda *_: None,
+        stop: Callable[[], bool] = lambda: False,
+        rate: float = 0.0,
+        nice: int = 0,
+        threads: int = 0,
+    ) -> Done:
+        """Copy what is marked into files ("copy"), what has changed into memory ("keep"), or that into files ("write").
+
+        Args:
+            what: see above.
+            told: progress.
+            stop: asked from time to time: then what was begun is left.
+            rate: bytes a second; 0: as fast as it goes.
+            nice: what its threads give way by.
+            threads: how many; 0: as many as fit.
+
+        Raises:
+            OSError: the disk said no.
+            FailedUndone: something else did.
+        """
+        self._ask("save-start", what=what, rate=rate, nice=nice, threads=threads)
+        return _wait(self._mover, told, stop)
+
+    def names(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[str]]:
+        """The names of all chunks of these pieces: (pid, id, bytes)."""
+        found: list[list[str]] = [[] for _ in pieces]
+        for parts in _parts(pieces, self.chunk):
+            raw = self._ask("save-names", parts=[(*pieces[n][:2], start, count) for n, start, count in parts])[0][
+                "names"
+            ]
+            at = 0
+            for n, _, count in parts:
+                found[n] += [raw[i : i + 32].hex() for i in range(at, at + 32 * count, 32)]
+                at += 32 * count
+        return found
+
+    def close(self) -> None:
+        """Have it let go of everything; the files stay."""
+        self._ask("staging-close")
+
+    def _ask(
+        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        return self._mover.ask({"verb": verb, **message}, limit, fds)
+
+
+class Loader:
+    """Reads the chunks of an image into device memory.
+
+    Args:
+        mover: who does it; stays the caller's.
+        folder: the descriptor of the folder of chunks; stays the caller's.
+        chunk: bytes of a chunk.
+    """
+
+    def __init__(self, mover: Mover, folder: int, chunk: int):
+        self._mover, self.chunk = mover, chunk
+        self._ask("load-open", fds=[folder], chunk=chunk)
+
+    def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
+        """Have it make memory on a GPU; returns descriptors, which are ours to close.
+
+        Raises:
+            NoRoomOnGpu: there is none.
+        """
+        found: list[int] = []
+        try:
+            for start in range(0, len(ids), _MOST_IDS):
+                some = slice(start, start + _MOST_IDS)
+                found += self._ask("load-make", pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)[1]
+        except BaseException:
+            for fd in found:
+                os.close(fd)
+            raise
+        return found
+
+    def want(self, pieces: Sequence[tuple[int, int, int]], names: Sequence[Sequence[str]]) -> None:
+        """Say which chunks belong into pieces (pid, id, bytes)."""
+        for parts in _parts(pieces, self.chunk):
+            told = []
+            for n, start, count in parts:
+                raw = b"".join(bytes.fromhex(name) for name in names[n][start : start + count])
+                told.append((*pieces[n][:2], start, raw))
+            self._ask("load-want", parts=told)
+
+    def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
+        """Read all of it.
+
+        Raises:
+            DamagedImage: a chunk is not what its name says.
+            FailedUndone: something else went wrong.
+        """
+        self._ask("load-start", threads=threads)
+        return _wait(self._mover, told, stop)
+
+    def close(self) -> None:
+        """Have it let go of everything."""
+        self._ask("staging-close")
+
+    def _ask(
+        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        return self._mover.ask({"verb": verb, **message}, limit, fds)
+
+
+def _wait(mover: Mover, told: Told, stop: Callable[[], bool]) -> Done:
+    while True:
+        said = mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0]
+        told(said["done"], said["total"])
+        failed = said["failed"]
+        if failed is not None:
+            _raise(failed)
+        if not said["running"]:
+            return Done(said["chunks"], said["done"], said["seconds"])
+        if stop():
+            mover.ask({"verb": "staging-stop"}, CALL_SECONDS)
+            return Done(said["chunks"], said["done"], said["seconds"])
+
+
+def _raise(failed: dict[str, Any]) -> None:
+    if failed["kind"] == "OSError" and failed["errno"]:
+        raise OSError(failed["errno"], failed["text"])
+    if failed["kind"] == "Damaged":
+        raise DamagedImage(path="", detail=failed["text"])
+    if failed["result"] == "CUDA_ERROR_OUT_OF_MEMORY":
+        raise NoRoomOnGpu(detail="the GPU filled up in the middle")
+    raise FailedUndone(f"the mover: {failed['text']}")
+
+
+def _parts(pieces: Sequence[tuple[int, int, int]], chunk: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Which chunks of which pieces fit into one packet: (number of the piece, from which chunk on, how many)."""
+    part: list[tuple[int, int, int]] = []
+    room = _MOST_NAMES
+    for n, (_, _, size) in enumerate(pieces):
+        total, start = -(-size // chunk), 0
+        while start < total:
+            count = min(room, total - start)
+            part.append((n, start, count))
+            start += count
+            room -= count
+            if not room:
+                yield part
+                part, room = [], _MOST_NAMES
+    if part:
+        yield part
