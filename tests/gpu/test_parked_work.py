@@ -44,6 +44,13 @@ def test_expandable_segments(prover: Prover) -> None:
     prover.twins_agree(job)
 
 
+def test_pytorch_that_sees_one_gpu(prover: Prover) -> None:
+    """With CUDA_VISIBLE_DEVICES it goes to a GPU that it does not see by that name."""
+    job = prover.start([*TORCH, "--kind", "adamw"], {"CUDA_VISIBLE_DEVICES": "0"})
+    prover.moves(job, 5, GB)
+    prover.twins_agree(job)
+
+
 def test_torchrun(prover: Prover) -> None:
     """An agent and two ranks on one GPU, moved as one."""
     job = prover.start([*torchrun(), "--kind", "torchrun"])

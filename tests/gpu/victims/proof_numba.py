@@ -10,6 +10,10 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import numpy as np
+
+if not hasattr(np, "row_stack"):  # which numba-cuda names, and numpy has no longer
+    np.row_stack = np.vstack
+
 from numba import cuda
 from proof import Trace, done
 
