@@ -185,6 +185,24 @@ def test_a_job_that_was_moved_or_restored_is_written_again(chunked: Any, tmp_pat
     job.finish()
 
 
+def test_memory_that_two_processes_share_is_there_once(chunked: Any, tmp_path: Path) -> None:
+    """Legacy IPC, with an event beside it."""
+    job = start(chunked, "--mib", 32, "--export")
+    noted = job.folder / "pid-importer"
+    job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
+    said = chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", *SMALL)
+    job.until_gone()
+    assert 64 * MIB <= said["device_bytes"] < 96 * MIB
+    chunked.limosa("restore", tmp_path / "image", "--to", 1)
+    job.goes_on(3)
+    assert used(chunked)[1] < 112 * MIB
+    with Shim(Identity.of(int(noted.read_text()))) as shim:
+        (theirs,) = [m for m in shim.memories() if m.owner]
+    assert theirs.share in [m.share for m in pieces(job)]
+    time.sleep(0.5)
+    job.finish()
+
+
 def test_a_process_without_the_shim_goes_the_drivers_way_beside(chunked: Any, tmp_path: Path) -> None:
     job = start(chunked, "--mib", 32, "--child", "--child-without", "LD_PRELOAD")
     said = chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", *SMALL)
