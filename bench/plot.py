@@ -7,8 +7,8 @@ from html import escape
 
 COLOURS = {
     "gate": "#7f7f7f", "unmap": "#bcbd22", "park": "#bcbd22", "lock": "#17becf", "checkpoint": "#d62728",
-    "copy-wait": "#ff7f0e", "dump": "#8c564b", "restore": "#1f77b4", "unlock": "#9467bd", "map": "#2ca02c",
-    "open": "#98df8a", "rest": "#dddddd",
+    "copy-wait": "#ff7f0e", "copy_in_pause": "#ff7f0e", "dump": "#8c564b", "restore": "#1f77b4",
+    "unlock": "#9467bd", "map": "#2ca02c", "open": "#98df8a", "rest": "#dddddd",
 }  # fmt: skip
 WIDTH, LEFT, BAR, STEP = 1000, 330, 22, 40
 
