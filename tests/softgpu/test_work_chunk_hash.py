@@ -85,6 +85,24 @@ def test_other_keys_and_larger_chunks(mover: Far) -> None:
         assert digests(mover, "[(a, 65536)]", chunk, f"keys[{which}]") == [expected(data, chunk, keys[which])]
 
 
+def test_the_same_ranges_again(mover: Far) -> None:
+    """The list of chunks is there already; what lies in them is looked at anew."""
+    data = random.Random(5).randbytes(65536)
+    put(mover, "a", data)
+    asked = "[(a, 65536)]"
+    for chunk in (4096, 4096, 8192):
+        assert digests(mover, asked, chunk) == [expected(data, chunk)]
+    mover("put(a + 5000, b'changed')")
+    now = data[:5000] + b"changed" + data[5007:]
+    assert digests(mover, asked, 8192) == [expected(now, 8192)]
+    assert digests(mover, "[(a, 65536), (a + 4096, 4096)]", 8192) == [
+        expected(now, 8192),
+        expected(now[4096:8192], 8192),
+    ]
+    mover("hasher.close()")
+    assert digests(mover, asked, 8192) == [expected(now, 8192)]
+
+
 def test_nothing_stays(mover: Far) -> None:
     """Device memory is as it was when it has let go, and it can be used again."""
     put(mover, "a", bytes(4096))

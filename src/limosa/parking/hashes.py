@@ -17,8 +17,10 @@ A chunk is a multiple of 16 bytes, at most 64 MiB; the last one of a range may b
 
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -130,6 +132,7 @@ class GpuHash:
         self._key: tuple[Key, int] | None = None
         self._table = self._work = 0
         self._room = 0
+        self._listed: tuple[tuple[tuple[int, int], ...], int] | None = None
 
     def prepare(self, key: Key, chunk: int, chunks: int) -> None:
         """Have all in place for that many chunks: then :meth:`digests` allocates nothing.
@@ -161,33 +164,23 @@ class GpuHash:
         """
         from limosa.gpu.vmm import call
 
-        table: list[int] = []
-        counts = []
-        for at, bytes_ in ranges:
-            _check(bytes_, chunk, at)
-            starts = range(0, bytes_, chunk)
-            counts.append(len(starts))
-            for start in starts:
-                table += (at + start, min(chunk, bytes_ - start))
-        n = sum(counts)
-        if not n:
-            return [[] for _ in counts]
         with self._lock:
-            self._contexts.use(self._gpu)
-            self._prepare(key, chunk, n)
-            sums = self._work + self._room * 16
-            raw, back = (ctypes.c_uint64 * len(table))(*table), bytearray(n * _LANES * 8)
-            call("cuMemcpyHtoDAsync", self._work, ctypes.addressof(raw), ctypes.sizeof(raw), stream)
-            call("cuMemsetD8Async", sums, 0, len(back), stream)
-            u64 = ctypes.c_uint64
-            parameters = ((self._work, n, self._table, sums), (u64, u64, u64, u64))
-            blocks = -(-_tiles(chunk) * _COLUMNS // (2 * _THREADS)), min(n, 65535)
-            call("cuLaunchKernel", self._function, *blocks, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
-            call("cuMemcpyDtoHAsync", back, sums, len(back), stream)
-            call("cuStreamSynchronize", stream)
-        found = _split(memoryview(back).cast("I")[1::2].tobytes())
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [found[end - count : end] for end, count in zip(ends, counts, strict=True)]
+            counts = [-(-bytes_ // chunk) for at, bytes_ in ranges if _check(bytes_, chunk, at)]
+            n = sum(counts)
+            if n:
+                self._contexts.use(self._gpu)
+                self._prepare(key, chunk, n)
+                self._list(ranges, chunk, n)
+                sums, back = self._work + self._room * 16, bytearray(n * _LANES * 8)
+                call("cuMemsetD8Async", sums, 0, len(back), stream)
+                u64 = ctypes.c_uint64
+                parameters = ((self._work, n, self._table, sums), (u64, u64, u64, u64))
+                blocks = _blocks(chunk, n), min(n, 65535)
+                call("cuLaunchKernel", self._function, *blocks, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
+                call("cuMemcpyDtoHAsync", back, sums, len(back), stream)
+                call("cuStreamSynchronize", stream)
+        found = iter(_split(memoryview(back).cast("I")[1::2].tobytes()) if n else [])
+        return [list(itertools.islice(found, count)) for count in counts]
 
     def close(self) -> None:
         """Let go of what it took of the GPU's memory."""
@@ -200,8 +193,22 @@ class GpuHash:
                     find().cuMemFree(at)
             if self._module is not None:
                 find().cuModuleUnload(self._module)
-            self._module = self._function = self._key = None
+            self._module = self._function = self._key = self._listed = None
             self._table = self._work = self._room = 0
+
+    def _list(self, ranges: Sequence[tuple[int, int]], chunk: int, n: int) -> None:
+        """Write the list of chunks there, unless it is what was asked for the last time."""
+        from limosa.gpu.vmm import call
+
+        if self._listed == (tuple(ranges), chunk):
+            return
+        self._listed = None
+        table = array.array("Q")
+        for at, bytes_ in ranges:
+            for start in range(0, bytes_, chunk):
+                table.extend((at + start, min(chunk, bytes_ - start)))
+        call("cuMemcpyHtoD", self._work, table.buffer_info()[0], 16 * n)
+        self._listed = tuple(ranges), chunk
 
     def _prepare(self, key: Key, chunk: int, chunks: int) -> None:
         from limosa.gpu.binding import find
@@ -225,6 +232,7 @@ class GpuHash:
             if self._work:
                 find().cuMemFree(self._work)
                 self._work = self._room = 0
+            self._listed = None
             self._work = int(call("cuMemAlloc", chunks * (16 + _LANES * 8)))
             self._room = chunks
 
@@ -268,9 +276,16 @@ def _split(digests: bytes) -> list[bytes]:
     return [digests[i : i + DIGEST] for i in range(0, len(digests), DIGEST)]
 
 
-def _check(bytes_: int, chunk: int, at: int = 0) -> None:
+def _blocks(chunk: int, chunks: int) -> int:
+    """How many blocks share a chunk: few that do much each are a little faster, where all of the GPU has work."""
+    most = -(-_tiles(chunk) * _COLUMNS // (2 * _THREADS))
+    return max(1, most // 4) if chunks * most >= 1 << 14 else most
+
+
+def _check(bytes_: int, chunk: int, at: int = 0) -> bool:
     if not 0 < chunk <= MOST_CHUNK or chunk % _WORD or bytes_ < 0 or bytes_ % _WORD or at % _WORD:
         raise InvalidArgument(f"chunks are multiples of {_WORD} bytes and at most {MOST_CHUNK >> 20} MiB")
+    return True
 
 
 @functools.cache

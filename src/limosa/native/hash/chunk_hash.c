@@ -26,39 +26,49 @@ static void tile_plain(const unsigned char *data, const struct hash_table *table
 #if defined(__x86_64__) && !defined(__TINYC__)
 #include <immintrin.h>
 
+#define AHEAD (2 * HASH_TILE)
+
 /* STEP vectors of a row at a time: the sums of all lanes stay in registers. */
-#define TILE_FUNCTION(name, isa, vector, STEP, load, store, spread, add32, add64, multiply, shift)                     \
-    __attribute__((target(isa))) static void name(const unsigned char *data, const struct hash_table *table,          \
-                                                  uint64_t v[HASH_LANES][ELEMENTS])                                        \
+#define TILE_FUNCTION(name, isa, vector, STEP, load, store, spread, add32, add64, multiply, upper)                     \
+    __attribute__((target(isa))) static void name(const unsigned char *data, const struct hash_table *table,           \
+                                                  uint64_t v[HASH_LANES][ELEMENTS])                                    \
     {                                                                                                                  \
         enum { EACH = sizeof(vector) / 8 };                                                                            \
         for (int begin = 0; begin < ELEMENTS; begin += STEP * EACH) {                                                  \
-            vector sum[HASH_LANES][STEP];                                                                                   \
+            vector sum[HASH_LANES][STEP];                                                                              \
             memset(sum, 0, sizeof sum);                                                                                \
-            for (int row = 0; row < HASH_ROWS; row++) {                                                                     \
+            for (int row = 0; row < HASH_ROWS; row++) {                                                                \
+                if (begin == 0) /* a processor does not look ahead into the next page by itself */                     \
+                    for (int line = 0; line < 128; line += 64)                                                         \
+                        __builtin_prefetch(data + AHEAD + row * 128 + line, 0, 0);                                     \
                 vector words[STEP];                                                                                    \
                 for (int i = 0; i < STEP; i++)                                                                         \
                     words[i] = load((const void *)(data + row * ELEMENTS * 8 + begin * 8 + i * sizeof(vector)));       \
-                for (int lane = 0; lane < HASH_LANES; lane++) {                                                             \
+                for (int lane = 0; lane < HASH_LANES; lane++) {                                                        \
                     vector key = spread(_mm_loadu_si128((const void *)table->rows[row][lane]));                        \
                     for (int i = 0; i < STEP; i++) {                                                                   \
                         vector x = add32(words[i], key);                                                               \
-                        sum[lane][i] = add64(sum[lane][i], multiply(x, shift(x, 32)));                                 \
+                        sum[lane][i] = add64(sum[lane][i], multiply(x, upper(x)));                                     \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \
-            for (int lane = 0; lane < HASH_LANES; lane++)                                                                   \
+            for (int lane = 0; lane < HASH_LANES; lane++)                                                              \
                 for (int i = 0; i < STEP; i++)                                                                         \
                     store((void *)&v[lane][begin + i * EACH], sum[lane][i]);                                           \
         }                                                                                                              \
     }
 
+/* The upper half of each 64 bits into its lower one: a shuffle, as shifts share the multiplications' unit. */
+#define UPPER_128(x) _mm_shuffle_epi32(x, 0xf5)
+#define UPPER_256(x) _mm256_shuffle_epi32(x, 0xf5)
+#define UPPER_512(x) _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xf5)
+
 TILE_FUNCTION(tile_sse2, "sse2", __m128i, 2, _mm_loadu_si128, _mm_storeu_si128, (__m128i), _mm_add_epi32,
-              _mm_add_epi64, _mm_mul_epu32, _mm_srli_epi64)
+              _mm_add_epi64, _mm_mul_epu32, UPPER_128)
 TILE_FUNCTION(tile_avx2, "avx2", __m256i, 2, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_broadcastsi128_si256,
-              _mm256_add_epi32, _mm256_add_epi64, _mm256_mul_epu32, _mm256_srli_epi64)
+              _mm256_add_epi32, _mm256_add_epi64, _mm256_mul_epu32, UPPER_256)
 TILE_FUNCTION(tile_avx512, "avx512f", __m512i, 2, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_broadcast_i32x4,
-              _mm512_add_epi32, _mm512_add_epi64, _mm512_mul_epu32, _mm512_srli_epi64)
+              _mm512_add_epi32, _mm512_add_epi64, _mm512_mul_epu32, UPPER_512)
 
 static tile_function *choose(int most)
 {

@@ -1,5 +1,5 @@
-/* The hash of chunks on a GPU (chunk_hash.h). chunk_hash.ptx is made of it by make_ptx.py; any grid and any block of whole
- * warps give the same sums, which begin as zero. */
+/* The hash of chunks on a GPU (chunk_hash.h). chunk_hash.ptx is made of it by make_ptx.py; any grid and any block of
+ * whole warps give the same sums, which begin as zero. */
 #include "chunk_hash.h"
 
 struct strip {
@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(256)
     for (uint64_t chunk = blockIdx.y; chunk < n; chunk += gridDim.y) {
         const uint4 *data = (const uint4 *)chunks[chunk].at;
         const uint64_t bytes = chunks[chunk].bytes, words = bytes / HASH_WORD;
-        const uint64_t strips = (bytes + HASH_TILE - 1) / HASH_TILE * HASH_COLUMNS, whole = bytes / HASH_TILE * HASH_COLUMNS;
+        const uint64_t strips = (bytes + HASH_TILE - 1) / HASH_TILE * HASH_COLUMNS;
+        const uint64_t whole = bytes / HASH_TILE * HASH_COLUMNS;
         uint64_t sum[HASH_LANES] = {0};
         if (blockIdx.x == 0 && threadIdx.x == 0)
             for (int lane = 0; lane < HASH_LANES; lane++)

@@ -1,10 +1,10 @@
-/* The hash that finds out which chunks of memory have changed: the same on a GPU (chunk_hash.cu), on the software GPU and
- * on the host (chunk_hash.c). limosa/parking/hashes.py says what it guarantees, and why.
+/* The hash that finds out which chunks of memory have changed: the same on a GPU (chunk_hash.cu), on the software GPU
+ * and on the host (chunk_hash.c). limosa/parking/hashes.py says what it guarantees, and why.
  *
- * A chunk is words of 16 bytes. 32 rows of 8 words each are a tile, which lies in one piece, row after row; a column of a
- * tile is a strip. What is missing of the last tile counts as zero. In each of four lanes, with keys of its own:
+ * A chunk is words of 16 bytes. 32 rows of 8 words each are a tile, which lies in one piece, row after row; a column of
+ * a tile is a strip. What is missing of the last tile counts as zero. In each of four lanes, with keys of its own:
  *
- *   v(strip)  = sum over its rows of  (w0 + k0) * (w1 + k1) + (w2 + k2) * (w3 + k3)     w: 32 bits, sums in brackets too
+ *   v(strip)  = sum over its rows of  (w0 + k0) * (w1 + k1) + (w2 + k2) * (w3 + k3)     w, and in brackets: 32 bits
  *   sum       = a + l * bytes + sum over strips of  p * low(v) + q * high(v)            all modulo 2^64
  *   digest    = the upper 32 bits of each lane's sum, one after the other
  *
