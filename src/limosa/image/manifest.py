@@ -183,7 +183,7 @@ class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
         bytes: its size.
         gpu: the uuid of the GPU that it was on.
         chunks: the names of its chunks, in their order; all but the last one have ``Manifest.chunk_bytes``.
-        share: the number under which several processes have the same memory; 0: this one alone.
+        share: a number, within the image, under which several processes have the same memory; 0: this one alone.
     """
 
     id: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]

@@ -332,6 +332,9 @@ class Saving:
         assert saver is not None
         saver.run("write", told=lambda done, total: self._work.progress(Progress("write", done=done, total=total)))
         found = []
+        numbers = {0: 0}  # the processes' own numbers of what they share are of 64 bits, and mean nothing elsewhere
+        for share in (share for part in self._parts for share in part.share.values()):
+            numbers.setdefault(share, len(numbers))
         for part in self._parts:
             pieces = [(part.pid, id_, size) for id_, size in sorted(part.bytes.items())]
             found.append(
