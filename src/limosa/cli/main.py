@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "suspend": ("limosa.cli.suspend", "Put jobs aside in host memory; their GPUs are free."),
     "resume": ("limosa.cli.resume", "Bring suspended jobs back, here or on other GPUs."),
     "toggle": ("limosa.cli.toggle", "Suspend what runs, resume what is suspended."),
+    "arena": ("limosa.cli.arena", "Have host memory ready for suspends, show it, give it back."),
     "checkpoint": ("limosa.cli.checkpoint", "Write a job to disk and end it, or let it run on."),
     "restore": ("limosa.cli.restore", "Bring a job back from disk."),
     "inspect": ("limosa.cli.inspect", "Show what is in an image."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from limosa.cli import words
@@ -52,7 +52,12 @@ def act(report: Report, verb: str, named: Selection, *, dry_run: bool = False, *
     """
     from limosa import operation
 
-    do = {"move": operation.move, "suspend": operation.suspend, "resume": operation.resume, "toggle": operation.toggle}
+    do: dict[str, Callable[..., list[Outcome]]] = {
+        "move": operation.move,
+        "suspend": operation.suspend,
+        "resume": operation.resume,
+        "toggle": operation.toggle,
+    }
     try:
         jobs = named.resolve()
     except LimosaError as error:
@@ -102,7 +107,8 @@ def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
 def _line(result: JobResult) -> str:
     """One job in a sentence."""
     who = words.job(result.name, result.pid)
-    state = "suspended" if result.state == "checkpointed" else result.state
+    told = {"checkpointed": "suspended", "parked": "suspended (its context stays on the GPU)"}
+    state = told.get(result.state, result.state)
     if result.already:
         return f"{who} is {state} already"
     pause = result.timings.get("pause_seconds")

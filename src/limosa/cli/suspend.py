@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import enum
+from typing import Annotated
+
+import typer
+
 from limosa.cli.options import (
     AllJobs,
     DryRun,
@@ -18,11 +23,21 @@ from limosa.cli.options import (
 from limosa.cli.output import Format, reporting
 
 
+class Release(str, enum.Enum):
+    """What a suspend gives back."""
+
+    all = "all"
+    memory_only = "memory-only"
+
+
 def command(
     jobs: Jobs = None,
     *,
     gpu: OnGpu = None,
     every: AllJobs = False,
+    release: Annotated[
+        Release, typer.Option("--release", help="Give back all, or memory-only: its context stays where it is.")
+    ] = Release.all,
     max_pause: MaxPause = None,
     timeout: Timeout = None,
     force: Force = None,
@@ -45,5 +60,5 @@ def command(
         from limosa.cli.on_jobs import Selection, act
 
         named = Selection(jobs, gpu, every)
-        options = {"force": check_force(force), "max_pause": max_pause}
+        options = {"force": check_force(force), "max_pause": max_pause, "release": release.value}
         act(report, "suspend", named, **options, timeout=timeout, dry_run=dry_run)

@@ -7,6 +7,7 @@ Management".
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -18,6 +19,9 @@ from limosa.errors import DriverError
 from limosa.gpu.binding import find, words
 from limosa.gpu.meanings import SUCCESS, driver_error
 from limosa.gpu.names import uuid_of_bytes
+
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *args: Any) -> Any:
@@ -99,23 +103,52 @@ class Piece:
 
 
 class HostPiece:
-    """Host memory behind a descriptor (a memfd), mapped and pinned in this process.
+    """Host memory behind a descriptor (a memfd), mapped in this process, and pinned where it is asked for.
 
     Attributes:
         bytes: its size.
         at: where it is mapped.
+        pinned: whether the driver copies it at the speed of the bus.
     """
 
     def __init__(self, fd: int, bytes_: int):
-        self.bytes = bytes_
+        self.bytes, self.pinned = bytes_, False
         self._memory = mmap.mmap(fd, bytes_)
         self.at = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        call("cuMemHostRegister", self.at, bytes_, 1)  # CU_MEMHOSTREGISTER_PORTABLE
+        with contextlib.suppress(OSError):  # a kernel that has none for memory files
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def touch(self, start: int, size: int) -> None:
+        """Have the kernel back a part of it; several threads may, for several parts.
+
+        Raises:
+            OSError: there is no memory (ENOMEM), or the kernel cannot (EINVAL; then it is done when it is pinned).
+        """
+        if _libc.madvise(ctypes.c_void_p(self.at + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def pin(self) -> None:
+        """Pin it; a context must be the thread's.
+
+        Raises:
+            DriverError: the driver cannot.
+        """
+        if not self.pinned:
+            call("cuMemHostRegister", self.at, self.bytes, 1)  # CU_MEMHOSTREGISTER_PORTABLE
+            self.pinned = True
+
+    def clear(self, start: int) -> None:
+        """Make all bytes from there on zero."""
+        ctypes.memset(self.at + start, 0, self.bytes - start)
 
     def close(self) -> None:
-        """Let it go; the contents live as long as somebody has the descriptor."""
-        if self.at:
+        """Let it go; the contents live as long as somebody has the descriptor. A context must be the thread's."""
+        if self.pinned:
             find().cuMemHostUnregister(self.at)
+            self.pinned = False
+        if self.at:
+            self._memory.close()
             self.at = 0
 
 

@@ -1,8 +1,9 @@
 """Suspended by the parked way: device memory in host memory that the job itself and the vault hold.
 
-The memory of each process goes into one memfd, the *arena*: its pieces in the order of the process's GPUs and of their
-ids, behind them a page that says which is where. It is pinned before the pause and filled at the speed of the bus while
-the driver checkpoints what is left; a resume reads it back, on any GPU of that chip.
+The memory of each process goes into segments of the *arena* (``parking/segments.py``) that are its own meanwhile: its
+pieces in the order of the process's GPUs and of their ids; a small sealed file says which is where. They are pinned
+before the pause, or have been before, and filled at the speed of the bus while the driver checkpoints what is left; a
+resume reads them back, on any GPU of that chip.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from functools import partial
 
 import msgspec
 
-from limosa.errors import CannotBeMoved, LimosaError
-from limosa.operation.journal import Member
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
+from limosa.operation.arena import arena_cap, refusals
+from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, lower_stack, together
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
+from limosa.parking.segments import is_segment, layout_file, room_for, sizes_for
 from limosa.parking.shim import Memory, Shim, under_shim
 
-PAGE = 1 << 16
-ARENA = "limosa-arena"
+MEMORY_ONLY = "memory-only"
+"""What ``suspend`` gives back where the context is to stay: the gate stays closed, and a resume takes milliseconds."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -37,28 +40,14 @@ class Placed(msgspec.Struct, frozen=True):
     offset: int
 
 
-def write_layout(fd: int, layout: Sequence[Placed]) -> int:
-    """Make an arena as large as what goes into it and note what is where; returns its size."""
-    total = sum(p.bytes for p in layout)
-    text = msgspec.json.encode(list(layout))
-    room = -(-(len(text) + 8) // PAGE) * PAGE
-    os.ftruncate(fd, total + room)
-    os.pwrite(fd, text, total)
-    os.pwrite(fd, len(text).to_bytes(8, "little"), total + room - 8)
-    return total
-
-
 def read_layout(fd: int) -> list[Placed]:
     """What is where in an arena.
 
     Raises:
         CannotBeMoved: it says nothing that can be read.
     """
-    size = os.fstat(fd).st_size
-    length = int.from_bytes(os.pread(fd, 8, size - 8), "little")
-    room = -(-(length + 8) // PAGE) * PAGE
     try:
-        return msgspec.json.decode(os.pread(fd, length, size - room), type=list[Placed])
+        return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=list[Placed])
     except msgspec.MsgspecError as error:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 
@@ -66,6 +55,53 @@ def read_layout(fd: int) -> list[Placed]:
 def aside_key(member: Member) -> str:
     """What the vault calls a process's arena."""
     return f"aside/{member.identity.to_str()}"
+
+
+def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[int, int], list[Reason]]:
+    """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
+
+    Args:
+        operation: the verb.
+        members: the job's; of those whose memory alone is suspended ``away`` and ``held`` are filled in.
+        release: what a suspend is to give back.
+
+    Returns:
+        Bytes that go into the arena, by pid, and the reasons.
+    """
+    going: dict[int, int] = {}
+    wanted: dict[int, int] = {}
+    found: list[Reason] = []
+    for member in members:
+        if member.was != "running":
+            continue
+        try:
+            with Shim(member.identity) as shim:
+                stand, devices, pieces = shim.hello().stand, shim.devices(), shim.memories()
+        except LimosaError:
+            continue
+        pieces = [m for m in pieces if not m.shared]
+        if stand is Stand.AWAY:
+            member.away = True
+            member.held = added_up({devices[m.device]: m.bytes} for m in pieces)
+        elif operation == "suspend" and pieces:
+            going[member.pid] = sum(m.bytes for m in pieces)
+            wanted[shim.owner] = wanted.get(shim.owner, 0) + room_for(going[member.pid])
+    away = [m for m in members if m.away]
+    if away and (operation not in ("suspend", "resume") or (operation == "suspend" and release == "all")):
+        text = f"the memory of process {away[0].pid} is suspended, its context is not"
+        hint = f"first: limosa resume {away[0].root or away[0].pid}"
+        found.append(Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid))
+    if operation == "resume" and any(m.changes_gpu for m in away):
+        text = f"only the memory of process {away[0].pid} is suspended: its context is where it was"
+        hint = f"limosa resume {away[0].root or away[0].pid}, then limosa move"
+        found.append(Reason(id="context-stays", text=text, exit_code=13, hint=hint, pid=away[0].pid))
+    awake = any(m.was == "running" and not m.away for m in members)
+    if operation == "suspend" and release == MEMORY_ONLY and awake and not going and not away:
+        text = "it has no memory that could be given back alone: that needs a job started by limosa run"
+        found.append(Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release"))
+    if operation == "suspend":
+        found += refusals(wanted)
+    return going, found
 
 
 def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
@@ -94,38 +130,63 @@ def copy_all(
     return time.monotonic() - begun
 
 
+def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
+    """What is held of a suspended process, by the vault or by itself; descriptors, which are the caller's to close.
+
+    Raises:
+        CannotBeMoved: nobody holds anything.
+    """
+    with contextlib.suppress(KeyError):
+        return residents.get(shim.owner, aside_key(member))[0]
+    fds = shim.kept()  # the vault was killed meanwhile
+    if not fds:
+        raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
+    residents.put(shim.owner, aside_key(member), fds)
+    return fds
+
+
+def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], list[Placed]]:
+    """The segments among what is held of a suspended process, and what is where in them.
+
+    Raises:
+        CannotBeMoved: it is no arena.
+    """
+    layouts = [fd for fd in arena if not is_segment(fd)]
+    if len(layouts) != 1:
+        raise CannotBeMoved(detail=f"what is held of the suspended process {member.pid} is no arena")
+    return [fd for fd in arena if is_segment(fd)], read_layout(layouts[0])
+
+
 class _Going:
     """One process on its way into host memory."""
 
-    def __init__(self, member: Member, shim: Shim, residents: Residents):
+    def __init__(self, member: Member, shim: Shim):
         self.member, self.shim = member, shim
-        self.vault, self.mover = residents.vault(shim.owner), residents.mover(shim.owner)
         self.devices = shim.devices()
         self.source: dict[int, int] = {}
         self.layout: list[Placed] = []
-        self.arena = -1
+        self.segments: list[int] = []
+        self.sizes: list[int] = []
 
     def pieces(self) -> list[Memory]:
         """What can be parked, in the order of the arena."""
         return sorted((m for m in self.shim.memories() if not m.shared), key=lambda m: (m.device, m.id))
 
     def close(self) -> None:
-        for fd in self.source.values():
+        for fd in (*self.source.values(), *self.segments):
             os.close(fd)
         self.source.clear()
-        if self.arena >= 0:
-            os.close(self.arena)
-            self.arena = -1
+        self.segments.clear()
         self.shim.close()
 
 
 class Suspending:
     """The parked part of one suspend; used like :class:`limosa.operation.parked.Parked`."""
 
-    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
-        self._work = work
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
+        self._work, self.release = work, release
         self._residents = Residents()
-        self._parts = [_Going(m, shims[m.pid], self._residents) for m in members if m.pid in shims]
+        self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = 0
@@ -136,41 +197,47 @@ class Suspending:
         return {part.member.pid: part.shim for part in self._parts}
 
     def prepare(self) -> None:
-        """Has the arenas made and pinned, and everything held by vault and mover; the jobs run on meanwhile."""
+        """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
         for part in self._parts:
             self._ready(part, part.pieces())
 
     def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
-        pid = part.member.pid
+        pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
         new = [m for m in pieces if m.id not in part.source]
         part.source.update(zip((m.id for m in new), part.shim.export([m.id for m in new]), strict=True))
+        self.bytes -= sum(p.bytes for p in part.layout)
         part.layout = []
         for m in pieces:
             before = part.layout[-1] if part.layout else Placed(0, 0, "", 0)
             part.layout.append(Placed(m.id, m.bytes, part.devices[m.device], before.offset + before.bytes))
-        part.vault.put(
-            key_of(self._work.id, part.member, "source"),
-            [part.source[m.id] for m in pieces],
-            msgspec.json.encode([m.id for m in pieces]),
+        total = sum(p.bytes for p in part.layout)
+        note = msgspec.json.encode([m.id for m in pieces])
+        self._residents.put(
+            owner, key_of(self._work.id, part.member, "source"), [part.source[m.id] for m in pieces], note
         )
-        if part.arena >= 0:
-            os.close(part.arena)
-        part.arena = os.memfd_create(ARENA, os.MFD_CLOEXEC)
-        total = write_layout(part.arena, part.layout)
         for gpu in {p.gpu for p in part.layout}:
-            part.mover.drop(f"{pid}/{gpu}")
+            mover.drop(f"{pid}/{gpu}")
             mine = [p for p in part.layout if p.gpu == gpu]
-            part.mover.take(f"{pid}/{gpu}", [part.source[p.id] for p in mine], [p.bytes for p in mine], gpu)
-        part.mover.drop(f"{pid}/arena")
+            mover.take(f"{pid}/{gpu}", [part.source[p.id] for p in mine], [p.bytes for p in mine], gpu)
+        if part.sizes != sizes_for(total):
+            mover.drop(f"{pid}/arena")
+            for fd in part.segments:
+                os.close(fd)
+            part.segments = []
+            part.segments = self._residents.vault(owner).segments(aside_key(part.member), total, arena_cap())
+            part.sizes = sizes_for(total)
         if part.layout:
-            part.mover.arena(f"{pid}/arena", part.arena, total, part.layout[0].gpu)
+            with self._work.spent("pin"):
+                mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=True)
         self.bytes += total
 
     def hold_still(self) -> None:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
+        for part in self._parts:
+            self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
-        for part in self._parts:
+        for part in self._parts if self.release == "all" else []:
             lower_stack(part.shim)
         for part in self._parts:
             now = part.pieces()
@@ -178,9 +245,10 @@ class Suspending:
                 for gone in set(part.source) - {m.id for m in now}:
                     os.close(part.source.pop(gone))
                 self._ready(part, now)
-        for part in self._parts:
-            self._work.note("park", "begin", part.member.pid)
-            part.shim.unmap()
+        with self._work.spent("unmap"):
+            for part in self._parts:
+                if part.shim.unmap() is not Stand.AWAY and part.source:
+                    raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
 
     def start_copy(self) -> None:
         """Copies in the background; the driver's checkpoint runs meanwhile."""
@@ -212,8 +280,15 @@ class Suspending:
     def keep(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
-            part.vault.put(aside_key(part.member), [part.arena])
-            part.shim.keep(part.arena)
+            layout = layout_file(msgspec.json.encode(part.layout))
+            try:
+                held = [*part.segments, layout]
+                self._residents.put(part.shim.owner, aside_key(part.member), held)
+                part.shim.keep(held)
+            finally:
+                os.close(layout)
+            if self.release == MEMORY_ONLY:
+                part.member.away, part.member.held = True, {}
             for placed in part.layout:
                 part.member.held[placed.gpu] = part.member.held.get(placed.gpu, 0) + placed.bytes
 
@@ -228,7 +303,7 @@ class Suspending:
                 if stand is Stand.CLOSED:
                     part.shim.open_gate()
                 part.shim.keep()
-                part.vault.drop(aside_key(part.member))
+                self._residents.drop(part.shim.owner, aside_key(part.member))
             except LimosaError:
                 if part.member.identity.alive():
                     raise
@@ -237,7 +312,7 @@ class Suspending:
     def let_go(self) -> None:
         """Lets go of the source's memory."""
         for part in self._parts:
-            part.vault.drop(key_of(self._work.id, part.member, "source"))
+            self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "source"))
             part.close()
         self._residents.close()
 
@@ -250,10 +325,9 @@ class Suspending:
 class _Coming:
     """One process on its way back."""
 
-    def __init__(self, member: Member, shim: Shim, residents: Residents, arena: int):
+    def __init__(self, member: Member, shim: Shim, arena: list[int]):
         self.member, self.shim, self.arena = member, shim, arena
-        self.vault, self.mover = residents.vault(shim.owner), residents.mover(shim.owner)
-        self.layout = read_layout(arena)
+        self.segments, self.layout = parts_of(member, arena)
         self.target: dict[int, int] = {}
         self.mapped = False
 
@@ -262,10 +336,10 @@ class _Coming:
         return self.member.map.get(placed.gpu, placed.gpu)
 
     def close(self) -> None:
-        for fd in self.target.values():
+        for fd in (*self.target.values(), *self.arena):
             os.close(fd)
         self.target.clear()
-        os.close(self.arena)
+        self.arena.clear()
         self.shim.close()
 
 
@@ -276,35 +350,25 @@ class Resuming:
         self._work = work
         self._residents = Residents()
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
-        self._parts = [_Coming(m, shim, self._residents, self._arena(m, shim)) for m, shim in mine]
+        self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
-    def _arena(self, member: Member, shim: Shim) -> int:
-        vault = self._residents.vault(shim.owner)
-        with contextlib.suppress(KeyError):
-            return vault.get(aside_key(member))[0][0]
-        fd = shim.kept()  # the vault was killed meanwhile
-        if fd < 0:
-            raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
-        vault.put(aside_key(member), [fd])
-        return fd
-
     def prepare(self) -> None:
-        """Makes memory on the GPUs and has the arenas pinned."""
+        """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
         for part in self._parts:
-            pid = part.member.pid
+            pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
             for gpu in sorted({part.there(p) for p in part.layout}):
                 mine = [p for p in part.layout if part.there(p) == gpu]
-                made = part.mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
+                made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
             ids = sorted(part.target)
-            note = msgspec.json.encode(ids)
-            part.vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+            key = key_of(self._work.id, part.member, "target")
+            self._residents.put(part.shim.owner, key, [part.target[i] for i in ids], msgspec.json.encode(ids))
             if part.layout:
                 total = sum(p.bytes for p in part.layout)
-                part.mover.arena(f"{pid}/arena", part.arena, total, part.there(part.layout[0]))
+                mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
 
     def start_copy(self) -> None:
         """Copies in the background; the driver's restore runs meanwhile."""
@@ -361,16 +425,20 @@ class Resuming:
         self._close()
 
     def let_go(self) -> None:
-        """The jobs run: nobody needs the arenas any more."""
+        """The jobs run: nobody needs what is in the arenas any more."""
         for part in self._parts:
+            again = False
             with contextlib.suppress(LimosaError):
                 part.shim.keep()
-            part.vault.drop(aside_key(part.member))
+                again = True
+            with contextlib.suppress(LimosaError, OSError, EOFError):  # the job runs, whoever was killed
+                self._residents.drop(part.shim.owner, aside_key(part.member), again=again)
         self._close()
 
     def _close(self) -> None:
         for part in self._parts:
-            part.vault.drop(key_of(self._work.id, part.member, "target"))
+            with contextlib.suppress(LimosaError, OSError, EOFError):
+                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "target"))
             part.close()
         self._residents.close()
 

@@ -61,7 +61,7 @@ def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: N
     rights = _capabilities()
     works, trial = _criu(criu, fix, rights, log)
     checks += [trial, _plugin(works, present, fix, log), rights, _ptrace_scope(), _nftables(works)]
-    checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _stale(), _runtime_dir()]
+    checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _parking(), _stale(), _runtime_dir()]
     return Diagnosis(ok=not any(c.status == "fail" for c in checks), checks=checks)
 
 
@@ -211,6 +211,31 @@ def _cgroup(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
         if level == root:
             break
     return ok("cgroup", "v2, no memory limit on this shell")
+
+
+def _parking() -> Check:
+    """The check "parking": vault and mover of the caller (for root: of everybody), the arena, when they end."""
+    from limosa.operation.arena import owners, shown
+
+    told = []
+    try:
+        for uid in owners():
+            there = shown(uid)
+            whose = f"uid {uid}: " if uid != os.geteuid() else ""
+            total = there.used + there.free
+            if there.mover:
+                memory = sum(there.mover_memory.values()) / (1 << 20)
+                ends = f"ends in {there.mover_ends_in:.0f} s" if there.mover_ends_in is not None else "in use"
+                told.append(f"{whose}mover is process {there.mover}, {memory:.0f} MiB of device memory, {ends}")
+            if there.vault:
+                kept = f", kept for {there.seconds:.0f} s" if there.reserved else ""
+                arena = f"{there.used / _GIB:.2f} in use, {there.pinned / _GIB:.2f} pinned{kept}"
+                told.append(f"{whose}vault is process {there.vault}, arena {total / _GIB:.2f} GiB, {arena}")
+    except (LimosaError, OSError) as error:
+        return warn("parking", f"what is resident cannot be looked at: {error}")
+    if not told:
+        return ok("parking", "no vault and no mover are resident")
+    return ok("parking", "; ".join(told) + " (limosa arena --end gives back what no job uses)")
 
 
 def _stale() -> Check:

@@ -412,12 +412,13 @@ def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> di
     return {pid: error for pid, future in futures.items() if (error := future.exception()) is not None}
 
 
-def leave_suspended(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
+def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: str = "all") -> None:
     """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
 
     Args:
         members: of one or several jobs.
         away: those that stand on the GPU they were moved to.
+        release: what was given back: "all" or "memory-only".
     """
     for root in {m.root or m.pid for m in members}:
         of_root = [m for m in members if (m.root or m.pid) == root]
@@ -428,4 +429,5 @@ def leave_suspended(members: Sequence[Member], away: Sequence[Member] = ()) -> N
             continue
         by = user_of(os.getpid())
         members_of = [m.identity for m in of_root]
-        SuspendRecord(root=identity, by=by, bytes=added_up(held.values()), members=members_of, held=held).save()
+        of_all = {"bytes": added_up(held.values()), "members": members_of, "held": held}
+        SuspendRecord(root=identity, by=by, release=release, **of_all).save()  # type: ignore[arg-type]

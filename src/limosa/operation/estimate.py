@@ -12,8 +12,8 @@ CHECKPOINT_FIXED, CHECKPOINT_RATE = 0.45, 2.4e9
 RESTORE_FIXED, RESTORE_RATE = 0.30, 6.8e9
 COPY_RATE = 350e9
 """Bytes a second from GPU to GPU, beside the driver's checkpoint (prototype, two H200)."""
-ARENA_RATE = 50e9
-"""Bytes a second between a GPU and pinned host memory."""
+ARENA_RATE, GATE_FIXED = 50e9, 0.01
+"""Between a GPU and pinned host memory (the bus gives 55e9); closing and opening the gates, unmapping and mapping."""
 CONTEXT = 0.55e9
 """Bytes that NVML counts for a context beside the application's memory; their time is in the fixed costs."""
 LOCK_FIXED = 0.005
@@ -70,7 +70,13 @@ def other_way(operation: str, members: Sequence[Member], parked: int = 0) -> Oth
 
 
 def of(
-    operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False, parked: int = 0
+    operation: str,
+    members: Sequence[Member],
+    host_bytes: int = 0,
+    leave_running: bool = False,
+    parked: int = 0,
+    *,
+    release: str = "all",
 ) -> Estimate:
     """The estimate for a verb.
 
@@ -80,6 +86,7 @@ def of(
         host_bytes: memory of all processes that an image takes, device memory excluded.
         leave_running: a checkpoint's option.
         parked: bytes that are not left to the driver, or that an image holds as chunks.
+        release: what a suspend gives back.
     """
     size = device_bytes(members)
     out, back = checkpoint_seconds(members), restore_seconds(members)
@@ -91,6 +98,10 @@ def of(
         back = max(RESTORE_FIXED, back - parked / RESTORE_RATE, copy if operation == "resume" else 0.0)
     if operation == "move":
         return Estimate(pause_seconds=LOCK_FIXED + out + back, seconds=LOCK_FIXED + out + back, bytes=size)
+    away = [m for m in members if m.away]
+    if (operation == "suspend" and release != "all") or (operation == "resume" and away):
+        seconds = GATE_FIXED + max(parked, device_bytes(away)) / ARENA_RATE
+        return Estimate(pause_seconds=seconds, seconds=seconds, bytes=max(parked, device_bytes(away)))
     if operation == "suspend":
         return Estimate(pause_seconds=LOCK_FIXED + out, seconds=LOCK_FIXED + out, bytes=size)
     if operation == "resume":

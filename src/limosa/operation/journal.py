@@ -41,6 +41,7 @@ class Member(msgspec.Struct, kw_only=True):
         root: the pid of the job it belongs to.
         nodes: minor numbers of all GPUs by UUID, where GPUs are hidden from the job (``limosa run --gpus``): each
             restore shows it those that it is to be on. Else empty.
+        away: its memory alone is suspended (``held`` is that then), and the driver knows nothing of it.
     """
 
     identity: Identity
@@ -51,6 +52,7 @@ class Member(msgspec.Struct, kw_only=True):
     beside: dict[str, int] = {}
     root: int = 0
     nodes: dict[str, int] = {}
+    away: bool = False
 
     @property
     def pid(self) -> int:
@@ -69,8 +71,14 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 def common_state(members: Iterable[Member]) -> str:
-    """The state that all of them had before the operation, "mixed", or "running" where there is none."""
+    """The state that all of them had before the operation, "mixed", or "running" where there is none.
+
+    "parked": the memory of some is suspended, and the driver calls all of them "running".
+    """
+    members = list(members)
     states = {m.was for m in members} or {"running"}
+    if states == {"running"} and any(m.away for m in members):
+        return "parked"
     return states.pop() if len(states) == 1 else "mixed"
 
 

@@ -13,9 +13,19 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from limosa import gpu
-from limosa.errors import CannotBeMoved, InvalidMap, LimosaError, NoRoomOnGpu, Reason, Refused, UsageError, worst
+from limosa.errors import (
+    CannotBeMoved,
+    InvalidMap,
+    LimosaError,
+    NoRoomOnGpu,
+    NoRoomOnHost,
+    Reason,
+    Refused,
+    UsageError,
+    worst,
+)
 from limosa.operation import driver_steps, estimate, room, shares
-from limosa.operation.aside import Resuming, Suspending, aside_shims
+from limosa.operation.aside import MEMORY_ONLY, Resuming, Suspending, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
@@ -40,6 +50,7 @@ class _How(NamedTuple):
     timeout: float | None
     progress: ProgressFn
     cancel: threading.Event | None
+    release: str = "all"
 
     def work(self, operation: str, started: float) -> Work:
         return Work(
@@ -100,6 +111,7 @@ def move(
 def suspend(
     jobs: JobLike | Sequence[JobLike],
     *,
+    release: str = "all",
     max_pause: float | None = None,
     force: Collection[str] = (),
     dry_run: bool = False,
@@ -110,8 +122,14 @@ def suspend(
     """Puts jobs aside: their device memory goes to host memory, the GPUs are free for others. See :func:`move`.
 
     Suspending a suspended job succeeds with ``already``.
+
+    With ``release="memory-only"`` the job's context stays on its GPU (some hundred MiB), as does what the shim does not
+    look after; giving the memory back and taking it again takes milliseconds, and it is resumed on that GPU only. For
+    jobs started by ``limosa run``.
     """
-    return _each("suspend", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel))
+    if release not in ("all", MEMORY_ONLY):
+        raise UsageError(detail=f"release={release!r}: all or {MEMORY_ONLY}")
+    return _each("suspend", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel, release))
 
 
 def resume(
@@ -194,9 +212,8 @@ def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list
             try:
                 which = job(like)
                 clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
-                prepared = look_at(
-                    verb, which, driver, where, force=how.force, max_pause=how.max_pause, freed=freed, clock=clock
-                )
+                limits: dict[str, Any] = {"max_pause": how.max_pause, "release": how.release}
+                prepared = look_at(verb, which, driver, where, force=how.force, freed=freed, clock=clock, **limits)
             except LimosaError as error:
                 refused = Plan(operation=verb, pid=_pid_of(like), verdict="refused", reasons=[as_reason(error)])
                 outcomes.append(Outcome(pid=_pid_of(like), error=None if how.dry_run else error, plan=refused))
@@ -230,9 +247,8 @@ def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:
             with how.work(verb, started) as work:
                 work.check()
                 with work.timed("plan", "looking"):
-                    prepared = look_at(
-                        verb, which, work.driver, where, force=how.force, max_pause=how.max_pause, clock=work
-                    )
+                    limits: dict[str, Any] = {"max_pause": how.max_pause, "release": how.release}
+                    prepared = look_at(verb, which, work.driver, where, force=how.force, clock=work, **limits)
                     prepared.refuse()
                 work.operation = prepared.operation
                 if is_done(prepared.operation, prepared):
@@ -315,8 +331,9 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     members = [m for p in prepared for m in p.members]
     begin(work, prepared, members)
     refuse_stale(work, prepared)
-    parked = _park(work, operation, members)
-    ready = Ready(members if operation != "resume" else [], getattr(parked, "shims", {}))
+    parked = _park(work, prepared, members)
+    halved = operation != "resume" and prepared[0].release == "all"
+    ready = Ready(members if halved else [], getattr(parked, "shims", {}))
     work.push("ready", ready.let_go)
     ready.prepare()
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
@@ -326,7 +343,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
             with work.spent("park"):
                 parked.hold_still()
             parked.start_copy()
-        stand_still(work, prepared, members)
+        if prepared[0].release == "all":
+            stand_still(work, prepared, members)
     else:
         work.pause_begins()
         if parked is not None:
@@ -340,7 +358,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
             member.identity.check()
         if isinstance(parked, Suspending):
             parked.keep()
-        driver_steps.leave_suspended(members)
+        driver_steps.leave_suspended(members, release=prepared[0].release)
         work.pause_ends()
         work.drop("driver")
         ready.let_go()
@@ -352,9 +370,12 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     # A resume is all of its pause; a move has spent the larger part: from here going on is the shorter way.
     work.check()
     asleep = [m for m in members if operation == "move" or m.was == "checkpointed"]
-    driver_steps.restore(work, asleep)
     begun = work.paused_at
-    driver_steps.unlock(work, [m for m in members if m in asleep or m.was == "locked"])
+    if asleep:
+        driver_steps.restore(work, asleep)
+    locked = [m for m in members if m in asleep or m.was == "locked"]
+    if locked or parked is None:
+        driver_steps.unlock(work, locked)
     if isinstance(parked, (Parked, Resuming)):
         work.paused_at = begun  # it goes on when its gate opens
         with work.spent("copy-wait"):
@@ -376,15 +397,16 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         SuspendRecord(root=p.root).forget()
 
 
-def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Suspending | Resuming | None:
+def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> Parked | Suspending | Resuming | None:
     """Has what the shim looks after ready on both sides; None where the driver carries everything.
 
     Raises:
         CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
     """
     parked: Parked | Suspending | Resuming
+    operation, release = prepared[0].operation, prepared[0].release
     if operation == "resume":
-        shims = aside_shims([m for m in members if m.was == "checkpointed"])
+        shims = aside_shims([m for m in members if m.was == "checkpointed" or m.away])
         if not shims:
             return None
         parked = Resuming(work, members, shims)
@@ -395,6 +417,8 @@ def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Sus
         return parked
     shims = shims_of([m for m in members if m.was == "running" and (operation == "suspend" or m.changes_gpu)])
     if not shims:
+        if release != "all":
+            raise Grew(pids=", ".join(str(m.pid) for m in members))
         return None
     pieces = {pid: shim.memories() for pid, shim in shims.items()}
     came_so = any(piece.imported for own in pieces.values() for piece in own)
@@ -402,7 +426,7 @@ def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Sus
         for shim in shims.values():
             shim.close()
         raise CannotBeMoved(detail="its processes share device memory by legacy IPC handles: it can be moved only")
-    parked = Suspending(work, members, shims) if operation == "suspend" else Parked(work, members, shims)
+    parked = Suspending(work, members, shims, release) if operation == "suspend" else Parked(work, members, shims)
     work.push("parked", parked.home)
     try:
         with work.timed("prepare", "memory on the other side"):
@@ -410,7 +434,8 @@ def _park(work: Work, operation: str, members: Sequence[Member]) -> Parked | Sus
     except LimosaError as error:
         work.drop("parked")
         parked.home()
-        if isinstance(error, CannotBeMoved):
+        alone = release != "all" or not all(p.driver_fits for p in prepared)
+        if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
             raise
         if came_so:
             text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
@@ -458,12 +483,19 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobRe
         operation=operation,
         pid=prepared.root.pid,
         name=prepared.job.name,
-        state="checkpointed" if operation == "suspend" else "running",
+        state=_state_after(prepared),
         map={} if already or operation == "suspend" else map_,
         timings=work.timings,
         bytes=0 if already else max(work.parked_bytes, estimate.device_bytes(prepared.members)),
         already=already,
         way="parked" if work.parked_bytes and not already else "driver",
         other=None if already else estimate.other_way(operation, prepared.members, work.parked_bytes),
+        release=prepared.release if operation == "suspend" else "",
         warnings=[*work.warnings, *prepared.warnings()],
     )
+
+
+def _state_after(prepared: Prepared) -> str:
+    if prepared.operation != "suspend":
+        return "running"
+    return "checkpointed" if prepared.states == {"checkpointed"} or prepared.release == "all" else "parked"

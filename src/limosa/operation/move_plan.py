@@ -25,6 +25,7 @@ def look_at(
     check_room: bool = True,
     freed: Mapping[str, int] | None = None,
     clock: Clock | None = None,
+    release: str = "all",
 ) -> Prepared:
     """Plans one verb for one job.
 
@@ -38,9 +39,10 @@ def look_at(
         check_room: False for a swap, where room is looked at for both together.
         freed: bytes by GPU UUID that jobs planned before this one will have freed (negative: taken).
         clock: how long it may take.
+        release: what a suspend is to give back: "all" or "memory-only".
     """
     common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
-    prepared = look(verb, which, driver=driver, **common)
+    prepared = look(verb, which, driver=driver, release=release, **common)
     if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
     operation = prepared.operation
@@ -53,7 +55,7 @@ def look_at(
         if member.was == "locked":
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
-    cost = estimate.of(operation, prepared.members, parked=prepared.parked)
+    cost = estimate.of(operation, prepared.members, parked=prepared.parked, release=release)
     too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
     if too_long and not is_done(operation, prepared):
         extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
@@ -74,7 +76,8 @@ def pause_reason(estimated: float, limit: float) -> Reason:
 
 
 def _toggled(prepared: Prepared) -> str:
-    return "resume" if prepared.states == {"checkpointed"} else "suspend"
+    suspended = prepared.states == {"checkpointed"} or any(m.away for m in prepared.members)
+    return "resume" if suspended else "suspend"
 
 
 def _unasked(prepared: Prepared) -> bool:
@@ -86,8 +89,11 @@ def is_done(operation: str, prepared: Prepared) -> bool:
     """Whether the job is already as the verb wants it."""
     if not prepared.members or _unasked(prepared):
         return False
+    away = any(m.away for m in prepared.members)
     if operation == "suspend":
-        return prepared.states == {"checkpointed"}
+        return prepared.states == {"checkpointed"} or (away and prepared.release != "all")
+    if away:
+        return False
     if prepared.inventory is None or prepared.nowhere:
         return False  # where it is, or is to be, cannot be told
     if operation == "resume":
@@ -101,6 +107,9 @@ def _leaves(member: Member) -> bool:
 
 def steps_of(operation: str, prepared: Prepared) -> list[str]:
     """The steps in words."""
+    if (operation == "suspend" and prepared.release != "all") or any(m.away for m in prepared.members):
+        away = "host memory → device memory" if operation == "resume" else "device memory → host memory"
+        return [f"hold the job still; {away}; its context stays"]
     awake = [m.pid for m in prepared.members if m.was != "checkpointed"]
     pids = ", ".join(str(m.pid) for m in prepared.members)
     steps = []

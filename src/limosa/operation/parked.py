@@ -32,11 +32,13 @@ STACK_BYTES = 16
 GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
 SLOWEST_COPY = 1e9  # bytes a second
+COPY_SECONDS = float(os.environ.get("LIMOSA_COPY_SECONDS", "60"))
+"""What a copy may take beside that before it counts as hung."""
 
 
 def copy_limit(bytes_: int) -> float:
     """Seconds after which a copy counts as hung."""
-    return 60.0 + bytes_ / SLOWEST_COPY
+    return COPY_SECONDS + bytes_ / SLOWEST_COPY
 
 
 def lower_stack(shim: Shim) -> None:
@@ -388,11 +390,12 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> None:
     forget(dead)
 
 
-def forget(dead: Journal) -> None:
-    """Has the vaults let go of what they held for that operation (not of arenas)."""
+def forget(dead: Journal, *, arenas: bool = False) -> None:
+    """Has the vaults let go of what they held for that operation; of arenas only where it had not got to them."""
+    own = {f"aside/{m.identity.to_str()}" for m in dead.header.members if arenas and m.was == "running" and not m.away}
     for vault in Vault.all():
         with vault:
-            for key in [key for key in vault.held() if key.startswith(f"{dead.header.id}/")]:
+            for key in [key for key in vault.held() if key.startswith(f"{dead.header.id}/") or key in own]:
                 vault.drop(key)
 
 
@@ -421,8 +424,9 @@ def _give_back(operation: str, member: Member, side: str) -> None:
                     os.close(fd)
         if stand is Stand.CLOSED:
             shim.open_gate()
-        if side == "source":
-            shim.keep()
+        shim.keep()  # it runs: what was kept of it for a resume is nobody's any more
+        with Vault(shim.owner) as vault:
+            vault.drop(f"aside/{member.identity.to_str()}")
 
 
 def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], list[Memory]]:

@@ -27,7 +27,7 @@ from limosa.errors import (
     Refused,
     UsageError,
 )
-from limosa.operation import claims, estimate, parked, room
+from limosa.operation import aside, claims, estimate, parked, room
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.refusals import gpu_refusals
@@ -68,6 +68,8 @@ class Prepared(msgspec.Struct, kw_only=True):
     host_bytes: int = 0
     leave_running: bool = False
     parked: int = 0  # bytes that the shim looks after
+    release: str = "all"  # what a suspend gives back
+    driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
@@ -111,7 +113,9 @@ class Prepared(msgspec.Struct, kw_only=True):
             verdict="refused" if refused else "ok",
             reasons=sorted(self.reasons, key=lambda r: not r.refuses),
             steps=self.steps,
-            estimate=estimate.of(self.operation, self.members, self.host_bytes, self.leave_running, self.parked),
+            estimate=estimate.of(
+                self.operation, self.members, self.host_bytes, self.leave_running, self.parked, release=self.release
+            ),
             map=maps,
             way="parked" if self.by_parking else "driver" if self.members else "host",
             other=estimate.other_way(self.operation, self.members, self.parked),
@@ -144,9 +148,10 @@ def plan(verb: str, like: JobLike, **options: Any) -> Plan:
             raise UsageError(detail=f"no plan for {verb!r}: move, suspend, resume, toggle or checkpoint")
         where = Where(**{k: options.pop(k, None) for k in ("to", "source", "gpu_map")})
         force, limit = options.pop("force", ()), options.pop("max_pause", None)
+        release = options.pop("release", "all") if verb == "suspend" else "all"
         if options:
             raise UsageError(detail=f"{verb} has no option {', '.join(options)}")
-        return look_at(verb, which, driver, where, force=force, max_pause=limit).as_plan()
+        return look_at(verb, which, driver, where, force=force, max_pause=limit, release=release).as_plan()
     finally:
         driver.close()
 
@@ -171,6 +176,7 @@ def look(
     probe_memory: bool = True,
     freed: Mapping[str, int] | None = None,
     clock: Clock | None = None,
+    release: str = "all",
 ) -> Prepared:
     """Reads everything about one job for one verb; raises only where the job itself cannot be read.
 
@@ -186,6 +192,7 @@ def look(
         freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
         probe_memory: where host memory looks short, touch and free what is missing and look again.
         clock: how long looking may take; None: as long as it takes.
+        release: what a suspend is to give back.
 
     Raises:
         NoSuchProcess: it is gone, or a zombie.
@@ -201,17 +208,21 @@ def look(
     tree = job_tree(which.root)
     observation = observe(which.root)
     prepared = Prepared(operation=operation, job=which, tree=tree, observation=observation, leave_running=leave_running)
+    prepared.release = release
     reasons: list[Reason] = list(hazards.common_hazards(observation))
     reasons += busy(tree)
     prepared.members, asked = find_members(driver, which.root, tree, observation, clock)
     clock.check()
     reasons += asked
     known: set[int] = set()
+    aside_bytes: dict[int, int] = {}
     if prepared.members:
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
             prepared.parked, against, known = parked.look(operation, prepared.members)
+            reasons += against
+            aside_bytes, against = aside.look(operation, prepared.members, release)
             reasons += against
             reasons += gpu_refusals(
                 prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
@@ -224,9 +235,14 @@ def look(
         # From outside shared events look like shared memory. The shim knows what is shared.
         reasons += [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
         if operation != "resume":
-            needed = {m.pid: m.bytes for m in prepared.members if m.was != "checkpointed"}
+            needed = {m.pid: m.bytes for m in prepared.members if m.was != "checkpointed" and not m.away}
+            left = {
+                pid: 0 if release == aside.MEMORY_ONLY else size - aside_bytes.get(pid, 0)
+                for pid, size in needed.items()
+            }
             grow = partial(grow_host_memory, stop=clock.stop_asked)
-            reasons += hazards.memory_hazards(observation, needed, probe=probe_memory, grow=grow)
+            reasons += hazards.memory_hazards(observation, left, probe=probe_memory, grow=grow)
+            prepared.driver_fits = not aside_bytes or not hazards.memory_hazards(observation, needed)
             clock.check()
         if operation in ("move", "resume") and check_room and prepared.inventory is not None:
             vacated = added_up([room.held_now(prepared.members), freed or {}])

@@ -80,27 +80,31 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         }
         for p in pids
     ]
+    parked = False
     reasons: list[Reason]
     if in_tree:
         prepared = look("resume" if suspended else "suspend", which, driver=driver, probe_memory=False)
+        if any(m.away for m in prepared.members):
+            parked, prepared = True, look("resume", which, driver=driver, probe_memory=False)
         reasons = prepared.reasons
-        if prepared.inventory is not None and not suspended:
+        if prepared.inventory is not None and not suspended and not parked:
             known = {r.id for r in reasons}
             moving = gpu_refusals(prepared.inventory, prepared.members, moves=True)
             reasons = [*reasons, *(r for r in moving if r.id not in known)]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
+    told = {"since": rfc3339(record.since), "by": record.by, "release": record.release} if record else None
     return Ps(
         pid=which.root.pid,
         name=which.name,
         user=user_of(which.root.pid),
         command=command_of(which.root.pid),
-        state=_overall(in_tree),
+        state="parked" if parked else _overall(in_tree),
         gpus=[{"index": index.get(u, -1), "uuid": u, "memory_used": size} for u, size in sorted(bytes_of.items())],
         processes=processes,
         movable=bool(in_tree) and not any(r.refuses for r in reasons),
         reasons=reasons,
-        suspended={"since": rfc3339(record.since), "by": record.by} if suspended and record else None,
+        suspended=told if (suspended or parked) and record else None,
         started_by_run=by_run,
         way="" if not ways else "parked" if all(w.way == "parked" for w in ways.values()) else "driver",
         parkable=sum(w.parkable for w in ways.values()),

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -224,11 +224,11 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     if not alive:
         return _entry(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
-    if header.operation == "suspend" and all(s == "checkpointed" for s in states.values()):
-        record = SuspendRecord.of(header.roots[0]) if header.roots else None
-        if record is not None and record.since >= header.since:
-            parked.forget(dead)
-            return _entry(dead, did="it was suspended: finished", state="checkpointed")
+    record = SuspendRecord.of(header.roots[0]) if header.roots and header.operation == "suspend" else None
+    if record is not None and record.since >= header.since and _is_suspended(record, alive, states):
+        parked.forget(dead)
+        state = "checkpointed" if record.release == "all" else "parked"
+        return _entry(dead, did="it was suspended: finished", state=state)
     if dead.began("park") or dead.began("map"):
         parked.bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
         if dead.began("open"):
@@ -245,7 +245,15 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
             SuspendRecord(root=root).forget()
         return _entry(dead, did="everything was restored: unlocked it (finished)", state="running")
     driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+    parked.forget(dead, arenas=header.operation == "suspend")
     return _entry(dead, did="undid it", state=journal.common_state(alive))
+
+
+def _is_suspended(record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
+    """Whether all is as the record says, which is written last: when vault and job have the arena."""
+    if record.release != "all":
+        return parked.aside(alive)
+    return all(state == "checkpointed" for state in states.values())
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     """What ``move``, ``suspend``, ``resume`` or ``toggle`` did to one job.
 
     Attributes:
-        state: the job's state now: "running" or "checkpointed" (suspended).
+        state: the job's state now: "running", "checkpointed" (suspended) or "parked" (its memory alone is suspended).
         map: GPU UUID → GPU UUID, the full map that was used; empty where nothing was restored.
         timings: seconds for each step ("plan", "lock", "checkpoint", "restore", "unlock", "total") and
             "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
@@ -79,6 +79,7 @@ class JobResult(msgspec.Struct, kw_only=True):
         already: True where nothing had to be done.
         way: "driver", or "parked" where what the shim looks after was held aside.
         other: what the other way would have cost, by estimate.
+        release: of a suspend: what was given back, "all" or "memory-only".
     """
 
     operation: str
@@ -91,6 +92,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     already: bool = False
     way: str = "driver"
     other: OtherWay | None = None
+    release: str = ""
     warnings: list[Reason] = []
 
 
@@ -195,8 +197,8 @@ class Ps(msgspec.Struct, kw_only=True):
     """One job as ``ps`` shows it.
 
     Attributes:
-        state: "running", "locked", "checkpointed" (suspended), "failed", "mixed", "unknown", or the driver's number as
-            text.
+        state: "running", "locked", "checkpointed" (suspended), "parked" (only its memory is), "failed", "mixed",
+            "unknown", or the driver's number as text.
         gpus: one entry for each GPU on which it holds memory: index, uuid, memory_used (bytes). For a suspended job the
             GPU it came from and the bytes it had there.
         processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used;
@@ -205,7 +207,7 @@ class Ps(msgspec.Struct, kw_only=True):
         parkable: bytes that can be parked.
         movable: whether ``plan move`` finds nothing against it.
         reasons: refusals and warnings.
-        suspended: since (RFC 3339), by (user), or None.
+        suspended: since (RFC 3339), by (user), release ("all" or "memory-only"), or None.
     """
 
     pid: int

@@ -90,4 +90,4 @@ def check(inventory: Inventory, members: Sequence[Member], operation_id: str) ->
 
 def held_now(members: Sequence[Member]) -> dict[str, int]:
     """Bytes by GPU UUID that members still on the GPUs will let go of."""
-    return added_up(m.held for m in members if m.was != "checkpointed")
+    return added_up(m.held for m in members if m.was != "checkpointed" and not m.away)

@@ -25,7 +25,7 @@ from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProces
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.operation import shares
-from limosa.operation.aside import aside_key, read_layout
+from limosa.operation.aside import arena_of, aside_key, parts_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import GATE_SECONDS, key_of, lower_stack, together
 from limosa.operation.results import Round
@@ -94,19 +94,19 @@ class _Part:
 class _Suspended(_Part):
     """One that is suspended: its memory is in an arena, which the vault and the process itself hold."""
 
-    def __init__(self, member: Member, shim: Shim, arena: int):
+    def __init__(self, member: Member, shim: Shim, arena: list[int]):
         super().__init__(member, shim)
         self.arena = arena
-        self.layout = read_layout(arena)
+        self.segments, self.layout = parts_of(member, arena)
         self.bytes = {p.id: p.bytes for p in self.layout}
         self.gpus = {p.id: p.gpu for p in self.layout}
         self.let_go = False
 
     def close(self) -> None:
         super().close()
-        if self.arena >= 0:
-            os.close(self.arena)
-            self.arena = -1
+        for fd in self.arena:
+            os.close(fd)
+        self.arena.clear()
 
 
 class Saving:
@@ -145,14 +145,8 @@ class Saving:
         for member, shim in asleep:
             self._parts.append(_Suspended(member, shim, self._arena(member, shim)))
 
-    def _arena(self, member: Member, shim: Shim) -> int:
-        with contextlib.suppress(KeyError):
-            return self._residents.vault(shim.owner).get(aside_key(member))[0][0]
-        fd = shim.kept()  # the vault was killed meanwhile
-        if fd < 0:
-            raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
-        self._residents.vault(shim.owner).put(aside_key(member), [fd])
-        return fd
+    def _arena(self, member: Member, shim: Shim) -> list[int]:
+        return arena_of(self._residents, member, shim)
 
     @property
     def shims(self) -> dict[int, Shim]:
@@ -184,8 +178,8 @@ class Saving:
         for part in self._parts:
             if isinstance(part, _Suspended):
                 for uuid in sorted(set(part.gpus.values())):
-                    places = [(p.id, p.bytes, 0, p.offset) for p in part.layout if p.gpu == uuid]
-                    self._saver.aside(part.pid, places, uuid, [part.arena])
+                    places = [(p.id, p.bytes, p.offset) for p in part.layout if p.gpu == uuid]
+                    self._saver.aside(part.pid, places, uuid, part.segments)
         self._refuse_outside()
         self._follow()
         changed = self.bytes if self._limit == 0 else self._copy_rounds() if running else self._copy_once()
@@ -464,7 +458,7 @@ def keep_again(dead: Journal) -> None:
             except KeyError:
                 continue
             try:
-                shim.keep(fds[0])
+                shim.keep(fds)
             finally:
                 for fd in fds:
                     os.close(fd)

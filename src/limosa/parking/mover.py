@@ -66,10 +66,30 @@ class Mover:
         message = {"verb": "copy", "copies": [list(one) for one in copies], "rate": rate}
         return float(self.ask(message, limit)[0]["seconds"])
 
-    def arena(self, key: str, fd: int, bytes_: int, gpu: str) -> None:
-        """Have it map, and pin, host memory; the descriptor stays ours."""
-        message = {"verb": "arena", "key": key, "bytes": bytes_, "gpu": gpu}
-        self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, [fd])
+    def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
+        """Have it map segments of the arena, as one piece of memory; the descriptors stay ours.
+
+        Args:
+            key: what it is held as.
+            fds: the segments.
+            bytes_: how much of them will be used.
+            gpu: one whose context is there.
+            pin: have what is not pinned yet pinned: takes its time (2 GB/s and more).
+
+        Returns:
+            Seconds.
+        """
+        message = {"verb": "hold", "key": key, "bytes": bytes_, "gpu": gpu, "pin": pin}
+        return float(self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds)[0]["seconds"])
+
+    def warm(self, fds: Sequence[int], bytes_: int, gpu: str, keep: float) -> float:
+        """Have it pin segments that nobody uses yet, and not end for so many seconds; returns what it took."""
+        message = {"verb": "warm", "gpu": gpu, "seconds": keep}
+        return float(self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds)[0]["seconds"])
+
+    def pinned(self) -> int:
+        """Return how many bytes of the arena it has pinned."""
+        return int(self.ask({"verb": "pinned"})[0]["bytes"])
 
     def host(self, way: str, copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0) -> float:
         """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns seconds.

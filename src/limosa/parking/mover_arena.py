@@ -1,22 +1,193 @@
-"""What the mover does with host memory: pins it, and copies device memory there and back."""
+"""What the mover does with host memory: pins the arena's segments, and copies device memory there and back.
+
+A segment that was pinned stays so, for whoever has it next, until the vault has let go of it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from limosa.gpu.vmm import HostPiece, call
+from limosa.errors import DriverError, LimosaError
+from limosa.gpu.vmm import Contexts, HostPiece, call
 from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Streams
-from limosa.parking.mover_session import Reply, Session
+from limosa.parking.mover_session import Reply, Session, Shared
 from limosa.parking.rate import Rate
+from limosa.parking.resident import look_for
+from limosa.parking.segments import LARGE
+from limosa.parking.vault import Vault
+
+TOUCH = 64 << 20
+"""What one thread has the kernel back at a time."""
+TOUCHERS = max(1, min(8, (os.cpu_count() or 1) - 1))
+COPIERS = 4
+"""Threads that copy what is not pinned."""
 
 
-def arena(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Map host memory that a descriptor leads to, pinned, as one piece: ``key``, ``bytes``, ``gpu``."""
+class Segment:
+    """One segment as the mover has it; ``users`` are sessions, and whoever is just pinning it."""
+
+    def __init__(self, fd: int, bytes_: int):
+        self.piece = HostPiece(fd, bytes_)
+        self.users = 0
+        self.busy = threading.Lock()
+
+    def pin(self, threads: ThreadPoolExecutor) -> None:
+        """Touch it by several threads, then pin it; where that is not possible it is copied more slowly."""
+        with self.busy:
+            if self.piece.pinned:
+                return
+            parts = range(0, self.piece.bytes, TOUCH)
+            touched = [threads.submit(self.piece.touch, p, min(TOUCH, self.piece.bytes - p)) for p in parts]
+            for one in touched:
+                with contextlib.suppress(OSError):
+                    one.result()
+            with contextlib.suppress(DriverError):
+                self.piece.pin()
+
+
+class Segments:
+    """The segments that the mover has mapped, by inode."""
+
+    def __init__(self) -> None:
+        self._there: dict[int, Segment] = {}
+        self._lock = threading.Lock()
+
+    def take(self, fds: Sequence[int]) -> list[Segment]:
+        """Return segments, each with one user more."""
+        found: list[Segment] = []
+        with self._lock:
+            try:
+                for fd in fds:
+                    info = os.fstat(fd)
+                    if info.st_ino not in self._there:
+                        self._there[info.st_ino] = Segment(fd, info.st_size)
+                    self._there[info.st_ino].users += 1
+                    found.append(self._there[info.st_ino])
+            except BaseException:
+                for segment in found:
+                    segment.users -= 1
+                raise
+        return found
+
+    def leave(self, segments: Sequence[Segment]) -> None:
+        """One user less of each."""
+        with self._lock:
+            for segment in segments:
+                segment.users -= 1
+
+    def bytes(self) -> int:
+        """Return how many bytes are pinned."""
+        return sum(s.piece.bytes for s in list(self._there.values()) if s.piece.pinned)
+
+    def trim(self, known: Sequence[int], contexts: Contexts) -> None:
+        """Let go of those that the vault has let go of."""
+        keep = set(known)
+        with self._lock:
+            for inode, segment in list(self._there.items()):
+                if segment.users == 0 and inode not in keep:
+                    for uuid in contexts.gpus()[:1]:
+                        contexts.use(uuid)
+                    segment.piece.close()
+                    del self._there[inode]
+
+    def any(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._there)
+
+
+class Held:
+    """Segments of one process in a session, one after the other as one piece of memory."""
+
+    def __init__(self, segments: Segments, held: list[Segment]):
+        self._segments, self._held = segments, held
+
+    def spans(self, offset: int, size: int, chunk: int) -> Iterator[tuple[int, int, bool]]:
+        """Return what lies from an offset on, in parts: address, bytes, whether pinned."""
+        while size:
+            piece = self._held[offset // LARGE].piece
+            within = offset % LARGE
+            part = min(size, chunk, piece.bytes - within)
+            if part <= 0:
+                raise ValueError("behind the end of the arena")
+            yield piece.at + within, part, piece.pinned
+            offset, size = offset + part, size - part
+
+    def close(self) -> None:
+        """Leave them to others."""
+        self._segments.leave(self._held)
+        self._held = []
+
+
+def _segments(shared: Shared) -> Segments:
+    """The process's segments, and who looks after them."""
+    found: Segments = shared.parts.setdefault("segments", Segments())
+    return found
+
+
+def look_after(shared: Shared) -> None:
+    """Let go of segments that the vault has let go of; learn how long what is there is to be kept.
+
+    Called now and then by the mover's main thread.
+    """
+    segments = _segments(shared)
+    if not segments.any():
+        return
+    known: list[int] = []
+    with contextlib.suppress(LimosaError, OSError, EOFError):
+        found = look_for("vault", os.geteuid())
+        if found is not None:
+            with Vault(found=found) as vault:
+                said = vault.arena()
+                known = said["inodes"]
+                shared.stay_until = time.monotonic() + said["seconds"]
+    segments.trim(known, shared.contexts)
+
+
+def hold(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Map segments, as one piece of memory: ``key``, ``gpu``, ``pin`` (else only what is pinned already is so).
+
+    ``bytes``: how much of it will be used; the rest is made zero where there may be another's.
+    """
     session.contexts.use(asked["gpu"])
     session.drop(asked["key"])
-    session.pieces[asked["key"]] = [HostPiece(fds[0], asked["bytes"])]
-    return {}
+    segments = _segments(session.shared)
+    begun = time.monotonic()
+    taken = segments.take(fds)
+    session.pieces[asked["key"]] = [Held(segments, taken)]
+    if asked.get("pin"):
+        with ThreadPoolExecutor(TOUCHERS) as threads:
+            for segment in taken:
+                segment.pin(threads)
+        unused = asked["bytes"] - LARGE * (len(taken) - 1)
+        if taken and unused < taken[-1].piece.bytes:
+            taken[-1].piece.clear(max(0, unused))
+    return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
+
+
+def warm(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Pin segments that nobody uses yet, and stay for them: ``gpu``, ``seconds``."""
+    session.shared.stay_until = max(session.shared.stay_until, time.monotonic() + asked["seconds"])
+    session.contexts.use(asked["gpu"])
+    segments, begun = _segments(session.shared), time.monotonic()
+    taken = segments.take(fds)
+    try:
+        with ThreadPoolExecutor(TOUCHERS) as threads:
+            for segment in taken:
+                segment.pin(threads)
+    finally:
+        segments.leave(taken)
+    return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
+
+
+def pinned(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Say how many bytes of the arena are pinned."""
+    return {"bytes": _segments(session.shared).bytes()}
 
 
 def host(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
@@ -25,28 +196,51 @@ def host(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     ``way``, ``copies`` (key, arena, offset, gpu), ``rate``.
     """
     rate = Rate(asked.get("rate", 0.0))
-    begun, total = time.monotonic(), 0
+    begun, total, out = time.monotonic(), 0, asked["way"] == "out"
     chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
-    work = []
-    for key, arena_, offset, gpu in asked["copies"]:
-        at, spans = session.pieces[arena_][0].at + offset, []
+    work: list[tuple[str, list[tuple[int, int, int]]]] = []
+    slow: list[tuple[str, int, int, int]] = []
+    for key, arena, begin, gpu in asked["copies"]:
+        held, spans, offset = session.pieces[arena][0], [], begin
         for piece in session.pieces.get(key, []):
-            spans += [(piece.at + i, at + i, min(chunk, piece.bytes - i)) for i in range(0, piece.bytes, chunk)]
-            at += piece.bytes
+            at = piece.at
+            for there, size, is_pinned in held.spans(offset, piece.bytes, chunk):
+                if is_pinned:
+                    spans.append((at, there, size))
+                else:
+                    slow.append((gpu, at, there, size))
+                at, total = at + size, total + size
+            offset += piece.bytes
         work.append((gpu, spans))
-    with Streams(session) as streams:
-        for turn in range(max((len(spans) for _, spans in work), default=0)):
-            for gpu, spans in work:
-                if turn < len(spans):
-                    device, there, size = spans[turn]
-                    rate.spend(size)
-                    stream = streams.next(gpu)
-                    if asked["way"] == "out":
-                        call("cuMemcpyDtoHAsync", there, device, size, stream)
-                    else:
-                        call("cuMemcpyHtoDAsync", device, there, size, stream)
-                    total += size
+
+    def one(share: list[tuple[str, int, int, int]]) -> None:
+        for gpu, device, there, size in share:
+            session.contexts.use(gpu)
+            rate.spend(size)
+            _copy(out, device, there, size, None)
+
+    # What is not pinned is copied by the driver through memory of its own while the caller waits: several threads.
+    with ThreadPoolExecutor(COPIERS) as threads:
+        waited = [threads.submit(one, slow[i::COPIERS]) for i in range(COPIERS if slow else 0)]
+        with Streams(session) as streams:
+            for turn in range(max((len(spans) for _, spans in work), default=0)):  # in turns: all at work at once
+                for gpu, spans in work:
+                    if turn < len(spans):
+                        device, there, size = spans[turn]
+                        rate.spend(size)
+                        _copy(out, device, there, size, streams.next(gpu))
+        for task in waited:
+            task.result()
     return {"seconds": time.monotonic() - begun, "bytes": total}
 
 
-VERBS = {"arena": arena, "host": host}
+def _copy(out: bool, device: int, there: int, size: int, stream: Any) -> None:
+    target, source = (there, device) if out else (device, there)
+    name = "cuMemcpyDtoH" if out else "cuMemcpyHtoD"
+    if stream is None:
+        call(name, target, source, size)
+    else:
+        call(f"{name}Async", target, source, size, stream)
+
+
+VERBS = {"hold": hold, "warm": warm, "pinned": pinned, "host": host}

@@ -28,6 +28,7 @@ GROUPS = (mover_memory, mover_arena, staging_main)
 NAME = "limosa-mover"
 IDLE_SECONDS = float(os.environ.get("LIMOSA_MOVER_IDLE", "600"))
 LOOK_SECONDS = 0.5
+ARENA_SECONDS = 2.0
 
 
 def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
@@ -35,7 +36,7 @@ def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     shared = session.shared
     with shared.lock:
         n = len(shared.sessions) - 1
-    left = max(0.0, IDLE_SECONDS - (time.monotonic() - shared.last)) if not n else None
+    left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
     return {"pid": os.getpid(), "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
 
 
@@ -64,22 +65,30 @@ class Mover:
 
     def serve(self) -> None:
         """Answer until nobody has asked for a while, or it is to end; then until the last controller has gone."""
-        shared = self.shared
+        shared, looked = self.shared, time.monotonic()
         with selectors.DefaultSelector() as ready:
             ready.register(self.listening, selectors.EVENT_READ)
             while not shared.retiring:
                 ready.select(LOOK_SECONDS)
                 self.accept()
-                with shared.lock:
-                    idle = 0.0 if shared.sessions else time.monotonic() - shared.last
-                shared.retiring |= idle > IDLE_SECONDS or not self.has_name() or (idle == 0 and self.any_stuck())
+                if time.monotonic() - looked > ARENA_SECONDS:
+                    mover_arena.look_after(shared)
+                    looked = time.monotonic()
+                shared.retiring |= self.idle() > IDLE_SECONDS or not self.has_name() or self.any_stuck()
         if self.has_name():
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
         self.accept()  # who has connected already is served
         self.listening.close()
-        while shared.sessions and not shared.stuck():
+        while (shared.sessions or shared.resident) and not shared.stuck():
             time.sleep(LOOK_SECONDS / 10)
+
+    def idle(self) -> float:
+        """Return for how many seconds nobody has needed it."""
+        shared = self.shared
+        with shared.lock:
+            needed = shared.sessions or shared.resident
+            return 0.0 if needed else time.monotonic() - max(shared.last, shared.stay_until)
 
     def any_stuck(self) -> bool:
         """Return whether a call has been under way for longer than it may: others had better use another mover."""

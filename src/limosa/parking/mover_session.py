@@ -30,7 +30,9 @@ class Shared:
         contexts: on the GPUs in use.
         retiring: no new connections: another mover takes over. Set where the driver has said something from which a
             process may not recover, where it is told to end, and where another has its name.
-        tidy: called when a session has ended, by its thread.
+        stay_until: not to end before (monotonic seconds), however idle: an arena is kept warm.
+        resident: what is to outlive sessions; not to end before it is empty.
+        parts: what groups of verbs share between sessions, by a name of theirs.
     """
 
     def __init__(self) -> None:
@@ -39,7 +41,9 @@ class Shared:
         self.sessions: set[Session] = set()
         self.last = time.monotonic()
         self.lock = threading.Lock()
-        self.tidy: list[Callable[[], None]] = []
+        self.stay_until = 0.0
+        self.resident: dict[str, Any] = {}
+        self.parts: dict[str, Any] = {}
 
     def stuck(self) -> bool:
         """Return whether a call of each session that is left has been under way for longer than it may."""
@@ -77,8 +81,6 @@ class Session:
                 self.drop(key)
             for fd in self._coming:
                 os.close(fd)
-            for tidy in self.shared.tidy:
-                tidy()
             with self.shared.lock:
                 self.shared.sessions.discard(self)
                 self.shared.last = time.monotonic()

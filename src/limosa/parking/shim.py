@@ -227,16 +227,21 @@ class Shim:
         """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
         return self._ask(Verb.BULK, bytes_, limit=60.0)[3]
 
-    def keep(self, fd: int = -1) -> None:
-        """Have the process itself hold a descriptor while its memory is away; none: let go of it."""
-        self._send(Verb.KEEP, fds=[] if fd < 0 else [fd])
-        self._receive(Verb.KEEP)
+    def keep(self, fds: Sequence[int] = ()) -> None:
+        """Have the process itself hold descriptors while its memory is away; none: let go of those."""
+        for start in range(0, max(1, len(fds)), MOST):
+            self._send(Verb.KEEP, a=start, fds=fds[start : start + MOST])
+            self._receive(Verb.KEEP)
 
-    def kept(self) -> int:
-        """Return that descriptor, which is the caller's to close; -1 where there is none."""
-        self._send(Verb.KEPT)
-        fds = self._receive(Verb.KEPT)[2]
-        return fds[0] if fds else -1
+    def kept(self) -> list[int]:
+        """Return those descriptors, which are the caller's to close."""
+        found: list[int] = []
+        while True:
+            self._send(Verb.KEPT, a=len(found))
+            (_, total, _, _, _), _, fds = self._receive(Verb.KEPT)
+            found += fds
+            if len(found) >= total or not fds:
+                return found
 
     def devices(self) -> list[str]:
         """Return the UUIDs of its GPUs, by its own numbers, as they are now."""

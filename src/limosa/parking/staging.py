@@ -57,8 +57,8 @@ class Saver:
             some = slice(start, start + _MOST_IDS)
             self._ask("save-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
 
-    def aside(self, pid: int, places: Sequence[tuple[int, int, int, int]], gpu: str, fds: Sequence[int]) -> None:
-        """Have it read pieces from host memory: each is (id, bytes, which descriptor, where in it)."""
+    def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
+        """Have it read pieces from host memory: each is (id, bytes, where in the segments of an arena)."""
         for start in range(0, len(places), _MOST_NAMES):
             self._ask("save-aside", fds=fds, pid=pid, places=places[start : start + _MOST_NAMES], gpu=gpu)
 

@@ -23,6 +23,7 @@ from limosa.image.chunks import Chunks, chunk_path, name_of
 from limosa.parking.hashes import GpuHash, Key, host
 from limosa.parking.mover_session import Reply, Session
 from limosa.parking.rate import Rate
+from limosa.parking.segments import LARGE
 
 KEY = "staging"
 POLL_SECONDS = 0.25
@@ -64,14 +65,32 @@ class Slot(NamedTuple):
 
 
 class Aside:
-    """A piece of memory that is in host memory: in a file behind a descriptor, which is ours."""
+    """A piece of memory that is in host memory: in segments of an arena.
 
-    def __init__(self, fd: int, offset: int, bytes_: int):
-        self.fd, self.offset, self.bytes = fd, offset, bytes_
+    Args:
+        segments: all of them; those that it is in are held by descriptors of our own.
+        offset: where it begins, counted through all of them.
+        bytes_: its size.
+    """
+
+    def __init__(self, segments: Sequence[int], offset: int, bytes_: int):
+        self.bytes, self._first = bytes_, offset % LARGE
+        first, last = offset // LARGE, (offset + max(1, bytes_) - 1) // LARGE
+        self._fds = [os.dup(fd) for fd in segments[first : last + 1]]
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Read a part of it."""
+        at, done = self._first + offset, 0
+        while done < len(view):
+            part = min(len(view) - done, LARGE - at % LARGE)
+            read_whole(self._fds[at // LARGE], view[done : done + part], at % LARGE)
+            at, done = at + part, done + part
 
     def close(self) -> None:
         """Let it go."""
-        os.close(self.fd)
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
 
 
 class Hand:
@@ -85,7 +104,7 @@ class Hand:
     def out(self, memory: Piece | Aside, offset: int, size: int, gpu: str, slot: Slot) -> None:
         """Copy a part of a piece to pinned memory."""
         if isinstance(memory, Aside):
-            read_whole(memory.fd, slot.view[:size], memory.offset + offset)
+            memory.read(slot.view[:size], offset)
             return
         stream = self._stream(gpu)
         call("cuMemcpyDtoHAsync", slot.at, memory.at + offset, size, stream)
@@ -259,10 +278,10 @@ class Save:
         for id_, size, fd in zip(ids, sizes, fds, strict=True):
             self._pieces[pid, id_] = _Staged(Piece.take(fd, size, user), gpu, self._chunk)
 
-    def aside(self, pid: int, places: Sequence[tuple[int, int, int, int]], gpu: str, fds: Sequence[int]) -> None:
-        """Have pieces of a suspended process's memory: each is (id, bytes, which descriptor, where in it)."""
-        for id_, size, which, offset in places:
-            self._pieces[pid, id_] = _Staged(Aside(os.dup(fds[which]), offset, size), gpu, self._chunk)
+    def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
+        """Have pieces of a suspended process's memory: each is (id, bytes, where in the segments)."""
+        for id_, size, offset in places:
+            self._pieces[pid, id_] = _Staged(Aside(fds, offset, size), gpu, self._chunk)
 
     def drop(self, pid: int, ids: Sequence[int]) -> None:
         """Forget pieces that the process has freed."""

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from limosa.errors import FailedUndone
+from limosa.errors import FailedUndone, NoRoomOnHost
 from limosa.parking.packets import MOST, peer, receive, send
 from limosa.parking.resident import Found, connect, residents
+from limosa.parking.segments import room_for, sizes_for
 
 
 class Vault:
@@ -54,18 +55,53 @@ class Vault:
             KeyError: nothing is held under that key.
         """
         send(self._connection, {"verb": "get", "key": key})
-        found: list[int] = []
-        while True:
-            message, fds = receive(self._connection)
-            found += fds
-            if "error" in message:
-                raise KeyError(key)
-            if not message["more"]:
-                return found, message["note"]
+        message, fds = self._answer_in_parts()
+        if "error" in message:
+            raise KeyError(key)
+        return fds, message["note"]
 
-    def drop(self, key: str) -> int:
-        """Let go of a key; returns how many descriptors it held."""
-        return int(self._ask({"verb": "drop", "key": key})["n"])
+    def drop(self, key: str, *, again: bool = False) -> int:
+        """Let go of a key; returns how many descriptors it held.
+
+        Args:
+            key: what it is held as.
+            again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
+        """
+        return int(self._ask({"verb": "drop", "key": key, "again": again})["n"])
+
+    def segments(self, key: str, bytes_: int, cap: int) -> list[int]:
+        """Return segments of the arena for so many bytes, held as that key from now on; ours to close.
+
+        Args:
+            key: "aside/…", of a process.
+            bytes_: how much is to go into them.
+            cap: how large the arena may be in all.
+
+        Raises:
+            NoRoomOnHost: it may not grow so far.
+        """
+        send(self._connection, {"verb": "segments", "key": key, "sizes": sizes_for(bytes_), "cap": cap, "again": True})
+        message, fds = self._answer_in_parts()
+        if "error" in message:
+            raise no_room(bytes_, message.get("used", 0), cap)
+        return fds
+
+    def reserve(self, bytes_: int, seconds: float, cap: int) -> list[int]:
+        """Have the arena that large for so long, and return the segments that nobody uses; ours to close.
+
+        Raises:
+            NoRoomOnHost: it may not be so large.
+        """
+        send(self._connection, {"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap})
+        message, _ = self._answer_in_parts()
+        if "error" in message:
+            raise no_room(bytes_, message.get("used", 0), cap)
+        send(self._connection, {"verb": "arena", "with_free": True})
+        return self._answer_in_parts()[1]
+
+    def arena(self) -> dict[str, Any]:
+        """Return what there is of the arena: bytes ``used``, ``free``, ``reserved`` (for ``seconds``), ``inodes``."""
+        return self._ask({"verb": "arena"})
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors are held, by key."""
@@ -88,8 +124,25 @@ class Vault:
         send(self._connection, message)
         return self._answer()[0]
 
+    def _answer_in_parts(self) -> tuple[dict[str, Any], list[int]]:
+        found: list[int] = []
+        while True:
+            message, fds = receive(self._connection)
+            found += fds
+            if not message.get("more"):
+                return message, found
+
     def _answer(self) -> tuple[dict[str, Any], list[int]]:
         message, fds = receive(self._connection)
         if "error" in message:
             raise FailedUndone(f"vault: {message['error']}")
         return message, fds
+
+
+def no_room(bytes_: int, used: int, cap: int) -> NoRoomOnHost:
+    """What is said where the arena may not grow so far."""
+    return NoRoomOnHost(
+        detail=f"the arena may take {cap / 2**30:.1f} GiB, {used / 2**30:.1f} of them are in use, and "
+        f"{room_for(bytes_) / 2**30:.1f} are needed",
+        hint="resume a suspended job, or let the arena be larger: LIMOSA_ARENA_MAX",
+    )

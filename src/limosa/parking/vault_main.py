@@ -4,8 +4,10 @@ Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Dev
 a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
 a while.
 
-What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``. A key is
-there as a whole or not at all: a put that is broken off is forgotten.
+What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``; and of the
+arena (``segments.py``) ``segments`` key, sizes, cap: makes them that key's; ``reserve`` bytes, seconds, cap; ``arena``:
+what there is, and the free ones. A key is there as a whole or not at all: a put that is broken off is forgotten.
+Segments that are let go of are kept for the next, unless the process that had them has ended.
 """
 
 from __future__ import annotations
@@ -23,10 +25,15 @@ from limosa.errors import LimosaError
 from limosa.parking.packets import MOST, peer, receive, send
 from limosa.parking.resident import socket_path
 from limosa.parking.resident_main import begin
+from limosa.parking.segments import NoRoom, Pool, is_segment
 from limosa.process.identity import Identity
 
 LOOK_SECONDS = 2.0
 IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
+KEEP_SECONDS = float(os.environ.get("LIMOSA_ARENA_IDLE", "600"))
+"""How long segments that nobody uses are kept."""
+ARENA = "aside/"
+"""What the keys of those begin with that have segments of the arena."""
 
 
 class Entry:
@@ -42,6 +49,10 @@ class Entry:
             os.close(fd)
         self.fds.clear()
 
+    def segments(self) -> int:
+        """Return how many bytes of the arena are among it."""
+        return sum(os.fstat(fd).st_size for fd in self.fds if is_segment(fd))
+
 
 class Vault:
     """Everything that is held, and the answers about it."""
@@ -49,6 +60,26 @@ class Vault:
     def __init__(self) -> None:
         self.held: dict[str, Entry] = {}
         self.unfinished: dict[socket.socket, tuple[str, Entry]] = {}
+        self.pool = Pool()
+
+    def used(self) -> int:
+        """Return how many bytes of the arena are in use."""
+        return sum(entry.segments() for key, entry in self.held.items() if key.startswith(ARENA))
+
+    def let_go(self, key: str, again: bool = False) -> int:
+        """Let go of a key; returns how many descriptors it held.
+
+        Args:
+            key: what it is held as.
+            again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
+        """
+        entry = self.held.pop(key, Entry())
+        n = len(entry.fds)
+        if again and key.startswith(ARENA):
+            self.pool.give_back(entry.fds)
+        else:
+            entry.close()
+        return n
 
     def answer(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
         """Do what is asked and say so; descriptors that came with it are the vault's."""
@@ -78,15 +109,46 @@ class Vault:
                 part = found.fds[start : start + MOST]
                 send(client, {"note": found.note, "more": start + MOST < len(found.fds)}, part)
         elif verb == "drop":
-            entry = self.held.pop(key, Entry())
-            send(client, {"n": len(entry.fds)})
-            entry.close()
+            send(client, {"n": self.let_go(key, bool(asked.get("again")))})
         elif verb == "keys":
             send(client, {"keys": {name: len(entry.fds) for name, entry in self.held.items()}})
         elif verb == "ping":
             send(client, {"pid": os.getpid()})
+        elif verb == "segments":
+            self.let_go(key, bool(asked.get("again")))  # what it has counts no more
+            try:
+                taken = self.pool.take(asked["sizes"], self.used(), asked["cap"])
+            except NoRoom:
+                send(client, {"error": "no room in the arena", "used": self.used()})
+                return
+            self.held[key] = Entry()
+            self.held[key].fds = taken
+            self._send_all(client, taken, {})
+        elif verb == "reserve":
+            until = time.monotonic() + asked["seconds"]
+            try:
+                self.pool.reserve(asked["bytes"], until, self.used(), asked["cap"])
+                send(client, {})
+            except NoRoom:
+                send(client, {"error": "no room in the arena", "used": self.used()})
+        elif verb == "arena":
+            free = [fd for fd, _, _ in self.pool.free]
+            there = [fd for name, entry in self.held.items() if name.startswith(ARENA) for fd in entry.fds]
+            said = {
+                "used": self.used(),
+                "free": self.pool.bytes(),
+                "reserved": self.pool.reserved,
+                "seconds": max(0.0, self.pool.until - time.monotonic()) if self.pool.reserved else 0.0,
+                "inodes": [os.fstat(fd).st_ino for fd in (*there, *free)],
+            }
+            self._send_all(client, free if asked.get("with_free") else [], said)
         else:
             send(client, {"error": f"the vault knows no {verb}"})
+
+    @staticmethod
+    def _send_all(client: socket.socket, fds: list[int], said: dict[str, Any]) -> None:
+        for start in range(0, max(1, len(fds)), MOST):
+            send(client, {**said, "more": start + MOST < len(fds)}, fds[start : start + MOST])
 
     def let_ended_go(self) -> None:
         """All is held for a process ("…/PID@START"): where that has ended, nobody comes back for it."""
@@ -97,6 +159,7 @@ class Vault:
                 continue  # not of a process: until it is told to let go
             if not alive:
                 self.held.pop(key).close()
+        self.pool.trim(self.used(), KEEP_SECONDS)
 
     def forget(self, client: socket.socket) -> None:
         """A client has gone: what it had not finished is forgotten."""
@@ -121,7 +184,7 @@ def serve(path: str) -> None:
     vault, last, looked = Vault(), time.monotonic(), time.monotonic()
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
-        while vault.held or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
+        while vault.held or vault.pool.free or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
             if time.monotonic() - looked > LOOK_SECONDS:
                 vault.let_ended_go()
                 looked = time.monotonic()

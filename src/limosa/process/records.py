@@ -182,6 +182,7 @@ class SuspendRecord(Record, kw_only=True):
         bytes: device memory it held, by GPU uuid.
         members: its processes that held CUDA state.
         held: device memory of each of them, pid (as text) → GPU uuid → bytes.
+        release: what was given back: "all", or "memory-only" where their contexts are where they were.
     """
 
     kind: ClassVar[str] = "suspended"
@@ -189,6 +190,7 @@ class SuspendRecord(Record, kw_only=True):
     bytes: dict[str, int] = {}
     members: list[Identity] = []
     held: dict[str, dict[str, int]] = {}
+    release: str = "all"
 
 
 class EndedRecord(Record, kw_only=True):

@@ -21,8 +21,9 @@ enum verb {
     VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each */
-    VERB_KEEP, /* a descriptor to be kept while the memory is away: whoever kills the vault loses nothing; none: let go */
-    VERB_KEPT, /* → it, if there is one */
+    VERB_KEEP, /* descriptors to be kept while the memory is away: whoever kills the vault loses nothing; instead of
+                * those before, unless a; none: let go */
+    VERB_KEPT, /* → them, from the a-th on; a: how many there are */
     VERB_CALLED, /* → functions that were called or asked for: packets; a: how many there are in all, b: of them in this
                   * packet; of each what is known of it (enum role), what was done (1: called, 2: asked for), its name, 0 */
     VERB_SHARE, /* of another process's shim: a: memory, b: token, c: share of a legacy handle → its descriptor, or -EAGAIN

@@ -22,11 +22,13 @@
 #define NOT_READY 600
 #define TABLES_SECONDS 5
 #define LIMIT_STACK 0
+#define KEPT_MOST 4096
 #define USUAL_STACK 1024 /* what it is where nobody has set it */
 
 static enum state state;
 static int listening = -1;
-static int kept_aside = -1; /* what holds the contents while the memory is away for longer */
+static int kept_aside[KEPT_MOST]; /* what holds the contents while the memory is away for longer */
+static size_t n_kept_aside;
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
 static size_t stack_before[MAX_DEVICES]; /* 0: it has not been lowered */
@@ -488,14 +490,27 @@ static bool counts(int client, struct message *answer)
     return say(client, answer, &now, answer->result ? 0 : sizeof now, NULL, 0);
 }
 
-/* Descriptors are ours from here on. */
-static void keep(const int *fds, size_t n)
+/* Descriptors are ours from here on. The first packet of several takes the place of what was kept before. */
+static int keep(const int *fds, size_t n, bool more)
 {
-    if (kept_aside >= 0)
-        close(kept_aside);
-    kept_aside = n ? fds[0] : -1;
-    for (size_t i = 1; i < n; i++)
-        close(fds[i]);
+    if (!more)
+        while (n_kept_aside)
+            close(kept_aside[--n_kept_aside]);
+    bool room = n_kept_aside + n <= KEPT_MOST;
+    for (size_t i = 0; i < n; i++)
+        if (room)
+            kept_aside[n_kept_aside++] = fds[i];
+        else
+            close(fds[i]);
+    return room ? 0 : -ENOSPC;
+}
+
+static bool kept(int client, struct message *answer, uint64_t from)
+{
+    size_t n = from < n_kept_aside ? n_kept_aside - from : 0;
+
+    answer->a = n_kept_aside;
+    return say(client, answer, NULL, 0, kept_aside + (n ? from : 0), n < PROTOCOL_MOST ? n : PROTOCOL_MOST);
 }
 
 static bool answer_one(int client)
@@ -545,8 +560,8 @@ static bool answer_one(int client)
     case VERB_MAP: answer.result = map(ids, fds, n, n_fds); break;
     case VERB_STACK: answer.result = stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
-    case VERB_KEEP: keep(fds, n_fds); break;
-    case VERB_KEPT: return say(client, &answer, NULL, 0, &kept_aside, kept_aside >= 0);
+    case VERB_KEEP: answer.result = keep(fds, n_fds, asked.a); break;
+    case VERB_KEPT: return kept(client, &answer, asked.a);
     case VERB_DEVICES: return devices(client, &answer);
     case VERB_COUNTS: return counts(client, &answer);
     case VERB_CALLED: return called(client, &answer);
@@ -641,7 +656,7 @@ static void in_child(void)
     if (listening >= 0)
         close(listening);
     listening = -1;
-    keep(NULL, 0);
+    keep(NULL, 0, false);
     state = STATE_OPEN;
     bulk_in_child();
     memset(stack_before, 0, sizeof stack_before);

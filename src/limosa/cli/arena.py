@@ -1,0 +1,74 @@
+"""``limosa arena``."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
+from limosa.cli.output import Format, reporting
+from limosa.errors import UsageError
+
+if TYPE_CHECKING:
+    from limosa.operation.arena import Arena
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def command(
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", help="How large it is to be: 32G.")] = None,
+    *,
+    keep: Annotated[str, typer.Option("--keep", metavar="TIME", help="For how long: 30m, 8h.")] = "1h",
+    end: Annotated[bool, typer.Option("--end", help="Give back what is not used, and end the mover.")] = False,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Have host memory ready for the next suspend, show it, give it back.
+
+    limosa arena 32G --keep 8h
+
+    Jobs started by limosa run are suspended into pinned host memory.
+    Pinning is slow (2 GB/s): what is ready need not be waited for. What
+    was used is kept for ten minutes in any case. Without SIZE: what there
+    is. limosa arena 0 gives back what no job uses.
+    """
+    with reporting("arena", fmt, quiet, verbose) as report:
+        from limosa.operation.arena import arena
+
+        if size is not None and end:
+            raise UsageError(detail="name a size, or --end")
+        found = arena(None if size is None else parse_size(size), keep=seconds_of(keep), end=end)
+        report.result(found, "\n".join(lines(found)))
+
+
+def seconds_of(text: str) -> float:
+    """Seconds from ``90``, ``90s``, ``30m``, ``8h``, ``2d``.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip().lower())
+    if found is None:
+        raise UsageError(detail=f"{text!r} is not a time (90s, 30m, 8h)")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def lines(found: Arena) -> list[str]:
+    """What there is, in sentences."""
+    total = found.used + found.free
+    told = [f"arena: {words.size(total)}, {words.size(found.used)} in use, {words.size(found.pinned)} pinned"]
+    if found.cap is not None:
+        told[0] += f", at most {words.size(found.cap)}"
+    if found.reserved:
+        told.append(f"{words.size(found.reserved)} are kept for {words.seconds(found.seconds)}")
+    if found.mover:
+        memory = ", ".join(words.size(size) for size in found.mover_memory.values()) or "none"
+        ends = "" if found.mover_ends_in is None else f", ends in {words.seconds(found.mover_ends_in)}"
+        told.append(f"mover: process {found.mover}, device memory of its contexts: {memory}{ends}")
+    if found.vault:
+        told.append(f"vault: process {found.vault}")
+    return told

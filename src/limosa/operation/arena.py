@@ -1,0 +1,192 @@
+"""The arena: how large it may be, what there is of it, and having it warm before it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
+from limosa.parking.mover import Mover
+from limosa.parking.packets import peer
+from limosa.parking.resident import look_for, residents
+from limosa.parking.segments import room_for
+from limosa.parking.vault import Vault, no_room
+from limosa.process.cgroups import memory_levels, tightest
+from limosa.process.memory import grow_host_memory, host_memory
+
+KEEP_SECONDS = 3600.0
+"""How long an arena that was asked for is kept, by default."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def arena_cap() -> int:
+    """How large the arena may be, in bytes: ``LIMOSA_ARENA_MAX`` ("64G"), else as large as host memory lets it.
+
+    Raises:
+        UsageError: the setting is no size.
+    """
+    text = os.environ.get("LIMOSA_ARENA_MAX", "").strip()
+    if not text:
+        return 1 << 62
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise UsageError(detail=f"LIMOSA_ARENA_MAX={text!r} is not a size (64G)")
+    return int(float(found[1]) * 1024 ** " KMGT".index(found[2].upper() or " "))
+
+
+class Arena(msgspec.Struct, kw_only=True):
+    """What there is of a user's arena.
+
+    Attributes:
+        used: bytes of segments that hold a suspended job's memory, or are just being filled.
+        free: bytes of segments that are kept for the next.
+        pinned: bytes that are pinned: copied at the speed of the bus.
+        reserved: bytes that were asked to be there.
+        seconds: for how long they are kept.
+        cap: how large it may be, in bytes; None: as large as host memory lets it.
+        vault: the process that holds it, or 0.
+        mover: the process that pins it, or 0.
+        mover_memory: device memory of the mover's contexts, by GPU UUID.
+        mover_ends_in: seconds until the mover ends by itself; None while it is in use, or is not there.
+    """
+
+    used: int = 0
+    free: int = 0
+    pinned: int = 0
+    reserved: int = 0
+    seconds: float = 0.0
+    cap: int | None = None
+    vault: int = 0
+    mover: int = 0
+    mover_memory: dict[str, int] = {}
+    mover_ends_in: float | None = None
+
+
+def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = False) -> Arena:
+    """Shows the caller's arena; has it made and pinned, or given back.
+
+    Args:
+        bytes_: how large it is to be, used and free together; None: as it is; 0: what nobody uses is given back.
+        keep: for how many seconds, from now on.
+        end: have the mover end as soon as nobody needs it, and what nobody uses given back.
+
+    Raises:
+        NoRoomOnHost: the arena may not be so large, or host memory has no room.
+        GpuUnavailable: there is no GPU: nothing can be pinned.
+        FailedUndone: vault or mover do not answer.
+    """
+    if end:
+        bytes_ = 0
+    if bytes_ is not None and (bytes_ > 0 or look_for("vault", os.geteuid()) is not None):
+        _reserve(bytes_, keep)
+    if end:
+        found = look_for("mover", os.geteuid())
+        if found is not None:
+            with Mover(found=found) as mover:
+                mover.end()
+    return shown(os.geteuid())
+
+
+def _reserve(bytes_: int, keep: float) -> None:
+    bytes_ = room_for(bytes_)
+    with Vault() as vault:
+        said = vault.arena()
+        short = host_room(max(0, bytes_ - said["used"] - said["free"]))
+        if short:
+            raise NoRoomOnHost(detail=short, hint="end something that uses host memory, or ask for less")
+        fds = vault.reserve(bytes_, keep, arena_cap())
+        try:
+            if fds and bytes_:
+                inventory = gpu.inventory()
+                if not inventory.gpus:
+                    raise GpuUnavailable(detail="there is no GPU here")
+                best = max(inventory.gpus, key=lambda g: g.memory_free)
+                with Mover() as mover:
+                    mover.prepare([best.uuid])
+                    mover.warm(fds, sum(os.fstat(fd).st_size for fd in fds), best.uuid, keep)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def host_room(fresh: int, uid: int | None = None) -> str:
+    """Why the arena cannot grow by so many bytes, in a sentence; "" where it can.
+
+    It is the mover that touches the memory: its memory cgroup counts, which is that of whoever started it.
+    """
+    if fresh <= 0:
+        return ""
+    found = look_for("mover", os.geteuid() if uid is None else uid)
+    pid = found.identity.pid if found is not None else os.getpid()
+    if found is not None:
+        found.connection.close()
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
+        level = tightest(memory_levels(file.read()))
+        if level.room is not None and level.room < fresh:
+            return (
+                f"the memory cgroup {level.path} has {level.room / 2**30:.2f} GiB left, and the arena needs "
+                f"{fresh / 2**30:.2f} GiB more"
+            )
+    available = host_memory()[1]
+    if available < fresh:
+        available = grow_host_memory(fresh)
+    if available < fresh:
+        return (
+            f"the machine has {available / 2**30:.2f} GiB of host memory available, and the arena needs "
+            f"{fresh / 2**30:.2f} GiB more"
+        )
+    return ""
+
+
+def refusals(wanted: Mapping[int, int]) -> list[Reason]:
+    """What stands against so many bytes of arena, by the owner of what goes there."""
+    found = []
+    cap = arena_cap()
+    for uid, size in wanted.items():
+        there = shown(uid)
+        if there.used + size > cap:
+            error = no_room(size, there.used, cap)
+            found.append(Reason(id="arena", text=error.message, exit_code=15, hint=error.hint))
+            continue
+        short = host_room(size - there.free, uid)
+        if short:
+            hint = "end something that uses host memory, or suspend fewer jobs at a time"
+            found.append(Reason(id="host-memory", text=short, exit_code=15, hint=hint, forceable=True))
+    return found
+
+
+def shown(uid: int) -> Arena:
+    """What there is of a user's arena, and who looks after it; starts nothing."""
+    cap = arena_cap()
+    found = Arena(cap=None if cap == 1 << 62 else cap)
+    with contextlib.suppress(LimosaError, OSError, EOFError):
+        one = look_for("vault", uid)
+        if one is not None:
+            with Vault(uid, found=one) as vault:
+                said = vault.arena()
+            found.vault = one.identity.pid
+            found.used, found.free = said["used"], said["free"]
+            found.reserved, found.seconds = said["reserved"], said["seconds"]
+    with contextlib.suppress(LimosaError, OSError, EOFError):
+        one = look_for("mover", uid)
+        if one is not None:
+            with Mover(uid, found=one) as mover:
+                found.pinned = mover.pinned()
+            found.mover, found.mover_ends_in = one.identity.pid, one.said["ends_in"]
+            found.mover_memory = gpu.inventory().held({one.identity.pid})
+    return found
+
+
+def owners() -> list[int]:
+    """The users of whom a vault or a mover is there that the caller may talk to."""
+    found = set()
+    for kind in ("vault", "mover"):
+        for one in residents(kind):
+            found.add(peer(one.connection)[1])
+            one.connection.close()
+    return sorted(found)

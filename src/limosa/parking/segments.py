@@ -1,0 +1,141 @@
+"""The arena: host memory that takes device memory in, in segments, each a memfd of its own.
+
+A suspended process has segments to itself (CRIU writes them to disk with it, and nobody else's bytes); those that
+nobody uses are kept for the next. The vault makes them and says whose they are, the mover pins them. All segments of a
+process but its last have ``LARGE`` bytes; sizes are powers of two, so that one fits where another was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Sequence
+
+LARGE, SMALL = 1 << 30, 32 << 20
+NAME = "limosa-arena"
+
+
+def sizes_for(bytes_: int) -> list[int]:
+    """Return the sizes of the segments that so many bytes take.
+
+    Example:
+        >>> [size >> 20 for size in sizes_for(2500 << 20)]
+        [1024, 1024, 512]
+    """
+    whole, rest = divmod(bytes_, LARGE)
+    return [LARGE] * whole + ([max(SMALL, 1 << (rest - 1).bit_length())] if rest else [])
+
+
+def room_for(bytes_: int) -> int:
+    """Return how many bytes of arena so many bytes of device memory take."""
+    return sum(sizes_for(bytes_))
+
+
+def is_segment(fd: int) -> bool:
+    """Return whether a descriptor is of a segment; what says where things are in them is sealed."""
+    try:
+        return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    except OSError:
+        return False
+
+
+class NoRoom(Exception):
+    """The arena may not grow so far."""
+
+
+class Pool:
+    """The segments that nobody uses.
+
+    Attributes:
+        free: descriptors with their size and when they were last used.
+        reserved: bytes that are to be there, free or not, until a moment (monotonic seconds).
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[int, int, float]] = []
+        self.reserved, self.until = 0, 0.0
+
+    def bytes(self) -> int:
+        """Return how many bytes nobody uses."""
+        return sum(size for _, size, _ in self.free)
+
+    def take(self, sizes: Sequence[int], used: int, cap: int) -> list[int]:
+        """Return segments of these sizes: free ones first, what is missing is made.
+
+        Args:
+            sizes: as :func:`sizes_for` gives them.
+            used: bytes of segments that are in use.
+            cap: how large the arena may be; free segments go where they are in the way.
+
+        Raises:
+            NoRoom: it would become larger; nothing was taken.
+        """
+        if used + sum(sizes) > cap:
+            raise NoRoom
+        found: list[int] = []
+        for size in sizes:
+            # The smallest that does (all but the last must have their size), and of these the latest used.
+            fit = [entry for entry in self.free if entry[1] >= size]
+            if fit:
+                entry = min(fit, key=lambda e: (e[1], -e[2]))
+                self.free.remove(entry)
+                found.append(entry[0])
+            else:
+                found.append(make(size))
+        used += sum(os.fstat(fd).st_size for fd in found)
+        while self.free and used + self.bytes() > cap:
+            self._close(min(self.free, key=lambda e: e[2]))
+        return found
+
+    def give_back(self, fds: Sequence[int]) -> None:
+        """Take descriptors back: segments for the next, the rest is closed."""
+        for fd in fds:
+            if is_segment(fd):
+                self.free.append((fd, os.fstat(fd).st_size, time.monotonic()))
+            else:
+                os.close(fd)
+
+    def reserve(self, bytes_: int, until: float, used: int, cap: int) -> None:
+        """Have so many bytes there, used or not, until a moment; 0: none.
+
+        Raises:
+            NoRoom: the arena may not be so large.
+        """
+        if bytes_ > cap:
+            raise NoRoom
+        self.reserved, self.until = bytes_, until
+        missing = bytes_ - used - self.bytes()
+        now = time.monotonic()
+        self.free += [(make(size), size, now) for size in sizes_for(max(0, missing))]
+        if not bytes_:
+            self.trim(used, 0.0)
+
+    def trim(self, used: int, idle: float) -> None:
+        """Let go of what has not been used for so many seconds and is not reserved."""
+        now = time.monotonic()
+        if now > self.until:
+            self.reserved = 0
+        for entry in sorted(self.free, key=lambda e: e[2]):
+            if now - entry[2] >= idle and used + self.bytes() - entry[1] >= self.reserved:
+                self._close(entry)
+
+    def _close(self, entry: tuple[int, int, float]) -> None:
+        self.free.remove(entry)
+        os.close(entry[0])
+
+
+def make(size: int) -> int:
+    """Return a new segment; no memory is taken before it is touched."""
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def layout_file(text: bytes) -> int:
+    """Return a descriptor of a small file that cannot be changed any more."""
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(fd, text)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd

@@ -1,0 +1,326 @@
+"""Jobs under the shim put aside into the arena: reused, refused, given back, and with everybody killed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limosa.parking import LIBRARY
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+
+MIB = 1 << 20
+ONLY = "--release=memory-only"
+
+
+@pytest.fixture
+def parked(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    monkeypatch.setenv("LIMOSA_ANSWER_SECONDS", "1")
+    return soft(gpus=2, memory="512MiB")
+
+
+def start(node: Any, *arguments: object) -> Any:
+    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY)})
+
+
+def named(node: Any, name: str) -> list[int]:
+    """The processes of a node with that name."""
+    found = []
+    for pid in node.processes():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                found.append(pid)
+    return found
+
+
+def kill(node: Any, name: str, number: int = signal.SIGKILL) -> None:
+    for pid in named(node, name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def used(node: Any) -> list[int]:
+    return [gpu["memory_used"] for gpu in node.limosa("gpus", "-o", "json").json["gpus"]]
+
+
+def arena(node: Any, *arguments: object) -> dict[str, Any]:
+    found: dict[str, Any] = node.limosa("arena", "-o", "json", *arguments).json
+    return found
+
+
+def stand(job: Any) -> Stand:
+    with Shim(Identity.of(job.pid)) as shim:
+        return shim.hello().stand
+
+
+def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> None:
+    job = start(parked, "--mib", 96)
+    before = used(parked)[0]
+    plan = parked.says(0, "", "plan", "suspend", job.pid)
+    assert plan["verdict"] == "ok"
+    said = parked.says(0, "", "suspend", job.pid, ONLY)
+    assert (said["state"], said["release"], said["way"], said["bytes"] >= 96 * MIB) == (
+        "parked",
+        "memory-only",
+        "parked",
+        True,
+    )
+    assert "checkpoint" not in said["timings"]
+    assert 0 < used(parked)[0] <= before - 64 * MIB, "the context is there, the memory is not"
+    shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
+    assert (shown["state"], shown["suspended"]["release"]) == ("parked", "memory-only")
+    assert parked.says(0, "", "suspend", job.pid, ONLY)["already"]
+    parked.says(13, "suspended-memory", "suspend", job.pid)
+    parked.says(13, "suspended-memory", "move", job.pid, "--to", 1)
+    parked.says(13, "context-stays", "resume", job.pid, "--to", 1)
+    assert stand(job) is Stand.AWAY
+    assert parked.says(0, "", "resume", job.pid)["way"] == "parked"
+    job.goes_on(2)
+    assert before <= used(parked)[0] < before + 32 * MIB, "the mover has a context there"
+    assert parked.says(0, "", "toggle", job.pid)["state"] == "checkpointed"
+    parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_full_gpu_refuses_to_take_the_memory_back(parked: Any) -> None:
+    job = start(parked, "--mib", 96)
+    parked.limosa("suspend", job.pid, ONLY)
+    with parked.switches.fill(0, leave=64 * MIB):
+        parked.says(14, "gpu-room", "resume", job.pid)
+        assert stand(job) is Stand.AWAY
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
+    job = parked.job("--mib", 16)
+    parked.says(13, "no-shim", "suspend", job.pid, ONLY)
+    parked.says(2, "", "suspend", job.pid, "--release=context")
+    job.goes_on(2)
+    job.finish()
+
+
+def test_the_arena_is_made_once(parked: Any) -> None:
+    assert arena(parked)["vault"] == 0
+    job = start(parked, "--mib", 48)
+    sizes = []
+    for release in ([], [ONLY], []):
+        parked.limosa("suspend", job.pid, *release)
+        there = arena(parked)
+        assert (there["used"], there["free"], there["pinned"]) == (64 * MIB, 0, 64 * MIB)
+        assert sum(there["mover_memory"].values()) > 0
+        sizes.append(there["mover"])
+        parked.limosa("resume", job.pid)
+        there = arena(parked)
+        assert (there["used"], there["free"], there["pinned"]) == (0, 64 * MIB, 64 * MIB)
+    assert len(set(sizes)) == 1
+    job.goes_on(2)
+    job.finish()
+
+
+def test_an_arena_that_was_asked_for_is_used_and_given_back(parked: Any) -> None:
+    there = arena(parked, "64M", "--keep", "10m")
+    assert (there["free"], there["pinned"], there["reserved"]) == (64 * MIB, 64 * MIB, 64 * MIB)
+    assert 500 < there["seconds"] <= 600 < there["mover_ends_in"]
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    assert (arena(parked)["used"], arena(parked)["free"]) == (64 * MIB, 0)
+    arena(parked, "0")
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    there = arena(parked, "--end")
+    assert there["free"] == 0
+    end = time.monotonic() + 10
+    while named(parked, "limosa-mover") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not named(parked, "limosa-mover")
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
+def test_what_does_not_fit_is_refused_early(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start(parked, "--mib", 96)
+    monkeypatch.setenv("LIMOSA_ARENA_MAX", "96M")  # a segment of 128 MiB is needed
+    for release in ([], [ONLY]):
+        parked.says(15, "arena", "suspend", job.pid, *release)
+    job.goes_on(2)
+    parked.says(15, "no-room-on-host", "arena", "1G")
+    monkeypatch.setenv("LIMOSA_ARENA_MAX", "128M")
+    parked.limosa("suspend", job.pid, ONLY)
+    other = start(parked, "--mib", 8)
+    parked.says(15, "arena", "suspend", other.pid)
+    parked.limosa("resume", job.pid)
+    parked.limosa("suspend", other.pid)
+    parked.limosa("resume", other.pid)
+    for one in (job, other):
+        one.goes_on(2)
+        one.finish()
+
+
+def test_two_suspends_at_once_have_one_mover_and_segments_of_their_own(parked: Any) -> None:
+    jobs = [start(parked, "--mib", 40, "--gpu", gpu) for gpu in (0, 1)]
+    for verb, options in (("suspend", []), ("resume", []), ("suspend", [ONLY]), ("resume", [])):
+        both = [parked.later(verb, job.pid, *options) for job in jobs]
+        for one in both:
+            assert parked.ends(one).rc == 0
+        assert len(named(parked, "limosa-mover")) == 1
+        if verb == "suspend":
+            assert arena(parked)["used"] == 128 * MIB
+    for job in jobs:
+        job.goes_on(2)
+        job.finish()
+
+
+def test_a_mover_that_hangs_is_replaced(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    (old,) = named(parked, "limosa-mover")
+    os.kill(old, signal.SIGSTOP)
+    parked.limosa("resume", job.pid, "--to", 1)
+    assert old not in named(parked, "limosa-mover")
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_call_that_hangs_ends_the_mover_and_undoes(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid, ONLY)
+    (old,) = named(parked, "limosa-mover")
+    rule = parked.switches.add("function=cuMemcpyHtoDAsync caller=limosa-mover hang")
+    monkeypatch.setenv("LIMOSA_COPY_SECONDS", "2")
+    parked.says(21, "", "resume", job.pid)
+    assert old not in named(parked, "limosa-mover")
+    parked.switches.remove(rule)
+    assert stand(job) is Stand.AWAY
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("release", [[], [ONLY]])
+def test_a_mover_whose_context_is_lost_is_not_used_again(parked: Any, release: list[str]) -> None:
+    job = start(parked, "--mib", 40)
+    parked.switches.add("function=cuMemcpyDtoHAsync caller=limosa-mover nth=1 result=ILLEGAL_ADDRESS")
+    parked.says(21, "", "suspend", job.pid, *release)
+    job.goes_on(2)
+    parked.limosa("suspend", job.pid, *release)
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    assert len(named(parked, "limosa-mover")) == 1
+    job.finish()
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same(parked: Any) -> None:
+    job = start(parked, "--mib", 96)
+    parked.switches.add("function=cuMemHostRegister caller=limosa-mover result=OUT_OF_MEMORY")
+    parked.limosa("suspend", job.pid)
+    assert arena(parked)["pinned"] == 0
+    parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_the_arena_of_a_job_that_ended_is_given_back(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid, ONLY)
+    os.kill(job.pid, signal.SIGKILL)
+    job.until_gone()
+    end = time.monotonic() + 15
+    while arena(parked)["used"] or arena(parked)["pinned"]:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("who", ["limosa-mover", "limosa-vault", "both"])
+@pytest.mark.parametrize("release", [[], [ONLY]])
+def test_a_suspended_job_survives_vault_and_mover(parked: Any, who: str, release: list[str]) -> None:
+    job = start(parked, "--mib", 96)
+    parked.limosa("suspend", job.pid, *release)
+    for name in ("limosa-mover", "limosa-vault"):
+        if who in (name, "both"):
+            kill(parked, name)
+    assert parked.says(0, "", "resume", job.pid, *([] if release else ["--to", 1]))["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
+_KILLED_AT = """
+import os, sys, signal, functools
+from limosa import operation
+from limosa.operation import journal
+from limosa.parking import mover, shim, vault
+from limosa.process import records
+
+left = int(sys.argv[1])
+
+def watched(cls, name):
+    old = getattr(cls, name)
+    @functools.wraps(old)
+    def call(*arguments, **options):
+        global left
+        found = old(*arguments, **options)
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+    setattr(cls, name, call)
+
+for cls, names in (
+    (journal.Journal, "note"),
+    (shim.Shim, "close_gate unmap map open_gate keep"),
+    (mover.Mover, "hold host make"),
+    (vault.Vault, "segments put drop"),
+    (records.SuspendRecord, "save"),
+):
+    for name in names.split():
+        watched(cls, name)
+if sys.argv[2] == "resume":
+    operation.resume(int(sys.argv[3]))
+else:
+    operation.suspend(int(sys.argv[3]), release="memory-only")
+"""
+
+
+@pytest.mark.parametrize("verb", ["suspend", "resume"])
+@pytest.mark.parametrize("also", ["", "limosa-mover"])
+def test_limosa_killed_after_every_step_of_a_memory_only_suspend(parked: Any, verb: str, also: str) -> None:
+    job = start(parked, "--mib", 40)
+    step = 0
+    while True:
+        step += 1
+        if verb == "resume" and stand(job) is not Stand.AWAY:
+            parked.limosa("suspend", job.pid, ONLY)
+        done = parked.run([sys.executable, "-c", _KILLED_AT, step, verb, job.pid], rc=None)
+        if also:
+            kill(parked, also)
+        parked.limosa("recover")
+        if done.rc == 0:
+            break
+        assert done.rc == -signal.SIGKILL, (step, done)
+        now = stand(job)
+        assert now in (Stand.OPEN, Stand.AWAY), (step, now)
+        shown = parked.limosa("ps", "-o", "json").json["jobs"][0]["state"]
+        assert shown == {Stand.OPEN: "running", Stand.AWAY: "parked"}[now], step
+        if now is Stand.AWAY and verb == "suspend":
+            parked.limosa("resume", job.pid)
+        if stand(job) is Stand.OPEN:
+            job.goes_on(1)
+    assert step > 8, "it was held at every step"
+    if verb == "suspend":
+        parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    assert arena(parked)["used"] == 0
+    assert sum(size > 32 * MIB for size in used(parked)) == 1, "nothing is left behind on the GPU"
+    job.finish()
