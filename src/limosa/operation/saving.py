@@ -335,7 +335,9 @@ class Saving:
                 DeviceMemory(
                     pid=part.pid,
                     pieces=[
-                        DevicePiece(id=id_, bytes=size, gpu=part.gpus[id_], share=part.share.get(id_, 0), chunks=chunks)
+                        DevicePiece(
+                            id=id_, bytes=size, gpu=part.gpus[id_], share=numbers[part.share.get(id_, 0)], chunks=chunks
+                        )
                         for (_, id_, size), chunks in zip(pieces, saver.names(pieces), strict=True)
                     ],
                 )
