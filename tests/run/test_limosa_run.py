@@ -82,6 +82,21 @@ def test_options_of_the_command_are_the_commands(limosa):
     assert result.stdout == "--name x -o json\n"
 
 
+@pytest.mark.parametrize(
+    ("options", "preloaded", "without"),
+    [
+        ([], True, ""),
+        (["--without", "bulk"], True, "bulk"),
+        (["--without", "bulk", "--without", "stack"], True, "bulk,stack"),
+        (["--no-shim"], False, ""),
+    ],
+)
+def test_what_the_job_runs_under(limosa, options, preloaded, without):
+    words = 'echo "$LD_PRELOAD|$LIMOSA_SHIM_WITHOUT"'
+    said = limosa("run", "-q", *options, "--", "sh", "-c", words, rc=0).stdout.strip().split("|")
+    assert ("liblimosa_shim" in said[0], said[1]) == (preloaded, without)
+
+
 def test_detached_prints_the_pid_and_leaves_the_job_running(limosa, tmp_path):
     result = limosa(
         "run",
