@@ -26,10 +26,18 @@ HOLD = 400
 class Job:
     """A victim under ``limosa run``: its trace, its own clock, its memory as the shim sees it."""
 
-    def __init__(self, limosa: Callable[..., Any], folder: Path, argv: Sequence[str], env: dict[str, str], shim: bool):
+    def __init__(
+        self,
+        limosa: Callable[..., Any],
+        folder: Path,
+        argv: Sequence[str],
+        env: dict[str, str],
+        shim: bool,
+        options: Sequence[str] = (),
+    ):
         self.folder, self.argv, self.log = folder, list(argv), folder / "log"
         folder.mkdir(parents=True)
-        words = [] if shim else ["--no-shim"]
+        words = [*options] if shim else [*options, "--no-shim"]
         name = f"proof-{folder.name}"
         command = ["run", *words, "--detach", "--log", self.log, "--name", name, "-o", "json", "--", *argv]
         said = limosa(*command, env=env, cwd=folder, rc=0, limit=30).json
@@ -168,8 +176,14 @@ class Prover:
         self.record: dict[str, Any] = {"name": name, "moves": 0}
         self.jobs: list[Job] = []
 
-    def start(self, argv: Sequence[str], env: dict[str, str] | None = None, limit: float = 120) -> Job:
-        """Starts all three and waits until they compute; returns the one to move."""
+    def start(
+        self,
+        argv: Sequence[str],
+        env: dict[str, str] | None = None,
+        limit: float = 120,
+        options: Sequence[str] = (),
+    ) -> Job:
+        """Starts all three (with options of ``limosa run``), waits until they compute; returns the one to move."""
         env = env or {}
         twin = [*argv, "--hold", str(HOLD)] if argv[-1] != "HOLD" else [*argv[:-1], str(HOLD)]
         own = argv if argv[-1] != "HOLD" else [*argv[:-1], "0"]
@@ -177,7 +191,7 @@ class Prover:
         for name, words, shim in kinds:
             folder = self.folder / name
             full = [word.replace("FOLDER", str(folder)) for word in words]
-            self.jobs.append(Job(self.limosa, folder, full, env, shim))
+            self.jobs.append(Job(self.limosa, folder, full, env, shim, options))
         for job in self.jobs:
             job.until(lambda job=job: job.steps() > 10, limit, "steps")
         return self.jobs[0]

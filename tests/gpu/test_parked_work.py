@@ -51,6 +51,13 @@ def test_pytorch_that_sees_one_gpu(prover: Prover) -> None:
     prover.twins_agree(job)
 
 
+def test_pytorch_from_which_a_gpu_is_hidden(prover: Prover) -> None:
+    """It cannot open the node of the GPU that it goes to, until it is there."""
+    job = prover.start([*TORCH, "--kind", "adamw"], options=["--gpus", "0"])
+    prover.moves(job, 5, GB)
+    prover.twins_agree(job)
+
+
 def test_torchrun(prover: Prover) -> None:
     """An agent and two ranks on one GPU, moved as one."""
     job = prover.start([*torchrun(), "--kind", "torchrun"])
