@@ -335,7 +335,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     halved = operation != "resume" and prepared[0].release == "all"
     ready = Ready(members if halved else [], getattr(parked, "shims", {}))
     work.push("ready", ready.let_go)
-    ready.prepare()
+    with work.spent("ready"):
+        ready.prepare()
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
     if operation != "resume":
         if isinstance(parked, (Parked, Suspending)):
