@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,9 +29,9 @@ from limosa.errors import (
     UndoFailed,
 )
 from limosa.image import Image, open_image
+from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, room
-from limosa.operation.aside import Resuming, aside_shims
+from limosa.operation import driver_steps, parked, room
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
@@ -71,22 +72,74 @@ def restore(
         LimosaError: others, each with its exit code.
     """
     chosen = Options(**options)
-    with Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work, open_image(image) as opened:
+    with (
+        Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work,
+        open_image(image) as opened,
+        _Checked(work, opened, chosen.verify) as checked,
+    ):
         work.driver.start()  # it comes up while we look; the will needs it in any case
-        if chosen.verify:
-            # Chunks are read once, on their way to the GPU, and compared there; here they are only looked for.
-            with work.timed("verify", "verifying", total=opened.manifest.host_bytes):
-                verify_image(opened, progress, cancel=work, read_chunks=False).check()
         work.check()
         with work.timed("plan", "looking"):
             ready = look(opened.manifest, chosen, stop=work.stop_asked)
             work.check()
             if any(r.refuses for r in ready.reasons):
+                checked.wait()  # a damaged image is the first thing to be told
                 raise Refused(ready.reasons)
             program = find_criu(chosen.criu)
-        result = _Restore(work, opened, ready, chosen, program).run()
+        if not opened.manifest.device:
+            checked.wait()
+        result = _Restore(work, opened, ready, chosen, program, checked).run()
     result.timings = work.timings
     return result
+
+
+class _Checked:
+    """CRIU's files compared with the manifest, beside what is done before CRIU is started.
+
+    Chunks are only looked for, with their sizes: they are read once, on their way to the GPU, and compared there.
+    """
+
+    def __init__(self, work: Work, image: Image, asked_for: bool):
+        self._work, self._image = work, image
+        self._stop = threading.Event()
+        self._result: VerifyResult | None = None
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="limosa-verify") if asked_for else None
+
+    def wait(self) -> None:
+        """Wait until all is compared.
+
+        Raises:
+            DamagedImage: it is not what was committed.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+        if self._result is not None:
+            self._result.check()
+        self._work.check()
+
+    def is_set(self) -> bool:
+        """Whether to stop: what verifying takes as ``cancel=``."""
+        return self._stop.is_set() or self._work.stop_asked()
+
+    def __enter__(self) -> _Checked:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._work.timed("verify", "verifying", total=self._image.manifest.host_bytes):
+                self._result = verify_image(self._image, self._work.progress, cancel=self, read_chunks=False)
+        except BaseException as error:
+            self._failed = error
 
 
 # --- doing ----------------------------------------------------------------------------------------------------
@@ -95,7 +148,10 @@ def restore(
 class _Restore:
     """One restore under way."""
 
-    def __init__(self, work: Work, image: Image, ready: Ready, options: Options, program: Criu):
+    def __init__(  # noqa: PLR0917 - made in one place
+        self, work: Work, image: Image, ready: Ready, options: Options, program: Criu, checked: _Checked
+    ):
+        self.checked = checked
         self.work, self.image, self.ready, self.options, self.program = work, image, ready, options, program
         self.manifest = image.manifest
         self.members = ready.members
@@ -129,6 +185,7 @@ class _Restore:
         work.push("tree", self._end_tree)
         if self.manifest.device:
             self._load()
+            self.checked.wait()
         self._criu()
         if self.members:
             self._device_memory()
@@ -230,34 +287,36 @@ class _Restore:
                 raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
         work.check()
         if self.loading is not None:
-            self.loading.check()
-            driver_steps.restore(work, self.members)
-            driver_steps.unlock(work, self.members)  # its gates are closed
-            with work.timed("wait", "device memory"):
-                self.loading.wait()
-            with work.timed("map", "memory"):
-                self.loading.arrive()
-                self.loading.open()
+            self._with_chunks(self.loading)
             return
-        shims = aside_shims(self.members)  # an image of schema 1, made while the job was suspended the parked way
-        parked = Resuming(work, self.members, shims) if shims else None
+        if parked.aside(self.members):
+            text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
+            raise FailedUndone(what="restore", detail=text)
         try:
-            if parked is not None:
-                parked.prepare()
-                parked.start_copy()
             driver_steps.restore(work, self.members)
             driver_steps.unlock(work, self.members)
-            if parked is not None:
-                parked.wait_for_copy()
-                parked.arrive()
-                parked.open()
-                parked.let_go()
-        except BaseException as error:
-            if parked is not None:
-                parked.stay()
-            if isinstance(error, NoRoomOnGpu):
-                error.hint = f"the tree was ended again; {self.image.path} is the copy"
+        except NoRoomOnGpu as error:
+            error.hint = self._copy_is_the_image()
             raise
+
+    def _with_chunks(self, loading: Loading) -> None:
+        """The driver's part, then what comes from the chunks."""
+        work = self.work
+        try:
+            loading.check()
+            driver_steps.restore(work, self.members)
+            driver_steps.unlock(work, self.members)  # the gates are closed
+            with work.timed("wait", "device memory"):
+                loading.wait()
+        except NoRoomOnGpu as error:
+            error.hint = self._copy_is_the_image()
+            raise
+        with work.timed("map", "memory"):
+            loading.arrive()
+            loading.open()
+
+    def _copy_is_the_image(self) -> str:
+        return f"the tree was ended again; {self.image.path} is the copy"
 
     def _end_tree(self) -> None:
         with open_image(self.image.path, trust=False):
