@@ -94,7 +94,7 @@ parked() {
         part $many -m "gpu_parked and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu
     fi
     [ "${PROOFS:-all}" = work ] || part -m "gpu_parked and gpu_alone" tests/gpu
-    [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS"
+    [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 
 run() {
