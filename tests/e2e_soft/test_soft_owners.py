@@ -1,0 +1,152 @@
+"""Whose vault and mover serve whose jobs: each user's own, also where root does the work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import JOB, Job
+from soft_command import waits_for
+
+from limosa.parking import LIBRARY
+
+USER = 4242
+# What root runs need not be readable for others (a Python in /root): all is imported before the user is changed.
+_BECOME = f"""
+import array, ctypes, os, sys
+def become():
+    os.setgroups([]); os.setresgid({USER}, {USER}, {USER}); os.setresuid({USER}, {USER}, {USER})
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+"""
+_JOB = f"""{_BECOME}
+sys.path.insert(0, {str(JOB.parent)!r})
+import job
+become()
+job.main()
+"""
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that every user can get at, with the runtime folder in it."""
+    found = Path(tempfile.mkdtemp(prefix="limosa-owners-"))
+    found.chmod(0o1777)
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(found / "limosa"))
+    monkeypatch.setenv("NOT_FOR_USERS", "root's own")
+    yield found
+    shutil.rmtree(found, ignore_errors=True)
+
+
+@pytest.fixture
+def node(place: Path, soft: Any) -> Any:
+    return soft(gpus=2, memory="256MiB")
+
+
+def residents(node: Any) -> dict[tuple[str, int], int]:
+    """Vaults and movers: name and uid → pid."""
+    found = {}
+    for pid in node.processes():
+        with contextlib.suppress(OSError):
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in ("limosa-vault", "limosa-mover"):
+                status = Path(f"/proc/{pid}/status").read_text()
+                uids = next(line.split()[1:] for line in status.splitlines() if line.startswith("Uid:"))
+                assert len(set(uids)) == 1, "no way back to root"
+                found[name, int(uids[0])] = pid
+    return found
+
+
+def users_job(node: Any, place: Path) -> Job:
+    folder = place / "job"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    argv = [sys.executable, "-c", _JOB, str(folder), "--mib", "40"]
+    job = Job(node, folder, argv, {"LD_PRELOAD": str(LIBRARY)})
+    node.reaper.watch(job.pid)
+    job.wait_for("READY")
+    job.goes_on(2)
+    return job
+
+
+def test_root_serves_a_user_with_that_users_vault_and_mover(node: Any, place: Path) -> None:
+    job = users_job(node, place)
+    node.limosa("suspend", job.pid)
+    assert set(residents(node)) == {("limosa-vault", USER), ("limosa-mover", USER)}
+    for pid in residents(node).values():
+        assert b"NOT_FOR_USERS" not in Path(f"/proc/{pid}/environ").read_bytes()
+        groups = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("Groups:"))
+        assert groups.split()[1:] in ([], [str(USER)])
+        capabilities = Path(f"/proc/{pid}/status").read_text().split("CapEff:")[1].split()[0]
+        assert int(capabilities, 16) == 0
+    own = node.job("--mib", 40, "--gpu", 1, env={"LD_PRELOAD": str(LIBRARY)})
+    node.limosa("suspend", own.pid)
+    assert set(residents(node)) == {(f"limosa-{kind}", uid) for kind in ("vault", "mover") for uid in (0, USER)}
+    shown = node.limosa("doctor", "-o", "json", rc=None).json["checks"]
+    text = next(check["detail"] for check in shown if check["name"] == "parking")
+    for pid in residents(node).values():
+        assert f"process {pid}" in text
+    for one in (job, own):
+        node.limosa("resume", one.pid)
+        one.goes_on(2)
+    for one in (job, own):
+        one.finish()
+
+
+_CALLS = f"""{_BECOME}
+import socket
+from limosa.parking.packets import receive, send
+if sys.argv[2:]:
+    become()
+one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+one.settimeout(5)
+try:
+    one.connect(sys.argv[1])
+    send(one, {{"verb": "ping"}})
+    print(receive(one))
+except (PermissionError, ConnectionError, EOFError) as error:
+    sys.exit(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize("kind", ["vault", "mover"])
+def test_who_is_not_the_owner_is_not_let_in(node: Any, place: Path, kind: str) -> None:
+    """Also where the file's mode would let him: who connects is asked for."""
+    own = node.job("--mib", 40, env={"LD_PRELOAD": str(LIBRARY)})
+    node.limosa("suspend", own.pid)
+    (path,) = [p for p in (place / "limosa" / "0" / kind).iterdir() if p.is_socket()]
+    node.run([sys.executable, "-c", _CALLS, path])
+    kept_out = node.run([sys.executable, "-c", _CALLS, path, "as user"], rc=None)
+    assert (kept_out.rc, "PermissionError" in kept_out.stderr) == (1, True)
+    os.chmod(path, 0o777)
+    kept_out = node.run([sys.executable, "-c", _CALLS, path, "as user"], rc=None)
+    assert (kept_out.rc, kept_out.stdout) == (1, "")
+    node.limosa("resume", own.pid)
+    own.goes_on(2)
+    own.finish()
+
+
+def test_a_socket_that_is_another_users_is_not_believed(node: Any, place: Path) -> None:
+    """Root is not led to hand a user's memory to somebody else's vault."""
+    job = users_job(node, place)
+    folder = place / "limosa" / str(USER)
+    (folder / "vault").mkdir(parents=True, exist_ok=True)
+    os.chown(folder, USER, USER)
+    os.chown(folder / "vault", USER, USER)
+    listen = (
+        "import socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
+        "s.bind(sys.argv[1]); s.listen(); time.sleep(60)"
+    )
+    node.popen([sys.executable, "-c", listen, folder / "vault" / "socket"])
+    waits_for(node, (folder / "vault" / "socket").exists)
+    said = node.limosa("suspend", "-o", "json", job.pid, rc=None)
+    assert (said.rc, said.json.get("way")) in ((21, None), (0, "driver")), said
+    node.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
