@@ -103,6 +103,16 @@ def test_a_full_gpu_refuses_to_take_the_memory_back(parked: Any) -> None:
     job.finish()
 
 
+@pytest.mark.parametrize("release", [[], [ONLY]])
+def test_a_job_that_takes_most_of_its_gpu_comes_back(parked: Any, release: list[str]) -> None:
+    """What was made for it there is not asked for a second time."""
+    job = start(parked, "--mib", 400)
+    parked.limosa("suspend", job.pid, *release)
+    parked.limosa("resume", job.pid, *([] if release else ["--to", 1]))
+    job.goes_on(2)
+    job.finish()
+
+
 def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
     job = parked.job("--mib", 16)
     parked.says(13, "no-shim", "suspend", job.pid, ONLY)

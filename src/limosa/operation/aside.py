@@ -18,6 +18,8 @@ from functools import partial
 import msgspec
 
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
+from limosa.gpu import inventory
+from limosa.operation import room
 from limosa.operation.arena import arena_cap, refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, lower_stack, together
@@ -198,8 +200,12 @@ class Suspending:
 
     def prepare(self) -> None:
         """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
+        counted = inventory()
         for part in self._parts:
-            self._ready(part, part.pieces())
+            pieces = part.pieces()
+            self._ready(part, pieces)
+            own = added_up({part.devices[m.device]: m.bytes} for m in pieces if not m.imported)
+            room.note_beside(counted, part.member, own)
 
     def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
         pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
@@ -363,6 +369,7 @@ class Resuming:
                 mine = [p for p in part.layout if part.there(p) == gpu]
                 made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
+            self._work.made = added_up([self._work.made, *({part.there(p): p.bytes} for p in part.layout)])
             ids = sorted(part.target)
             key = key_of(self._work.id, part.member, "target")
             self._residents.put(part.shim.owner, key, [part.target[i] for i in ids], msgspec.json.encode(ids))

@@ -126,7 +126,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
     """
     with work.timed("restore", "host memory → device memory", total=device_bytes(members) or None):
         inventory = gpu.inventory()
-        room.check(inventory, members, work.id)
+        room.check(inventory, members, work.id, made=work.made)
         total = device_bytes(members)
 
         def call(m: Member) -> None:

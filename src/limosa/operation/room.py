@@ -77,13 +77,21 @@ def _margin_at_home(there: Gpu, members: Sequence[Member], *, home: bool) -> int
     return MARGIN * len(coming) if at_home and not others and unseen < MARGIN else 0
 
 
-def check(inventory: Inventory, members: Sequence[Member], operation_id: str) -> None:
+def check(
+    inventory: Inventory, members: Sequence[Member], operation_id: str, *, made: Mapping[str, int] | None = None
+) -> None:
     """Refuses to go on where the members do not fit right now.
+
+    Args:
+        inventory: as NVML sees it now.
+        members: what is to be restored.
+        operation_id: whose own claims do not count.
+        made: bytes by GPU UUID of what they held that are there already, made by the same operation.
 
     Raises:
         NoRoomOnGpu: naming the GPU, what is free and what is needed.
     """
-    short = shortage(inventory, members, operation_id)
+    short = shortage(inventory, members, operation_id, vacated=made)
     if short:
         raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
@@ -91,3 +99,15 @@ def check(inventory: Inventory, members: Sequence[Member], operation_id: str) ->
 def held_now(members: Sequence[Member]) -> dict[str, int]:
     """Bytes by GPU UUID that members still on the GPUs will let go of."""
     return added_up(m.held for m in members if m.was != "checkpointed" and not m.away)
+
+
+def note_beside(inventory: Inventory, member: Member, parked: Mapping[str, int]) -> None:
+    """Notes what the driver will carry of a process: all that NVML counts but for what goes the parked way.
+
+    Args:
+        inventory: from before that was unmapped.
+        member: its ``beside`` is filled in.
+        parked: bytes by GPU UUID that the process has made itself; what it has imported NVML does not count as its own.
+    """
+    counted = inventory.held({member.pid})
+    member.beside = {uuid: max(0, size - parked.get(uuid, 0)) for uuid, size in counted.items()}

@@ -135,6 +135,7 @@ class Work(Clock):
         self.state_before = ""
         self.doubtful: dict[int, BaseException] = {}  # pids whose restore has failed, maybe for good
         self.parked_bytes = 0
+        self.made: dict[str, int] = {}  # bytes by GPU that are there already for what is to be restored
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver: gpu.Driver | None = None
 
