@@ -312,6 +312,14 @@ def page(records: Sequence[dict[str, Any]]) -> str:
             f"| {r['name']} | {r['moves']} × | {r['steps']} | {pause['median']:.2f} / {pause['most']:.2f} "
             f"| {r['parked'] / 1e9:.2f} | {left} |"
         )
+    for r in (r for r in records if "grown" in r):
+        more = ", ".join(f"{name} {value:,}" for name, value in r["grown"].items() if value) or "nothing"
+        lines += [
+            "",
+            f"One job moved {r['moves']} times in {r['seconds']:.0f} s (pause {r['said']['median']:.2f} s, at most "
+            f"{r['said']['most']:.2f}); of {len(r['grown'])} figures (GPUs, job, vault, mover, limosa: memory, address "
+            f"space, descriptors, mappings, threads) there was more at the end than after the first tenth of: {more}.",
+        ]
     return "\n".join(lines)
 
 
