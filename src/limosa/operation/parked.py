@@ -92,7 +92,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 shim = stack.enter_context(Shim(member.identity))
                 devices, all_of[member.pid] = shim.devices(), shim.memories()
                 shims[member.pid] = shim
-                found += _left_to_others(member, shim.counts())
+                found += _left_to_others(member, shim.counts(), all_of[member.pid])
                 # What several processes have is there once.
                 pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
                 seen |= {m.share for m in pieces}
@@ -117,12 +117,16 @@ def _away(member: Member) -> int:
     return 0
 
 
-def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]]) -> list[Reason]:
+def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:
     """What the shim knows of memory of others, or for others, that the driver could not bring back."""
     found = []
     if counts["ipc"][0]:
         text = f"process {member.pid} shares small allocations, or pools, by CUDA IPC: the driver could not restore it"
         found.append(Reason(id="cuda-ipc", text=text, exit_code=13, pid=member.pid))
+    if any(m.owner < 0 for m in pieces):
+        text = f"process {member.pid} has imported memory by a descriptor: the driver could not restore it"
+        hint = "let it unmap and release that first"
+        found.append(Reason(id="imported-memory", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
     return found
 
 

@@ -84,7 +84,7 @@ class Memory(msgspec.Struct, frozen=True):
         imported: whether it came by the parked way, or from another process: the driver could save it, and not bring
             it back.
         share: the number under which several processes have it (legacy IPC handles); 0: this one alone.
-        owner: the pid of the process that gave it, where another did; else 0.
+        owner: the pid of the process that gave it, where another did (-1: nobody knows which); else 0.
     """
 
     id: int

@@ -17,7 +17,20 @@ __attribute__((visibility("hidden"))) void *shim_real_dlsym, *shim_real_dlvsym;
 struct wanted {
     const char *symbol;
     void *found;
+    bool anywhere; /* not in a C library of that name, which other C libraries have not */
 };
+
+static bool is_ours(const struct dl_phdr_info *info)
+{
+    uintptr_t here = (uintptr_t)&shim_real_dlsym;
+
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        uintptr_t start = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr;
+        if (info->dlpi_phdr[i].p_type == PT_LOAD && here >= start && here < start + info->dlpi_phdr[i].p_memsz)
+            return true;
+    }
+    return false;
+}
 
 /* Looks one library's exported symbols through. */
 static int look(struct dl_phdr_info *info, size_t size, void *data)
@@ -31,7 +44,9 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
 
     (void)size;
     name = name ? name + 1 : info->dlpi_name;
-    if (strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
+    if (!wanted->anywhere && strncmp(name, "libc.so", 7) && strncmp(name, "libdl.so", 8))
+        return 0;
+    if (is_ours(info))
         return 0;
     for (int i = 0; i < info->dlpi_phnum; i++)
         if (info->dlpi_phdr[i].p_type == PT_DYNAMIC)
@@ -76,12 +91,16 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
 
 __attribute__((constructor(101))) void find_begin(void)
 {
-    struct wanted sym = {"dlsym", NULL}, vsym = {"dlvsym", NULL};
+    struct wanted sym = {"dlsym", NULL, false}, vsym = {"dlvsym", NULL, false};
 
     if (shim_real_dlsym)
         return;
     dl_iterate_phdr(look, &sym);
     dl_iterate_phdr(look, &vsym);
+    if (!sym.found) {
+        sym.anywhere = true;
+        dl_iterate_phdr(look, &sym);
+    }
     shim_real_dlvsym = vsym.found;
     shim_real_dlsym = sym.found;
 }

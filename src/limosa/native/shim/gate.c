@@ -1,4 +1,5 @@
 #include "gate.h"
+#include "shim.h"
 
 #include <errno.h>
 #include <linux/futex.h>
@@ -35,7 +36,7 @@ static void thread_ends(void *value)
 static void begin(void)
 {
     pthread_key_create(&key, thread_ends);
-    pthread_atfork(NULL, NULL, gate_after_fork); /* calls that other threads were in do not go on in a child */
+    in_children(gate_after_fork); /* calls that other threads were in do not go on in a child */
     gate_fence = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) != 0;
 }
 

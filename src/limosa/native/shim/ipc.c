@@ -1,6 +1,7 @@
 /* Legacy handles (cuIpcGetMemHandle) of memory that is looked after: the driver has none for it, so ours name the
  * process and the memory. Whoever opens one asks that process's shim for a descriptor, and from then on both have the
  * same memory under one number (`share`): it is put away in all of them, and comes back as one. */
+#include "fds.h"
 #include "memory.h"
 #include "protocol.h"
 #include "shim.h"
@@ -158,7 +159,7 @@ static struct memory *noted(struct mapping *mapping, const struct said *said, CU
         memory->share = said->share;
         memory->owner = said->pid;
         if (mapping_add(mapping)) {
-            memory->kept = fd;
+            memory->kept = fds_away(fd);
         } else {
             memory_let_go(memory);
             memory = NULL;

@@ -29,7 +29,7 @@ struct memory {
     bool shared; /* somebody whom we do not know was given it: stays where it is */
     unsigned char cause; /* enum left: why it stays */
     uint64_t share; /* not 0: several processes under the shim have it, all by this number */
-    int owner; /* pid of the process that gave it to us; 0: it is our own */
+    int owner; /* pid of the process that gave it to us; -1: nobody knows which; 0: it is our own */
     int *sharers; /* pids of those whom we gave it */
     size_t n_sharers;
 };

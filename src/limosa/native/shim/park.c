@@ -1,3 +1,4 @@
+#include "fds.h"
 #include "park.h"
 #include "shim.h"
 
@@ -118,7 +119,7 @@ CUresult park_map(struct memory *memory, int fd)
     }
     if (!result && !memory->driver) {
         memory->driver = driver;
-        memory->kept = fd; /* what was imported cannot be exported: this is how it can be given away the next time */
+        memory->kept = fds_away(fd); /* what was imported cannot be exported: this is how it can be given away the next time */
     }
     return result;
 }

@@ -47,7 +47,7 @@ struct record {
     uint64_t id, bytes, at; /* at: where it is first mapped */
     uint64_t share; /* other processes have it, too, by this number; else 0 */
     uint32_t device, flags;
-    int32_t owner; /* pid of the process that gave it, where another did; else 0 */
+    int32_t owner; /* pid of the process that gave it, where another did; -1: nobody knows which; else 0 */
     uint32_t nothing;
 };
 

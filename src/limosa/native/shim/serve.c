@@ -3,6 +3,7 @@
  * It is exempt from the gate, holds memory_lock only for as long as it looks at the tables, and calls nothing of the
  * application's: see DESIGN.md why nothing here can wait for an application's thread. */
 #include "bulk.h"
+#include "fds.h"
 #include "park.h"
 #include "protocol.h"
 #include "shim.h"
@@ -27,7 +28,9 @@
 
 static enum state state;
 static int listening = -1;
+static struct fds_mark listening_is;
 static int kept_aside[KEPT_MOST]; /* what holds the contents while the memory is away for longer */
+static struct fds_mark kept_is[KEPT_MOST];
 static size_t n_kept_aside;
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
@@ -152,6 +155,7 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
 
     if (!tables(answer))
         return say(client, answer, NULL, 0, NULL, 0);
+    fds_more();
     for (; done < n && !answer->result; done++) {
         struct memory *memory = by_id(ids[done]);
         CUresult result = CUDA_ERROR_INVALID_HANDLE;
@@ -162,6 +166,7 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
             break;
         }
     }
+    fds_as_before();
     pthread_mutex_unlock(&memory_lock);
     size_t given = answer->result ? 0 : done;
     for (size_t i = given; i < done; i++)
@@ -283,8 +288,14 @@ static bool all_there(void)
 
 static int32_t unmap(void)
 {
+    size_t coming = PROTOCOL_MOST;
+
     if (state == STATE_OPEN)
         return -EINVAL;
+    for (size_t i = 0; i < n_memories; i++)
+        coming += park_can(memories[i]) && memories[i]->kept < 0;
+    if (!fds_room(coming))
+        return -EMFILE; /* what comes back is held by a descriptor each */
     state = STATE_AWAY; /* or still is: a part may have come back before something failed */
     CUresult result = park_unmap();
     if (all_there())
@@ -494,14 +505,20 @@ static bool counts(int client, struct message *answer)
 static int keep(const int *fds, size_t n, bool more)
 {
     if (!more)
-        while (n_kept_aside)
-            close(kept_aside[--n_kept_aside]);
+        while (n_kept_aside) {
+            n_kept_aside--;
+            if (fds_still(kept_aside[n_kept_aside], kept_is[n_kept_aside]))
+                close(kept_aside[n_kept_aside]);
+        }
     bool room = n_kept_aside + n <= KEPT_MOST;
     for (size_t i = 0; i < n; i++)
-        if (room)
-            kept_aside[n_kept_aside++] = fds[i];
-        else
+        if (room) {
+            kept_aside[n_kept_aside] = fds_away(fds[i]);
+            kept_is[n_kept_aside] = fds_mark(kept_aside[n_kept_aside]);
+            n_kept_aside++;
+        } else {
             close(fds[i]);
+        }
     return room ? 0 : -ENOSPC;
 }
 
@@ -509,6 +526,9 @@ static bool kept(int client, struct message *answer, uint64_t from)
 {
     size_t n = from < n_kept_aside ? n_kept_aside - from : 0;
 
+    for (size_t i = 0; i < n_kept_aside; i++)
+        if (!fds_still(kept_aside[i], kept_is[i]))
+            n = 0, answer->result = -EBADF; /* the program has closed it */
     answer->a = n_kept_aside;
     return say(client, answer, NULL, 0, kept_aside + (n ? from : 0), n < PROTOCOL_MOST ? n : PROTOCOL_MOST);
 }
@@ -528,9 +548,13 @@ static bool answer_one(int client)
     size_t n_fds = 0;
     ssize_t got;
 
+    while (poll(&(struct pollfd){.fd = client, .events = POLLIN}, 1, -1) < 0 && errno == EINTR)
+        ;
+    fds_more();
     do
         got = recvmsg(client, &packet, MSG_CMSG_CLOEXEC);
     while (got < 0 && errno == EINTR);
+    fds_as_before();
     if (got <= 0)
         return false;
     for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head))
@@ -601,11 +625,17 @@ static void *serve(void *nothing)
     gate_exempt();
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
-        int client = accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+        /* A program that closes all descriptors that there are has closed this one, too. */
+        if (!fds_still(listening, listening_is)) {
+            listening = fds_away(named_socket());
+            listening_is = fds_mark(listening);
+        }
+        int client = listening < 0 ? -1 : accept4(listening, NULL, NULL, SOCK_CLOEXEC);
         if (client < 0) {
             poll(NULL, 0, 50);
             continue;
         }
+        client = fds_away(client);
         if (welcome(client))
             while (answer_one(client))
                 ;
@@ -636,14 +666,15 @@ static void begin(void)
     if (fd < 0)
         return;
     read_switches();
-    listening = fd;
+    listening = fds_away(fd);
+    listening_is = fds_mark(listening);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 512 << 10);
     if (pthread_create(&thread, &attributes, serve, NULL)) {
-        close(fd);
+        close(listening);
         listening = -1;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -653,7 +684,7 @@ static void begin(void)
  * made in the driver: no driver lets it. */
 static void in_child(void)
 {
-    if (listening >= 0)
+    if (fds_still(listening, listening_is))
         close(listening);
     listening = -1;
     keep(NULL, 0, false);
@@ -688,7 +719,7 @@ EXPORT CUresult cuInit(unsigned flags)
         if (pid != (int)getpid()) {
             static bool registered;
             if (!registered)
-                pthread_atfork(NULL, NULL, in_child);
+                in_children(in_child);
             registered = true;
             pid = (int)getpid();
             begin();

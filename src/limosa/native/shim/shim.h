@@ -52,6 +52,17 @@ void *find_in_driver(const char *symbol);
 bool find_is_driver(const void *address); /* whether it lies in libcuda */
 void find_begin(void);
 
+/* pthread_atfork without the part of it that glibc links into whoever calls it: the symbol behind it is missing in other C
+ * libraries, whose loaders would end a program for it. Those have no driver either. */
+int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
+extern void *__dso_handle __attribute__((visibility("hidden")));
+
+static inline void in_children(void (*what)(void))
+{
+    if (__register_atfork)
+        __register_atfork(NULL, NULL, what, &__dso_handle);
+}
+
 #define DRIVER_NOT_THERE 100 /* CUDA_ERROR_NO_DEVICE */
 
 #endif

@@ -20,7 +20,7 @@
 
 /* The application's number for a handle that the driver has given; the driver's own goes where there is no room. */
 static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CUmemAllocationProp *asked, bool stays,
-                       enum left cause)
+                       enum left cause, int owner)
 {
     pthread_mutex_lock(&memory_lock);
     struct memory *memory = memory_new(driver, bytes, asked);
@@ -28,6 +28,7 @@ static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CU
         memory->references = 1;
         memory->shared = stays;
         memory->cause = (unsigned char)cause;
+        memory->owner = owner;
         *handle = memory_given(memory);
     }
     pthread_mutex_unlock(&memory_lock);
@@ -53,7 +54,7 @@ static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAlloca
         stays = true; /* what is asked for is to be had, only not for others */
         result = real(cuMemCreate)(&driver, bytes, prop, flags);
     }
-    return result ? result : number(handle, driver, bytes, prop, stays, LEFT_FOREIGN);
+    return result ? result : number(handle, driver, bytes, prop, stays, LEFT_FOREIGN, 0);
 }
 
 EXPORT CUresult cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
@@ -293,7 +294,7 @@ static CUresult my_cuMemImportFromShareableHandle(CUhandle *handle, void *from, 
     if (result)
         return result;
     real(cuMemGetAllocationPropertiesFromHandle)(&prop, driver);
-    return number(handle, driver, 0, &prop, true, LEFT_SHARED);
+    return number(handle, driver, 0, &prop, true, LEFT_SHARED, -1);
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *from, int type)
