@@ -18,8 +18,12 @@ MEMORY = re.compile(r"Mem|Alloc|Array|Pool|Multicast|Ipc|Import|Export|Pointer|B
 
 
 def not_known(called: Iterable[Called]) -> list[str]:
-    """Functions of memory that are not in the list, or that it has for nothing to do with memory."""
-    return [one.name for one in called if one.role in (Role.UNKNOWN, Role.PASS) and MEMORY.search(one.name)]
+    """Functions of memory that were called and are not in the list, or that it has for nothing to do with memory.
+
+    What was only asked for does not count: the runtime asks for all that it could use.
+    """
+    odd = (Role.UNKNOWN, Role.PASS)
+    return [one.name for one in called if one.called and one.role in odd and MEMORY.search(one.name)]
 
 
 def of(pid: int) -> list[Called]:

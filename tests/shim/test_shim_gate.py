@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -23,7 +24,10 @@ NANOSECONDS = 200  # a generous bound: a call passes the gate in ten or so on an
 
 def memory_held(pid: int) -> list[str]:
     """Descriptors of device memory."""
-    links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return [link for link in links if "nvidia-soft/memory" in link]
 
 

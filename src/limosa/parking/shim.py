@@ -46,6 +46,7 @@ ANSWER_SECONDS = 10.0
 CONNECT_SECONDS = 3.0
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a lent machine whose memory is backed at first use was measured at 2.7e9."""
+MAP_STEPS = {1: "import", 2: "map", 3: "access"}
 
 
 def under_shim(pid: int) -> bool:
@@ -334,9 +335,10 @@ class Shim:
             if (magic, version, said, number) != (MAGIC, VERSION, verb, self._number):
                 raise self._error(verb.name.lower(), "another version of the shim", result)
             if result:
-                raise self._error(
-                    verb.name.lower(), os.strerror(-result) if result < 0 else f"CUresult {result}", result
-                )
+                text = os.strerror(-result) if result < 0 else f"CUresult {result}"
+                if verb is Verb.MAP and result > 0 and d & 255:
+                    text += f" ({MAP_STEPS.get(d & 255, '?')}, device {d >> 16})"
+                raise self._error(verb.name.lower(), text, result)
         except BaseException:
             for fd in fds:
                 os.close(fd)

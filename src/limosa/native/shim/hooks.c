@@ -115,6 +115,18 @@ void *entry_real(struct entry *entry)
     return real;
 }
 
+/* The headers of graphics have functions of their own (cudaGL.h, cudaEGL.h, cudaVDPAU.h). They find memory that is the
+ * graphics driver's, and the runtime asks for all of them. */
+static bool of_graphics(const char *symbol)
+{
+    static const char *const names[] = {"cuGL", "cuEGL", "cuVDPAU", "cuGraphics"};
+
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (!strncmp(symbol, names[i], strlen(names[i])))
+            return true;
+    return false;
+}
+
 void *entry_instead(const char *symbol, void *real)
 {
     struct entry *entry = entry_of(symbol);
@@ -141,6 +153,7 @@ void *entry_instead(const char *symbol, void *real)
         char *copy = strdup(symbol);
         new->symbol = new->base = copy ? copy : "?";
         atomic_store(&new->asked_for, 1);
+        new->role = of_graphics(symbol) ? ROLE_USES : ROLE_UNKNOWN;
         atomic_store(&new->real, real);
         hook = new->hook;
         atomic_store(&n_spare, known + 1);

@@ -80,46 +80,88 @@ CUresult park_unmap(void)
     return CUDA_SUCCESS;
 }
 
+struct park_trouble park_trouble;
+
+/* What has to be so that the driver takes this thread's calls on a device: after a restore it has been seen to answer
+ * NOT_INITIALIZED until it was asked for something else first. The context stays current until go_to_sleep. */
+static bool wake(int turn, int device)
+{
+    CUcontext context = NULL;
+
+    if (turn == 1)
+        return !real(cuInit)(0);
+    if (turn == 2)
+        return !real(cuDevicePrimaryCtxRetain)(&context, device)
+            && (!real(cuCtxSetCurrent)(context) || (real(cuDevicePrimaryCtxRelease_v2)(device), false));
+    return !real(cuCtxSynchronize)();
+}
+
+static void go_to_sleep(int turn, int device)
+{
+    if (turn < 2)
+        return;
+    real(cuCtxSetCurrent)(NULL);
+    real(cuDevicePrimaryCtxRelease_v2)(device);
+}
+
+/* Imports it where it is not there, and maps it everywhere it was. Whatever has been done stays done on failure. */
+static CUresult put_back(struct memory *memory, CUhandle *driver, int fd)
+{
+    CUresult result = CUDA_SUCCESS;
+
+    park_trouble.step = PARK_IMPORT;
+    if (!*driver)
+        result = real(cuMemImportFromShareableHandle)(driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD);
+    for (size_t i = 0; i < n_mappings && !result; i++) {
+        struct mapping *mapping = mappings[i];
+        if (mapping->memory != memory || !mapping->away)
+            continue;
+        park_trouble.step = PARK_MAP;
+        if ((result = real(cuMemMap)(mapping->at, mapping->bytes, mapping->offset, *driver, 0)))
+            break;
+        park_trouble.step = PARK_SHOW;
+        if ((result = memory_show(mapping)))
+            real(cuMemUnmap)(mapping->at, mapping->bytes);
+        else
+            mapping->away = false;
+    }
+    return result;
+}
+
 CUresult park_map(struct memory *memory, int fd)
 {
     CUhandle driver = memory->driver;
-    CUresult result = CUDA_SUCCESS;
+    int device = memory->asked.location.id, turn = 0;
 
     if (driver && fd >= 0) { /* it has not left: what was sent is not needed */
         close(fd);
         fd = -1;
-    } else if (!driver) {
-        result = real(cuMemImportFromShareableHandle)(&driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD);
-        if (result) {
-            close(fd);
-            return result;
-        }
     }
-    for (size_t i = 0; i < n_mappings; i++) {
-        struct mapping *mapping = mappings[i];
-        if (mapping->memory != memory || !mapping->away)
-            continue;
-        if ((result = real(cuMemMap)(mapping->at, mapping->bytes, mapping->offset, driver, 0)))
-            break;
-        if ((result = memory_show(mapping))) {
-            real(cuMemUnmap)(mapping->at, mapping->bytes);
-            break;
-        }
-        mapping->away = false;
+    CUresult result = put_back(memory, &driver, fd);
+    while (result == CUDA_ERROR_NOT_INITIALIZED && turn < 3 && wake(turn + 1, device)) {
+        turn++;
+        result = put_back(memory, &driver, fd);
     }
+    go_to_sleep(turn, device);
+    park_trouble.device = device;
+    park_trouble.turns = turn;
+    if (!result)
+        park_trouble.step = 0;
     if (result && !memory->driver) { /* as if nothing had been tried */
         for (size_t i = 0; i < n_mappings; i++)
             if (mappings[i]->memory == memory && !mappings[i]->away) {
                 real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
                 mappings[i]->away = true;
             }
-        real(cuMemRelease)(driver);
+        if (driver)
+            real(cuMemRelease)(driver);
         close(fd);
         return result;
     }
     if (!result && !memory->driver) {
         memory->driver = driver;
-        memory->kept = fds_away(fd); /* what was imported cannot be exported: this is how it can be given away the next time */
+        /* What was imported cannot be exported: this is how it can be given away the next time. */
+        memory->kept = fds_away(fd);
     }
     return result;
 }

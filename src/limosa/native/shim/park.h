@@ -15,6 +15,11 @@ int park_descriptor(struct memory *memory, CUresult *result);
 CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *enough);
 /* Takes all that can be put away out of the address space and lets it go; whoever has descriptors has the contents. */
 CUresult park_unmap(void);
+/* How far the last park_map came, what it had to do first, on which of the process's devices. */
+enum { PARK_IMPORT = 1, PARK_MAP, PARK_SHOW };
+extern struct park_trouble {
+    int step, turns, device;
+} park_trouble;
 /* One memory is back: imported, mapped everywhere it was. The descriptor is ours from here on, also on failure. */
 CUresult park_map(struct memory *memory, int fd);
 

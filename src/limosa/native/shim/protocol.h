@@ -16,7 +16,7 @@ enum verb {
     VERB_CLOSE, /* a: milliseconds → gate closed, all work done; or result 600 and the gate is open */
     VERB_OPEN,
     VERB_UNMAP,
-    VERB_MAP, /* ids with descriptors */
+    VERB_MAP, /* ids with descriptors → d: where it failed (1 import, 2 map, 3 access), turns << 8, device << 16 */
     VERB_STACK, /* a: bytes, 0: what it was before */
     VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */

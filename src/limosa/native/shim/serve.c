@@ -581,7 +581,10 @@ static bool answer_one(int client)
     case VERB_CLOSE: answer.result = close_gate(asked.a); break;
     case VERB_OPEN: answer.result = open_gate(); break;
     case VERB_UNMAP: answer.result = unmap(); break;
-    case VERB_MAP: answer.result = map(ids, fds, n, n_fds); break;
+    case VERB_MAP:
+        answer.result = map(ids, fds, n, n_fds);
+        answer.d = (uint64_t)park_trouble.step | (uint64_t)park_trouble.turns << 8 | (uint64_t)park_trouble.device << 16;
+        break;
     case VERB_STACK: answer.result = stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
     case VERB_KEEP: answer.result = keep(fds, n_fds, asked.a); break;
