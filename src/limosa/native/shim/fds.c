@@ -3,7 +3,6 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #define HIGHEST 65536 /* a table of descriptors as long as the largest is the kernel's to keep */
@@ -61,20 +60,4 @@ bool fds_room(size_t more)
         n++;
     closedir(all);
     return limit.rlim_max == RLIM_INFINITY || n + more <= limit.rlim_max;
-}
-
-struct fds_mark fds_mark(int fd)
-{
-    struct stat found;
-
-    if (fd < 0 || fstat(fd, &found))
-        return (struct fds_mark){0, 0};
-    return (struct fds_mark){found.st_dev, found.st_ino};
-}
-
-bool fds_still(int fd, struct fds_mark mark)
-{
-    struct fds_mark now = fds_mark(fd);
-
-    return fd >= 0 && mark.inode && now.inode == mark.inode && now.device == mark.device;
 }

@@ -4,7 +4,6 @@
 
 #include <stdbool.h>
 #include <stddef.h>
-#include <sys/types.h>
 
 /* Between the two there may be as many descriptors as the hard limit allows. What lies above the soft limit afterwards
  * stays open, and the program's own new ones get the low numbers that they would have got without us. */
@@ -15,13 +14,5 @@ void fds_as_before(void);
 int fds_away(int fd);
 /* Whether there is room for so many more. */
 bool fds_room(size_t more);
-
-/* What a descriptor was: a program may close it, and get the same number for something else. */
-struct fds_mark {
-    dev_t device;
-    ino_t inode;
-};
-struct fds_mark fds_mark(int fd);
-bool fds_still(int fd, struct fds_mark mark);
 
 #endif

@@ -26,11 +26,11 @@
 #define KEPT_MOST 4096
 #define USUAL_STACK 1024 /* what it is where nobody has set it */
 
+#define NAME "limosa/shim/"
+
 static enum state state;
 static int listening = -1;
-static struct fds_mark listening_is;
 static int kept_aside[KEPT_MOST]; /* what holds the contents while the memory is away for longer */
-static struct fds_mark kept_is[KEPT_MOST];
 static size_t n_kept_aside;
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
@@ -51,8 +51,20 @@ static int address_of(struct sockaddr_un *address)
 {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "limosa/shim/%d", (int)getpid());
+    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, NAME "%d", (int)getpid());
     return (int)offsetof(struct sockaddr_un, sun_path) + 1 + n;
+}
+
+/* Whether that number is still the socket's: a program may close it, and get the number for something else. The name
+ * tells, not the inode: that is another one after a restore from an image. A child has its parent's. */
+static bool is_ours(int fd)
+{
+    struct sockaddr_un found = {.sun_family = AF_UNSPEC};
+    socklen_t size = sizeof found;
+
+    return fd >= 0 && !getsockname(fd, (struct sockaddr *)&found, &size) && found.sun_family == AF_UNIX
+        && size > offsetof(struct sockaddr_un, sun_path) + sizeof NAME
+        && !memcmp(found.sun_path + 1, NAME, sizeof NAME - 1);
 }
 
 /* One packet: a message, what belongs to it, descriptors. */
@@ -505,20 +517,14 @@ static bool counts(int client, struct message *answer)
 static int keep(const int *fds, size_t n, bool more)
 {
     if (!more)
-        while (n_kept_aside) {
-            n_kept_aside--;
-            if (fds_still(kept_aside[n_kept_aside], kept_is[n_kept_aside]))
-                close(kept_aside[n_kept_aside]);
-        }
+        while (n_kept_aside)
+            close(kept_aside[--n_kept_aside]);
     bool room = n_kept_aside + n <= KEPT_MOST;
     for (size_t i = 0; i < n; i++)
-        if (room) {
-            kept_aside[n_kept_aside] = fds_away(fds[i]);
-            kept_is[n_kept_aside] = fds_mark(kept_aside[n_kept_aside]);
-            n_kept_aside++;
-        } else {
+        if (room)
+            kept_aside[n_kept_aside++] = fds_away(fds[i]);
+        else
             close(fds[i]);
-        }
     return room ? 0 : -ENOSPC;
 }
 
@@ -526,9 +532,6 @@ static bool kept(int client, struct message *answer, uint64_t from)
 {
     size_t n = from < n_kept_aside ? n_kept_aside - from : 0;
 
-    for (size_t i = 0; i < n_kept_aside; i++)
-        if (!fds_still(kept_aside[i], kept_is[i]))
-            n = 0, answer->result = -EBADF; /* the program has closed it */
     answer->a = n_kept_aside;
     return say(client, answer, NULL, 0, kept_aside + (n ? from : 0), n < PROTOCOL_MOST ? n : PROTOCOL_MOST);
 }
@@ -629,10 +632,8 @@ static void *serve(void *nothing)
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
         /* A program that closes all descriptors that there are has closed this one, too. */
-        if (!fds_still(listening, listening_is)) {
+        if (!is_ours(listening))
             listening = fds_away(named_socket());
-            listening_is = fds_mark(listening);
-        }
         int client = listening < 0 ? -1 : accept4(listening, NULL, NULL, SOCK_CLOEXEC);
         if (client < 0) {
             poll(NULL, 0, 50);
@@ -670,7 +671,6 @@ static void begin(void)
         return;
     read_switches();
     listening = fds_away(fd);
-    listening_is = fds_mark(listening);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
@@ -687,7 +687,7 @@ static void begin(void)
  * made in the driver: no driver lets it. */
 static void in_child(void)
 {
-    if (fds_still(listening, listening_is))
+    if (is_ours(listening))
         close(listening);
     listening = -1;
     keep(NULL, 0, false);
