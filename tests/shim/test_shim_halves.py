@@ -136,6 +136,39 @@ def test_a_child_does_not_inherit_it(left: Far, shim: Shim) -> None:
     assert left("child()") < mine - 50 * MIB
 
 
+def test_a_busy_program(left: Far, shim: Shim, controller: Far) -> None:
+    """Threads that map, write and unmap, and children, while memory is made ready, given away and let go of."""
+    left(
+        "import mmap, threading\n"
+        "wrong, rounds, stop = [], [0], []\n"
+        "flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE\n"
+        "def maps(size):\n"
+        "    while not stop:\n"
+        "        m = mmap.mmap(-1, size, flags=flags)\n"
+        "        wrong.extend(i for i in range(0, size, 65536) if m[i])\n"
+        "        m[::65536] = b'x' * len(range(0, size, 65536))\n"
+        "        m.close(); rounds[0] += 1\n"
+        "def forks():\n"
+        "    while not stop:\n"
+        "        if not (pid := os.fork()):\n"
+        "            mmap.mmap(-1, 40 << 20, flags=flags); os._exit(0)\n"
+        "        wrong.extend([pid] if os.waitpid(pid, 0)[1] else [])\n"
+        "for size in (33 << 20, 80 << 20): threading.Thread(target=maps, args=(size,), daemon=True).start()\n"
+        "threading.Thread(target=forks, daemon=True).start()\n"
+    )
+    for turn in range(6):
+        shim.bulk((64 + 16 * turn) * MIB)
+        if turn % 2:
+            shim.close_gate(5)
+            controller.suspend(left.pid)
+            controller.resume(left.pid)
+            shim.open_gate()
+        else:
+            shim.bulk(0 if turn == 2 else 128 * MIB)
+    assert left("stop.append(1) or time.sleep(0.5) or (wrong, rounds[0] > 5)") == [[], True]
+    assert left("intact()") is True
+
+
 def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: Shim, controller: Far) -> None:
     """Put back by the gate itself, whoever opens it."""
     assert job(STACK) == 1024

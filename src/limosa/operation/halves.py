@@ -21,6 +21,8 @@ from limosa.process.memory import host_memory
 
 LEAST = 32 << 20
 """The driver's memory is not looked after where it is smaller than this."""
+MOST_BESIDE = 1 << 30
+"""What the driver may have to save beside what NVML counts, at most."""
 KEPT_FREE = 1 << 30
 """Bytes of host memory that are left to everybody else."""
 
@@ -48,7 +50,8 @@ class Ready:
                 continue
             with contextlib.suppress(LimosaError):
                 parked = shim.hello().bytes if member.pid in self._parked else 0
-                bytes_ = min(max(shim.bulk(0), member.bytes - parked), max(0, room))
+                asked = min(shim.bulk(0), member.bytes + MOST_BESIDE)  # it may have been the application's
+                bytes_ = min(max(asked, member.bytes - parked), max(0, room))
                 if bytes_ >= LEAST:
                     wanted.append((shim, bytes_))
                     room -= bytes_
