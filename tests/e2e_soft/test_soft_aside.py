@@ -113,6 +113,28 @@ def test_a_job_that_takes_most_of_its_gpu_comes_back(parked: Any, release: list[
     job.finish()
 
 
+def test_a_mover_that_nobody_needs_makes_room(parked: Any) -> None:
+    """Its context is in the way of a job that has no use for it, and of nobody who asks what is on a GPU."""
+    first = start(parked, "--mib", 40, "--gpu", 1)
+    parked.limosa("suspend", first.pid)
+    (mover,) = named(parked, "limosa-mover")
+    there = parked.limosa("gpus", "-o", "json").json["gpus"][1]
+    taken = sum(p["memory_used"] for p in there["processes"] if p["pid"] == mover)
+    assert taken > 0
+    assert [j["pid"] for j in parked.limosa("ps", "-o", "json").json["jobs"]] == [first.pid]
+    job = parked.job("--mib", 64)
+    assert parked.says(0, "", "suspend", "--gpu", 0)["pid"] == job.pid
+    needs = parked.limosa("ps", "-o", "json").json["jobs"]
+    size = sum(gpu["memory_used"] for j in needs if j["pid"] == job.pid for gpu in j["gpus"])
+    with parked.switches.fill(1, leave=size + 64 * MIB - taken // 2):
+        parked.limosa("resume", job.pid, "--to", 1)
+    assert mover not in named(parked, "limosa-mover")
+    parked.limosa("resume", first.pid, "--to", 0)
+    for one in (first, job):
+        one.goes_on(2)
+        one.finish()
+
+
 def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
     job = parked.job("--mib", 16)
     parked.says(13, "no-shim", "suspend", job.pid, ONLY)

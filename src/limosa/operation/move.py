@@ -24,7 +24,7 @@ from limosa.errors import (
     UsageError,
     worst,
 )
-from limosa.operation import driver_steps, estimate, room, shares
+from limosa.operation import driver_steps, estimate, idle, room, shares
 from limosa.operation.aside import MEMORY_ONLY, Resuming, Suspending, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.halves import Ready
@@ -469,7 +469,7 @@ def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
 
     def room_is_there() -> None:
         if coming and members:
-            short = room.shortage(gpu.inventory(), members, work.id, vacated=room.held_now(members))
+            short = idle.shortage(members, work.id, room.held_now(members))
             if short:
                 raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 

@@ -27,7 +27,7 @@ from limosa.errors import (
     Refused,
     UsageError,
 )
-from limosa.operation import aside, claims, estimate, parked, room
+from limosa.operation import aside, claims, estimate, idle, parked, room
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.refusals import gpu_refusals
@@ -247,6 +247,9 @@ def look(
         if operation in ("move", "resume") and check_room and prepared.inventory is not None:
             vacated = added_up([room.held_now(prepared.members), freed or {}])
             short = room.shortage(prepared.inventory, prepared.members, "", vacated=vacated)
+            if short:
+                vacated = added_up([vacated, idle.spare(prepared.inventory, prepared.members)])
+                short = room.shortage(prepared.inventory, prepared.members, "", vacated=vacated)
             if short:
                 hint = "make room there (limosa ps shows who holds it), or choose another GPU"
                 reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))

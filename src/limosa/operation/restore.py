@@ -31,7 +31,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, parked, room
+from limosa.operation import driver_steps, idle, parked, room
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
@@ -177,7 +177,7 @@ class _Restore:
             gpus=room.needs(self.members),
             paths=[str(self.image.path)],
         )
-        work.begin(header, claim, lambda: room.check(gpu.inventory(), self.members, work.id) if self.members else None)
+        work.begin(header, claim, self._room_is_there)
         for rewind in self.ready.rewind:
             work.push("rewind", rewind.undo)
             work.note("rewind", "begin", **msgspec.to_builtins(rewind))
@@ -221,6 +221,11 @@ class _Restore:
         if work.claim is not None:  # it is taken now: nobody needs to keep it free
             work.claim.gpus = room.needs(self.members)
             work.claim.save()
+
+    def _room_is_there(self) -> None:
+        short = idle.shortage(self.members, self.work.id) if self.members else ""
+        if short:
+            raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
     def _criu(self) -> None:
         work, given = self.work, self.manifest.options

@@ -18,7 +18,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, room
+from limosa.operation import estimate, idle, room
 from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
@@ -227,6 +227,8 @@ def _gpu_reasons(ready: Ready, options: Options) -> list[Reason]:
         text = f"driver {inventory.driver_version} is too old for this"
         found.append(Reason(id="driver-too-old", text=text, exit_code=12))
     short = room.shortage(inventory, ready.members, "")
+    if short:
+        short = room.shortage(inventory, ready.members, "", vacated=idle.spare(inventory, ready.members))
     if short:
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))

@@ -1,0 +1,65 @@
+"""Movers that nobody needs at the moment, and the device memory that their contexts take.
+
+A mover stays for a while after an operation. Where that is in the way of a job it is told to end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+from limosa.errors import LimosaError
+from limosa.gpu import Inventory, inventory
+from limosa.operation import room
+from limosa.operation.journal import Member, added_up
+from limosa.parking.mover import Mover
+from limosa.parking.shim import under_shim
+
+END_SECONDS = 5.0
+
+
+def spare(seen: Inventory, members: Sequence[Member]) -> dict[str, int]:
+    """Device memory by GPU UUID of movers that nobody needs, nor will for these members: as good as free.
+
+    Args:
+        seen: the GPUs.
+        members: what is to come there; those under the shim need their owner's mover themselves.
+    """
+    needed = {_owner(m.pid) for m in members if under_shim(m.pid)}
+    found: dict[str, int] = {}
+    for mover in Mover.all():
+        with mover:
+            if not mover.said.get("sessions") and mover.uid not in needed:
+                found = added_up([found, seen.held({mover.identity.pid})])
+    return found
+
+
+def _owner(pid: int) -> int:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
+
+
+def end_idle(gpus: Collection[str]) -> bool:
+    """Has movers end that nobody needs and that are on one of these GPUs; returns whether there were any."""
+    told = []
+    for mover in Mover.all():
+        with mover, contextlib.suppress(LimosaError):
+            if not mover.said.get("sessions") and set(mover.said.get("gpus", [])) & set(gpus):
+                mover.end()
+                told.append(mover.identity)
+    end = time.monotonic() + END_SECONDS
+    while any(one.alive() for one in told) and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(told)
+
+
+def shortage(members: Sequence[Member], operation_id: str, vacated: Mapping[str, int] | None = None) -> str:
+    """As :func:`room.shortage` of what NVML says now; where it is short, of what it says without idle movers."""
+    short = room.shortage(inventory(), members, operation_id, vacated=vacated)
+    if short and end_idle(room.needs(members)):
+        short = room.shortage(inventory(), members, operation_id, vacated=vacated)
+    return short
