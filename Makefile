@@ -55,11 +55,11 @@ test-gpu:
 	@$(READY_TEST)
 	$(SUDO) env PY="$(PY)" scripts/test-gpu.sh
 
-# Without N every (operation, step, fault) once, N=all every class of victim with each; RECORD=1 notes the steps anew.
+# WAY=parked: the campaign of jobs under the shim. Without N every (operation, step, fault) once, N=all every class of victim with each; RECORD=1 notes the steps anew.
 # In parts: LIMIT=seconds SUMMARY=1.json, then SUMMARY=2.json WITHOUT=1.json, then MERGE="1.json 2.json" SUMMARY=all.json.
 faults:
 	@$(READY_TEST)
-	$(SUDO) env PYTHONPATH=tests $(PY) -m campaign $(if $(RECORD),--record) $(if $(CASE),--case $(CASE)) \
+	$(SUDO) env PYTHONPATH=tests $(PY) -m campaign $(if $(WAY),--way $(WAY)) $(if $(RECORD),--record) $(if $(CASE),--case $(CASE)) \
 		--seed $(or $(SEED),1) $(if $(N),--count $(N)) $(if $(SUMMARY),--summary $(SUMMARY)) \
 		$(if $(ROOMS),--rooms $(ROOMS)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(WITHOUT),--without $(WITHOUT)) \
 		$(if $(MERGE),--merge $(MERGE))

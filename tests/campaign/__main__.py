@@ -4,6 +4,7 @@ python -m campaign                        every (operation, step, fault), classe
 python -m campaign --case NAME --seed 3   one case again
 python -m campaign --count 400 --seed 1   a sample
 python -m campaign --record               write steps.json anew
+python -m campaign --way parked …         the same of jobs under the shim (parked.json)
 python -m campaign --merge A B --summary C several parts as one
 
 A long campaign in parts, each of which may be cut off at any time:
@@ -26,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from campaign import cases
+from campaign import cases, parked
 from campaign.cases import Case
 from campaign.processes import REAL, python_path
 from campaign.summary import Summary, merged, names_in
@@ -179,9 +180,12 @@ def run(
     return results
 
 
-def record(rooms: int, ground: str, only: Sequence[str] = ()) -> dict[str, Any]:
+def record(rooms: int, ground: str, only: Sequence[str] = (), way: str = "driver") -> dict[str, Any]:
     """Runs every operation undisturbed with every class of victim and notes its steps."""
-    names = [(o, v) for v in cases.VICTIMS for o in cases.OPERATIONS if cases.possible(o, v, ground)]
+    if way == "parked":
+        names = [(o, v) for v in parked.VICTIMS for o in parked.OPERATIONS if parked.possible(o, v)]
+    else:
+        names = [(o, v) for v in cases.VICTIMS for o in cases.OPERATIONS if cases.possible(o, v, ground)]
     todo = [(Case(o, v, "run", "none"), 0) for o, v in names if not only or f"{o}/{v}" in only]
     found: dict[str, Any] = {}
     for result in run(todo, rooms=rooms, record=True, ground=ground):
@@ -212,6 +216,7 @@ def main() -> int:
     parser.add_argument("--count", default="", help="how many runs, or all (else: every operation, step, fault once)")
     parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
+    parser.add_argument("--way", choices=("driver", "parked"), default="driver", help="whose victims: under the shim?")
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="summaries of what was run already")
     parser.add_argument("--part", default="", help="K/N: every N-th of the chosen cases, beginning with the K-th")
@@ -226,15 +231,17 @@ def main() -> int:
         os.environ["LIMOSA_CAMPAIGN"] = "real"
         chosen.count = chosen.count or "330"
     if chosen.record:
-        found = {**cases.table(), **record(chosen.rooms, chosen.ground)}
-        cases.STEPS.write_text(cases.as_text(found))
+        path = parked.STEPS if chosen.way == "parked" else cases.STEPS
+        only = [part for part in chosen.only.split(",") if part]
+        found = {**cases.table(path), **record(chosen.rooms, chosen.ground, only, chosen.way)}
+        path.write_text(cases.as_text(found))
         print(f"{len(found)} operations recorded")
         return 0
     if chosen.case:
         results = run([(Case.named(chosen.case), chosen.seed)], rooms=1, ground=chosen.ground)
         print(json.dumps(results, indent=1))
         return int(any(r["problems"] for r in results))
-    everything = list(cases.enumerate_all(cases.table(), ground=chosen.ground))
+    everything = cases.everything(chosen.ground, chosen.way)
     if chosen.merge:
         whole = merged(chosen.merge, everything, chosen.summary)
         whole.end()

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from campaign import parked
 from campaign.hazards import DONE, HAZARDS, INSIDE, STRUCK
 from campaign.shapes import SHAPES
 
@@ -35,7 +36,7 @@ DRIVER_ONLY = (
 OPERATIONS = DRIVER_ONLY + WITH_CRIU
 RARE = ("peers",)
 """Classes of victim that only their hazard befalls."""
-VICTIMS = tuple(name for name in SHAPES if name not in RARE)
+VICTIMS = tuple(name for name, shape in SHAPES.items() if name not in RARE and not shape.shim)
 
 RESULTS = (1, 2, 3, 100, 201, 304, 401, 600, 719, 801, 999)
 """Of each class of CUresult: argument, memory, no CUDA state, no device, context, system, state, time, dead context,
@@ -83,6 +84,11 @@ class Case(NamedTuple):
         """As it is typed."""
         return "/".join(self)
 
+    @property
+    def parked(self) -> bool:
+        """Whether the victim runs under the shim."""
+        return SHAPES[self.victim].shim
+
     @classmethod
     def named(cls, name: str) -> Case:
         """The case of that name.
@@ -91,15 +97,23 @@ class Case(NamedTuple):
             ValueError: it is none.
         """
         case = cls(*name.split("/"))
-        if case.operation not in OPERATIONS or case.victim not in SHAPES:
+        known = parked.OPERATIONS if case.parked else OPERATIONS
+        if case.operation not in known or case.victim not in SHAPES:
             raise ValueError(f"{name!r} is no case")
         return case
 
 
-def table() -> dict[str, Any]:
+def table(path: Path = STEPS) -> dict[str, Any]:
     """What was recorded: "operation/victim" → points, calls, nvml, disk."""
-    found: dict[str, Any] = json.loads(STEPS.read_text()) if STEPS.exists() else {}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
+
+
+def everything(ground: str = "soft", way: str = "driver") -> list[Case]:
+    """Every case that there is on that ground, of jobs that go the driver's way or the parked way."""
+    if way == "parked":
+        return list(parked.enumerate_all(table(parked.STEPS)))
+    return list(enumerate_all(table(), ground=ground))
 
 
 def possible(operation: str, victim: str, ground: str = "soft") -> bool:

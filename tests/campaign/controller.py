@@ -11,11 +11,15 @@ that a new step of Limosa is disturbed without a change here. What an order may 
     limits: the waits of Limosa, so that a driver that hangs is given up on in a second, not in half a minute
     file_size: RLIMIT_FSIZE
     worker: "exec" starts the driver's worker as the command line does; else it is forked from this warm process
+    parked: the job is under the shim: what is asked of shim, mover and vault are points as well, and the two helpers
+            are forked from this warm process
+    nofile: so many descriptors more than are open now may be opened
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -32,6 +36,8 @@ from typing import Any
 
 from e2e.disturbed_program import Disturber as Points
 
+from campaign.helpers import fork_helpers, helper_pids
+from campaign.parked import POINTS
 DISK = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod")
 
 
@@ -47,6 +53,8 @@ def load() -> None:
     import limosa.gpu.nvml
     import limosa.gpu.worker_main
     import limosa.operation.orphan
+    import limosa.parking.mover_main
+    import limosa.parking.vault_main
 
     for name in command.VERBS:
         if name not in ("demo",):
@@ -137,6 +145,22 @@ class Disturber(Points):
     def worker(self) -> int | None:
         """The newest worker, also where no Work has begun (``recover`` has none)."""
         return next((one.pid for one in reversed(self.workers) if not one.dead), None)
+
+    def living(self) -> dict[str, int]:
+        """Who of Limosa's processes lives, by what he is called; vault and mover where a job is parked."""
+        return {**super().living(), **(helper_pids() if self.order.get("parked") else {})}
+
+    def install(self) -> None:
+        """Makes everything that is to be disturbed a point."""
+        super().install()
+        if not self.order.get("parked"):
+            return
+        for who, names in POINTS.items():
+            module = importlib.import_module(f"limosa.parking.{who}")
+            owner = getattr(module, who.capitalize())
+            for name in names:
+                if hasattr(owner, name):
+                    self.around(owner, name, lambda *_, _text=f"{name} of the {who}", **__: _text)
 
     def watch_workers(self) -> None:
         """Keeps every worker that is started."""
@@ -265,6 +289,10 @@ def limits(told: dict[str, float]) -> None:
     from limosa.operation import driver_steps
 
     for name, value in told.items():
+        if ":" in name:
+            module = importlib.import_module(name.partition(":")[0])
+            setattr(module, name.partition(":")[2], value)
+            continue
         owner: Any = next(module for module in (driver_steps, worker, nvml) if hasattr(module, name))
         setattr(owner, name, value)
 
@@ -300,6 +328,8 @@ def run(order: dict[str, Any], pipe: int) -> None:
 
             worker_process.launch = launch
             worker.Driver.__init__.__kwdefaults__["start"] = launch
+        if order.get("parked") and order.get("worker") != "exec":
+            fork_helpers()
         os.environ.update(order.get("env", {}))
         limits(order.get("limits", {}))
         if order.get("points", True):
@@ -311,6 +341,9 @@ def run(order: dict[str, Any], pipe: int) -> None:
             disturber.watch_disk(order["roots"], order.get("disk"))
         if order.get("file_size") is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (order["file_size"], resource.RLIM_INFINITY))
+        if order.get("nofile") is not None:
+            most = max(map(int, os.listdir("/proc/self/fd"))) + order["nofile"]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         before = open_here()
         from limosa.cli.main import entry
 

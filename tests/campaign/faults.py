@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from campaign import cases
+from campaign import cases, parked
 from campaign.cases import Case
 from campaign.disks import full_disk, small_disk
 from campaign.ground import Soft
 from campaign.hazards import HAZARDS, ONCE, RELEASED, Hazard, name_of
+from campaign.helpers import helper_pids
 from campaign.processes import send_signal
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ BROKEN = {
     "recover-suspend": ("suspend", "after note lock done"),
     "recover-checkpoint": ("checkpoint", "before note post-dump done"),
     "recover-restore": ("restore", "before note criu-restore done"),
+    **parked.BROKEN,
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
 
@@ -53,7 +55,8 @@ class Fault:
         deadly = ("job-killed", "member-killed", "crash-target", "exit", "lost-")  # a GPU that is lost ends its jobs
         if self.hazard is not None and self.hazard.loses == "process":
             return True
-        return self.case.victim == "exits" or any(word in self.fault for word in deadly)
+        in_job = self.case.step.startswith("job.") and self.fault == "crash-caller"
+        return in_job or self.case.victim == "exits" or any(word in self.fault for word in deadly)
 
     @property
     def hazard(self) -> Hazard | None:
@@ -73,17 +76,20 @@ class Fault:
         """Whether what fails goes on failing, so that an undo may fail as well."""
         if self.hazard is not None:
             return any(word in self.fault for word in ("for-good", "kill-after-", "needs-"))
-        return any(word in self.fault for word in ("for-good", "lost-", "full", "state-", "blind", "file-size"))
+        words = ("for-good", "lost-", "full", "state-", "blind", "file-size", "nofile")
+        return any(word in self.fault for word in words)
 
     def order(self) -> dict[str, Any]:
         """What the controller is told, and what is armed."""
         room, case, step, fault = self.room, self.case, self.case.step.split("."), self.fault
-        order: dict[str, Any] = {"record": self.record}
+        order: dict[str, Any] = {"record": self.record, "parked": case.parked}
         flag = room.base / "out" / "flag"
         flag.unlink(missing_ok=True)
         if room.random.random() < 0.1 or self.room.ground.name == "real":
             order["worker"] = "exec"
         at: list[dict[str, Any]] = []
+        if self.record and case.parked:
+            self.measure = self._measuring()
         names = {cases.dashed(name): name for name, _, _ in self.steps.get("points", [])}
         if step[0] == "point":
             point = {"name": names.get(step[1], step[1].replace("-", " ")), "n": int(step[2])}
@@ -94,6 +100,8 @@ class Fault:
             at.append(self._middle(str(flag)))
         if step[0] == "call":
             room.ground.arm(self._driver_rules(step[1], int(step[2])))
+        elif step[0] in ("mover", "job"):
+            room.ground.arm([self._parked_rule(step[0], step[1], int(step[2]))])
         elif step[0] == "inside":
             room.ground.arm([f"function=step:{step[1]} nth={int(step[2]) + 1} {self._struck()}"])
         elif step[0] == "hazard" and not HAZARDS[fault].early:
@@ -117,6 +125,17 @@ class Fault:
         kind = self.fault.partition("+")[0]
         words = {"hang-for-good": "hang", "delay": "delay=0.15", "slow": "delay=2.6", "crash-target": "crash=target"}
         return words.get(kind, kind.replace("result-", "result="))
+
+    def _measuring(self) -> dict[str, str]:
+        """Rules that do nothing and count the calls of mover and job."""
+        ground = self.room.ground
+        assert isinstance(ground, Soft)
+        callers = {"mover": "limosa-mover", "job": str(self.room.jobs["a"].cuda_pids[-1])}
+        return {
+            f"{who}.{function}": ground.count_calls(f"function={function} caller={callers[who]} every=1 delay=0")
+            for who, functions in (("mover", parked.MOVER), ("job", parked.JOB))
+            for function in functions
+        }
 
     def arm_hazard(self) -> None:
         """Switches a hazard on; one that is lost once a process is poisoned befalls one process."""
@@ -159,6 +178,15 @@ class Fault:
         assert self.fault == "memory-host", self.fault
         return [f"{head} memory=host"]
 
+    def _parked_rule(self, who: str, function: str, n: int) -> str:
+        """A call that the mover makes, or the shim in the job, fails."""
+        caller = "limosa-mover" if who == "mover" else str(self.room.jobs["a"].cuda_pids[-1])
+        head = f"function={function} caller={caller} nth={n + 1}"
+        kind, _, value = self.fault.partition("-")
+        if kind in ("result", "after", "memory", "crash"):
+            return f"{head} {kind}={value}"
+        return f"{head} delay=0.15" if kind == "delay" else f"{head} hang"
+
     def _nvml_rules(self, n: int) -> list[str]:
         head = f"function={cases.NVML} nth={n + 1}"
         kind, _, value = self.fault.partition("-")
@@ -188,6 +216,8 @@ class Fault:
             self.extra = ["--timeout", f"{(int(number) + 0.5) / 4 * seconds:.3f}"]
         elif kind == "file-size":
             order["file_size"] = 1 << 16
+        elif kind == "limosa-nofile":
+            order["nofile"] = 3 << int(number)
         elif kind == "full-runtime":
             self.undo.append(full_disk(room.runtime))
         elif kind == "full-disk":
@@ -206,6 +236,10 @@ class Fault:
             send_signal(pid, signal.SIGINT if kind.endswith("int") else signal.SIGTERM)
             return
         who = kind.removeprefix("random-kill-")
+        for helper, doomed in helper_pids().items() if self.case.parked else ():
+            if helper in who:
+                send_signal(doomed, signal.SIGKILL)
+        who = "both" if who.endswith("both") else who
         if who in ("worker", "both"):
             for stranger in self.room.strangers():
                 with contextlib.suppress(OSError):
@@ -226,6 +260,11 @@ def _deed(fault: str, flag: str) -> dict[str, Any]:
         "kill-criu": ["criu"],
         "kill-script": ["script"],
         "kill-all": ["criu", "worker", "limosa"],
+        "kill-vault": ["vault"],
+        "kill-mover": ["mover"],
+        "kill-vault-mover": ["vault", "mover"],
+        "kill-mover-both": ["mover", "worker", "limosa"],
+        "kill-vault-both": ["vault", "worker", "limosa"],
     }
     if fault in who:
         return {"do": "kill", "who": who[fault]}

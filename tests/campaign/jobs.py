@@ -104,6 +104,22 @@ class Job:
             if told != twin:
                 raise Lost(f"memory of process {slot} is not its twin's: {told} instead of {twin}")
 
+    def parked_memory(self) -> list[list[tuple[str, bool]]]:
+        """Of each process under the shim, what it looks after: on which GPU (UUID) it is, and whether it is away."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim
+        from limosa.process.identity import Identity
+
+        found = []
+        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    devices = shim.devices()
+                    found.append([(devices[m.device], m.away) for m in shim.memories()])
+            except LimosaError:
+                continue
+        return found
+
     def words(self) -> str:
         """Its state and what it has said."""
         states = {pid: stat_of(pid) for pid in self.session()}

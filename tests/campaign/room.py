@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -23,14 +24,17 @@ from typing import Any
 
 from support import end_session, own_network, pids, stat_of
 
-from campaign import cases, controller, ground
+from campaign import cases, controller, ground, parked
 from campaign.cases import Case
 from campaign.faults import BROKEN
+from campaign.helpers import helper_pids
 from campaign.jobs import Job, Lost
 from campaign.processes import REAL, Found, Nursery, python_path, send_signal, where_stuck
 from campaign.run import Run
 from campaign.shapes import SHAPES
 
+RESIDENT = ("vault",)
+"""Helpers that outlive an operation."""
 LIMITS = {
     "LOCK_SECONDS": 1.0,
     "LOCK_GRACE": 0.5,
@@ -38,6 +42,16 @@ LIMITS = {
     "_PATIENCE": 4.0,
     "INIT_LIMIT": 3.0,
     "INVENTORY_LIMIT": 2.0,
+}
+PARKED_LIMITS = {
+    "limosa.operation.parked:GATE_SECONDS": 1.0,
+    "limosa.operation.parked:COPY_SECONDS": 1.0,
+    "limosa.operation.aside:GATE_SECONDS": 1.0,
+    "limosa.parking.mover:CALL_SECONDS": 1.0,
+    "limosa.parking.mover:END_SECONDS": 0.5,
+    "limosa.parking.shim:WORK_SECONDS": 1.0,
+    "limosa.parking.shim:ANSWER_SECONDS": 1.0,
+    "limosa.parking.shim:CONNECT_SECONDS": 1.0,
 }
 LIMIT = 80.0 if REAL else 25.0  # seconds that an operation may take, undo included
 SETTLE = 40.0 if REAL else 15.0
@@ -66,10 +80,11 @@ class Room:
         env = dict(os.environ)
         self.victims = Nursery("victims", env)
         self.controllers = Nursery("controllers", env)
+        self._preloaded: Nursery | None = None
         self.jobs: dict[str, Job] = {}
         self.images: dict[str, Path] = {}
         self.count = 0
-        self.known = cases.table()
+        self.known = {**cases.table(), **cases.table(parked.STEPS)}
         self.random = random.Random(0)
         self.warm = False
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -77,8 +92,20 @@ class Room:
         self.home: list[int] = []
         self.stopped = 0.0
         self.began = False
+        self._limited: dict[int, tuple[int, int]] = {}
         self.controller_pid = 0
         self.own = {os.getpid(), self.victims.process.pid, self.controllers.process.pid, os.getppid(), 1}
+
+    def nursery(self, shape: str) -> Nursery:
+        """Where victims of that class come from: those under the shim from one that has it."""
+        if not SHAPES[shape].shim:
+            return self.victims
+        if self._preloaded is None:
+            from limosa.parking import preload
+
+            self._preloaded = Nursery("victims", preload(os.environ))
+            self.own.add(self._preloaded.process.pid)
+        return self._preloaded
 
     # -- processes ---------------------------------------------------------------------------------------------
 
@@ -95,9 +122,10 @@ class Room:
         sessions = {job.pid for job in self.jobs.values()}
         mark = f"LIMOSA_RUNTIME_DIR={self.runtime}".encode()
         found = {}
+        resident = {pid for name, pid in helper_pids().items() if name in RESIDENT}
         for pid in pids():
             stat = stat_of(pid)
-            if pid in self.own or stat is None or stat[2] in "ZX" or stat[1] in sessions:
+            if pid in self.own or pid in resident or stat is None or stat[2] in "ZX" or stat[1] in sessions:
                 continue
             with contextlib.suppress(OSError):
                 if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -130,7 +158,7 @@ class Room:
         folder.mkdir()
         order = {"argv": argv, "folder": str(folder), "roots": [str(self.runtime), str(self.base / "images")], **order}
         if self.ground.name != "real":
-            order.setdefault("limits", LIMITS)
+            order.setdefault("limits", {**LIMITS, **(PARKED_LIMITS if order.get("parked") else {})})
         said: list[dict[str, Any]] = []
         begun = time.monotonic()
         self.controllers.send(order)
@@ -186,8 +214,12 @@ class Room:
         """The victim does what its class does, or dies."""
         job = self.jobs["a"]
         flag = self.base / "out" / "flag"
-        if what in ("exit", "fork"):
+        if what in ("exit", "fork", "spin", "callback"):
             job.command(what, 1.0)
+        elif what == "stop-for-good":
+            send_signal(job.pid, signal.SIGSTOP)
+        elif what.endswith("-nofile"):
+            self.no_files(job.cuda_pids if what == "job-nofile" else [helper_pids().get("vault", 0)])
         elif what == "stop":
             self.stopped = time.monotonic()
             send_signal(job.pid, signal.SIGSTOP)
@@ -205,6 +237,21 @@ class Room:
             self.ground.fill(sorted(wanted))
         self.reap()
         flag.touch()
+
+    def no_files(self, doomed: list[int]) -> None:
+        """These may open no more files, until ``files_again``."""
+        for pid in filter(None, doomed):
+            with contextlib.suppress(OSError):
+                most = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
+                self._limited[pid] = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, self._limited[pid][1]))
+
+    def files_again(self) -> None:
+        """Whoever could open no files can again."""
+        for pid, before in self._limited.items():
+            with contextlib.suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        self._limited.clear()
 
     # -- what is there -------------------------------------------------------------------------------------------
 
@@ -233,6 +280,13 @@ class Room:
 
         held = set(job.cuda_pids)
         return [g.index for g in gpu.inventory().gpus if any(p.pid in held for p in g.processes)]
+
+    def uuids(self, job: Job) -> list[str]:
+        """The same by UUID."""
+        from limosa import gpu
+
+        held = set(job.cuda_pids)
+        return [g.uuid for g in gpu.inventory().gpus if any(p.pid in held for p in g.processes)]
 
     def on_gpus(self) -> list[dict[int, int]]:
         """Who is on each GPU, with how many bytes."""
@@ -278,7 +332,7 @@ class Room:
         if job is not None:
             self.end(key)
         self.count += 1
-        job = Job(self.victims, shape, self.base / "jobs" / str(self.count), first)
+        job = Job(self.nursery(shape), shape, self.base / "jobs" / str(self.count), first)
         self.jobs[key] = job
         return job
 
@@ -294,7 +348,8 @@ class Room:
 
     def well(self, argv: list[str], **order: Any) -> Found:
         """A command line that has to succeed."""
-        found = self.operate(argv, points=False, **order)
+        parked_job = any(SHAPES[job.shape].shim for job in self.jobs.values())
+        found = self.operate(argv, points=False, **{"parked": parked_job, **order})
         if found.rc != 0:
             raise Lost(f"an undisturbed {' '.join(argv)} failed: {found.short()} {found.stderr[-300:]}")
         return found
@@ -330,6 +385,7 @@ class Room:
         known = {
             "move": lambda: ["move", pid, self.there(places)],
             "swap": lambda: ["move", pid, str(self.jobs["b"].pid), "--swap"],
+            "exchange": lambda: ["move", pid, f"--map={places[0]}={places[1]},{places[1]}={places[0]}"],
             "suspend": lambda: ["suspend", pid],
             "resume": lambda: ["resume", pid],
             "resume-to": lambda: ["resume", pid, self.there(places)],
@@ -365,7 +421,7 @@ class Room:
             other = self.jobs.get("b")
             if other is None or self.state(other) != "running" or self.places(other) != [there]:
                 self.end("b")
-                self.job("b", "one", there)
+                self.job("b", case.victim if case.parked else "one", there)
         if operation in ("resume", "resume-to", "toggle-up"):
             self.well(["suspend", str(job.pid), "-o", "json"])
         return places
@@ -425,13 +481,14 @@ class Room:
     def reset(self) -> None:
         """Nothing of what was is kept."""
         self.stopped = 0.0
+        self.files_again()
         with contextlib.suppress(Exception):
             self.ground.disarm()
         for key in list(self.jobs):
             with contextlib.suppress(Exception):
                 send_signal(self.jobs[key].pid, signal.SIGCONT)
                 self.end(key)
-        for pid in self.strangers():
+        for pid in [*self.strangers(), *helper_pids().values()]:
             send_signal(pid, signal.SIGKILL)
         self.reap()
         shutil.rmtree(self.runtime, ignore_errors=True)
@@ -443,7 +500,7 @@ class Room:
     def close(self) -> None:
         """Ends all that is here."""
         self.reset()
-        for nursery in (self.victims, self.controllers):
+        for nursery in filter(None, (self.victims, self.controllers, self._preloaded)):
             assert nursery.process.stdin is not None
             nursery.process.stdin.close()
         shutil.rmtree(self.base, ignore_errors=True)

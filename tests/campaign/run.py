@@ -7,13 +7,15 @@ import os
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from campaign import ground, losses
+from campaign import ground, losses, parked
 from campaign.cases import ACTS, Case
 from campaign.faults import BROKEN, Fault
-from campaign.jobs import Lost
+from campaign.helpers import held
+from campaign.jobs import Job, Lost
 from campaign.losses import AWAKENING
 from campaign.processes import Found, send_signal
 
@@ -55,7 +57,7 @@ class Run(Fault):
         argv = room.command(self.operation if case.operation in BROKEN else case.operation, self.jobs[0], self.places)
         if case.operation in BROKEN:
             point = {"name": BROKEN[case.operation][1], "n": 0, "do": "kill", "who": ["worker", "limosa"]}
-            broken = room.operate(argv, at=[point])
+            broken = room.operate(argv, at=[point], parked=case.parked)
             room.settle()
             if broken.rc != -9:
                 raise Lost(f"was not killed: {broken.short()} {broken.said[-3:]}")
@@ -72,21 +74,32 @@ class Run(Fault):
                 busy()
             for undo in self.undo:
                 undo()
+        room.files_again()
+        if self.record and case.parked:
+            assert isinstance(room.ground, ground.Soft)
+            counts = {name: room.ground.switches.count(rule) for name, rule in self.measure.items()}
         self._fired()
         if not early:
             room.ground.disarm()
+        if self.fault == "stop-for-good":
+            self._continued()
         self.problems += room.settle()
         room.stopped = 0.0
-        for job in self.jobs:
-            send_signal(job.pid, signal.SIGCONT)
+        self._continued()
         if self.record:
             self.told["steps"] = _steps(self.found)
+            if case.parked:
+                self.told["steps"][parked.MEASURED] = {name: count for name, count in counts.items() if count}
         if self.loses_job and self.told["happened"]:
             losses.judge(self, self.found)
             return self.problems
         self._judge(self.found)
         self._bring_back()
         return self.problems
+
+    def _continued(self) -> None:
+        for job in self.jobs:
+            send_signal(job.pid, signal.SIGCONT)
 
     def _busy(self) -> Callable[[], None]:
         """Another operation has its hands on the job: a claim that lives."""
@@ -104,7 +117,7 @@ class Run(Fault):
         assert self.found is not None
         kind = self.case.step.split(".")[0]
         happened = bool(self.found.at)
-        if kind in ("call", "nvml", "inside", "hazard"):
+        if kind in ("call", "nvml", "inside", "hazard", "mover", "job"):
             assert isinstance(self.room.ground, ground.Soft)
             happened = self.room.ground.has_fired()
         self.told["happened"] = happened or kind == "run"
@@ -122,6 +135,7 @@ class Run(Fault):
         return {
             "move": ("running", away),
             "swap": ("running", away),
+            "exchange": ("running", self.places),
             "suspend": ("checkpointed", []),
             "resume": ("running", self.places),
             "resume-to": ("running", away),
@@ -166,7 +180,7 @@ class Run(Fault):
         unfinished = early or rc in (-9, 1, 40) or (self.case.operation in BROKEN and rc != 0)
         if rc == -9 and not late and not any(w in self.fault for w in ("kill", "crash")):
             problems.append("was killed by nobody")
-        if rc == 1 and self.fault != "sigint-twice":
+        if rc == 1 and self.fault != "sigint-twice" and "limosa-nofile" not in self.fault:
             problems.append(f"an internal error: {found.short()}")
         codes: tuple[int, ...] = ()
         if self.hazard is not None and self.told["happened"] and self.case.victim not in ACTS:
@@ -232,9 +246,28 @@ class Run(Fault):
             problems.append(f"the job runs and is noted as suspended: {records}")
         if now[0][0] == "checkpointed" and not records and not self._excused(now[0]):
             problems.append("the job is suspended and not noted as such")
+        if self.case.parked:
+            self._judge_parked(now[0][0])
         grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
         if grown > 6:  # those of modules that were loaded on the way
             problems.append(f"limosa itself has left {grown} descriptors open")
+
+    def _judge_parked(self, state: str) -> None:
+        """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""
+        if state == "gone":
+            _until(lambda: not held(), 3.0)  # it looks now and then who has ended
+        keys = held()
+        wrong = [key for key in keys if state == "running" or not key.startswith("aside/")]
+        if wrong:
+            self.problems.append(f"the job is {state}, and the vault holds {wrong}")
+        if state != "running":
+            return
+        places = {uuid for job in self.jobs for uuid in self.room.uuids(job)}
+        for job in self.jobs:
+            for found in job.parked_memory():
+                for uuid, away in found:
+                    if away or uuid not in places:
+                        self.problems.append(f"a piece of the job's memory is {'away' if away else 'on ' + uuid}")
 
     def _remove_kept(self) -> None:
         """``recover`` leaves to ``rm`` a dump that was whole when its job ended, and what a disk does not let go."""
@@ -252,7 +285,9 @@ class Run(Fault):
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
-        lies = self.hazard is None and self.fault.startswith(("state-", "lost-", "after-", "blind"))
+        if "member-killed" in self.fault and self.case.parked:  # the rest of it is where it was, or where it was to go
+            return now[0] == "running" and bool(now[1])
+        lies = self.hazard is None and not self.case.step.startswith("mover.") and self.fault.startswith(("state-", "lost-", "after-", "blind"))
         return lies and now[0] in ("running", "locked", "checkpointed")
 
     # -- back to a running job -----------------------------------------------------------------------------------------
@@ -305,8 +340,12 @@ class Run(Fault):
                 job.command("join")
             if len(job.session()) != job.slots:
                 problems.append(f"processes {job.session()} instead of {job.slots}")
-            if job.descriptors() != job.open and not self.fault.startswith("lost-"):  # whose GPU may be away
+            if self.case.parked:
+                _until(lambda: self._same_files(job), 1.0)
+            if not self._same_files(job) and not self.fault.startswith("lost-"):  # whose GPU may be away
                 problems.append(f"the job has other descriptors: {sorted(set(job.descriptors()) ^ set(job.open))}")
+            if self.fault in parked.BUSY:
+                _until(lambda: job.threads() == job.ran)
             if job.threads() != job.ran:
                 problems.append(f"the job has {job.threads()} threads instead of {job.ran}")
             grown = job.resident() - job.size
@@ -321,6 +360,14 @@ class Run(Fault):
         if self.fault.startswith("lost-"):  # what runs has fewer GPUs open than it had
             for key in list(room.jobs):
                 room.end(key)
+
+    def _same_files(self, job: Job) -> bool:
+        """Whether it has the descriptors that it began with; memory that came the parked way has one each."""
+        now, before = Counter(job.descriptors()), Counter(job.open)
+        more = now - before
+        pieces = sum(len(found) for found in job.parked_memory()) if self.case.parked else 0
+        came = sum(count for kind, count in more.items() if kind.endswith(" device memory"))
+        return not before - now and came <= pieces and sum(more.values()) == came
 
     def _all_go_on(self) -> None:
         """Every process computes, and its memory is its twin's."""
@@ -362,12 +409,18 @@ class Run(Fault):
         room = self.room
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
         now = self._snapshot()
+        if self.case.parked and not alone:  # some of them allocate and free all the time
+            _until(lambda: all(self._snapshot()[key] == value for key, value in self.base.items()), 0.7)
+            now = self._snapshot()
         if now.get("requests"):  # the next controller takes away what one that was killed has left
             from limosa.errors import LimosaError
             from limosa.gpu import driver
 
             with contextlib.suppress(LimosaError):
                 driver.state(os.getpid())
+            now = self._snapshot()
+        if self.case.parked and alone and now["blocks of device memory"]:
+            _until(lambda: not self._snapshot()["blocks of device memory"], 3.0)
             now = self._snapshot()
         if room.ground.name == "soft":
             if alone or self.image is not None or self.operation in ("resume", "resume-to", "toggle-up"):
@@ -386,6 +439,13 @@ class Run(Fault):
             self.problems.append(f"processes of nobody: {room.strangers()}")
         for record in room.suspended_records():
             self.problems.append(f"noted as suspended: {record}")
+
+
+def _until(true: Callable[[], bool], limit: float = 4.0) -> None:
+    """Waits for what comes by itself; whoever needs it looks again."""
+    end = time.monotonic() + limit
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _steps(found: Found) -> dict[str, Any]:

@@ -23,13 +23,15 @@ class Part(NamedTuple):
     vmm: tuple[int, ...] = ()
     pooled: tuple[int, ...] = ()
     threads: int = 0
+    own: tuple[int, ...] = ()  # of cuMemCreate, shown to nobody
+    churn: int = 0  # words of what a thread allocates, writes, reads and frees, all the time
     idle: int = 0  # bytes that are allocated and left alone
     peer: bool = False  # the victim's parts have access to each other's memory
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """All blocks in the order in which they are hashed."""
-        return self.plain + self.vmm + self.pooled
+        return self.plain + self.vmm + self.own + self.pooled
 
 
 class Shape(NamedTuple):
@@ -38,12 +40,14 @@ class Shape(NamedTuple):
     Attributes:
         processes: parts of each process with CUDA state; slot by slot.
         idle: processes of the tree without CUDA state.
-        behaviour: what it does when it is told to: "exit", "fork", "stop", or "".
+        behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
+        shim: whether it runs under the shim, as ``limosa run`` starts it.
     """
 
     processes: tuple[tuple[Part, ...], ...]
     idle: int = 0
     behaviour: str = ""
+    shim: bool = False
 
     @property
     def gpus(self) -> int:
@@ -66,6 +70,16 @@ SHAPES: dict[str, Shape] = {
     "forks": Shape((_ONE,), behaviour="fork"),
     "stopped": Shape((_ONE,), behaviour="stop"),
     "host": Shape(((),)),  # no CUDA state: what CRIU alone moves
+    # Under the shim: what is 2 MiB or larger can be parked, what is smaller is left to the driver.
+    "parked": Shape(((Part(0, plain=(2 * MiB + 77, 700)),),), behaviour="busy", shim=True),
+    "parked-pair": Shape(
+        ((Part(0, plain=(2 * MiB, 64)),), (Part(1, plain=(2 * MiB + 3000,)),)), behaviour="busy", shim=True
+    ),
+    "parked-vmm": Shape(
+        ((Part(0, plain=(2 * MiB, 1000), vmm=(MiB // 4,), own=(MiB // 2, MiB)),),), behaviour="busy", shim=True
+    ),
+    "parked-churn": Shape(((Part(0, plain=(2 * MiB, 100), churn=2 * MiB + 9),),), behaviour="busy", shim=True),
+    "parked-two": Shape(((Part(0, plain=(2 * MiB,)), Part(1, plain=(3 * MiB, 77))),), behaviour="busy", shim=True),
 }
 
 
@@ -86,4 +100,4 @@ class Slot:
     WORDS = 64
 
 
-COMMANDS = {"exit": 1, "fork": 2, "join": 3}
+COMMANDS = {"exit": 1, "fork": 2, "join": 3, "spin": 4, "callback": 5}

@@ -25,6 +25,8 @@ from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_o
 PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
+BUSY_SECONDS = 1.7
+SHIM = "liblimosa_shim" in os.environ.get("LD_PRELOAD", "")
 
 
 def check(answer: tuple[Any, ...]) -> Any:
@@ -58,13 +60,15 @@ class Work:
         self.context = check(cu.cuDevicePrimaryCtxRetain(self.device))
         check(cu.cuCtxSetCurrent(self.context))
         self.module = check(cu.cuModuleLoadData(ptx))
-        names = ("stamp", "saxpy", "hash")
+        names = ("stamp", "saxpy", "hash", *(("fill", "spin") if SHIM else ()))
+        self.kept: list[Any] = []
         self.kernels = {name: check(cu.cuModuleGetFunction(self.module, name.encode())) for name in names}
         self.streams = [check(cu.cuStreamCreate(1)) for _ in range(max(1, part.threads))]
         self.plain = [int(check(cu.cuMemAlloc(8 * words))) for words in part.plain]
         self.handles: list[Any] = []
         self.descriptors: list[int] = []
         self.vmm = [self._vmm(8 * words, i) for i, words in enumerate(part.vmm)]
+        self.own = [self._vmm(8 * words, i, shown=False) for i, words in enumerate(part.own)]
         self.pooled = [int(check(cu.cuMemAllocAsync(8 * words, self.streams[0]))) for words in part.pooled]
         self.idle = int(check(cu.cuMemAlloc(part.idle))) if part.idle else 0
         self.out = int(check(cu.cuMemAlloc(4096)))
@@ -75,14 +79,15 @@ class Work:
         check(cu.cuMemsetD8(self.y, 0, 4 * FLOATS))
         check(cu.cuCtxSynchronize())
 
-    def _vmm(self, size: int, number: int) -> int:
+    def _vmm(self, size: int, number: int, shown: bool = True) -> int:
         cu = self.cu
         prop = cu.CUmemAllocationProp()
         prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         prop.location.id = int(self.device)
         kind = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-        prop.requestedHandleTypes = kind
+        if shown:
+            prop.requestedHandleTypes = kind
         size = -(-size // GRANULARITY) * GRANULARITY
         address = int(check(cu.cuMemAddressReserve(size, 0, 0, 0)))
         handle = check(cu.cuMemCreate(size, prop, 0))
@@ -91,7 +96,8 @@ class Work:
         access.location = prop.location
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         check(cu.cuMemSetAccess(address, size, [access], 1))
-        self.descriptors.append(int(check(cu.cuMemExportToShareableHandle(handle, kind, 0))))  # open ever after
+        if shown:  # open ever after
+            self.descriptors.append(int(check(cu.cuMemExportToShareableHandle(handle, kind, 0))))
         if number % 2:
             check(cu.cuMemRelease(handle))  # the mapping alone keeps it
         else:
@@ -101,7 +107,7 @@ class Work:
     @property
     def blocks(self) -> list[tuple[int, int]]:
         """Address and words of each block."""
-        return list(zip([*self.plain, *self.vmm, *self.pooled], self.part.blocks, strict=True))
+        return list(zip([*self.plain, *self.vmm, *self.own, *self.pooled], self.part.blocks, strict=True))
 
     def launch(self, name: str, stream: Any, values: tuple[Any, ...], types: tuple[Any, ...]) -> None:
         """Queues a kernel."""
@@ -116,6 +122,42 @@ class Work:
             if only is None or only == thread:
                 page = page_of(self.slot, self.number, b)
                 self.launch("stamp", self.streams[thread], (address, words, epoch, page), (u64,) * 4)
+
+    def churn(self) -> None:
+        """Allocates, writes, reads and frees for ever; what it reads is what it wrote."""
+        cu, u64, words, round_ = self.cu, ctypes.c_uint64, self.part.churn, 0
+        check(cu.cuCtxSetCurrent(self.context))
+        stream = check(cu.cuStreamCreate(1))
+        while True:
+            round_ += 1
+            address = int(check(cu.cuMemAlloc(8 * words)))
+            self.launch("fill", stream, (address, words, round_), (u64,) * 3)
+            check(cu.cuStreamSynchronize(stream))
+            if self._read(address + 8 * (words - 1), 8) != struct.pack("<Q", round_):
+                raise RuntimeError(f"what came and goes is not what was written in round {round_}")
+            check(cu.cuMemFree(address))
+            time.sleep(PAUSE)
+
+    def busy(self, how: str, seconds: float) -> None:
+        """Has work on the GPU that does not end for so long: a kernel, or a function of the host."""
+        cu = self.cu
+        check(cu.cuCtxSetCurrent(self.context))
+        if how == "spin":
+            flag = int(check(cu.cuMemHostAlloc(4096, 0)))
+            ctypes.c_uint32.from_address(flag).value = 0
+            self.launch("spin", check(cu.cuStreamCreate(1)), (flag, 1), (ctypes.c_uint64, ctypes.c_uint32))
+
+            def let_end() -> None:
+                time.sleep(seconds)
+                ctypes.c_uint32.from_address(flag).value = 1
+
+            threading.Thread(target=let_end, daemon=True).start()
+        else:
+            waits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(seconds))
+            self.kept.append(waits)
+            stream = check(cu.cuStreamCreate(1))
+            pointer = cu.CUhostFn(_ptr=ctypes.addressof(waits))
+            check(cu.cuLaunchHostFunc(stream, pointer, 0))
 
     def begin(self, epoch: int) -> None:
         """Queues an epoch."""
@@ -180,11 +222,22 @@ class Process:
         self.threads = sum(work.part.threads for work in self.works)
         self.epoch = 0
         self.gate = threading.Barrier(self.threads + 1) if self.threads else None
-        if SHAPES[shape].behaviour in ("exit", "fork"):
+        if SHAPES[shape].behaviour in ("exit", "fork", "busy"):
             threading.Thread(target=self.obey, daemon=True).start()
         for work in self.works:
             for number in range(work.part.threads):
                 threading.Thread(target=self.side, args=(work, number), daemon=True).start()
+            if work.part.churn:
+                threading.Thread(target=self.other, args=(work,), daemon=True).start()
+
+    def other(self, work: Work) -> None:
+        """A thread whose memory comes and goes."""
+        try:
+            work.churn()
+        except BaseException as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            sys.stderr.flush()
+            os._exit(3)
 
     def side(self, work: Work, number: int) -> None:
         """A thread with a stream of its own; what fails in it ends the process."""
@@ -214,6 +267,9 @@ class Process:
                         signal.pause()
                         os._exit(0)
                     children.append(child)
+                elif command in (COMMANDS["spin"], COMMANDS["callback"]):
+                    how = "spin" if command == COMMANDS["spin"] else "callback"
+                    self.works[0].busy(how, BUSY_SECONDS)
                 else:
                     for child in children:
                         os.kill(child, signal.SIGKILL)

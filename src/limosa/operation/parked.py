@@ -31,6 +31,7 @@ STACK_BYTES = 16
 """What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
 GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
+COPY_SECONDS = 60.0
 SLOWEST_COPY = 1e9  # bytes a second
 COPY_SECONDS = float(os.environ.get("LIMOSA_COPY_SECONDS", "60"))
 """What a copy may take beside that before it counts as hung."""

@@ -41,8 +41,8 @@ from limosa.parking.protocol import (
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 10.0
-
-
+WORK_SECONDS = 60.0
+"""For an answer after the driver has mapped, or unmapped, all there is."""
 CONNECT_SECONDS = 3.0
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a lent machine whose memory is backed at first use was measured at 2.7e9."""
@@ -133,9 +133,10 @@ class Shim:
         ShimError: it does not run under the shim, or belongs to somebody else.
     """
 
-    def __init__(self, identity: Identity, limit: float = ANSWER_SECONDS, patience: float = CONNECT_SECONDS):
-        self.identity, self.limit, self._number = identity, limit, 0
-        end = time.monotonic() + patience
+    def __init__(self, identity: Identity, limit: float | None = None, patience: float | None = None):
+        self.identity, self._number = identity, 0
+        self.limit = limit = ANSWER_SECONDS if limit is None else limit
+        end = time.monotonic() + (CONNECT_SECONDS if patience is None else patience)
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self._socket.settimeout(limit)
@@ -209,7 +210,7 @@ class Shim:
 
     def unmap(self) -> Stand:
         """Take all that can be parked out of its address space and let it go: who has descriptors has the contents."""
-        return Stand(self._ask(Verb.UNMAP, limit=60.0)[1])
+        return Stand(self._ask(Verb.UNMAP, limit=WORK_SECONDS)[1])
 
     def map(self, ids: Sequence[int], fds: Sequence[int]) -> Stand:
         """Give it memory back: imported and mapped where it was. The descriptors stay the caller's.
@@ -219,7 +220,7 @@ class Shim:
         stand = Stand.AWAY
         for start in range(0, len(ids), MOST):
             self._send(Verb.MAP, ids=ids[start : start + MOST], fds=fds[start : start + MOST])
-            stand = Stand(self._receive(Verb.MAP, limit=60.0)[0][1])
+            stand = Stand(self._receive(Verb.MAP, limit=WORK_SECONDS)[0][1])
         return stand
 
     def stack(self, bytes_: int) -> None:

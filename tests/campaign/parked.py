@@ -1,0 +1,196 @@
+"""The cases of the parked way: victims under the shim, and everything that has a part in holding their memory.
+
+Beside what befalls every operation (``cases.py``): vault and mover are killed, alone and with another; the n-th call of
+the driver by the mover, or by the shim in the job, fails; nobody has descriptors left; a gate does not close. Steps come
+from ``parked.json``, which ``python -m campaign --way parked --record`` writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from campaign.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from campaign.cases import Case
+
+STEPS = Path(__file__).with_name("parked.json")
+VICTIMS = tuple(name for name, shape in SHAPES.items() if shape.shim)
+
+BROKEN = {
+    "recover-ready": ("move", "after put of the vault"),
+    "recover-still": ("move", "after close_gate of the shim"),
+    "recover-away": ("move", "before note restore begin"),
+    "recover-there": ("move", "after map of the shim"),
+    "recover-open": ("move", "after note open begin"),
+    "recover-aside": ("suspend", "after note lock done"),
+    "recover-kept": ("suspend", "after keep of the shim"),
+    "recover-coming": ("resume", "after make of the mover"),
+    "recover-back": ("resume", "before map of the shim"),
+}
+"""What is left for ``recover``: the operation, and where it and its worker were killed."""
+
+OPERATIONS = ("move", "exchange", "swap", "suspend", "resume", "resume-to", *BROKEN)
+
+POINTS = {
+    "shim": ("export", "close_gate", "open_gate", "unmap", "map", "keep", "kept"),
+    "mover": ("prepare", "take", "make", "copy", "arena", "host", "drop", "close"),
+    "vault": ("put", "get", "drop"),
+}
+"""Methods whose calls are points as well, by who is asked."""
+
+MOVER = (
+    "cuInit",
+    "cuDevicePrimaryCtxRetain",
+    "cuMemCreate",
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemAddressReserve",
+    "cuMemMap",
+    "cuMemSetAccess",
+    "cuStreamCreate",
+    "cuMemcpyDtoDAsync",
+    "cuMemcpyDtoHAsync",
+    "cuMemcpyHtoDAsync",
+    "cuStreamSynchronize",
+    "cuMemHostRegister",
+    "cuMemUnmap",
+    "cuMemRelease",
+)
+"""Calls of the mover that are made to fail."""
+JOB = (
+    "cuMemExportToShareableHandle",
+    "cuCtxSynchronize",
+    "cuMemUnmap",
+    "cuMemRelease",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemSetAccess",
+)
+"""Calls of the shim, in the job."""
+FAILS = ("result-2", "result-1", "result-999", "after-999", "hang", "hang-for-good", "delay", "crash-caller")
+"""How a call fails; "crash-caller" ends whoever makes it, which is the mover, or the job."""
+
+HELD = {"shim": "job", "mover": "mover"}
+AT_POINTS = (
+    "kill-limosa",
+    "kill-both",
+    "kill-vault",
+    "kill-mover",
+    "kill-vault-mover",
+    "kill-mover-both",
+    "kill-vault-both",
+    "sigint",
+    "sigterm",
+    "job-killed",
+    "job-killed+kill-both",
+    "job-killed+kill-mover",
+    "stop",
+    "stop-for-good",
+    "job-nofile",
+    "vault-nofile",
+)
+BUSY = ("spin", "callback")
+FILLED = ("move", "exchange", "resume", "resume-to")
+MEASURED = "measured"
+
+
+def possible(operation: str, victim: str) -> bool:
+    """Whether an operation can be done to that class of victim."""
+    gpus = SHAPES[victim].gpus
+    if operation == "swap":
+        return gpus == 1
+    return operation != "exchange" or gpus == 2
+
+
+def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
+    """Every case of the parked way."""
+    from campaign.cases import Case
+
+    for operation in OPERATIONS:
+        for victim in VICTIMS:
+            steps = known.get(f"{operation}/{victim}")
+            if steps is None or not possible(operation, victim):
+                continue
+            all_ = (_points(operation, victim, steps), _calls(victim, steps), _driver(steps), _disk(steps), _whole(operation))
+            for step, fault in itertools.chain(*all_):
+                yield Case(operation, victim, step, fault)
+
+
+def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from campaign.cases import dashed
+
+    several = len(SHAPES[victim].processes) > 1
+    between = False
+    for name, n, living in steps["points"]:
+        step = f"point.{dashed(name)}.{n}"
+        between = name == "before note restore begin" or (between and name != "before note restore done")
+        for fault in AT_POINTS:
+            if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
+                yield step, fault
+        if several:
+            yield step, "member-killed"
+            yield step, "member-killed+kill-both"
+        # Not between the last look at the room and the restore: the driver poisons a job then.
+        if operation in FILLED and not between and not name.startswith(("before note restore", "after note restore")):
+            yield step, "fill-there"
+            yield step, "fill-both"
+        if name.startswith("before close_gate"):
+            for fault in BUSY:
+                yield step, fault
+
+
+def _doomed(fault: str) -> list[str]:
+    """Who of Limosa's processes is killed."""
+    return [word for part in fault.split("+") if part.startswith("kill-") for word in part.split("-")]
+
+
+def _calls(victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for who, functions in (("mover", MOVER), ("job", JOB)):
+        if who == "job" and any(part.churn for parts in SHAPES[victim].processes for part in parts):
+            continue  # its own calls would fail
+        for function in functions:
+            for n in _some(steps.get(MEASURED, {}).get(f"{who}.{function}", 0)):
+                for fault in FAILS:
+                    if who == "job" and fault.startswith("after-"):
+                        continue  # nobody can know that a driver has done what it says it has not
+                    yield f"{who}.{function}.{n}", fault
+    for n in _some(steps.get(MEASURED, {}).get("mover.cuMemCreate", 0)):
+        yield f"mover.cuMemCreate.{n}", "memory-device"
+
+
+def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The driver's own halves, under the parked way."""
+    for call in ("lock", "checkpoint", "restore", "unlock"):
+        for n in range(steps["calls"].count(call)):
+            for fault in ("result-1", "result-304", "result-600", "result-999", "hang", "hang-for-good", "delay", "slow"):
+                if (call, fault) != ("restore", "result-2"):
+                    yield f"call.{call}.{n}", fault
+            yield f"call.{call}.{n}", "crash-target"
+            yield f"call.{call}.{n}", "after-999"
+
+
+def _disk(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for call, count in steps["disk"].items():
+        for n in range(count) if count <= 6 else sorted({0, 1, count // 3, count // 2, count - 2, count - 1}):
+            for fault in ("ENOSPC", "EIO", "ENOSPC-for-good"):
+                yield f"disk.{call}.{n}", fault
+
+
+def _some(count: int) -> list[int]:
+    """Of many alike the first, one in the middle and the last; of few all."""
+    return list(range(count)) if count <= 3 else [0, count // 2, count - 1]
+
+
+def _whole(operation: str) -> Iterator[tuple[str, str]]:
+    whos = ("limosa", "worker", "both", "mover", "vault", "mover-both")
+    faults = ["none", *(f"random-kill-{who}.{n}" for who in whos for n in range(4))]
+    faults += [f"random-{name}.{n}" for name in ("sigint", "sigterm") for n in range(3)]
+    faults += [f"limosa-nofile.{n}" for n in range(5)]
+    if not operation.startswith("recover"):
+        faults += [f"timeout.{n}" for n in range(6)]
+    for fault in faults:
+        yield "run", fault

@@ -1,0 +1,79 @@
+"""What CI runs of the campaign of the parked way: more than 250 faulted runs, every operation, every kind of fault.
+
+``make faults WAY=parked`` runs all of it; a failure here names the line that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from campaign import cases, parked
+from campaign.__main__ import record, run, spread
+from campaign.summary import replay
+
+RUNS = 260
+CHUNKS = 10
+SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
+
+pytestmark = [pytest.mark.criu, pytest.mark.slow]
+
+
+def sample() -> list[tuple[cases.Case, int]]:
+    return spread(cases.chosen(cases.everything(way="parked"), RUNS, SEED), SEED)
+
+
+def test_the_sample_has_every_operation_victim_and_nearly_every_fault() -> None:
+    everything = cases.everything(way="parked")
+    picked = [case for case, _ in sample()]
+    assert cases.once(everything) > 2000
+    assert len({case.name for case in picked}) == RUNS
+    for field in ("operation", "victim"):
+        assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
+    assert {cases.kind_of_fault(c.fault) for c in picked} == {cases.kind_of_fault(c.fault) for c in everything}
+    assert all(cases.Case.named(case.name) == case and case.parked for case in everything)
+    assert not [case for case in cases.everything() if case.parked]
+
+
+def test_everybody_who_holds_memory_is_killed_at_every_point_at_which_he_lives() -> None:
+    everything = cases.everything(way="parked")
+    for name, row in cases.table(parked.STEPS).items():
+        operation, victim = name.split("/")
+        faults = {(c.step, c.fault) for c in everything if (c.operation, c.victim) == (operation, victim)}
+        for point, n, living in row["points"]:
+            step = f"point.{cases.dashed(point)}.{n}"
+            for who in ("limosa", "vault", "mover"):
+                assert who not in living or (step, f"kill-{who}") in faults, (name, step, who)
+
+
+@pytest.mark.timeout(120)
+def test_the_steps_are_those_that_the_operations_take_now() -> None:
+    """A new step is a new row: ``make faults WAY=parked RECORD=1`` writes them down."""
+    only = [f"{operation}/parked" for operation in ("move", "suspend", "resume", "recover-there")]
+    known, found = cases.table(parked.STEPS), record(1, "soft", only, "parked")
+    assert set(found) == set(only)
+
+    def points(row: dict[str, Any]) -> list[str]:
+        return [name for name, _, _ in row["points"]]
+
+    for name, row in found.items():
+        assert Counter(points(row)) == Counter(points(known[name])), name
+        assert row[parked.MEASURED].keys() == known[name][parked.MEASURED].keys(), name
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_the_memory_is_there_once_and_nothing_else_is(chunk: int) -> None:
+    todo = sample()[chunk * RUNS // CHUNKS : (chunk + 1) * RUNS // CHUNKS]
+    results = run(todo, rooms=1)
+    assert len(results) == len(todo)
+    failed = {r["name"]: r for r in results if r["problems"]}
+    again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
+    for name in failed.keys() - {r["name"] for r in again if r["problems"]}:
+        warnings.warn(f"once: {replay(failed[name])}: {failed[name]['problems']}", stacklevel=1)
+    told = [f"{replay(r)}: {r['problems']}" for r in again if r["problems"]]
+    assert not told, "\n".join(told)
