@@ -38,6 +38,7 @@ from e2e.disturbed_program import Disturber as Points
 
 from campaign.helpers import fork_helpers, helper_pids
 from campaign.parked import POINTS
+
 DISK = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod")
 
 

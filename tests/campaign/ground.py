@@ -7,7 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from campaign.helpers import helper_pids
 from campaign.processes import REAL
+
+KIND_VMM = 3  # of cuMemCreate (native/softgpu/node.h)
 
 
 class Ground:
@@ -15,6 +18,11 @@ class Ground:
 
     name = "host"
     gpus = 0
+
+    @property
+    def residents(self) -> dict[int, int]:
+        """Bytes by GPU that processes hold which outlive every operation."""
+        return {}
 
     def arm(self, rules: list[str]) -> None:
         """Lets these rules hold (``native/softgpu/fault.h``)."""
@@ -114,12 +122,29 @@ class Soft(Ground):
         for path in (self.folder / "requests").iterdir():
             path.unlink(missing_ok=True)
 
+    @property
+    def residents(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for _, number, size in self._movers():
+            found[number] = found.get(number, 0) + size
+        return found
+
+    def _movers(self) -> list[tuple[int, int, int]]:
+        """Contexts of a mover, which stays: block, GPU, bytes. What it has made for a job is not its own."""
+        from limosa.softgpu.state import opened
+
+        mover = helper_pids().get("mover", -1)
+        with opened() as state:
+            blocks = [state.blocks[i] for i in range(state.n_blocks)]
+            return [(int(b.id), int(b.gpu), int(b.bytes)) for b in blocks if b.pid == mover and b.kind != KIND_VMM]
+
     def _log_size(self) -> int:
         return os.stat(self.folder / "log").st_size if (self.folder / "log").exists() else 0
 
     def leftovers(self) -> dict[str, Any]:
+        its = {block for block, _, _ in self._movers()}
         return {
-            "blocks of device memory": len(os.listdir(self.folder / "memory")),
+            "blocks of device memory": len({int(name) for name in os.listdir(self.folder / "memory")} - its),
             "requests": sorted(os.listdir(self.folder / "requests")),
         }
 

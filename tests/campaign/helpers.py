@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from support import pids
 
 NAMES = {"limosa-vault": "vault", "limosa-mover": "mover"}
-MAINS = ("vault_main.py", "mover_main.py")
+KINDS = tuple(NAMES.values())
 
 
 def helper_pids() -> dict[str, int]:
@@ -32,16 +30,21 @@ def helper_pids() -> dict[str, int]:
 
 
 def held() -> dict[str, int]:
-    """How many descriptors the vault holds, by key; a vault is not started for that."""
+    """How many descriptors vault and mover hold, by key; neither is started for that."""
+    return {**_asked("vault", "keys"), **{f"mover: {key}": n for key, n in _asked("mover", "keys").items()}}
+
+
+def _asked(kind: str, verb: str) -> dict[str, int]:
     from limosa.parking.packets import receive, send
-    from limosa.parking.vault import socket_path
+    from limosa.parking.resident import socket_path
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(5)
         try:
-            connection.connect(str(socket_path(os.geteuid())))
-            send(connection, {"verb": "keys"})
-            return dict(receive(connection)[0]["keys"])
+            connection.connect(str(socket_path(kind, os.geteuid())))
+            send(connection, {"verb": verb})
+            found: dict[str, int] = receive(connection)[0].get("keys", {})
+            return found
         except (OSError, EOFError):
             return {}
 
@@ -79,33 +82,28 @@ class Forked:
 
 
 def fork_helpers() -> None:
-    """Forks a process for each kind of helper while this one has one thread; each becomes it when it is wanted."""
-    from limosa.parking import mover, vault
+    """Forks a process for each resident that is not there, while this one has one thread; it becomes it when wanted."""
+    from limosa.parking import resident
 
-    spare = {main: _fork(main) for main in MAINS if main != "vault_main.py" or "vault" not in helper_pids()}
-    real = vault.spawn
+    spare = {kind: _fork(kind) for kind in KINDS if kind not in helper_pids()}
+    real = resident.start
 
-    def spawn(
-        main: str, search_path: str, argv: Sequence[str], *, uid: int | None = None, fd: int | None = None
-    ) -> Any:
-        if main not in spare:
-            return real(main, search_path, argv, uid=uid, fd=fd)
-        connection, process = spare.pop(main)
+    def start(kind: str, uid: int) -> Any:
+        if kind not in spare:
+            return real(kind, uid)
+        connection, process = spare.pop(kind)
         with connection:
-            socket.send_fds(connection, [json.dumps(list(argv)).encode()], [] if fd is None else [fd])
+            connection.send(str(uid).encode())
         return process
 
-    for module in (vault, mover):
-        if hasattr(module, "spawn"):
-            module.spawn = spawn  # type: ignore[attr-defined]
+    resident.start = start
 
 
-def _fork(main: str) -> tuple[socket.socket, Forked]:
-    import limosa.parking.mover_main
-    import limosa.parking.vault_main
+def _fork(kind: str) -> tuple[socket.socket, Forked]:
+    from limosa.parking import mover_main, vault_main
 
-    limosa.parking.vault_main.LOOK_SECONDS = 0.2
-    mains = {"vault_main.py": limosa.parking.vault_main.main, "mover_main.py": limosa.parking.mover_main.main}
+    vault_main.LOOK_SECONDS = 0.2
+    mains = {"vault": vault_main.main, "mover": mover_main.main}
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -121,10 +119,9 @@ def _fork(main: str) -> tuple[socket.socket, Forked]:
         keep = theirs.fileno()
         os.closerange(3, keep)
         os.closerange(keep + 1, 1024)
-        words, fds, _, _ = socket.recv_fds(theirs, 1 << 16, 1)
+        words = theirs.recv(64)
         if words:
             theirs.close()
-            argv = json.loads(words)
-            code = mains[main]([str(fds[0])] if fds else argv)
+            code = mains[kind]([words.decode()])
     finally:
         os._exit(code)

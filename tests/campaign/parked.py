@@ -1,8 +1,8 @@
 """The cases of the parked way: victims under the shim, and everything that has a part in holding their memory.
 
 Beside what befalls every operation (``cases.py``): vault and mover are killed, alone and with another; the n-th call of
-the driver by the mover, or by the shim in the job, fails; nobody has descriptors left; a gate does not close. Steps come
-from ``parked.json``, which ``python -m campaign --way parked --record`` writes.
+the driver by the mover, or by the shim in the job, fails; nobody has descriptors left; a gate does not close. Steps
+come from ``parked.json``, which ``python -m campaign --way parked --record`` writes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,11 @@ JOB = (
 FAILS = ("result-2", "result-1", "result-999", "after-999", "hang", "hang-for-good", "delay", "crash-caller")
 """How a call fails; "crash-caller" ends whoever makes it, which is the mover, or the job."""
 
-HELD = {"shim": "job", "mover": "mover"}
+DRIVER = (
+    *(f"result-{code}" for code in (1, 304, 600, 999)),
+    *("after-999", "hang", "hang-for-good", "delay", "slow", "crash-target"),
+)
+"""How the driver's own halves fail beside it."""
 AT_POINTS = (
     "kill-limosa",
     "kill-both",
@@ -98,6 +102,11 @@ FILLED = ("move", "exchange", "resume", "resume-to")
 MEASURED = "measured"
 
 
+def churns(victim: str) -> bool:
+    """Whether it allocates and frees all the time."""
+    return any(part.churn for parts in SHAPES[victim].processes for part in parts)
+
+
 def possible(operation: str, victim: str) -> bool:
     """Whether an operation can be done to that class of victim."""
     gpus = SHAPES[victim].gpus
@@ -115,8 +124,8 @@ def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
             steps = known.get(f"{operation}/{victim}")
             if steps is None or not possible(operation, victim):
                 continue
-            all_ = (_points(operation, victim, steps), _calls(victim, steps), _driver(steps), _disk(steps), _whole(operation))
-            for step, fault in itertools.chain(*all_):
+            found = (_points(operation, victim, steps), _calls(victim, steps), _driver(steps), _disk(steps))
+            for step, fault in itertools.chain(*found, _whole(operation)):
                 yield Case(operation, victim, step, fault)
 
 
@@ -129,6 +138,8 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
         step = f"point.{dashed(name)}.{n}"
         between = name == "before note restore begin" or (between and name != "before note restore done")
         for fault in AT_POINTS:
+            if fault == "job-nofile" and churns(victim):
+                continue  # its own calls would fail
             if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
                 yield step, fault
         if several:
@@ -150,7 +161,7 @@ def _doomed(fault: str) -> list[str]:
 
 def _calls(victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for who, functions in (("mover", MOVER), ("job", JOB)):
-        if who == "job" and any(part.churn for parts in SHAPES[victim].processes for part in parts):
+        if who == "job" and churns(victim):
             continue  # its own calls would fail
         for function in functions:
             for n in _some(steps.get(MEASURED, {}).get(f"{who}.{function}", 0)):
@@ -166,11 +177,8 @@ def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The driver's own halves, under the parked way."""
     for call in ("lock", "checkpoint", "restore", "unlock"):
         for n in range(steps["calls"].count(call)):
-            for fault in ("result-1", "result-304", "result-600", "result-999", "hang", "hang-for-good", "delay", "slow"):
-                if (call, fault) != ("restore", "result-2"):
-                    yield f"call.{call}.{n}", fault
-            yield f"call.{call}.{n}", "crash-target"
-            yield f"call.{call}.{n}", "after-999"
+            for fault in DRIVER:
+                yield f"call.{call}.{n}", fault
 
 
 def _disk(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ from campaign.processes import REAL, Found, Nursery, python_path, send_signal, w
 from campaign.run import Run
 from campaign.shapes import SHAPES
 
-RESIDENT = ("vault",)
+RESIDENT = ("vault", "mover")
 """Helpers that outlive an operation."""
 LIMITS = {
     "LOCK_SECONDS": 1.0,
@@ -48,7 +48,7 @@ PARKED_LIMITS = {
     "limosa.operation.parked:COPY_SECONDS": 1.0,
     "limosa.operation.aside:GATE_SECONDS": 1.0,
     "limosa.parking.mover:CALL_SECONDS": 1.0,
-    "limosa.parking.mover:END_SECONDS": 0.5,
+    "limosa.parking.resident:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:WORK_SECONDS": 1.0,
     "limosa.parking.shim:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:CONNECT_SECONDS": 1.0,
@@ -302,7 +302,7 @@ class Room:
             return []
         from limosa import gpu
 
-        return [g.memory_used for g in gpu.inventory().gpus]
+        return [g.memory_used - self.ground.residents.get(g.index, 0) for g in gpu.inventory().gpus]
 
     def litter(self) -> list[str]:
         """What operations under way leave on disk, and what they must not leave when they have ended."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from campaign import ground, losses, parked
 from campaign.cases import ACTS, Case
 from campaign.faults import BROKEN, Fault
-from campaign.helpers import held
+from campaign.helpers import held, helper_pids
 from campaign.jobs import Job, Lost
 from campaign.losses import AWAKENING
 from campaign.processes import Found, send_signal
@@ -126,7 +126,12 @@ class Run(Fault):
 
     def _snapshot(self) -> dict[str, Any]:
         room = self.room
-        return {"used": sum(room.used()), **room.ground.leftovers()}
+        found = {"used": sum(room.used()), **room.ground.leftovers()}
+        for _ in range(15 if self.case.parked and parked.churns(self.case.victim) else 0):  # what does not come and go
+            time.sleep(0.002)
+            now = {"used": sum(room.used()), **room.ground.leftovers()}
+            found |= {key: min(found[key], now[key]) for key in ("used", "blocks of device memory")}
+        return found
 
     def _promised(self) -> tuple[str, list[int]]:
         """State and GPUs of the first job where all went well."""
@@ -254,12 +259,13 @@ class Run(Fault):
 
     def _judge_parked(self, state: str) -> None:
         """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""
-        if state == "gone":
-            _until(lambda: not held(), 3.0)  # it looks now and then who has ended
-        keys = held()
-        wrong = [key for key in keys if state == "running" or not key.startswith("aside/")]
-        if wrong:
-            self.problems.append(f"the job is {state}, and the vault holds {wrong}")
+
+        def wrong() -> list[str]:
+            return [key for key in held() if state != "checkpointed" or not key.startswith("aside/")]
+
+        _until(lambda: not wrong(), 3.0)  # they look now and then who has ended
+        if wrong():
+            self.problems.append(f"the job is {state}, and these are held: {wrong()}")
         if state != "running":
             return
         places = {uuid for job in self.jobs for uuid in self.room.uuids(job)}
@@ -285,9 +291,13 @@ class Run(Fault):
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
-        if "member-killed" in self.fault and self.case.parked:  # the rest of it is where it was, or where it was to go
+        if "member-killed" in self.fault and self.case.parked:  # the rest is where it was, or where it was to go
             return now[0] == "running" and bool(now[1])
-        lies = self.hazard is None and not self.case.step.startswith("mover.") and self.fault.startswith(("state-", "lost-", "after-", "blind"))
+        lies = (
+            self.hazard is None
+            and not self.case.step.startswith("mover.")
+            and self.fault.startswith(("state-", "lost-", "after-", "blind"))
+        )
         return lies and now[0] in ("running", "locked", "checkpointed")
 
     # -- back to a running job -----------------------------------------------------------------------------------------
@@ -343,7 +353,7 @@ class Run(Fault):
             if self.case.parked:
                 _until(lambda: self._same_files(job), 1.0)
             if not self._same_files(job) and not self.fault.startswith("lost-"):  # whose GPU may be away
-                problems.append(f"the job has other descriptors: {sorted(set(job.descriptors()) ^ set(job.open))}")
+                problems.append(f"the job has other descriptors: {_other(job.open, job.descriptors())}")
             if self.fault in parked.BUSY:
                 _until(lambda: job.threads() == job.ran)
             if job.threads() != job.ran:
@@ -363,11 +373,14 @@ class Run(Fault):
 
     def _same_files(self, job: Job) -> bool:
         """Whether it has the descriptors that it began with; memory that came the parked way has one each."""
-        now, before = Counter(job.descriptors()), Counter(job.open)
-        more = now - before
-        pieces = sum(len(found) for found in job.parked_memory()) if self.case.parked else 0
-        came = sum(count for kind, count in more.items() if kind.endswith(" device memory"))
-        return not before - now and came <= pieces and sum(more.values()) == came
+        now, before = job.descriptors(), job.open
+        if not self.case.parked:
+            return now == before
+        ours, theirs = (Counter(kind.endswith(" device memory") for kind in kinds) for kinds in (now, before))
+        pieces = sum(part.pieces for parts in job.known.processes for part in parts)
+        passing = (" device memory", "/nvidia-soft/lock")  # the latter while somebody allocates
+        others = [[kind for kind in kinds if not kind.endswith(passing)] for kinds in (now, before)]
+        return others[0] == others[1] and abs(ours[True] - theirs[True]) <= pieces + 1
 
     def _all_go_on(self) -> None:
         """Every process computes, and its memory is its twin's."""
@@ -433,7 +446,11 @@ class Run(Fault):
             if alone and not room.jobs:
                 from limosa import gpu
 
-                if any(g.processes for g in gpu.inventory().gpus) or now["blocks of device memory"]:
+                mover = helper_pids().get("mover", -1)
+                if (
+                    any(p.pid != mover for g in gpu.inventory().gpus for p in g.processes)
+                    or now["blocks of device memory"]
+                ):
                     self.problems.append(f"device memory of nobody: {now}")
         if room.strangers():
             self.problems.append(f"processes of nobody: {room.strangers()}")
@@ -446,6 +463,11 @@ def _until(true: Callable[[], bool], limit: float = 4.0) -> None:
     end = time.monotonic() + limit
     while not true() and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def _other(before: list[str], now: list[str]) -> str:
+    more, fewer = Counter(now) - Counter(before), Counter(before) - Counter(now)
+    return f"{sorted(more.elements())} more, {sorted(fewer.elements())} fewer"
 
 
 def _steps(found: Found) -> dict[str, Any]:

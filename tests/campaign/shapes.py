@@ -33,6 +33,11 @@ class Part(NamedTuple):
         """All blocks in the order in which they are hashed."""
         return self.plain + self.vmm + self.own + self.pooled
 
+    @property
+    def pieces(self) -> int:
+        """How many pieces of its memory the shim looks after, at most."""
+        return sum(words >= 2 * MiB for words in self.plain) + len(self.own + self.vmm) + bool(self.churn)
+
 
 class Shape(NamedTuple):
     """A class of victims.

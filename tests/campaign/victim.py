@@ -142,22 +142,26 @@ class Work:
         """Has work on the GPU that does not end for so long: a kernel, or a function of the host."""
         cu = self.cu
         check(cu.cuCtxSetCurrent(self.context))
+        stream, flag = check(cu.cuStreamCreate(1)), 0
         if how == "spin":
             flag = int(check(cu.cuMemHostAlloc(4096, 0)))
             ctypes.c_uint32.from_address(flag).value = 0
-            self.launch("spin", check(cu.cuStreamCreate(1)), (flag, 1), (ctypes.c_uint64, ctypes.c_uint32))
-
-            def let_end() -> None:
-                time.sleep(seconds)
-                ctypes.c_uint32.from_address(flag).value = 1
-
-            threading.Thread(target=let_end, daemon=True).start()
+            self.launch("spin", stream, (flag, 1), (ctypes.c_uint64, ctypes.c_uint32))
         else:
             waits = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(seconds))
             self.kept.append(waits)
-            stream = check(cu.cuStreamCreate(1))
             pointer = cu.CUhostFn(_ptr=ctypes.addressof(waits))
             check(cu.cuLaunchHostFunc(stream, pointer, 0))
+
+        def let_end() -> None:
+            time.sleep(seconds)
+            if flag:
+                ctypes.c_uint32.from_address(flag).value = 1
+            check(cu.cuCtxSetCurrent(self.context))
+            check(cu.cuStreamSynchronize(stream))
+            check(cu.cuStreamDestroy(stream))
+
+        threading.Thread(target=let_end, daemon=True).start()
 
     def begin(self, epoch: int) -> None:
         """Queues an epoch."""

@@ -19,10 +19,21 @@ import msgspec
 
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
 from limosa.gpu import inventory
-from limosa.operation import room
+from limosa.operation import driver_steps, room
 from limosa.operation.arena import arena_cap, refusals
+from limosa.operation.holders import Held, key_of, note_of
 from limosa.operation.journal import Member, added_up
-from limosa.operation.parked import GATE_SECONDS, copy_limit, key_of, lower_stack, together
+from limosa.operation.parked import (
+    GATE_SECONDS,
+    copy_limit,
+    each,
+    export,
+    gate_was_opened,
+    leave,
+    lower_stack,
+    open_gates,
+    together,
+)
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -143,7 +154,7 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
     fds = shim.kept()  # the vault was killed meanwhile
     if not fds:
         raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
-    residents.put(shim.owner, aside_key(member), fds)
+    residents.put(shim.owner, aside_key(member), fds, mover=False)
     return fds
 
 
@@ -169,6 +180,7 @@ class _Going:
         self.layout: list[Placed] = []
         self.segments: list[int] = []
         self.sizes: list[int] = []
+        self.known: dict[int, Memory] = {}
 
     def pieces(self) -> list[Memory]:
         """What can be parked, in the order of the arena."""
@@ -209,18 +221,17 @@ class Suspending:
 
     def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
         pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
-        new = [m for m in pieces if m.id not in part.source]
-        part.source.update(zip((m.id for m in new), part.shim.export([m.id for m in new]), strict=True))
+        new, fds = export(part.shim, [m for m in pieces if m.id not in part.source])
+        part.source.update(zip((m.id for m in new), fds, strict=True))
+        pieces = [m for m in pieces if m.id in part.source]
+        part.known = {m.id: m for m in pieces}
         self.bytes -= sum(p.bytes for p in part.layout)
         part.layout = []
         for m in pieces:
             before = part.layout[-1] if part.layout else Placed(0, 0, "", 0)
             part.layout.append(Placed(m.id, m.bytes, part.devices[m.device], before.offset + before.bytes))
         total = sum(p.bytes for p in part.layout)
-        note = msgspec.json.encode([m.id for m in pieces])
-        self._residents.put(
-            owner, key_of(self._work.id, part.member, "source"), [part.source[m.id] for m in pieces], note
-        )
+        self._hold(part, pieces)
         for gpu in {p.gpu for p in part.layout}:
             mover.drop(f"{pid}/{gpu}")
             mine = [p for p in part.layout if p.gpu == gpu]
@@ -237,8 +248,16 @@ class Suspending:
                 mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=True)
         self.bytes += total
 
+    def _hold(self, part: _Going, pieces: Sequence[Memory]) -> None:
+        key, fds = key_of(self._work.id, part.member, "source"), [part.source[m.id] for m in pieces]
+        self._residents.put(part.shim.owner, key, fds, note_of(pieces, part.devices))
+
     def hold_still(self) -> None:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
+        for part in self._parts:  # vault and mover may have been killed since, and others be in their place
+            wanted = {key_of(self._work.id, part.member, "source"): len(part.source)}
+            if self._residents.missing(part.shim.owner, wanted):
+                self._hold(part, [part.known[p.id] for p in part.layout])
         for part in self._parts:
             self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
@@ -289,7 +308,7 @@ class Suspending:
             layout = layout_file(msgspec.json.encode(part.layout))
             try:
                 held = [*part.segments, layout]
-                self._residents.put(part.shim.owner, aside_key(part.member), held)
+                self._residents.put(part.shim.owner, aside_key(part.member), held, mover=False)
                 part.shim.keep(held)
             finally:
                 os.close(layout)
@@ -299,21 +318,27 @@ class Suspending:
                 part.member.held[placed.gpu] = part.member.held.get(placed.gpu, 0) + placed.bytes
 
     def home(self) -> None:
-        """Gives every process its own memory back and opens its gate; the driver has brought it home before."""
+        """Gives every process its own memory back and opens its gate; the driver has brought it home before.
+
+        Where the driver could not, for want of room, its memory goes into the arena and it stays suspended.
+        """
         self._settle()
-        for part in self._parts:
-            try:
-                stand = part.shim.hello().stand
-                if stand is Stand.AWAY:
-                    stand = part.shim.map(list(part.source), list(part.source.values()))
-                if stand is Stand.CLOSED:
-                    part.shim.open_gate()
-                part.shim.keep()
-                self._residents.drop(part.shim.owner, aside_key(part.member))
-            except LimosaError:
-                if part.member.identity.alive():
-                    raise
+        each([(part.member, partial(self._home, part)) for part in self._parts])
         self.let_go()
+
+    def _home(self, part: _Going) -> None:
+        from limosa.operation.stranded import let_arena_go, strand
+
+        stand = part.shim.hello().stand
+        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
+            pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
+            strand(part.member, part.shim, pieces, [part.source[p.id] for p in part.layout], away=False)
+            return
+        if stand is Stand.AWAY:
+            stand = part.shim.map(list(part.source), list(part.source.values()))
+        if stand is Stand.CLOSED:
+            part.shim.open_gate()
+        let_arena_go(part.member, part.shim)
 
     def let_go(self) -> None:
         """Lets go of the source's memory."""
@@ -357,6 +382,7 @@ class Resuming:
         self._residents = Residents()
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
         self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
+        self._opened = False
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
@@ -370,9 +396,9 @@ class Resuming:
                 made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
             self._work.made = added_up([self._work.made, *({part.there(p): p.bytes} for p in part.layout)])
-            ids = sorted(part.target)
-            key = key_of(self._work.id, part.member, "target")
-            self._residents.put(part.shim.owner, key, [part.target[i] for i in ids], msgspec.json.encode(ids))
+            note = msgspec.json.encode([Held(p.id, p.bytes, part.there(p)) for p in part.layout])
+            key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in part.layout]
+            self._residents.put(part.shim.owner, key, fds, note)
             if part.layout:
                 total = sum(p.bytes for p in part.layout)
                 mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
@@ -410,21 +436,30 @@ class Resuming:
             self._work.note("map", "begin", part.member.pid)
             part.mapped = True
             part.shim.stack(0)
-            part.shim.map(list(part.target), list(part.target.values()))
+            if part.shim.map(list(part.target), list(part.target.values())) is not Stand.CLOSED and part.target:
+                raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 
     def open(self) -> None:
-        """Opens the gates; from the first one on there is no way back."""
+        """Opens the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+        self._opened = True
         for part in self._parts:
             self._work.try_note("open", "begin", part.member.pid)
-            part.shim.open_gate()
+        open_gates([(part.member, part.shim) for part in self._parts], self._work.operation)
 
     def leave_target(self) -> None:
-        """Undoes :meth:`arrive`, before the driver puts the process aside again."""
+        """Undoes :meth:`arrive`, before the driver puts the process aside again.
+
+        Raises:
+            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
+        """
         self._settle()
-        for part in self._parts:
-            if part.mapped and part.member.identity.alive():
-                part.shim.unmap()
-                part.mapped = False
+        if self._opened:
+            raise gate_was_opened(self._work.operation)
+        leave([(part.member, part.shim) for part in self._parts if part.mapped])
 
     def stay(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""

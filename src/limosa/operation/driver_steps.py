@@ -287,7 +287,7 @@ def bring_back(
             raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
     states = {m.pid: settled_state(driver, m.pid, progress) for m in alive}
     alive = [m for m in alive if states[m.pid] not in ("gone", "")]
-    away = [m for m in alive if _is_away(m, states[m.pid], journal)]
+    away = [m for m in alive if is_away(m, states[m.pid], journal)]
 
     again = [m for m in alive if states[m.pid] != "checkpointed" and (m in away or m.was == "checkpointed")]
     hold(driver, again, states)
@@ -337,7 +337,7 @@ def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) 
     states.update({m.pid: "checkpointed" for m in members})
 
 
-def _is_away(member: Member, state: str, journal: Journal | None) -> bool:
+def is_away(member: Member, state: str, journal: Journal | None) -> bool:
     """Whether the driver knows the process on its destination rather than where it was."""
     if journal is None or not member.changes_gpu:
         return False

@@ -432,9 +432,9 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
     try:
         with work.timed("prepare", "memory on the other side"):
             parked.prepare()
-    except LimosaError as error:
+    except (LimosaError, OSError) as error:
         work.drop("parked")
-        parked.home()
+        parked.let_go()  # no gate was closed yet
         alone = release != "all" or not all(p.driver_fits for p in prepared)
         if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
             raise

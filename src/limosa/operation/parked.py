@@ -16,25 +16,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-import msgspec
-
-from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
-from limosa.operation import shares
+from limosa.errors import (
+    CannotBeMoved,
+    FailedUndone,
+    LeftSuspended,
+    LimosaError,
+    NoSuchProcess,
+    Reason,
+    UndoFailed,
+)
+from limosa.operation import driver_steps, holders, shares
+from limosa.operation.holders import key_of, note_of
 from limosa.operation.journal import Journal, Member
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
-from limosa.parking.shim import Memory, Shim
-from limosa.parking.vault import Vault
+from limosa.parking.shim import Memory, Shim, ShimError, under_shim
 
 STACK_BYTES = 16
 """What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
 GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
-COPY_SECONDS = 60.0
 SLOWEST_COPY = 1e9  # bytes a second
 COPY_SECONDS = float(os.environ.get("LIMOSA_COPY_SECONDS", "60"))
 """What a copy may take beside that before it counts as hung."""
+TRIES = 5
+"""How often pieces are asked for that the job frees meanwhile."""
+_FREED = 400  # CUDA_ERROR_INVALID_HANDLE
 
 
 def copy_limit(bytes_: int) -> float:
@@ -139,7 +147,12 @@ class _Part:
         self.source: dict[int, int] = {}
         self.target: dict[int, int] = {}
         self.devices = shim.devices()
+        self.known: dict[int, Memory] = {}
         self.mapped_target = False
+
+    def keys(self, operation: str) -> dict[str, int]:
+        """What is held for it, and how many descriptors that is."""
+        return {key_of(operation, self.member, side): len(self.source) for side in ("source", "target")}
 
     def pieces(self) -> list[Memory]:
         return [m for m in self.shim.memories() if not m.shared]
@@ -172,6 +185,7 @@ class Parked:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._residents = Residents()
+        self._opened = False
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -193,6 +207,7 @@ class Parked:
             self._residents.mover(owner).prepare(sorted(gpus))
         for part in self._parts:
             self._add(part, part.pieces())
+            self._hold(part)
 
     def _refuse_outside(self) -> None:
         shims = {part.member.pid: part.shim for part in self._parts}
@@ -201,10 +216,11 @@ class Parked:
             raise CannotBeMoved(detail=found[0][1])
 
     def _add(self, part: _Part, new: Sequence[Memory]) -> None:
-        """Takes pieces in: exported, made on the other side, held."""
+        """Takes pieces in: exported, made on the other side."""
+        new, fds = export(part.shim, new)
         if not new:
             return
-        fds = part.shim.export([m.id for m in new])
+        part.known.update({m.id: m for m in new})
         part.source.update(zip((m.id for m in new), fds, strict=True))
         for piece in new:
             if piece.share in self._shared:
@@ -222,14 +238,19 @@ class Parked:
             self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
             copies.append((f"{key}/source", f"{key}/target", there))
             self.bytes += sum(sizes)
-        self._hold(part)
 
     def _hold(self, part: _Part) -> None:
         ids = sorted(part.source)
-        note = msgspec.json.encode(ids)
-        vault = self._residents.vault(part.shim.owner)
-        vault.put(key_of(self._work.id, part.member, "source"), [part.source[i] for i in ids], note)
-        vault.put(key_of(self._work.id, part.member, "target"), [part.target[i] for i in ids], note)
+        note = note_of([part.known[i] for i in ids], part.devices)
+        for side, fds in (("source", part.source), ("target", part.target)):
+            key = key_of(self._work.id, part.member, side)
+            self._residents.put(part.shim.owner, key, [fds[i] for i in ids], note)
+
+    def _hold_again(self) -> None:
+        """Vault and mover may have been killed since, and others be in their place."""
+        for part in self._parts:
+            if self._residents.missing(part.shim.owner, part.keys(self._work.id)):
+                self._hold(part)
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
@@ -239,6 +260,9 @@ class Parked:
         Raises:
             GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
         """
+        self._hold_again()
+        for part in self._parts:  # before the gate: whoever finds this journal looks where it stands
+            self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
             for part in self._parts:
@@ -246,13 +270,15 @@ class Parked:
         self._refuse_outside()
         for part in self._parts:
             now = {m.id: m for m in part.pieces()}
+            if set(now) == set(part.source):
+                continue
             for gone in set(part.source) - set(now):
                 source, target = part.source.pop(gone), part.target.pop(gone)
                 for fd in {source, target}:
                     os.close(fd)
             self._add(part, [m for i, m in sorted(now.items()) if i not in part.source])
+            self._hold(part)
         for part in self._parts:
-            self._work.note("park", "begin", part.member.pid)
             if part.shim.unmap() is not Stand.AWAY and part.source:
                 raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
 
@@ -294,50 +320,56 @@ class Parked:
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 
     def open(self) -> None:
-        """Opens the gates; from the first one on there is no way back."""
+        """Opens the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+        self._opened = True
         for part in self._parts:
             self._work.try_note("open", "begin", part.member.pid)
-            part.shim.open_gate()
-        for part in self._parts:
-            part.member.identity.check()
-            if part.shim.hello().stand is not Stand.OPEN:
-                raise UndoFailed(
-                    what="move", detail="its gate does not open", undo_detail="limosa recover", job_state="unknown"
-                )
+        open_gates([(part.member, part.shim) for part in self._parts], self._work.operation)
 
     def let_go(self) -> None:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
         for part in self._parts:
-            for side in ("target", "source"):
-                self._residents.vault(part.shim.owner).drop(key_of(self._work.id, part.member, side))
+            for key in part.keys(self._work.id):
+                self._residents.drop(part.shim.owner, key)
         self.close()
 
     # -- the way back --------------------------------------------------------------------------------------------
 
     def leave_target(self) -> None:
-        """Undoes :meth:`arrive`, before the driver takes the process home."""
+        """Undoes :meth:`arrive`, before the driver takes the process home.
+
+        Raises:
+            UndoFailed: a gate was opened: the job may run there, and ``recover`` opens the others.
+        """
         self._settle()
-        for part in self._parts:
-            if part.mapped_target and part.member.identity.alive():
-                part.shim.unmap()
-                part.mapped_target = False
+        if self._opened:
+            raise gate_was_opened(self._work.operation)
+        leave([(part.member, part.shim) for part in self._parts if part.mapped_target])
 
     def home(self) -> None:
-        """Gives every process its own memory back and opens its gate; the driver has brought it home before."""
+        """Gives every process its own memory back and opens its gate; the driver has brought it home before.
+
+        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
+        """
         self._settle()
-        for part in self._parts:
-            try:
-                stand = part.shim.hello().stand
-                if stand is Stand.AWAY:
-                    stand = part.shim.map(list(part.source), list(part.source.values()))
-                if stand is Stand.CLOSED:
-                    part.shim.open_gate()
-            except NoSuchProcess:
-                continue
-            except LimosaError:
-                if part.member.identity.alive():
-                    raise
+        each([(part.member, partial(self._home, part)) for part in self._parts])
         self.let_go()
+
+    def _home(self, part: _Part) -> None:
+        stand = part.shim.hello().stand
+        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
+            ids = sorted(part.source)
+            pieces = [holders.Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in ids]
+            put_aside(part.member, part.shim, pieces, [part.source[i] for i in ids], self._work.journal)
+            return
+        if stand is Stand.AWAY:
+            stand = part.shim.map(list(part.source), list(part.source.values()))
+        if stand is Stand.CLOSED:
+            part.shim.open_gate()
 
     def _settle(self) -> None:
         """A copy under way reads what is about to be given back: it comes to its end first."""
@@ -374,64 +406,195 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
         raise errors[0]
 
 
-def bring_home(dead: Journal, driver_home: Callable[[], None]) -> None:
+def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
+    """Does something for each process, whatever comes of the others; one that has ended needs nothing.
+
+    Raises:
+        LimosaError: the first that failed.
+    """
+    failed: list[BaseException] = []
+    for member, call in calls:
+        try:
+            call()
+        except NoSuchProcess:
+            continue
+        except BaseException as error:
+            if member.identity.alive():
+                failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def open_gates(parts: Sequence[tuple[Member, Shim]], what: str) -> None:
+    """Opens the gate of each process, and sees it open.
+
+    Raises:
+        UndoFailed: one does not open.
+    """
+
+    def one(shim: Shim) -> None:
+        if shim.hello().stand is not Stand.OPEN:
+            shim.open_gate()
+
+    try:
+        each([(member, partial(one, shim)) for member, shim in parts])
+    except LimosaError as error:
+        raise gate_was_opened(what, str(error)) from error
+
+
+def gate_was_opened(what: str, detail: str = "a gate does not open") -> UndoFailed:
+    """What is said where there is no way back any more, and forward does not go on."""
+    return UndoFailed(
+        what=what, detail=detail, undo_detail="the job is where it was to go: limosa recover opens it",
+        job_state="unknown",
+    )  # fmt: skip
+
+
+def leave(parts: Sequence[tuple[Member, Shim]]) -> None:
+    """Takes what was mapped out again, of those whose gate is still closed."""
+
+    def one(shim: Shim) -> None:
+        if shim.hello().stand is not Stand.OPEN:
+            shim.unmap()
+
+    each([(member, partial(one, shim)) for member, shim in parts])
+
+
+def export(shim: Shim, pieces: Sequence[Memory]) -> tuple[list[Memory], list[int]]:
+    """Returns descriptors of these pieces, without those that the job has freed meanwhile."""
+    for _ in range(TRIES):
+        try:
+            return list(pieces), shim.export([m.id for m in pieces])
+        except ShimError as error:
+            if error.fields.get("result") != _FREED:
+                raise
+        there = {m.id for m in shim.memories()}
+        pieces = [m for m in pieces if m.id in there]
+    # It frees all the time: what is there in one moment is asked for one by one.
+    found = []
+    for piece in pieces:
+        try:
+            found.append((piece, shim.export([piece.id])[0]))
+        except ShimError as error:
+            if error.fields.get("result") != _FREED:
+                holders.close_all([fd for _, fd in found])
+                raise
+    return [piece for piece, _ in found], [fd for _, fd in found]
+
+
+def put_aside(
+    member: Member, shim: Shim, pieces: Sequence[holders.Held], fds: Sequence[int], journal: Journal | None
+) -> None:
+    """What is away and cannot go home goes into host memory: the process stays suspended."""
+    from limosa.operation.stranded import strand
+
+    strand(member, shim, pieces, fds, away=driver_steps.is_away(member, "checkpointed", journal))
+
+
+# -- recover ------------------------------------------------------------------------------------------------------
+
+
+def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     """What ``recover`` does for parked jobs: finishes what had begun to go on, else undoes it.
 
     Args:
         dead: the journal of the operation.
         driver_home: brings the driver's half back to where it was.
+
+    Returns:
+        Whether it was finished.
+
+    Raises:
+        LeftSuspended: there is no room for it at home any more; it stays suspended.
     """
-    forward = dead.began("open")
-    alive = [m for m in dead.header.members if m.identity.alive() and dead.began("map" if forward else "park", m.pid)]
-    if not forward:
-        for member in dead.header.members:
-            if dead.began("map", member.pid) and member.identity.alive():
-                with Shim(member.identity) as shim:
-                    if shim.hello().stand is not Stand.OPEN:
-                        shim.unmap()
+    members = [m for m in dead.header.members if m.identity.alive() and under_shim(m.pid)]
+    stands = {m.pid: _stand(m) for m in members}
+    # One that runs with what was mapped there would be lost by the driver on the way back.
+    ran = any(stands[m.pid] is Stand.OPEN and dead.began("map", m.pid) for m in members)
+    if dead.began("open") or ran:
+        each([(m, partial(_go_on, dead, m)) for m in members])
+        holders.forget(dead.header.id)
+        return True
+    each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
+    left: LeftSuspended | None = None
+    try:
         driver_home()
-    for member in alive:
-        _give_back(dead.header.id, member, "target" if forward else "source")
-    forget(dead)
-
-
-def forget(dead: Journal, *, arenas: bool = False) -> None:
-    """Has the vaults let go of what they held for that operation; of arenas only where it had not got to them."""
-    own = {f"aside/{m.identity.to_str()}" for m in dead.header.members if arenas and m.was == "running" and not m.away}
-    for vault in Vault.all():
-        with vault:
-            for key in [key for key in vault.held() if key.startswith(f"{dead.header.id}/") or key in own]:
-                vault.drop(key)
-
-
-def aside(members: Sequence[Member]) -> bool:
-    """Whether the memory of any of these is away: then a restore alone does not make them run."""
-    for member in members:
-        try:
-            with Shim(member.identity) as shim:
-                if shim.hello().stand is not Stand.OPEN:
-                    return True
-        except LimosaError:
-            continue
+    except LeftSuspended as error:
+        left = error
+    # What was suspended before lies in its arena, and stays there.
+    mine = [m for m in members if m.was == "running" and not m.away]
+    each([(m, partial(_give_back, dead, m, stays=left is not None)) for m in mine])
+    holders.forget(dead.header.id)
+    if left is not None:
+        raise left
     return False
 
 
-def _give_back(operation: str, member: Member, side: str) -> None:
+def aside(members: Sequence[Member]) -> bool:
+    """Whether the memory of any of these is away, or its gate closed: then a restore alone does not make them run."""
+    return any(under_shim(m.pid) and _stand(m) is not Stand.OPEN for m in members if m.identity.alive())
+
+
+def all_in_arenas(members: Sequence[Member]) -> bool:
+    """Whether what is away of each of these lies in an arena: then nobody needs what an operation held of it."""
+    from limosa.operation.stranded import has_arena
+
+    for member in members:
+        if under_shim(member.pid):
+            with Shim(member.identity) as shim:
+                if shim.hello().stand is not Stand.OPEN and not has_arena(member, shim):
+                    return False
+    return True
+
+
+def _stand(member: Member) -> Stand:
+    try:
+        with Shim(member.identity) as shim:
+            return shim.hello().stand
+    except NoSuchProcess:
+        return Stand.OPEN
+
+
+def _leave(member: Member) -> None:
     with Shim(member.identity) as shim:
-        stand = shim.hello().stand
-        if stand is Stand.AWAY:
-            with Vault(shim.owner) as vault:
-                fds, note = vault.get(key_of(operation, member, side))
-            try:
-                stand = shim.map(msgspec.json.decode(note, type=list[int]), fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-        if stand is Stand.CLOSED:
-            shim.open_gate()
-        shim.keep()  # it runs: what was kept of it for a resume is nobody's any more
-        with Vault(shim.owner) as vault:
-            vault.drop(f"aside/{member.identity.to_str()}")
+        leave([(member, shim)])
+
+
+def _go_on(dead: Journal, member: Member) -> None:
+    """It has its memory there, or is given it; its gate is opened, and nobody needs what was kept for a way back."""
+    from limosa.operation.stranded import let_arena_go
+
+    with Shim(member.identity) as shim:
+        _map_and_open(dead, member, shim, "target")
+        let_arena_go(member, shim)
+
+
+def _give_back(dead: Journal, member: Member, *, stays: bool) -> None:
+    from limosa.operation.stranded import has_arena, let_arena_go
+
+    with Shim(member.identity) as shim:
+        if stays and shim.hello().stand is Stand.AWAY:
+            if not has_arena(member, shim):
+                fds, pieces = holders.get(member, shim.owner, key_of(dead.header.id, member, "source"))
+                try:
+                    put_aside(member, shim, pieces, fds, dead)
+                finally:
+                    holders.close_all(fds)
+            return
+        _map_and_open(dead, member, shim, "source")
+        let_arena_go(member, shim)
+
+
+def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
+    stand = shim.hello().stand
+    if stand is Stand.AWAY:
+        fds, pieces = holders.get(member, shim.owner, key_of(dead.header.id, member, side))
+        try:
+            stand = shim.map([piece.id for piece in pieces], fds)
+        finally:
+            holders.close_all(fds)
+    if stand is Stand.CLOSED:
+        shim.open_gate()
 
 
 def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], list[Memory]]:
@@ -439,8 +602,3 @@ def _by_place(part: _Part, pieces: Sequence[Memory]) -> dict[tuple[str, str], li
     for piece in pieces:
         found.setdefault(part.places(piece), []).append(piece)
     return found
-
-
-def key_of(operation: str, member: Member, side: str) -> str:
-    """What the vault calls one side's memory of a process."""
-    return f"{operation}/{side}/{member.identity.to_str()}"

@@ -30,7 +30,7 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import claims, driver_steps, journal, parked, room, saving
+from limosa.operation import claims, driver_steps, holders, journal, parked, room, saving
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.remove_image import log_folder, remove_image
@@ -77,6 +77,8 @@ def recover(
         time.sleep(0.05)
         found += _round(dry_run, progress, only, {one.id for one in found})
     if only is None:
+        if not dry_run:
+            holders.forget_finished()
         for claim in claims.stale():
             if not dry_run:
                 claim.release()
@@ -204,6 +206,7 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         result = _entry(dead, did="the job has ended meanwhile", state="gone")
     finally:
         driver.close()
+    holders.forget(dead.header.id)
     dead.finish()
     for claim in claims.everybodys():
         if claim.id == dead.header.id:
@@ -226,17 +229,18 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
     record = SuspendRecord.of(header.roots[0]) if header.roots and header.operation == "suspend" else None
     if record is not None and record.since >= header.since and _is_suspended(record, alive, states):
-        parked.forget(dead)
         state = "checkpointed" if record.release == "all" else "parked"
         return _entry(dead, did="it was suspended: finished", state=state)
-    if dead.began("park") or dead.began("map"):
-        parked.bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
-        if dead.began("open"):
+    if dead.began("park") or dead.began("map") or parked.aside(alive):
+        finished = parked.bring_home(
+            dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+        )
+        if finished:
             for root in header.roots:
                 SuspendRecord(root=root).forget()
-        did = "every gate is open: finished" if dead.began("open") else "undid it"
+        did = "every gate is open: finished" if finished else "undid it"
         return _entry(dead, did=did, state=journal.common_state(alive))
-    coming = header.operation in ("move", "resume") and not dead.began("undo") and not parked.aside(alive)
+    coming = header.operation in ("move", "resume") and not dead.began("undo")
     if coming and all(s in ("locked", "running") and dead.began("restore", pid) for pid, s in states.items()):
         for member in alive:
             if states[member.pid] == "locked":
@@ -245,7 +249,8 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
             SuspendRecord(root=root).forget()
         return _entry(dead, did="everything was restored: unlocked it (finished)", state="running")
     driver_steps.bring_back(driver, header.members, dead, header.id, progress)
-    parked.forget(dead, arenas=header.operation == "suspend")
+    if header.operation == "suspend":  # what the arena was to take has not gone there
+        holders.forget_arenas([m for m in header.members if m.was == "running" and not m.away])
     return _entry(dead, did="undid it", state=journal.common_state(alive))
 
 
@@ -253,7 +258,7 @@ def _is_suspended(record: SuspendRecord, alive: Sequence[Member], states: Mappin
     """Whether all is as the record says, which is written last: when vault and job have the arena."""
     if record.release != "all":
         return parked.aside(alive)
-    return all(state == "checkpointed" for state in states.values())
+    return all(state == "checkpointed" for state in states.values()) and parked.all_in_arenas(alive)
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------
@@ -283,7 +288,7 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
     else:
         if committed:
             end_rest(header.tree)
-        parked.forget(dead)
+        holders.forget(header.id)
         did.append("the job has ended")
     if committed:
         did.append(f"image {header.image} is whole and was kept")
@@ -304,7 +309,6 @@ def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
         parked.bring_home(dead, driver_home)
     else:
         driver_home()
-        parked.forget(dead)
     saving.keep_again(dead)
 
 

@@ -26,8 +26,9 @@ from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.operation import shares
 from limosa.operation.aside import arena_of, aside_key, parts_of
+from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Journal, Member, added_up
-from limosa.operation.parked import GATE_SECONDS, key_of, lower_stack, together
+from limosa.operation.parked import GATE_SECONDS, export, lower_stack, together
 from limosa.operation.results import Round
 from limosa.operation.work import Work
 from limosa.parking.hashes import Key
@@ -251,7 +252,7 @@ class Saving:
                 del part.bytes[id_], part.gpus[id_]
             new = [m for i, m in sorted(now.items()) if i not in part.source]
             if new:
-                fds = shim.export([m.id for m in new])
+                new, fds = export(shim, new)
                 for m, fd in zip(new, fds, strict=True):
                     part.source[m.id], part.bytes[m.id], part.gpus[m.id] = fd, m.bytes, part.devices[m.device]
                     part.share[m.id] = m.share
@@ -260,7 +261,8 @@ class Saving:
                 ids = sorted(part.source)
                 held = [part.source[i] for i in ids]
                 key = key_of(self._work.id, part.member, "source")
-                self._residents.vault(part.owner).put(key, held, msgspec.json.encode(ids))
+                note = msgspec.json.encode([Held(i, part.bytes[i], part.gpus[i]) for i in ids])
+                self._residents.put(part.owner, key, held, note)
             for uuid in sorted({part.gpus[m.id] for m in new}):
                 ids = [m.id for m in new if part.gpus[m.id] == uuid]
                 sizes, mine = [part.bytes[i] for i in ids], [part.source[i] for i in ids]
@@ -390,7 +392,7 @@ class Saving:
         """Have the vault let go; one that was killed has."""
         for part in self._parts:
             with contextlib.suppress(LimosaError, OSError, EOFError):
-                self._residents.vault(part.owner).drop(key_of(self._work.id, part.member, "source"))
+                self._residents.drop(part.owner, key_of(self._work.id, part.member, "source"))
 
     def undo(self) -> None:
         """Both."""

@@ -103,6 +103,36 @@ class Mover:
         message = {"verb": "host", "way": way, "copies": [list(one) for one in copies], "rate": rate}
         return float(self.ask(message, limit)[0]["seconds"])
 
+    def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
+        """Have it hold descriptors, also when we have ended; ours stay ours.
+
+        Raises:
+            FailedUndone: it does not hold all of them.
+        """
+        answer, _ = self.ask({"verb": "put", "key": key, "note": note}, fds=fds)
+        if answer.get("n") != len(fds):
+            raise FailedUndone(f"the mover holds {answer.get('n')} of {len(fds)} descriptors of {key}")
+
+    def get(self, key: str) -> tuple[list[int], bytes]:
+        """Return what it holds so; descriptors are the caller's to close.
+
+        Raises:
+            KeyError: nothing under that key.
+        """
+        answer, fds = self.ask({"verb": "get", "key": key})
+        if not answer["there"]:
+            raise KeyError(key)
+        return fds, answer["note"]
+
+    def held(self) -> dict[str, int]:
+        """Return how many descriptors it holds so, by key."""
+        found: dict[str, int] = self.ask({"verb": "keys"})[0]["keys"]
+        return found
+
+    def unput(self, key: str) -> None:
+        """Have it no longer hold what it held so."""
+        self.ask({"verb": "unput", "key": key})
+
     def drop(self, key: str) -> None:
         """Have it let go of a key."""
         self.ask({"verb": "drop", "key": key})
@@ -124,7 +154,7 @@ class Mover:
         self.close()
 
     def ask(
-        self, message: dict[str, Any], limit: float = CALL_SECONDS, fds: Sequence[int] = ()
+        self, message: dict[str, Any], limit: float | None = None, fds: Sequence[int] = ()
     ) -> tuple[dict[str, Any], list[int]]:
         """Ask something; returns the answer, and descriptors that are ours to close.
 
@@ -137,6 +167,7 @@ class Mover:
             FailedUndone: it could not do it, has gone or hangs.
             NoRoomOnGpu: there is no device memory for it.
         """
+        limit = CALL_SECONDS if limit is None else limit
         message = {**message, "limit": limit}
         found: list[int] = []
         try:
@@ -160,7 +191,7 @@ class Mover:
                     f"the mover, which copies device memory, has not answered for {limit:g} s ({message['verb']}); "
                     "it was ended"
                 ) from error
-            if isinstance(error, (EOFError, OSError)):
+            if isinstance(error, (EOFError, OSError, ValueError)):
                 text = str(error) or "it was killed"
                 raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
             raise

@@ -18,13 +18,13 @@ import time
 from typing import Any
 
 from limosa.gpu import binding
-from limosa.parking import mover_arena, mover_memory, staging_main
+from limosa.parking import mover_arena, mover_holding, mover_memory, staging_main
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.packets import peer
 from limosa.parking.resident import socket_path
 from limosa.parking.resident_main import begin
 
-GROUPS = (mover_memory, mover_arena, staging_main)
+GROUPS = (mover_memory, mover_arena, mover_holding, staging_main)
 NAME = "limosa-mover"
 IDLE_SECONDS = float(os.environ.get("LIMOSA_MOVER_IDLE", "600"))
 LOOK_SECONDS = 0.5
@@ -71,6 +71,7 @@ class Mover:
             while not shared.retiring:
                 ready.select(LOOK_SECONDS)
                 self.accept()
+                mover_holding.look(shared)
                 if time.monotonic() - looked > ARENA_SECONDS:
                     mover_arena.look_after(shared)
                     looked = time.monotonic()

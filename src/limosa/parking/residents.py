@@ -1,11 +1,22 @@
-"""One operation's connections to vaults and movers: those of the users whose jobs it works on."""
+"""One operation's connections to vaults and movers: those of the users whose jobs it works on.
+
+Both hold the descriptors of a job's memory, so that with any one of the two and limosa killed the bytes are still
+there. Either may be killed and started again in the middle: a connection that is lost is made anew, once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
+from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.mover import Mover
 from limosa.parking.vault import Vault
+
+GONE = (OSError, EOFError, ValueError)
+"""What is raised where the other end of a connection has gone, or says half of something."""
+_T = TypeVar("_T")
 
 
 class Residents:
@@ -35,24 +46,67 @@ class Residents:
             self._movers[owner] = Mover(owner)
         return self._movers[owner]
 
-    def put(self, owner: int, key: str, fds: Sequence[int], note: bytes = b"") -> None:
-        """Have descriptors held for a job of that owner under a key, instead of what it held; ours stay ours."""
-        self.vault(owner).put(key, fds, note)
+    def put(self, owner: int, key: str, fds: Sequence[int], note: bytes = b"", *, mover: bool = True) -> None:
+        """Have both hold descriptors under a key, instead of what it held; ours stay ours.
 
-    def get(self, owner: int, key: str) -> tuple[list[int], bytes]:
-        """Return descriptors, which are the caller's to close, and the note.
+        Args:
+            owner: the job's.
+            key: what they are called.
+            fds: the descriptors.
+            note: what is to be known about them.
+            mover: False where the vault alone is to hold them: what is held for long keeps a mover from ending.
 
         Raises:
-            KeyError: nothing is held under that key.
+            FailedUndone: one of them does not.
         """
-        return self.vault(owner).get(key)
+        self._of_vault(owner, lambda vault: vault.put(key, fds, note))
+        if mover:
+            self.mover(owner).put(key, fds, note)
+
+    def get(self, owner: int, key: str) -> tuple[list[int], bytes]:
+        """Return descriptors, which are the caller's to close, and the note, from whoever of the two has them.
+
+        Raises:
+            KeyError: neither has.
+        """
+        with contextlib.suppress(KeyError, FailedUndone):
+            return self._of_vault(owner, lambda vault: vault.get(key))
+        for mover in Mover.all():
+            with contextlib.suppress(KeyError, FailedUndone), mover:
+                if mover.uid == owner:
+                    return mover.get(key)
+        raise KeyError(key)
 
     def drop(self, owner: int, key: str, *, again: bool = False) -> None:
-        """Have a key let go of; ``again`` as :meth:`Vault.drop` has it."""
-        self.vault(owner).drop(key, again=again)
+        """Have both let go of a key; who is not there holds nothing. ``again`` as :meth:`Vault.drop` has it."""
+        with contextlib.suppress(LimosaError):
+            self.mover(owner).unput(key)
+        with contextlib.suppress(LimosaError):
+            self._of_vault(owner, lambda vault: vault.drop(key, again=again))
+
+    def missing(self, owner: int, wanted: Mapping[str, int]) -> set[str]:
+        """Return which of these keys one of the two has not so many descriptors of: it was killed meanwhile.
+
+        Raises:
+            FailedUndone: one of them does not answer.
+        """
+        vault, mover = self._of_vault(owner, lambda vault: vault.held()), self.mover(owner).held()
+        return {key for key, n in wanted.items() if vault.get(key) != n or mover.get(key) != n}
+
+    def _of_vault(self, owner: int, call: Callable[[Vault], _T]) -> _T:
+        try:
+            return call(self.vault(owner))
+        except GONE as first:
+            self._vaults.pop(owner).close()
+            try:
+                return call(self.vault(owner))
+            except GONE as error:
+                self._vaults.pop(owner).close()
+                text = str(error) or str(first) or "it was killed"
+                raise FailedUndone(f"the vault, which holds a job's memory, does not answer ({text})") from error
 
     def close(self) -> None:
-        """End the connections; what movers held for us is let go of."""
+        """End the connections; what movers had mapped for us is let go of, what they hold is not."""
         for mover in self._movers.values():
             mover.close()
         for vault in self._vaults.values():

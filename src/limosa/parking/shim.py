@@ -134,9 +134,13 @@ class Shim:
     """
 
     def __init__(self, identity: Identity, limit: float | None = None, patience: float | None = None):
-        self.identity, self._number = identity, 0
-        self.limit = limit = ANSWER_SECONDS if limit is None else limit
-        end = time.monotonic() + (CONNECT_SECONDS if patience is None else patience)
+        self.identity, self._number, self._lost = identity, 0, False
+        self.limit = ANSWER_SECONDS if limit is None else limit
+        self._connect(CONNECT_SECONDS if patience is None else patience)
+
+    def _connect(self, patience: float) -> None:
+        identity, limit = self.identity, self.limit
+        end = time.monotonic() + patience
         while True:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self._socket.settimeout(limit)
@@ -307,12 +311,17 @@ class Shim:
         return self._receive(verb, limit)[0]
 
     def _send(self, verb: Verb, a: int = 0, ids: Sequence[int] = (), fds: Sequence[int] = ()) -> None:
+        if self._lost:  # an answer that was not waited for any more would be taken for this one's
+            self._socket.close()
+            self._connect(CONNECT_SECONDS)
+            self._lost = False
         self._number += 1
         parts = [MESSAGE.pack(MAGIC, VERSION, verb, self._number, 0, a, 0, 0, 0), struct.pack(f"={len(ids)}Q", *ids)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.sendmsg(parts, rights)
         except OSError as error:
+            self._lost = True
             raise self._error(verb.name.lower(), error) from error
 
     def _receive(
@@ -323,6 +332,7 @@ class Shim:
         try:
             data, rights, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(MOST * 4))
         except OSError as error:
+            self._lost = True
             raise self._error(verb.name.lower(), error) from error
         for level, kind, value in rights:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -331,6 +341,7 @@ class Shim:
             os.set_inheritable(fd, False)
         try:
             if len(data) < MESSAGE.size:
+                self._lost = True
                 raise self._error(verb.name.lower(), "it has gone")
             magic, version, said, number, result, a, b, c, d = MESSAGE.unpack_from(data)
             if (magic, version, said, number) != (MAGIC, VERSION, verb, self._number):

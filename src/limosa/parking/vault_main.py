@@ -54,6 +54,17 @@ class Entry:
         return sum(os.fstat(fd).st_size for fd in self.fds if is_segment(fd))
 
 
+def let_ended_go(held: dict[str, Entry]) -> None:
+    """All is held for a process ("…/PID@START"): where that has ended, nobody comes back for it."""
+    for key in list(held):
+        try:
+            alive = Identity.from_str(key.rpartition("/")[2]).alive()
+        except LimosaError:
+            continue  # not of a process: until it is told to let go
+        if not alive:
+            held.pop(key).close()
+
+
 class Vault:
     """Everything that is held, and the answers about it."""
 
@@ -150,15 +161,9 @@ class Vault:
         for start in range(0, max(1, len(fds)), MOST):
             send(client, {**said, "more": start + MOST < len(fds)}, fds[start : start + MOST])
 
-    def let_ended_go(self) -> None:
-        """All is held for a process ("…/PID@START"): where that has ended, nobody comes back for it."""
-        for key in list(self.held):
-            try:
-                alive = Identity.from_str(key.rpartition("/")[2]).alive()
-            except LimosaError:
-                continue  # not of a process: until it is told to let go
-            if not alive:
-                self.held.pop(key).close()
+    def look(self) -> None:
+        """Let go of what is held for processes that have ended, and of what of the arena has long been free."""
+        let_ended_go(self.held)
         self.pool.trim(self.used(), KEEP_SECONDS)
 
     def forget(self, client: socket.socket) -> None:
@@ -186,7 +191,7 @@ def serve(path: str) -> None:
         ready.register(listening, selectors.EVENT_READ)
         while vault.held or vault.pool.free or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
             if time.monotonic() - looked > LOOK_SECONDS:
-                vault.let_ended_go()
+                vault.look()
                 looked = time.monotonic()
             for key, _ in ready.select(1.0):
                 last = time.monotonic()

@@ -1,0 +1,109 @@
+"""What an operation's descriptors are called by vault and mover, which hold them, and how they are found again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from limosa.errors import FailedUndone, LimosaError
+from limosa.operation.journal import Member
+from limosa.parking.mover import Mover
+from limosa.parking.residents import GONE, Residents
+from limosa.parking.shim import Memory
+from limosa.parking.vault import Vault
+from limosa.process import records
+
+_OPERATION = re.compile(r"[a-z]+-\d+-[0-9a-f]+")
+_JOURNALS = "journals"
+
+
+class LostMemory(LimosaError):
+    """All that held a process's device memory have ended."""
+
+    id, exit_code = "lost-memory", 40
+    template = "nobody has the device memory of process {pid} any more: vault, mover and limosa have all ended"
+    hint = "the process waits for memory that does not come back: end it"
+
+
+class Held(msgspec.Struct, array_like=True, frozen=True):
+    """A piece of a process's memory that is held: its number there, its size, and the GPU that it is on."""
+
+    id: int
+    bytes: int
+    gpu: str
+
+
+def key_of(operation: str, member: Member, side: str) -> str:
+    """What one side's memory of a process is called."""
+    return f"{operation}/{side}/{member.identity.to_str()}"
+
+
+def note_of(pieces: Sequence[Memory], devices: Sequence[str]) -> bytes:
+    """What is noted with descriptors of these pieces, in their order."""
+    return msgspec.json.encode([Held(m.id, m.bytes, devices[m.device]) for m in pieces])
+
+
+def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
+    """Return what vault or mover hold under a key; the descriptors are the caller's to close.
+
+    Raises:
+        LostMemory: neither has it.
+    """
+    residents = Residents()
+    try:
+        fds, note = residents.get(owner, key)
+    except KeyError:
+        raise LostMemory(pid=member.pid) from None
+    finally:
+        residents.close()
+    return fds, msgspec.json.decode(note, type=list[Held])
+
+
+def forget(operation: str) -> None:
+    """Have everybody let go of what they hold for an operation (not of arenas)."""
+    _forget(lambda id_: id_ == operation)
+
+
+def forget_arenas(members: Sequence[Member]) -> None:
+    """Have vaults let go of arenas that these processes, which run, have no need of."""
+    keys = {f"aside/{member.identity.to_str()}" for member in members}
+    for vault in Vault.all():
+        with contextlib.suppress(FailedUndone, *GONE), vault:
+            for key in keys & vault.held().keys():
+                vault.drop(key)
+
+
+def forget_finished() -> None:
+    """Have everybody let go of what they hold for operations that have no journal any more: those are over."""
+    there = {path.stem for _, folder in records.folders(_JOURNALS) for path in folder.glob("*.jsonl")}
+    _forget(lambda id_: id_ not in there)
+
+
+def _forget(meant: Callable[[str], bool]) -> None:
+    for mover in Mover.all():
+        with contextlib.suppress(FailedUndone, *GONE), mover:
+            for key in _keys(mover.held(), meant):
+                mover.unput(key)
+    for vault in Vault.all():
+        with contextlib.suppress(FailedUndone, *GONE), vault:
+            for key in _keys(vault.held(), meant):
+                vault.drop(key)
+
+
+def _keys(held: dict[str, int], meant: Callable[[str], bool]) -> list[str]:
+    found = []
+    for key in held:
+        id_ = key.partition("/")[0]
+        if _OPERATION.fullmatch(id_) and meant(id_):
+            found.append(key)
+    return found
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Close descriptors."""
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,109 @@
+"""Memory that is away when its process cannot go home: the GPU was filled meanwhile (41).
+
+The driver leaves such a process suspended. What the shim looks after still lies on the GPU, held by vault and mover; it
+goes into an arena in host memory, as after a suspend, so that ``resume`` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import FailedUndone, LimosaError
+from limosa.operation.arena import arena_cap
+from limosa.operation.aside import Placed, aside_key
+from limosa.operation.holders import Held, close_all
+from limosa.operation.journal import Member
+from limosa.operation.parked import copy_limit
+from limosa.parking.residents import Residents
+from limosa.parking.segments import layout_file
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+from limosa.process.records import SuspendRecord
+
+
+def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int], *, away: bool) -> None:
+    """Puts a suspended process's memory into an arena that vault and process hold, and notes it as suspended with it.
+
+    Args:
+        member: the process; its driver's half is checkpointed.
+        shim: a connection to it.
+        pieces: its memory.
+        fds: what leads to each of them.
+        away: whether the driver knows the process on its destination.
+
+    Raises:
+        FailedUndone: no GPU has room for a context that could copy.
+    """
+    order = sorted(range(len(pieces)), key=lambda i: (pieces[i].gpu, pieces[i].id))
+    layout: list[Placed] = []
+    offset = 0
+    for piece in (pieces[i] for i in order):
+        there = member.map.get(piece.gpu, piece.gpu) if away else piece.gpu
+        layout.append(Placed(piece.id, piece.bytes, there, offset))
+        offset += piece.bytes
+    residents = Residents()
+    held: list[int] = []
+    try:
+        held += residents.vault(shim.owner).segments(aside_key(member), offset, arena_cap())
+        _copy_out(residents, shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
+        held.append(layout_file(msgspec.json.encode(layout)))
+        residents.put(shim.owner, aside_key(member), held, mover=False)
+        shim.keep(held)
+    finally:
+        residents.close()
+        close_all(held)
+    _note(member, layout)
+
+
+def _note(member: Member, layout: Sequence[Placed]) -> None:
+    """What a resume needs room for: what the driver saved, and what lies in the arena."""
+    record = SuspendRecord.of(Identity.of(member.root or member.pid))
+    if record is None:
+        return
+    held = record.held.setdefault(str(member.pid), {})
+    for placed in layout:
+        held[placed.gpu] = held.get(placed.gpu, 0) + placed.bytes
+        record.bytes[placed.gpu] = record.bytes.get(placed.gpu, 0) + placed.bytes
+    record.save()
+
+
+def _copy_out(residents: Residents, owner: int, pieces: Sequence[tuple[Held, int]], arena: Sequence[int]) -> None:
+    """Copies by any GPU that has room for a context: the one that the memory is on is full."""
+    errors = []
+    sizes, fds = [piece.bytes for piece, _ in pieces], [fd for _, fd in pieces]
+    total = sum(sizes)
+    inventory = gpu.inventory()
+    for one in sorted(inventory.gpus, key=lambda g: -g.memory_free):
+        mover = residents.mover(owner)
+        try:
+            mover.take("stranded", fds, sizes, one.uuid)
+            mover.hold("stranded/arena", arena, total, one.uuid, pin=False)
+            mover.host("out", [("stranded", "stranded/arena", 0, one.uuid)], copy_limit(total))
+            return
+        except LimosaError as error:
+            errors.append(f"GPU {one.index}: {error}")
+        for key in ("stranded", "stranded/arena"):
+            with contextlib.suppress(LimosaError):
+                mover.drop(key)
+    raise FailedUndone(f"its memory cannot be copied into host memory: {'; '.join(errors)}")
+
+
+def has_arena(member: Member, shim: Shim) -> bool:
+    """Whether its memory lies in an arena already, by what the process itself holds."""
+    fds = shim.kept()
+    close_all(fds)
+    return bool(fds)
+
+
+def let_arena_go(member: Member, shim: Shim) -> None:
+    """Its memory is where it belongs: nobody needs its arena."""
+    shim.keep()
+    residents = Residents()
+    try:
+        residents.drop(shim.owner, aside_key(member))
+    finally:
+        residents.close()
