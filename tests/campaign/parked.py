@@ -140,6 +140,8 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
         for fault in AT_POINTS:
             if fault == "job-nofile" and churns(victim):
                 continue  # its own calls would fail
+            if operation.startswith("recover") and "vault-mover" in fault:
+                continue  # limosa has been killed before: nobody else has the memory
             if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
                 yield step, fault
         if several:
