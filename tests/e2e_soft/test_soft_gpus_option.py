@@ -175,6 +175,20 @@ def test_what_it_sees_is_what_cuda_counts(node: Soft) -> None:
     assert "devices 1 None" in job.log.read_text()
 
 
+def test_a_gpu_without_a_node_is_hidden_already(node: Soft) -> None:
+    """And cannot be moved to: it runs on where it is."""
+    job = Started(node, "--gpus", "0")
+    node.run(["mv", "/dev/nvidia1", "/dev/elsewhere"])
+    job.goes_on()
+    other = Started(node, "--gpus", "0,2")
+    other.goes_on()
+    assert other.sees() == [0, 2]
+    assert node.limosa("move", job.pid, "--to", 1, rc=None).rc == 21
+    job.goes_on()
+    assert (job.sees(), job.on()) == ([0], [0])
+    node.run(["mv", "/dev/elsewhere", "/dev/nvidia1"])
+
+
 @pytest.mark.parametrize(("gpus", "words"), [("7", "'7'"), ("0,0", "twice"), ("0,", "''"), ("GPU-1", "GPU-1")])
 def test_names_that_are_none(node: Soft, gpus: str, words: str) -> None:
     said = node.limosa("run", "-d", "--gpus", gpus, "--", "true", rc=None)

@@ -28,13 +28,12 @@ def hide(minors: Iterable[int]) -> None:
     """Give this process (with one thread) a mount namespace of its own, without these GPUs.
 
     Raises:
-        OSError: it may not, or there is no such node.
+        OSError: it may not.
     """
     _call("unshare", _CLONE_NEWNS)
     # What is mounted outside later shows inside, and nothing of ours outside.
     _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None)
-    for minor in minors:
-        _cover(node(minor))
+    _set((), minors)
 
 
 def may_hide() -> bool:
@@ -63,7 +62,7 @@ def _set(visible: Iterable[int], hidden: Iterable[int]) -> None:
         while _is_covered(node(minor)):
             _call("umount2", node(minor).encode(), _MNT_DETACH | _UMOUNT_NOFOLLOW)
     for minor in hidden:
-        if not _is_covered(node(minor)):
+        if os.path.lexists(node(minor)) and not _is_covered(node(minor)):
             _cover(node(minor))
 
 
