@@ -29,7 +29,7 @@ from driver import huge_pages  # noqa: E402
 from jobs import end_helpers  # noqa: E402
 from plot import plot  # noqa: E402
 from report import Results, table  # noqa: E402
-from rows import GROUPS, LIMITS, ROWS, Bench, Row, breakdown  # noqa: E402
+from rows import BESIDE, GROUPS, LIMITS, ROWS, Bench, Row, breakdown  # noqa: E402
 from touch import touch  # noqa: E402
 
 from limosa.errors import GpuUnavailable  # noqa: E402
@@ -62,8 +62,8 @@ calls of the driver on the same program without the shim. Raw figures: `{results
 
 {table(["what", "must", "reach for", "measured", ""], lines)}
 
-Where the time goes (medians, ms; *copy beside* runs beside the driver's steps and is not added; *rest* is what none of
-the steps explains, the job's own way back to its next step among it):
+Where the time goes (medians, ms; *copy beside* runs beside the driver's steps, *ready before* is before the pause:
+neither is added; *rest* is what none of the steps explains, the job's own way back to its next step among it):
 
 {breakdown(rows)}
 
@@ -92,7 +92,7 @@ class Writer:
         with self.mutex:
             self.results.raw["rows"] = [{**row._asdict(), "steps": dict(row.steps)} for row in self.rows]
             bars = [
-                (PLOT_NAMES[key], {k: v for k, v in row.steps.items() if k != "copy beside"}, limit)
+                (PLOT_NAMES[key], {k: v for k, v in row.steps.items() if k not in BESIDE}, limit)
                 for key, limit in PLOTTED.items()
                 for row in self.rows
                 if row.key == key and row.steps

@@ -28,6 +28,8 @@ from limosa.gpu import Inventory
 
 GB = 10**9
 MOVE_STEPS = ("gate", "unmap", "lock", "checkpoint", "copy-wait", "restore", "unlock", "map", "open")
+BESIDE = ("copy beside", "ready before")
+"""What is not a part of the pause."""
 POOL = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 RUNS = 5
 
@@ -47,7 +49,9 @@ class Row(NamedTuple):
 
     @property
     def word(self) -> str:
-        """PASS, MISS, or nothing where it was not measured."""
+        """PASS, MISS, that it was not measured, or nothing where it is told beside."""
+        if not self.must:
+            return ""
         if self.found is None:
             return "not measured"
         return f"{verdict(self.ok)}{', reached' if self.ok and self.reached else ''}"
@@ -114,6 +118,7 @@ class Bench:
             "pool": {"env": POOL},
             "pool-plain": {"run": ["--no-shim"], "env": POOL},
             "pair": {"arguments": ["--pair"]},
+            "unhelped": {"run": ["--without", "bulk", "--without", "stack"]},
         }
         for name in names:
             if name not in self.jobs:
@@ -194,8 +199,10 @@ def steps_of(runs: Sequence[dict[str, Any]], names: Sequence[str] = MOVE_STEPS) 
     if "gate" in found and "unmap" not in found and any("park" in r["timings"] for r in runs):
         found["unmap"] = median(runs, "timings", "park") - found["gate"]
     found["copy beside"] = median(runs, "timings", "copy")
+    if any("ready" in run["timings"] for run in runs):
+        found["ready before"] = median(runs, "timings", "ready")
     pause = median(runs, "gap") if "gap" in runs[0] else median(runs, "timings", "pause_seconds")
-    found["rest"] = pause - sum(seconds for name, seconds in found.items() if name != "copy beside")
+    found["rest"] = pause - sum(seconds for name, seconds in found.items() if name not in BESIDE)
     return found
 
 
@@ -226,6 +233,17 @@ def moves(bench: Bench) -> Iterator[Row]:
     text = f"{large / small:.2f} ({large:.3f} s / {small:.3f} s)"
     yield LIMITS["size"].of(large / small, text, steps=steps_of(runs[100]))
     yield Row("move-4", "(pause of `move`, 4 GB)", small, f"{small:.3f} s", "", "", True, False, steps_of(runs[4]))
+    bench.job("unhelped").hold(4)
+    bench.move("unhelped", "unhelped 4 GB", counts=False)
+    alone = [bench.move("unhelped", "unhelped 4 GB") for _ in range(3)]
+    bench.jobs["unhelped"].finish()
+    halves = [
+        " + ".join(f"{median(some, 'timings', step):.3f}" for step in ("checkpoint", "restore"))
+        for some in (runs[4], alone)
+    ]
+    what = "(the driver's halves, 4 GB: checkpoint + restore, with the shim's help and without)"
+    text = f"{halves[0]} s; {halves[1]} s"
+    yield Row("halves", what, median(alone, "gap"), text, "", "", True, False, steps_of(alone))
 
 
 def pair(bench: Bench) -> Iterator[Row]:
@@ -430,7 +448,7 @@ def cost(bench: Bench) -> Iterator[Row]:
 
 
 GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]] = {
-    "move": (moves, 100, ("shim", "plain")),
+    "move": (moves, 100, ("shim", "plain", "unhelped")),
     "pair": (pair, 30, ("pair",)),
     "memory": (memory_only, 20, ("shim",)),
     "suspend": (aside, 75, ("shim", "plain")),
