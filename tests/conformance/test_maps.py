@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from conformance.jobs import Controller, Job
+from conformance.jobs import MIB, POSIX, Controller, Job, prop
 
 JobIn = Callable[..., Job]
 Start = Callable[..., Job]
@@ -137,6 +137,52 @@ def test_visible_devices_by_uuid(order: str, controller: Controller, start: Star
     uuid = "-".join((raw[:8], raw[8:12], raw[12:16], raw[16:20], raw[20:]))
     job = start(CUDA_VISIBLE_DEVICES=f"GPU-{uuid}").init()
     assert job.uuid(0) == raw
+
+
+# --- memory of a GPU that the job did not see when it began -----------------------------------------------------------
+
+
+def imports(job: Job, giver: Job, gpu: int) -> str:
+    """What a job is answered that imports memory of a GPU, made by another that sees all of them."""
+    handle = giver.do("cuMemCreate", 2 * MIB, prop(gpu, exportable=True), 0)
+    fd = giver.do("cuMemExportToShareableHandle", handle, POSIX, 0)
+    mine = job.run("take_fd", giver.pid, fd)
+    answer = job.ask("cuMemImportFromShareableHandle", mine, POSIX)
+    if answer.result == "SUCCESS":
+        job.do("cuMemRelease", answer.value)
+    job.run("close", mine)
+    return answer.result
+
+
+@pytest.mark.parametrize("visible", ["0", "1", "0,1", "1,0"])
+def test_a_job_imports_only_memory_of_gpus_that_it_saw_at_first(
+    visible: str, start: Start, controller: Controller
+) -> None:
+    """Also after it was moved to another one: what it makes itself is there."""
+    giver = start().start_up()
+    job = start(CUDA_VISIBLE_DEVICES=visible).start_up()
+    (here,) = controller.gpus_of(job.pid)
+    assert imports(job, giver, here) == "SUCCESS"
+    controller.cycle(job.pid, controller.swap)
+    (there,) = controller.gpus_of(job.pid)
+    assert there == 1 - here
+    answer = "SUCCESS" if len(visible) > 1 else "NOT_INITIALIZED"
+    assert [imports(job, giver, there) for _ in range(2)] == [answer] * 2
+    own = job.do("cuMemCreate", 2 * MIB, prop(exportable=True), 0)
+    assert job.says("cuMemExportToShareableHandle", own, POSIX, 0) == "SUCCESS"
+
+
+def test_where_the_other_node_was_hidden_the_answer_is_another(
+    hidden: Callable[[int], Job], nodes: list[str], start: Start, controller: Controller
+) -> None:
+    giver = start().start_up()
+    job = hidden(1)
+    assert imports(job, giver, 0) == "SUCCESS"
+    controller.suspend(job.pid)
+    inside(job, f"umount {nodes[1]} && mount --bind /dev/null {nodes[0]}")
+    controller.resume(job.pid, pairs_of("ab", controller))
+    assert imports(job, giver, 1) == "INVALID_DEVICE"
+    assert job.says("cuMemCreate", 2 * MIB, prop(exportable=True), 0) == "SUCCESS"
 
 
 # --- device nodes that the job cannot open ----------------------------------------------------------------------------

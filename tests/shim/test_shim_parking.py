@@ -294,3 +294,84 @@ def test_a_gate_that_does_not_close(job: Far, shim: Shim) -> None:
     job("release()")
     back(shim, *away(shim))
     assert job("intact()")
+
+
+# --- on a GPU that it did not see when it began -----------------------------------------------------------------------
+
+
+def test_the_gpus_that_it_saw_at_first(node: Node, library: Path) -> None:
+    far = Far(node, env={"LD_PRELOAD": str(library), "CUDA_VISIBLE_DEVICES": "1"})
+    other = Far(node, env={"LD_PRELOAD": str(library)})
+    for job in (far, other):
+        job("start()")
+    with Shim(Identity.of(far.pid)) as one, Shim(Identity.of(other.pid)) as both:
+        first, second = both.devices()
+        assert one.devices() == [second]
+        assert (one.sees(first), one.sees(second)) == (False, True)
+        assert (both.sees(first), both.sees(second)) == (True, True)
+
+
+def test_made_anew_by_the_job_itself(node: Node, job: Far, shim: Shim) -> None:
+    """What was made is another memory, at the same address; it is the job's own, and can be parked again."""
+    address = job("large(4, 1)")
+    job("vmm(6, 2)")
+    ids, fds = away(shim)
+    for wrong in ([ids[0] + 100], [0]):
+        with pytest.raises(ShimError):
+            shim.make(wrong)
+    made = shim.make(ids)
+    again = shim.make(ids)
+    assert [os.fstat(one).st_ino for one in made] == [os.fstat(one).st_ino for one in again]
+    assert [os.fstat(one).st_ino for one in made] != [os.fstat(one).st_ino for one in fds]
+    assert all(memory.away for memory in shim.memories())
+    for new, old, memory in zip(made, fds, shim.memories(), strict=True):
+        os.pwrite(new, os.pread(old, memory.bytes, 0), 0)  # the mover's part; on software GPUs they are files
+    assert shim.map(ids) == Stand.CLOSED
+    assert not any(memory.imported for memory in shim.memories())
+    shim.open_gate()
+    for fd in [*fds, *made, *again]:
+        os.close(fd)
+    assert job("intact()")
+    assert next(memory.at for memory in shim.memories()) == address
+    back(shim, *away(shim))
+    assert job("intact()")
+
+
+def test_what_was_made_is_let_go_of_where_it_is_not_wanted(node: Node, job: Far, shim: Shim) -> None:
+    job("large(4, 1)")
+    job("large(4, 2)")
+    before = node.switches.used(0)
+    ids, fds = away(shim)
+    for fd in shim.make(ids):
+        os.close(fd)
+    assert node.switches.used(0) == before + 8 * MIB
+    assert shim.unmap() == Stand.AWAY
+    assert node.switches.used(0) == before
+    for fd in shim.make(ids[:1]):
+        os.close(fd)
+    back(shim, ids, fds)  # the old one is mapped in place of what was made
+    assert node.switches.used(0) == before
+    assert job("intact()")
+
+
+def test_making_and_mapping_what_was_made_may_fail(node: Node, job: Far, shim: Shim) -> None:
+    job("large(4, 1)")
+    job("large(4, 2)")
+    with pytest.raises(ShimError):
+        shim.make([memory.id for memory in shim.memories()])  # it is not away
+    ids, fds = away(shim)
+    rule = node.switches.add(f"function=cuMemCreate nth=2 caller={job.pid} result=2")
+    with pytest.raises(ShimError):
+        shim.make(ids)
+    node.switches.remove(rule)
+    made = shim.make(ids)
+    rule = node.switches.add(f"function=cuMemMap nth=2 caller={job.pid} result=999")
+    with pytest.raises(ShimError, match=r"CUresult 999 \(map, device 0\)"):
+        shim.map(ids)
+    node.switches.remove(rule)
+    assert shim.hello().stand == Stand.AWAY
+    for fd in made:
+        os.close(fd)
+    assert shim.unmap() == Stand.AWAY
+    back(shim, ids, fds)
+    assert job("intact()")

@@ -41,6 +41,7 @@ class Verb(enum.IntEnum):
     CALLED = 14
     SHARE = 15
     SHARERS = 16
+    MAKE = 17
 
 
 class Role(enum.IntEnum):

@@ -178,15 +178,27 @@ class Shim:
 
     def export(self, ids: Sequence[int]) -> list[int]:
         """Return descriptors of these pieces, in their order; the caller closes them."""
+        return self._handed_out(Verb.EXPORT, ids)
+
+    def make(self, ids: Sequence[int]) -> list[int]:
+        """Have pieces that are away made anew by the process itself, and return descriptors of what was made.
+
+        On a GPU that it did not see when it began (:meth:`sees`) it can import nothing. What was made is filled by
+        whoever has the descriptors, and mapped by :meth:`map` without any; :meth:`unmap` and :meth:`open_gate` let go
+        of what was not. The caller closes the descriptors.
+        """
+        return self._handed_out(Verb.MAKE, ids)
+
+    def _handed_out(self, verb: Verb, ids: Sequence[int]) -> list[int]:
         found: list[int] = []
         try:
             for start in range(0, len(ids), MOST):
                 some = ids[start : start + MOST]
-                self._send(Verb.EXPORT, ids=some)
-                _, _, fds = self._receive(Verb.EXPORT)
+                self._send(verb, ids=some)
+                _, _, fds = self._receive(verb)
                 found += fds
                 if len(fds) != len(some):
-                    raise self._error("export", f"{len(fds)} descriptors came for {len(some)}")
+                    raise self._error(verb.name.lower(), f"{len(fds)} descriptors came for {len(some)}")
         except BaseException:
             for fd in found:
                 os.close(fd)
@@ -216,10 +228,11 @@ class Shim:
         """Take all that can be parked out of its address space and let it go: who has descriptors has the contents."""
         return Stand(self._ask(Verb.UNMAP, limit=WORK_SECONDS)[1])
 
-    def map(self, ids: Sequence[int], fds: Sequence[int]) -> Stand:
+    def map(self, ids: Sequence[int], fds: Sequence[int] = ()) -> Stand:
         """Give it memory back: imported and mapped where it was. The descriptors stay the caller's.
 
-        Pieces that have not left (an unmap that failed in the middle) are told without descriptors.
+        Pieces that have not left (an unmap that failed in the middle), or were made anew by :meth:`make`, are told
+        without descriptors.
         """
         stand = Stand.AWAY
         for start in range(0, len(ids), MOST):
@@ -253,9 +266,17 @@ class Shim:
 
     def devices(self) -> list[str]:
         """Return the UUIDs of its GPUs, by its own numbers, as they are now."""
+        return self._gpus()[0]
+
+    def sees(self, uuid: str) -> bool:
+        """Return whether it saw a GPU when it initialised the driver: of others it cannot import memory."""
+        return uuid in self._gpus()[1]
+
+    def _gpus(self) -> tuple[list[str], list[str]]:
         self._send(Verb.DEVICES)
-        (_, n, _, _, _), data, _ = self._receive(Verb.DEVICES)
-        return [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n)]
+        (_, n, first, _, _), data, _ = self._receive(Verb.DEVICES)
+        uuids = [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n + first)]
+        return uuids[:n], uuids[n:]
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return what is left to the driver now: kind → pieces, bytes (``native/shim/memory.h`` has the kinds)."""

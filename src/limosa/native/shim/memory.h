@@ -21,6 +21,7 @@
 struct memory {
     uint64_t id; /* never used twice */
     CUhandle driver; /* 0 while it is away */
+    CUhandle made; /* while it is away: made anew for it, and not mapped yet */
     size_t bytes;
     CUmemAllocationProp asked; /* as the application asked for it */
     int references; /* handles that the application holds */

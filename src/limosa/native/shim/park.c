@@ -60,6 +60,20 @@ CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *eno
     return result;
 }
 
+/* Lets go of what was made for it and has not become its own. */
+static void unmake(struct memory *memory)
+{
+    if (memory->made)
+        real(cuMemRelease)(memory->made);
+    memory->made = 0;
+}
+
+void park_unmake(void)
+{
+    for (size_t i = 0; i < n_memories; i++)
+        unmake(memories[i]);
+}
+
 CUresult park_unmap(void)
 {
     for (size_t i = 0; i < n_mappings; i++)
@@ -69,6 +83,7 @@ CUresult park_unmap(void)
                 return result; /* the rest is where it was, and park_map puts back what is not */
             mappings[i]->away = true;
         }
+    park_unmake();
     for (size_t i = 0; i < n_memories; i++)
         if (park_can(memories[i]) && memories[i]->driver) {
             real(cuMemRelease)(memories[i]->driver);
@@ -81,28 +96,6 @@ CUresult park_unmap(void)
 }
 
 struct park_trouble park_trouble;
-
-/* What has to be so that the driver takes this thread's calls on a device: after a restore it has been seen to answer
- * NOT_INITIALIZED until it was asked for something else first. The context stays current until go_to_sleep. */
-static bool wake(int turn, int device)
-{
-    CUcontext context = NULL;
-
-    if (turn == 1)
-        return !real(cuInit)(0);
-    if (turn == 2)
-        return !real(cuDevicePrimaryCtxRetain)(&context, device)
-            && (!real(cuCtxSetCurrent)(context) || (real(cuDevicePrimaryCtxRelease_v2)(device), false));
-    return !real(cuCtxSynchronize)();
-}
-
-static void go_to_sleep(int turn, int device)
-{
-    if (turn < 2)
-        return;
-    real(cuCtxSetCurrent)(NULL);
-    real(cuDevicePrimaryCtxRelease_v2)(device);
-}
 
 /* Imports it where it is not there, and maps it everywhere it was. Whatever has been done stays done on failure. */
 static CUresult put_back(struct memory *memory, CUhandle *driver, int fd)
@@ -128,23 +121,34 @@ static CUresult put_back(struct memory *memory, CUhandle *driver, int fd)
     return result;
 }
 
+CUresult park_make(struct memory *memory, int *fd)
+{
+    CUmemAllocationProp prop = memory->asked;
+    CUresult result = CUDA_SUCCESS;
+
+    prop.requestedHandleTypes |= HANDLE_POSIX_FD;
+    if (memory->driver)
+        return CUDA_ERROR_INVALID_VALUE; /* it is there */
+    if (!memory->made)
+        result = real(cuMemCreate)(&memory->made, memory->bytes, &prop, 0);
+    if (!result)
+        result = real(cuMemExportToShareableHandle)(fd, memory->made, HANDLE_POSIX_FD, 0);
+    if (!result)
+        fcntl(*fd, F_SETFD, FD_CLOEXEC);
+    return result;
+}
+
 CUresult park_map(struct memory *memory, int fd)
 {
-    CUhandle driver = memory->driver;
-    int device = memory->asked.location.id, turn = 0;
-
-    if (driver && fd >= 0) { /* it has not left: what was sent is not needed */
+    if (fd >= 0 && memory->driver) { /* it has not left: what was sent is not needed */
         close(fd);
         fd = -1;
     }
+    if (fd >= 0)
+        unmake(memory); /* it is to have this instead */
+    CUhandle driver = memory->driver ? memory->driver : memory->made;
     CUresult result = put_back(memory, &driver, fd);
-    while (result == CUDA_ERROR_NOT_INITIALIZED && turn < 3 && wake(turn + 1, device)) {
-        turn++;
-        result = put_back(memory, &driver, fd);
-    }
-    go_to_sleep(turn, device);
-    park_trouble.device = device;
-    park_trouble.turns = turn;
+    park_trouble.device = memory->asked.location.id;
     if (!result)
         park_trouble.step = 0;
     if (result && !memory->driver) { /* as if nothing had been tried */
@@ -153,13 +157,15 @@ CUresult park_map(struct memory *memory, int fd)
                 real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
                 mappings[i]->away = true;
             }
-        if (driver)
+        if (driver && driver != memory->made)
             real(cuMemRelease)(driver);
-        close(fd);
+        if (fd >= 0)
+            close(fd);
         return result;
     }
     if (!result && !memory->driver) {
         memory->driver = driver;
+        memory->made = 0;
         /* What was imported cannot be exported: this is how it can be given away the next time. */
         memory->kept = fds_away(fd);
     }

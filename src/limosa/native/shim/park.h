@@ -15,12 +15,17 @@ int park_descriptor(struct memory *memory, CUresult *result);
 CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *enough);
 /* Takes all that can be put away out of the address space and lets it go; whoever has descriptors has the contents. */
 CUresult park_unmap(void);
-/* How far the last park_map came, what it had to do first, on which of the process's devices. */
+/* How far the last park_map came, on which of the process's devices. */
 enum { PARK_IMPORT = 1, PARK_MAP, PARK_SHOW };
 extern struct park_trouble {
-    int step, turns, device;
+    int step, device;
 } park_trouble;
-/* One memory is back: imported, mapped everywhere it was. The descriptor is ours from here on, also on failure. */
+/* Makes anew, by this process itself, what is away: on a GPU that it did not see when it initialised the driver it cannot
+ * import. A descriptor for whoever fills it; the caller's to close. */
+CUresult park_make(struct memory *memory, int *fd);
+void park_unmake(void); /* lets go of all that was made so and is mapped nowhere yet */
+/* One memory is back: imported (or what was made for it, without a descriptor), mapped everywhere it was. The descriptor
+ * is ours from here on, also on failure. */
 CUresult park_map(struct memory *memory, int fd);
 
 #endif

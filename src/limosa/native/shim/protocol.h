@@ -16,11 +16,12 @@ enum verb {
     VERB_CLOSE, /* a: milliseconds → gate closed, all work done; or result 600 and the gate is open */
     VERB_OPEN,
     VERB_UNMAP,
-    VERB_MAP, /* ids with descriptors → d: where it failed (1 import, 2 map, 3 access), turns << 8, device << 16 */
+    VERB_MAP, /* ids with descriptors → d: where it failed (1 import, 2 map, 3 access), device << 16 */
     VERB_STACK, /* a: bytes, 0: what it was before */
     VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
-    VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each */
+    VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each, a of them; behind them those that it
+                   * saw when it initialised the driver, b of them: of others it cannot import memory */
     VERB_KEEP, /* descriptors to be kept while the memory is away: whoever kills the vault loses nothing; instead of
                 * those before, unless a; none: let go */
     VERB_KEPT, /* → them, from the a-th on; a: how many there are */
@@ -29,6 +30,7 @@ enum verb {
     VERB_SHARE, /* of another process's shim: a: memory, b: token, c: share of a legacy handle → its descriptor, or -EAGAIN
                  * while it is away */
     VERB_SHARERS, /* → whom memory was given by such handles: packets of pairs (share, pid), a and b as for LIST */
+    VERB_MAKE, /* ids of memory that is away → it is made anew by this process: descriptors; MAP without one maps that */
 };
 
 enum state { STATE_OPEN, STATE_CLOSED, STATE_AWAY };

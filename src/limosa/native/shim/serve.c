@@ -160,7 +160,8 @@ static struct memory *by_id(uint64_t id)
     return NULL;
 }
 
-static bool export(int client, struct message *answer, const uint64_t *ids, size_t n)
+/* A descriptor of each: of what is there, or of what is made anew. */
+static bool hand_out(int client, struct message *answer, const uint64_t *ids, size_t n, bool anew)
 {
     int fds[PROTOCOL_MOST];
     size_t done = 0;
@@ -171,7 +172,11 @@ static bool export(int client, struct message *answer, const uint64_t *ids, size
     for (; done < n && !answer->result; done++) {
         struct memory *memory = by_id(ids[done]);
         CUresult result = CUDA_ERROR_INVALID_HANDLE;
-        fds[done] = memory ? park_descriptor(memory, &result) : -1;
+        fds[done] = -1;
+        if (memory && anew)
+            result = park_make(memory, &fds[done]);
+        else if (memory)
+            fds[done] = park_descriptor(memory, &result);
         if (fds[done] < 0) {
             answer->result = result;
             answer->a = ids[done];
@@ -323,7 +328,7 @@ static int32_t map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
     for (size_t i = 0; i < n; i++) {
         struct memory *memory = by_id(ids[i]);
         int fd = i < n_fds ? fds[i] : -1;
-        if (result || !memory || (fd < 0 && !memory->driver)) {
+        if (result || !memory || (fd < 0 && !memory->driver && !memory->made)) {
             if (fd >= 0)
                 close(fd);
             result = result ? result : CUDA_ERROR_INVALID_HANDLE;
@@ -380,6 +385,7 @@ static int32_t open_gate(void)
     int32_t result = state == STATE_CLOSED ? stack(0) : 0;
     if (result)
         return result;
+    park_unmake();
     state = STATE_OPEN;
     bulk_gate(false);
     gate_open();
@@ -488,9 +494,24 @@ static bool sharers(int client, struct message *answer)
     return well;
 }
 
+static unsigned char at_first[MAX_DEVICES][16]; /* the GPUs that were there when the driver was initialised */
+static int n_at_first;
+
+static void remember_devices(void)
+{
+    int n = 0;
+
+    n_at_first = 0;
+    if (real(cuDeviceGetCount)(&n))
+        return;
+    for (int device = 0; device < n && device < MAX_DEVICES; device++)
+        if (!real(cuDeviceGetUuid_v2)(at_first[n_at_first], device))
+            n_at_first++;
+}
+
 static bool devices(int client, struct message *answer)
 {
-    static unsigned char uuids[MAX_DEVICES][16];
+    static unsigned char uuids[2 * MAX_DEVICES][16];
     int n = 0;
 
     answer->result = real(cuDeviceGetCount)(&n);
@@ -498,7 +519,9 @@ static bool devices(int client, struct message *answer)
     for (int device = 0; device < n && !answer->result; device++)
         answer->result = real(cuDeviceGetUuid_v2)(uuids[device], device);
     answer->a = (uint64_t)n;
-    return say(client, answer, uuids, answer->result ? 0 : (size_t)n * 16, NULL, 0);
+    answer->b = (uint64_t)n_at_first;
+    memcpy(uuids[n], at_first, (size_t)n_at_first * 16);
+    return say(client, answer, uuids, answer->result ? 0 : (size_t)(n + n_at_first) * 16, NULL, 0);
 }
 
 static bool counts(int client, struct message *answer)
@@ -580,13 +603,18 @@ static bool answer_one(int client)
     switch (asked.verb) {
     case VERB_HELLO: hello(&answer); break;
     case VERB_LIST: return list(client, &answer);
-    case VERB_EXPORT: return export(client, &answer, ids, n);
+    case VERB_EXPORT: return hand_out(client, &answer, ids, n, false);
+    case VERB_MAKE:
+        if (state == STATE_AWAY)
+            return hand_out(client, &answer, ids, n, true);
+        answer.result = -EINVAL;
+        break;
     case VERB_CLOSE: answer.result = close_gate(asked.a); break;
     case VERB_OPEN: answer.result = open_gate(); break;
     case VERB_UNMAP: answer.result = unmap(); break;
     case VERB_MAP:
         answer.result = map(ids, fds, n, n_fds);
-        answer.d = (uint64_t)park_trouble.step | (uint64_t)park_trouble.turns << 8 | (uint64_t)park_trouble.device << 16;
+        answer.d = (uint64_t)park_trouble.step | (uint64_t)park_trouble.device << 16;
         break;
     case VERB_STACK: answer.result = stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
@@ -725,6 +753,7 @@ EXPORT CUresult cuInit(unsigned flags)
                 in_children(in_child);
             registered = true;
             pid = (int)getpid();
+            remember_devices();
             begin();
         }
         pthread_mutex_unlock(&begin_lock);

@@ -82,6 +82,11 @@ struct driver {
      * it was restored onto another GPU: of that it is told the uuid, but still the old bus id. */
     struct node_gpu known[NODE_MAX_GPUS];
 
+    /* What it saw at cuInit: memory of other GPUs cannot be imported, also where it was moved to one of them. */
+    uint32_t openable_at_first;
+    int n_at_first;
+    struct node_gpu at_first[NODE_MAX_GPUS];
+
     _Atomic int state; /* CUprocessState */
     pid_t restore_thread;
 };

@@ -423,7 +423,9 @@ static CUresult initialise(void)
     driver.openable = devices_openable();
     enumerate_devices();
     for (int i = 0; i < driver.n_devices; i++)
-        driver.known[i] = driver.node->gpus[driver.devices[i]];
+        driver.known[i] = driver.at_first[i] = driver.node->gpus[driver.devices[i]];
+    driver.n_at_first = driver.n_devices;
+    driver.openable_at_first = driver.openable;
     /* Also without a GPU, as with a real driver: such a process has a state, and cannot be locked. */
     if (!driver.restore_thread && restore_thread_start() != 0)
         return CUDA_ERROR_OPERATING_SYSTEM;

@@ -348,6 +348,15 @@ EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shareableHandle, CUme
     RETURN(CUDA_SUCCESS);
 }
 
+/* Whether this is one of the GPUs that the process saw at cuInit. */
+static bool seen_at_first(int gpu)
+{
+    for (int i = 0; i < driver.n_at_first; i++)
+        if (!memcmp(driver.at_first[i].uuid, driver.node->gpus[gpu].uuid, sizeof driver.at_first[i].uuid))
+            return true;
+    return false;
+}
+
 static CUresult import(int fd, CUmemGenericAllocationHandle *handle)
 {
     enum node_kind kind;
@@ -357,6 +366,8 @@ static CUresult import(int fd, CUmemGenericAllocationHandle *handle)
 
     if (node_identify(fd, &id, &gpu, &bytes, &kind) != 0 || kind != NODE_VMM)
         return CUDA_ERROR_UNKNOWN;
+    if (!seen_at_first(gpu))
+        return driver.openable_at_first >> gpu & 1 ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_INVALID_DEVICE;
     if (ordinal_of_gpu(gpu) < 0)
         return CUDA_ERROR_NOT_SUPPORTED;
     made = memory_add();
