@@ -161,6 +161,30 @@ def test_the_arena_is_made_once(parked: Any) -> None:
     job.finish()
 
 
+def test_nothing_of_the_one_before_is_left_in_a_segment(parked: Any) -> None:
+    """It would be written to disk with the next."""
+    first, second = start(parked, "--mib", 60), start(parked, "--mib", 34)
+    parked.limosa("suspend", first.pid)
+    parked.limosa("resume", first.pid)
+    parked.limosa("suspend", second.pid)
+    with Shim(Identity.of(second.pid)) as shim:
+        filled = sum(m.bytes for m in shim.memories())
+        fds = shim.kept()
+    try:
+        segment = next(fd for fd in fds if os.fstat(fd).st_size == 64 * MIB)
+        assert any(os.pread(segment, MIB, filled - MIB))
+        rest = os.pread(segment, 64 * MIB, filled)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert len(rest) == 64 * MIB - filled
+    assert not any(rest)
+    parked.limosa("resume", second.pid)
+    for one in (first, second):
+        one.goes_on(2)
+        one.finish()
+
+
 def test_an_arena_that_was_asked_for_is_used_and_given_back(parked: Any) -> None:
     there = arena(parked, "64M", "--keep", "10m")
     assert (there["free"], there["pinned"], there["reserved"]) == (64 * MIB, 64 * MIB, 64 * MIB)

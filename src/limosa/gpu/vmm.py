@@ -138,9 +138,9 @@ class HostPiece:
             call("cuMemHostRegister", self.at, self.bytes, 1)  # CU_MEMHOSTREGISTER_PORTABLE
             self.pinned = True
 
-    def clear(self, start: int) -> None:
-        """Make all bytes from there on zero."""
-        ctypes.memset(self.at + start, 0, self.bytes - start)
+    def clear(self, start: int, end: int) -> None:
+        """Make these bytes zero."""
+        ctypes.memset(self.at + start, 0, end - start)
 
     def close(self) -> None:
         """Let it go; the contents live as long as somebody has the descriptor. A context must be the thread's."""

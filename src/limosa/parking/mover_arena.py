@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from limosa.errors import DriverError, LimosaError
@@ -25,30 +25,40 @@ from limosa.parking.vault import Vault
 TOUCH = 64 << 20
 """What one thread has the kernel back at a time."""
 TOUCHERS = max(1, min(8, (os.cpu_count() or 1) - 1))
+PINNERS = 2
 COPIERS = 4
 """Threads that copy what is not pinned."""
 
 
 class Segment:
-    """One segment as the mover has it; ``users`` are sessions, and whoever is just pinning it."""
+    """One segment as the mover has it; ``users`` are sessions, and whoever is just pinning it.
 
-    def __init__(self, fd: int, bytes_: int):
+    What a process does not fill of its last segment would else be of the one that had it before.
+    """
+
+    def __init__(self, fd: int, bytes_: int, fresh: bool):
         self.piece = HostPiece(fd, bytes_)
-        self.users = 0
+        self.users, self._filled = 0, 0 if fresh else bytes_
         self.busy = threading.Lock()
 
-    def pin(self, threads: ThreadPoolExecutor) -> None:
-        """Touch it by several threads, then pin it; where that is not possible it is copied more slowly."""
-        with self.busy:
-            if self.piece.pinned:
-                return
-            parts = range(0, self.piece.bytes, TOUCH)
-            touched = [threads.submit(self.piece.touch, p, min(TOUCH, self.piece.bytes - p)) for p in parts]
-            for one in touched:
-                with contextlib.suppress(OSError):
-                    one.result()
-            with contextlib.suppress(DriverError):
-                self.piece.pin()
+    def touch(self, threads: ThreadPoolExecutor) -> list[Future[None]]:
+        """Have it touched by several threads."""
+        size = self.piece.bytes if not self.piece.pinned else 0
+        return [threads.submit(self.piece.touch, p, min(TOUCH, size - p)) for p in range(0, size, TOUCH)]
+
+    def pin(self, touched: Sequence[Future[None]]) -> None:
+        """Pin it once it has been touched; where that is not possible it is copied more slowly."""
+        for one in touched:
+            with contextlib.suppress(OSError):
+                one.result()
+        with self.busy, contextlib.suppress(DriverError):
+            self.piece.pin()
+
+    def will_be_filled(self, bytes_: int) -> None:
+        """Make what lies behind so many bytes zero, where it is not."""
+        if bytes_ < self._filled:
+            self.piece.clear(bytes_, self._filled)
+        self._filled = bytes_
 
 
 class Segments:
@@ -66,7 +76,7 @@ class Segments:
                 for fd in fds:
                     info = os.fstat(fd)
                     if info.st_ino not in self._there:
-                        self._there[info.st_ino] = Segment(fd, info.st_size)
+                        self._there[info.st_ino] = Segment(fd, info.st_size, not info.st_blocks)
                     self._there[info.st_ino].users += 1
                     found.append(self._there[info.st_ino])
             except BaseException:
@@ -161,13 +171,23 @@ def hold(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     taken = segments.take(fds)
     session.pieces[asked["key"]] = [Held(segments, taken)]
     if asked.get("pin"):
-        with ThreadPoolExecutor(TOUCHERS) as threads:
-            for segment in taken:
-                segment.pin(threads)
-        unused = asked["bytes"] - LARGE * (len(taken) - 1)
-        if taken and unused < taken[-1].piece.bytes:
-            taken[-1].piece.clear(max(0, unused))
+        _pin(session, taken, asked["gpu"])
+        for number, segment in enumerate(taken):
+            segment.will_be_filled(max(0, min(segment.piece.bytes, asked["bytes"] - LARGE * number)))
     return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
+
+
+def _pin(session: Session, segments: Sequence[Segment], gpu: str) -> None:
+    """Have segments pinned, each as soon as it has been touched."""
+
+    def pin(segment: Segment, touched: Sequence[Future[None]]) -> None:
+        session.contexts.use(gpu)
+        segment.pin(touched)
+
+    with ThreadPoolExecutor(TOUCHERS) as touchers, ThreadPoolExecutor(PINNERS) as pinners:
+        work = [(segment, segment.touch(touchers)) for segment in segments if not segment.piece.pinned]
+        for done in [pinners.submit(pin, *one) for one in work]:
+            done.result()
 
 
 def warm(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
@@ -177,9 +197,7 @@ def warm(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     segments, begun = _segments(session.shared), time.monotonic()
     taken = segments.take(fds)
     try:
-        with ThreadPoolExecutor(TOUCHERS) as threads:
-            for segment in taken:
-                segment.pin(threads)
+        _pin(session, taken, asked["gpu"])
     finally:
         segments.leave(taken)
     return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}

@@ -9,19 +9,22 @@ as soon as nobody needs it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
 import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from limosa.gpu import binding
 from limosa.parking import mover_arena, mover_holding, mover_memory, staging_main
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.packets import peer
-from limosa.parking.resident import socket_path
+from limosa.parking.resident import look_for, socket_path
 from limosa.parking.resident_main import begin
 
 GROUPS = (mover_memory, mover_arena, mover_holding, staging_main)
@@ -37,7 +40,8 @@ def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     with shared.lock:
         n = len(shared.sessions) - 1
     left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
-    return {"pid": os.getpid(), "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
+    said = {"pid": os.getpid(), "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
+    return {**said, "retiring": shared.retiring}
 
 
 def end(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
@@ -120,6 +124,17 @@ class Mover:
             threading.Thread(target=session.run, daemon=True).start()
 
 
+@contextlib.contextmanager
+def starting(path: Path) -> Iterator[None]:
+    """Hold the lock under which movers come up."""
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def main(argv: list[str]) -> int:
     """Run the mover.
 
@@ -137,7 +152,11 @@ def main(argv: list[str]) -> int:
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         os.environ.pop(variable, None)
     begin(NAME, int(argv[0]))
-    mover = Mover(str(socket_path("mover", os.geteuid())), verbs)
+    path = socket_path("mover", os.geteuid())
+    with starting(path):  # of several that are started at once the first stays
+        if look_for("mover", os.geteuid()) is not None:
+            return 0
+        mover = Mover(str(path), verbs)
 
     def told(number: int, frame: object) -> None:
         mover.shared.retiring = True

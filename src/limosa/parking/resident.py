@@ -92,7 +92,8 @@ def look_for(kind: str, uid: int) -> Found | None:
         identity = Identity.of(pid)
         send(connection, {"verb": "ping"})
         said, _ = receive(connection)
-        return Found(connection, identity, said)
+        if not said.get("retiring"):
+            return Found(connection, identity, said)
     except (FileNotFoundError, NotADirectoryError, ConnectionError, EOFError):
         pass
     except (TimeoutError, BlockingIOError):  # the latter: so many wait that connecting would
