@@ -281,6 +281,18 @@ def test_no_room_is_seen_before_anything_starts(chunked: Any, tmp_path: Path) ->
     job.finish()
 
 
+def test_a_job_that_fills_its_gpu_is_left_running_and_restored(chunked: Any, tmp_path: Path) -> None:
+    """What was taken out of it is still there: it needs no room a second time."""
+    job = start(chunked, "--mib", 320)
+    assert chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", "-R")["way"] == "parked"
+    job.goes_on(2)
+    chunked.limosa("checkpoint", job.pid, "--output", tmp_path / "last")
+    job.until_gone()
+    chunked.limosa("restore", tmp_path / "last", "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_a_full_disk_leaves_the_job_running_and_nothing_else(soft: Any, tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()

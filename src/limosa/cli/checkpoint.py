@@ -130,6 +130,11 @@ def _text(done: CheckpointResult, stats: bool) -> str:
     if done.left_running and pause is not None:
         became += f", stood still for {words.seconds(pause)}"
     lines = [f"{words.clean(done.image)}: {words.size(done.bytes)}; {who} {became}", f"id {done.id}"]
+    if done.rounds:
+        last = sum(r.bytes for r in done.rounds if r.in_pause)
+        before = len([r for r in done.rounds if not r.in_pause])
+        text = f"{words.size(done.device_bytes)} of device memory, copied in {before} rounds while it ran"
+        lines.append(f"{text}; {words.size(last)} in the pause" if done.left_running or last else text)
     if stats:
         lines += [f"  {name}: {value}" for name, value in done.stats.items()]
     return "\n".join(lines)

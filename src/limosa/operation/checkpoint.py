@@ -233,6 +233,11 @@ class _Checkpoint:
             if found.only_so:
                 text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
+            if not self.prepared.driver_fits:
+                detail = (
+                    f"the parked way is not open ({error}), and host memory does not take what the driver would save"
+                )
+                raise NoRoomOnHost(detail=detail) from error
             self.draft.drop_chunks()
             text = f"the parked way is not open ({error}): the driver carries the memory"
             work.warnings.append(Reason(id="driver-way", text=text))

@@ -100,7 +100,9 @@ def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
             held = inventory.held({member.pid})
             if set(held) != set(member.held):
                 raise Grew(pids=str(member.pid))
-            member.held = {uuid: min(size, member.beside.get(uuid, size)) for uuid, size in held.items()}
+            if work.journal is not None and work.journal.began("park", member.pid):
+                held = {uuid: min(size, member.beside.get(uuid, size)) for uuid, size in held.items()}
+            member.held = held
     if work.journal is not None:
         work.journal.rewrite_header()
     if operation == "move" and work.claim is not None:

@@ -107,8 +107,10 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 seen |= {m.share for m in pieces}
                 total += sum(m.bytes for m in pieces)
                 for uuid in {devices[m.device] for m in pieces}:
-                    parked = sum(m.bytes for m in pieces if devices[m.device] == uuid)
-                    member.held[uuid] = max(member.held.get(uuid, 0), parked)
+                    here = [m for m in pieces if devices[m.device] == uuid]
+                    counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
+                    member.beside[uuid] = max(0, counted - sum(m.bytes for m in here if not m.imported))
+                    member.held[uuid] = max(counted, parked)
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))

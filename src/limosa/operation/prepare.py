@@ -240,9 +240,11 @@ def look(
                 pid: 0 if release == aside.MEMORY_ONLY else size - aside_bytes.get(pid, 0)
                 for pid, size in needed.items()
             }
+            if operation == "checkpoint":  # what goes into the image as chunks does not go by the job's host memory
+                left = {m.pid: sum((m.held | m.beside).values()) for m in prepared.members if m.pid in left}
             grow = partial(grow_host_memory, stop=clock.stop_asked)
             reasons += hazards.memory_hazards(observation, left, probe=probe_memory, grow=grow)
-            prepared.driver_fits = not aside_bytes or not hazards.memory_hazards(observation, needed)
+            prepared.driver_fits = left == needed or not hazards.memory_hazards(observation, needed)
             clock.check()
         if operation in ("move", "resume") and check_room and prepared.inventory is not None:
             vacated = added_up([room.held_now(prepared.members), freed or {}])
