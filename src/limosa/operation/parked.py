@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from limosa import gpu
 from limosa.errors import (
     CannotBeMoved,
     FailedUndone,
@@ -25,7 +26,7 @@ from limosa.errors import (
     Reason,
     UndoFailed,
 )
-from limosa.operation import driver_steps, holders, shares
+from limosa.operation import driver_steps, estimate, holders, shares
 from limosa.operation.holders import key_of, note_of
 from limosa.operation.journal import Journal, Member
 from limosa.operation.work import Work
@@ -109,7 +110,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 for uuid in {devices[m.device] for m in pieces}:
                     here = [m for m in pieces if devices[m.device] == uuid]
                     counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
-                    member.beside[uuid] = max(0, counted - sum(m.bytes for m in here if not m.imported))
+                    member.beside[uuid] = left_beside(counted, parked, software=gpu.inventory().software)
                     member.held[uuid] = max(counted, parked)
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
@@ -126,6 +127,14 @@ def _away(member: Member) -> int:
         hello = shim.hello()
         return hello.bytes if hello.stand is Stand.AWAY else 0
     return 0
+
+
+def left_beside(counted: int, parked: int, *, software: bool) -> int:
+    """Bytes of a process on a GPU that the driver carries, of what NVML counts; not less than its context.
+
+    Memory that was imported NVML may count as its maker's, or as the process's where it was that itself once.
+    """
+    return max(counted - parked, 0 if software else min(counted, int(estimate.CONTEXT)))
 
 
 def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:

@@ -28,7 +28,7 @@ from limosa.operation import shares
 from limosa.operation.aside import arena_of, aside_key, parts_of
 from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Journal, Member, added_up
-from limosa.operation.parked import GATE_SECONDS, export, lower_stack, together
+from limosa.operation.parked import GATE_SECONDS, export, left_beside, lower_stack, together
 from limosa.operation.results import Round
 from limosa.operation.work import Work
 from limosa.parking.hashes import Key
@@ -197,12 +197,14 @@ class Saving:
             raise CannotBeMoved(detail=found[0][1])
 
     def _weigh(self, running: Sequence[_Part]) -> None:
-        """Note what the driver will carry: all that NVML counts but for pieces that the process has made itself."""
+        """Note what the driver will carry."""
         inventory = gpu.inventory()
         for part in running:
-            own = added_up({part.gpus[i]: size} for i, size in part.bytes.items() if i not in part.imported)
-            counted = inventory.held({part.pid})
-            part.member.beside = {uuid: max(0, size - own.get(uuid, 0)) for uuid, size in counted.items()}
+            held, counted = part.held(), inventory.held({part.pid})
+            part.member.beside = {
+                uuid: left_beside(size, held.get(uuid, 0), software=inventory.software)
+                for uuid, size in counted.items()
+            }
 
     def _copy_once(self) -> int:
         """What is suspended does not change."""
