@@ -17,8 +17,8 @@ from functools import partial
 
 import msgspec
 
+from limosa import gpu as gpus
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
-from limosa.gpu import inventory
 from limosa.operation import driver_steps, room
 from limosa.operation.arena import arena_cap, refusals
 from limosa.operation.holders import Held, key_of, note_of
@@ -212,7 +212,7 @@ class Suspending:
 
     def prepare(self) -> None:
         """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
-        counted = inventory()
+        counted = gpus.inventory()
         for part in self._parts:
             pieces = part.pieces()
             self._ready(part, pieces)

@@ -10,8 +10,8 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 
+from limosa import gpu
 from limosa.errors import LimosaError
-from limosa.gpu import Inventory, inventory
 from limosa.operation import room
 from limosa.operation.journal import Member, added_up
 from limosa.parking.mover import Mover
@@ -20,7 +20,7 @@ from limosa.parking.shim import under_shim
 END_SECONDS = 5.0
 
 
-def spare(seen: Inventory, members: Sequence[Member]) -> dict[str, int]:
+def spare(seen: gpu.Inventory, members: Sequence[Member]) -> dict[str, int]:
     """Device memory by GPU UUID of movers that nobody needs, nor will for these members: as good as free.
 
     Args:
@@ -59,7 +59,7 @@ def end_idle(gpus: Collection[str]) -> bool:
 
 def shortage(members: Sequence[Member], operation_id: str, vacated: Mapping[str, int] | None = None) -> str:
     """As :func:`room.shortage` of what NVML says now; where it is short, of what it says without idle movers."""
-    short = room.shortage(inventory(), members, operation_id, vacated=vacated)
+    short = room.shortage(gpu.inventory(), members, operation_id, vacated=vacated)
     if short and end_idle(room.needs(members)):
-        short = room.shortage(inventory(), members, operation_id, vacated=vacated)
+        short = room.shortage(gpu.inventory(), members, operation_id, vacated=vacated)
     return short
