@@ -107,7 +107,8 @@ def test_memory_that_is_shared_with_somebody_outside(parked: Any) -> None:
     child = importer_of(job)
     parked.says(13, "shared-memory", "move", child, "--to", 1)
     parked.says(13, "shared-memory", "suspend", job.pid)
-    parked.says(13, "shared-memory", "checkpoint", child, "--output", parked.place / "image")
+    for pid in (child, job.pid):
+        parked.says(13, "shared-memory", "checkpoint", pid, "--output", parked.place / "image")
     job.goes_on(2)
     os.kill(child, signal.SIGKILL)
     parked.says(0, "", "move", job.pid, "--to", 1)

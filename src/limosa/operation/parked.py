@@ -115,7 +115,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
-        if operation == "suspend" and shares.several(all_of):
+        if operation in ("suspend", "checkpoint") and shares.several(all_of):
             text = "processes of the job share device memory by legacy IPC handles: such a job can be moved only"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
     return total, found, set(shims)
