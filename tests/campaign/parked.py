@@ -36,7 +36,7 @@ BROKEN = {
 OPERATIONS = ("move", "exchange", "swap", "suspend", "resume", "resume-to", *BROKEN)
 
 POINTS = {
-    "shim": ("export", "close_gate", "open_gate", "unmap", "map", "keep", "kept"),
+    "shim": ("export", "close_gate", "open_gate", "unmap", "make", "map", "keep", "kept"),
     "mover": ("prepare", "take", "make", "copy", "arena", "host", "drop", "close"),
     "vault": ("put", "get", "drop"),
 }
@@ -64,6 +64,7 @@ MOVER = (
 JOB = (
     "cuMemExportToShareableHandle",
     "cuCtxSynchronize",
+    "cuMemCreate",
     "cuMemUnmap",
     "cuMemRelease",
     "cuMemImportFromShareableHandle",

@@ -47,12 +47,14 @@ class Shape(NamedTuple):
         idle: processes of the tree without CUDA state.
         behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
         shim: whether it runs under the shim, as ``limosa run`` starts it.
+        blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
     """
 
     processes: tuple[tuple[Part, ...], ...]
     idle: int = 0
     behaviour: str = ""
     shim: bool = False
+    blind: bool = False
 
     @property
     def gpus(self) -> int:
@@ -84,6 +86,7 @@ SHAPES: dict[str, Shape] = {
         ((Part(0, plain=(2 * MiB, 1000), vmm=(MiB // 4,), own=(MiB // 2, MiB)),),), behaviour="busy", shim=True
     ),
     "parked-churn": Shape(((Part(0, plain=(2 * MiB, 100), churn=2 * MiB + 9),),), behaviour="busy", shim=True),
+    "parked-blind": Shape(((Part(0, plain=(2 * MiB + 5, 300), own=(MiB,)),),), behaviour="busy", shim=True, blind=True),
     "parked-two": Shape(((Part(0, plain=(2 * MiB,)), Part(1, plain=(3 * MiB, 77))),), behaviour="busy", shim=True),
 }
 

@@ -322,6 +322,8 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
         memory = mmap.mmap(file.fileno(), 4096)
     image = Path(ptx).read_bytes() + b"\0"
     known = SHAPES[shape]
+    if known.blind:
+        os.environ["CUDA_VISIBLE_DEVICES"], first = str(first), 0
     slot = 0
     for child in range(1, len(known.processes) + known.idle):
         if os.fork() == 0:

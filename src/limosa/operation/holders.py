@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -103,7 +103,7 @@ def _keys(held: dict[str, int], meant: Callable[[str], bool]) -> list[str]:
     return found
 
 
-def close_all(fds: Sequence[int]) -> None:
+def close_all(fds: Iterable[int]) -> None:
     """Close descriptors."""
     for fd in fds:
         os.close(fd)

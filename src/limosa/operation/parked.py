@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from limosa import gpu
 from limosa.errors import (
@@ -26,9 +27,9 @@ from limosa.errors import (
     Reason,
     UndoFailed,
 )
-from limosa.operation import driver_steps, estimate, holders, shares
+from limosa.operation import driver_steps, estimate, holders, room, shares
 from limosa.operation.holders import key_of, note_of
-from limosa.operation.journal import Journal, Member
+from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -41,8 +42,11 @@ GATE_SECONDS = 5.0
 SLOWEST_COPY = 1e9  # bytes a second
 COPY_SECONDS = float(os.environ.get("LIMOSA_COPY_SECONDS", "60"))
 """What a copy may take beside that before it counts as hung."""
+LARGE = 512 << 20
+"""Bytes of an allocation that the driver was seen not to restore where GPUs have peer access (``refusals``)."""
 TRIES = 5
 """How often pieces are asked for that the job frees meanwhile."""
+_BLIND = "its processes share device memory, and one did not see the GPU that it is to go to when it began"
 _FREED = 400  # CUDA_ERROR_INVALID_HANDLE
 
 
@@ -79,18 +83,20 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
-def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], set[int]]:
+def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], set[int], set[int]]:
     """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
 
     Returns:
-        The bytes that can be parked, the reasons, and the processes whose shim has told all that they share.
+        The bytes that can be parked, the reasons, the processes whose shim has told all that they share, and those of
+        them that have left the driver no large allocation.
     """
     found: list[Reason] = []
     total = 0
     seen: set[int] = set()
+    small: set[int] = set()
     with contextlib.ExitStack() as stack:
         shims: dict[int, Shim] = {}
         all_of: dict[int, list[Memory]] = {}
@@ -102,7 +108,10 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 shim = stack.enter_context(Shim(member.identity))
                 devices, all_of[member.pid] = shim.devices(), shim.memories()
                 shims[member.pid] = shim
-                found += _left_to_others(member, shim.counts(), all_of[member.pid])
+                counts = shim.counts()
+                found += _left_to_others(member, counts, all_of[member.pid])
+                if sum(counts[kind][1] for kind in ("pool", "managed", "failed", "foreign", "array")) < LARGE:
+                    small.add(member.pid)
                 # What several processes have is there once.
                 pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
                 seen |= {m.share for m in pieces}
@@ -118,7 +127,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
         if operation in ("suspend", "checkpoint") and shares.several(all_of):
             text = "processes of the job share device memory by legacy IPC handles: such a job can be moved only"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
-    return total, found, set(shims)
+    return total, found, set(shims), small
 
 
 def _away(member: Member) -> int:
@@ -159,11 +168,20 @@ class _Part:
         self.target: dict[int, int] = {}
         self.devices = shim.devices()
         self.known: dict[int, Memory] = {}
+        self.later: list[_Later] = []
         self.mapped_target = False
+        self._sees: dict[str, bool] = {}
+
+    def sees(self, gpu_: str) -> bool:
+        """Whether it can import memory of that GPU: not where it did not see it when it began."""
+        if gpu_ not in self._sees:
+            self._sees[gpu_] = self.shim.sees(gpu_)
+        return self._sees[gpu_]
 
     def keys(self, operation: str) -> dict[str, int]:
         """What is held for it, and how many descriptors that is."""
-        return {key_of(operation, self.member, side): len(self.source) for side in ("source", "target")}
+        sides = (("source", self.source), ("target", self.target))
+        return {key_of(operation, self.member, side): len(fds) for side, fds in sides}
 
     def pieces(self) -> list[Memory]:
         return [m for m in self.shim.memories() if not m.shared]
@@ -179,6 +197,14 @@ class _Part:
         self.source.clear()
         self.target.clear()
         self.shim.close()
+
+
+class _Later(NamedTuple):
+    """Pieces that their process makes itself when it is there; until then the mover keeps the room for them."""
+
+    key: str
+    pieces: list[Memory]
+    gpu: str
 
 
 class Parked:
@@ -197,6 +223,7 @@ class Parked:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._residents = Residents()
         self._opened = False
+        self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._copying: threading.Thread | None = None
         self._failed: BaseException | None = None
@@ -216,9 +243,12 @@ class Parked:
         for owner in {part.shim.owner for part in self._parts}:
             gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
             self._residents.mover(owner).prepare(sorted(gpus))
+        counted = gpu.inventory()
         for part in self._parts:
             self._add(part, part.pieces())
             self._hold(part)
+            own = added_up({part.devices[m.device]: m.bytes} for m in part.known.values() if not m.imported)
+            room.note_beside(counted, part.member, own)
 
     def _refuse_outside(self) -> None:
         shims = {part.member.pid: part.shim for part in self._parts}
@@ -235,6 +265,8 @@ class Parked:
         part.source.update(zip((m.id for m in new), fds, strict=True))
         for piece in new:
             if piece.share in self._shared:
+                if not part.sees(part.places(piece)[1]):
+                    raise CannotBeMoved(detail=_BLIND)
                 part.target[piece.id] = os.dup(self._shared[piece.share])
         for (here, there), pieces in _by_place(part, [m for m in new if m.id not in part.target]).items():
             ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
@@ -242,8 +274,15 @@ class Parked:
                 part.target.update({i: part.source[i] for i in ids})
                 continue
             copies = self._copies.setdefault(part.shim.owner, [])
-            mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{len(copies)}"
+            mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{self._n}"
+            self._n += 1
             mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
+            if not part.sees(there):
+                if any(m.share for m in pieces):
+                    raise CannotBeMoved(detail=_BLIND)
+                holders.close_all(mover.make(f"{key}/room", sizes, there))
+                part.later.append(_Later(key, pieces, there))
+                continue
             made = mover.make(f"{key}/target", sizes, there)
             part.target.update(zip(ids, made, strict=True))
             self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
@@ -251,9 +290,9 @@ class Parked:
             self.bytes += sum(sizes)
 
     def _hold(self, part: _Part) -> None:
-        ids = sorted(part.source)
-        note = note_of([part.known[i] for i in ids], part.devices)
         for side, fds in (("source", part.source), ("target", part.target)):
+            ids = sorted(fds)
+            note = note_of([part.known[i] for i in ids], part.devices)
             key = key_of(self._work.id, part.member, side)
             self._residents.put(part.shim.owner, key, [fds[i] for i in ids], note)
 
@@ -284,9 +323,7 @@ class Parked:
             if set(now) == set(part.source):
                 continue
             for gone in set(part.source) - set(now):
-                source, target = part.source.pop(gone), part.target.pop(gone)
-                for fd in {source, target}:
-                    os.close(fd)
+                holders.close_all({part.source.pop(gone), part.target.pop(gone, -1)} - {-1})
             self._add(part, [m for i, m in sorted(now.items()) if i not in part.source])
             self._hold(part)
         for part in self._parts:
@@ -299,9 +336,7 @@ class Parked:
         def copy() -> None:
             begun = time.monotonic()
             try:
-                limit = copy_limit(self.bytes)
-                movers = self._residents.mover
-                together([partial(movers(owner).copy, copies, limit) for owner, copies in self._copies.items()])
+                self._copy(self._copies)
                 self._work.timings["copy"] = time.monotonic() - begun
             except BaseException as error:
                 self._failed = error
@@ -327,8 +362,42 @@ class Parked:
             self._work.note("map", "begin", part.member.pid)
             part.mapped_target = True
             part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
-            if part.shim.map(list(part.target), list(part.target.values())) is not Stand.CLOSED and part.target:
+        self._make_there()
+        for part in self._parts:
+            stand = part.shim.hello().stand
+            if part.target:
+                stand = part.shim.map(list(part.target), list(part.target.values()))
+            if ids := [m.id for later in part.later for m in later.pieces if m.id in part.source]:
+                stand = part.shim.map(ids)
+            if stand is not Stand.CLOSED:
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+
+    def _make_there(self) -> None:
+        """Has processes make what they cannot import, in the room that was kept for it, and fills that."""
+        copies: dict[int, list[tuple[str, str, str]]] = {}
+        with self._work.spent("make"):
+            for part in self._parts:
+                mover = self._residents.mover(part.shim.owner)
+                for later in part.later:
+                    pieces = [m for m in later.pieces if m.id in part.source]  # others it has freed since
+                    mover.drop(f"{later.key}/room")
+                    fds = part.shim.make([m.id for m in pieces])
+                    try:
+                        sizes = [m.bytes for m in pieces]
+                        if len(pieces) < len(later.pieces):
+                            mover.drop(f"{later.key}/source")
+                            mover.take(f"{later.key}/source", [part.source[m.id] for m in pieces], sizes, later.gpu)
+                        mover.take(f"{later.key}/target", fds, sizes, later.gpu)
+                    finally:
+                        holders.close_all(fds)
+                    copies.setdefault(part.shim.owner, []).append(
+                        (f"{later.key}/source", f"{later.key}/target", later.gpu)
+                    )
+            self._copy(copies)
+
+    def _copy(self, copies: Mapping[int, Sequence[tuple[str, str, str]]]) -> None:
+        limit, movers = copy_limit(self.bytes), self._residents.mover
+        together([partial(movers(owner).copy, some, limit) for owner, some in copies.items()])
 
     def open(self) -> None:
         """Opens the gates; from the first one on there is no way back.

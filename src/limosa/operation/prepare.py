@@ -70,6 +70,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     parked: int = 0  # bytes that the shim looks after
     release: str = "all"  # what a suspend gives back
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
+    small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
@@ -220,13 +221,12 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            prepared.parked, against, known = parked.look(operation, prepared.members)
+            prepared.parked, against, known, prepared.small = parked.look(operation, prepared.members)
             reasons += against
             aside_bytes, against = aside.look(operation, prepared.members, release)
             reasons += against
-            reasons += gpu_refusals(
-                prepared.inventory, prepared.members, moves=any(m.changes_gpu for m in prepared.members)
-            )
+            moves = any(m.changes_gpu for m in prepared.members)
+            reasons += gpu_refusals(prepared.inventory, prepared.members, moves=moves, small=prepared.small)
         except (GpuUnavailable, InvalidMap, UsageError) as error:
             prepared.nowhere = True
             reasons.append(as_reason(error))

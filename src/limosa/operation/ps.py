@@ -89,7 +89,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         reasons = prepared.reasons
         if prepared.inventory is not None and not suspended and not parked:
             known = {r.id for r in reasons}
-            moving = gpu_refusals(prepared.inventory, prepared.members, moves=True)
+            moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)
             reasons = [*reasons, *(r for r in moving if r.id not in known)]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]

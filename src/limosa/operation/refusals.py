@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from limosa.errors import Reason
 from limosa.gpu import Gpu, Inventory
@@ -20,20 +20,23 @@ for ever. 510 MiB are restored, so are any number of smaller ones, cuMemCreate m
 Neither peer access nor the sizes of allocations can be seen from outside."""
 
 
-def gpu_refusals(inventory: Inventory, members: Sequence[Member], *, moves: bool) -> list[Reason]:
+def gpu_refusals(
+    inventory: Inventory, members: Sequence[Member], *, moves: bool, small: Collection[int] = ()
+) -> list[Reason]:
     """Everything about the driver and the GPUs that forbids the operation.
 
     Args:
         inventory: what NVML says.
         members: the processes, with what they hold and where they go.
         moves: whether the operation changes GPUs.
+        small: processes that have no large allocation of the driver's own: under the shim it is cuMemCreate memory.
     """
     by_uuid = {g.uuid: g for g in inventory.gpus}
     found = [
         *_old_driver(inventory, moves),
         *(_lost(index) for index in inventory.lost if members),
         *_mig(by_uuid, members),
-        *(_peer_access(member) for member in members if _may_have_peers(member)),
+        *(_peer_access(member) for member in members if member.pid not in small and _may_have_peers(member)),
         *_mps(inventory, members),
         *_chips(by_uuid, members),
     ]
