@@ -60,6 +60,25 @@ def test_there_and_back_with_the_same_memory(parked: Any) -> None:
     job.finish()
 
 
+def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> None:
+    """It can import no memory of a GPU that it did not see when it began."""
+    job = parked.job("--mib", 64, env={"LD_PRELOAD": str(LIBRARY), "CUDA_VISIBLE_DEVICES": "0"})
+    for to in (1, 0, 1):
+        said = parked.says(0, "", "move", job.pid, "--to", to)
+        assert said["way"] == "parked"
+        job.goes_on(2)
+        assert [m.imported for m in pieces(job) if m.plain] == [to == 0]
+    with parked.switches.fill(0, leave=32 * MIB):
+        parked.says(14, "gpu-room", "move", job.pid, "--to", 0)
+    parked.switches.add("function=cuMemCreate caller=job.py result=OUT_OF_MEMORY")
+    parked.says(0, "", "move", job.pid, "--to", 0)  # there it imports
+    parked.says(21, "", "move", job.pid, "--to", 1)
+    job.goes_on(2)
+    used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+    assert used[0] > 64 * MIB > used[1]
+    job.finish()
+
+
 def test_without_the_shim_the_driver_carries_it(parked: Any) -> None:
     job = parked.job("--mib", 16)
     assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "driver"

@@ -277,6 +277,7 @@ class Parked:
             mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{self._n}"
             self._n += 1
             mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
+            self.bytes += sum(sizes)
             if not part.sees(there):
                 if any(m.share for m in pieces):
                     raise CannotBeMoved(detail=_BLIND)
@@ -287,7 +288,6 @@ class Parked:
             part.target.update(zip(ids, made, strict=True))
             self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
             copies.append((f"{key}/source", f"{key}/target", there))
-            self.bytes += sum(sizes)
 
     def _hold(self, part: _Part) -> None:
         for side, fds in (("source", part.source), ("target", part.target)):
