@@ -185,21 +185,16 @@ def test_a_job_that_was_moved_or_restored_is_written_again(chunked: Any, tmp_pat
     job.finish()
 
 
-def test_memory_that_two_processes_share_is_there_once(chunked: Any, tmp_path: Path) -> None:
-    """Legacy IPC, with an event beside it."""
-    job = start(chunked, "--mib", 32, "--export")
-    noted = job.folder / "pid-importer"
-    job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
-    said = chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", *SMALL)
-    job.until_gone()
-    assert 64 * MIB <= said["device_bytes"] < 96 * MIB
-    chunked.limosa("restore", tmp_path / "image", "--to", 1)
-    job.goes_on(3)
-    assert used(chunked)[1] < 112 * MIB
-    with Shim(Identity.of(int(noted.read_text()))) as shim:
-        (theirs,) = [m for m in shim.memories() if m.owner]
-    assert theirs.share in [m.share for m in pieces(job)]
-    time.sleep(0.5)
+def test_a_job_that_saw_one_gpu_is_restored_on_another(chunked: Any, tmp_path: Path) -> None:
+    """There it can import nothing: it makes its memory itself. Back on the first one it imports again."""
+    job = chunked.job("--mib", 32, env={"LD_PRELOAD": str(LIBRARY), "CUDA_VISIBLE_DEVICES": "0"})
+    for n, to in enumerate((1, 0, 1)):
+        chunked.limosa("checkpoint", job.pid, "--output", tmp_path / f"image{n}", *SMALL)
+        job.until_gone()
+        assert chunked.says(0, "", "restore", tmp_path / f"image{n}", "--to", to)["way"] == "parked"
+        assert chunked.where(job) == [to]
+        assert all(m.imported is (to == 0) for m in pieces(job))
+        job.goes_on(2)
     job.finish()
 
 

@@ -51,6 +51,17 @@ def test_equal_chunks_are_there_once_and_stale_ones_are_not(whole: Path) -> None
     assert {oct(p.stat().st_mode & 0o777) for p in [whole / "chunks", *whole.glob("chunks/*")]} == {"0o700"}
 
 
+def test_what_several_processes_have_is_counted_once() -> None:
+    shared = DevicePiece(id=1, bytes=CHUNK, gpu=UUID, chunks=[ZEROES], share=1)
+    own = DevicePiece(id=2, bytes=CHUNK, gpu=UUID, chunks=[ZEROES])
+    tree = [msgspec.structs.replace(p, cuda=True, openable=[UUID]) for p in manifest().tree]
+    device = [DeviceMemory(pid=41, pieces=[shared, own]), DeviceMemory(pid=42, pieces=[shared])]
+    whole = manifest(tree=tree, chunk_bytes=CHUNK, device=device)
+    assert whole.device_bytes == 2 * CHUNK
+    assert [(pid, piece.id) for pid, piece in whole.own_pieces()] == [(41, 1), (41, 2)]
+    encode(whole)
+
+
 def test_an_image_without_device_memory_is_of_the_first_schema(tmp_path: Path) -> None:
     with write_image(tmp_path / "image") as image:
         assert image.chunks_fd == -1
@@ -156,6 +167,7 @@ def test_nothing_is_opened_by_a_name_of_another_form(tmp_path: Path, name: str) 
     os.close(fd)
 
 
+OTHER = [name_of(b"other"), REST]
 PIECE = {"id": 1, "bytes": CHUNK + 1, "gpu": UUID, "chunks": [ZEROES, REST]}
 
 
@@ -183,6 +195,9 @@ PIECE = {"id": 1, "bytes": CHUNK + 1, "gpu": UUID, "chunks": [ZEROES, REST]}
         {"device": [{"pid": 41, "pieces": [{**PIECE, "chunks": [ZEROES.upper(), REST]}]}]},
         {"device": [{"pid": 41, "pieces": [{**PIECE, "chunks": [ZEROES + "\n", REST]}]}]},
         {"device": [{"pid": 41, "pieces": [{**PIECE, "id": -1}]}]},
+        {"device": [{"pid": 41, "pieces": [{**PIECE, "share": -1}]}]},
+        {"device": [{"pid": 41, "pieces": [{**PIECE, "share": 1}, {**PIECE, "share": 1, "id": 2, "chunks": OTHER}]}]},
+        {"device": [{"pid": 41, "saw": ["../GPU"], "pieces": [PIECE]}]},
     ],
 )
 def test_a_hostile_manifest_is_refused(change: dict[str, Any]) -> None:

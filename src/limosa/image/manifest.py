@@ -198,10 +198,12 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pid: the process.
+        saw: uuids of the GPUs that it saw when it initialised the driver: on others it must make memory itself.
         pieces: in the order in which it was read.
     """
 
     pid: Pid
+    saw: Annotated[list[Uuid], msgspec.Meta(max_length=1024)] = []
     pieces: Annotated[list[DevicePiece], msgspec.Meta(max_length=1_000_000)]
 
 

@@ -3,6 +3,9 @@
 Memory is made on the GPUs of the map before CRIU is started; the chunks are read, compared with their names and copied
 there beside it. What is not what its name says does not get there, and the job is not opened before all of it is.
 Until then the image is the copy.
+
+On a GPU that a process did not see when it initialised the driver it can import nothing: there it makes the memory
+itself, once the driver has brought it back, and that is filled then.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ import os
 import threading
 from collections.abc import Sequence
 
-from limosa.errors import FailedUndone
+from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import Image
-from limosa.image.manifest import DevicePiece
+from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.operation.journal import Member
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
@@ -26,14 +29,25 @@ from limosa.progress import Progress
 class _Part:
     """One process: what it had, and the descriptors of what was made for it."""
 
-    def __init__(self, member: Member, pieces: Sequence[DevicePiece]):
-        self.member, self.pieces = member, pieces
+    def __init__(self, member: Member, memory: DeviceMemory):
+        self.member, self.saw = member, set(memory.saw)
+        self.pieces = [piece for piece in memory.pieces if self._imports(piece)]
+        self.late = [piece for piece in memory.pieces if not self._imports(piece)]
         self.target: dict[int, int] = {}
         self.shim: Shim | None = None
+
+    def connected(self) -> Shim:
+        """Its shim, once CRIU has brought it back."""
+        if self.shim is None:
+            self.shim = Shim(self.member.identity)
+        return self.shim
 
     def there(self, piece: DevicePiece) -> str:
         """The GPU that a piece goes to."""
         return self.member.map.get(piece.gpu, piece.gpu)
+
+    def _imports(self, piece: DevicePiece) -> bool:
+        return not self.saw or self.there(piece) in self.saw
 
     def close(self) -> None:
         for fd in self.target.values():
@@ -55,7 +69,7 @@ class Loading:
 
     def __init__(self, work: Work, image: Image, members: Sequence[Member]):
         self._work, self._image = work, image
-        of_pid = {process.pid: process.pieces for process in image.manifest.device}
+        of_pid = {process.pid: process for process in image.manifest.device}
         self._parts = [_Part(m, of_pid[m.pid]) for m in members if m.pid in of_pid]
         self._residents = Residents()
         self._loader: Loader | None = None
@@ -78,6 +92,9 @@ class Loading:
         loader = self._loader = Loader(
             self._residents.mover(os.geteuid()), self._image.chunks_fd, self._image.manifest.chunk_bytes
         )
+        if any(piece.share for part in self._parts for piece in part.late):
+            text = "processes that share device memory cannot go to a GPU that one of them did not see when it began"
+            raise CannotBeMoved(detail=text)
         shared: dict[int, int] = {}  # what several processes have is made once
         for part in self._parts:
             own = [piece for piece in part.pieces if piece.share not in shared]
@@ -101,8 +118,9 @@ class Loading:
 
         assert self._loader is not None
         try:
-            self.done = self._loader.run(told=told, stop=lambda: self._leave.is_set() or work.stop_asked())
-            work.timings["chunks"] = self.done.seconds
+            done = self._loader.run(told=told, stop=lambda: self._leave.is_set() or work.stop_asked())
+            self.done = Done(self.done.chunks + done.chunks, self.done.bytes + done.bytes, done.seconds)
+            work.timings["chunks"] = work.timings.get("chunks", 0.0) + done.seconds
         except BaseException as error:
             self._failed = error
 
@@ -128,8 +146,29 @@ class Loading:
             self._reading = None
         self.check()
         self._work.check()
+        if any(part.late for part in self._parts):
+            self._make_late()
+            self._read()
+            self.check()
+            self._work.check()
         if self.done.bytes != self.bytes:
             raise FailedUndone(f"{self.done.bytes} of {self.bytes} bytes of device memory were read")
+
+    def _make_late(self) -> None:
+        """Have the processes make memory themselves, where they can import none."""
+        assert self._loader is not None
+        for part in self._parts:
+            pid = part.member.pid
+            for gpu in sorted({part.there(piece) for piece in part.late}):
+                mine = [piece for piece in part.late if part.there(piece) == gpu]
+                ids = [piece.id for piece in mine]
+                fds = part.connected().make(ids)
+                try:
+                    self._loader.take(pid, ids, [piece.bytes for piece in mine], gpu, fds)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+                self._loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
 
     def arrive(self) -> None:
         """Map the memory where it was; the driver has restored what it carries, and unlocked."""
@@ -137,11 +176,14 @@ class Loading:
             member = part.member
             ids = sorted(part.target)
             held = [part.target[i] for i in ids]
-            part.shim = Shim(member.identity)
-            if part.shim.hello().stand is not Stand.AWAY:
+            shim = part.connected()
+            if shim.hello().stand is not Stand.AWAY:
                 raise FailedUndone(f"process {member.pid} does not wait for its device memory")
             self._work.note("map", "begin", member.pid)
-            if part.shim.map(ids, held) is not Stand.CLOSED:
+            stand = shim.map(ids, held)
+            if part.late:
+                stand = shim.map([piece.id for piece in part.late])
+            if stand is not Stand.CLOSED:
                 raise FailedUndone(f"process {member.pid} could not be given its device memory back")
 
     def open(self) -> None:

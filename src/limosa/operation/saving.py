@@ -54,7 +54,7 @@ class _Part:
     def __init__(self, member: Member, shim: Shim):
         self.member, self.owner = member, shim.owner
         self.shim: Shim | None = shim
-        self.devices = shim.devices()
+        self.devices, self.saw = shim.devices(), shim.saw()
         self.source: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
@@ -338,6 +338,7 @@ class Saving:
             found.append(
                 DeviceMemory(
                     pid=part.pid,
+                    saw=part.saw,
                     pieces=[
                         DevicePiece(
                             id=id_, bytes=size, gpu=part.gpus[id_], share=numbers[part.share.get(id_, 0)], chunks=chunks

@@ -270,7 +270,11 @@ class Shim:
 
     def sees(self, uuid: str) -> bool:
         """Return whether it saw a GPU when it initialised the driver: of others it cannot import memory."""
-        return uuid in self._gpus()[1]
+        return uuid in self.saw()
+
+    def saw(self) -> list[str]:
+        """Return the UUIDs of the GPUs that it saw when it initialised the driver."""
+        return self._gpus()[1]
 
     def _gpus(self) -> tuple[list[str], list[str]]:
         self._send(Verb.DEVICES)

@@ -155,6 +155,12 @@ class Loader:
             raise
         return found
 
+    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have it map memory that a process has made itself; the descriptors stay ours."""
+        for start in range(0, len(ids), _MOST_IDS):
+            some = slice(start, start + _MOST_IDS)
+            self._ask("load-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+
     def want(self, pieces: Sequence[tuple[int, int, int]], names: Sequence[Sequence[str]]) -> None:
         """Say which chunks belong into pieces (pid, id, bytes)."""
         for parts in _parts(pieces, self.chunk):
@@ -165,7 +171,7 @@ class Loader:
             self._ask("load-want", parts=told)
 
     def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
-        """Read all of it.
+        """Read all that is wanted since the last time.
 
         Raises:
             DamagedImage: a chunk is not what its name says.

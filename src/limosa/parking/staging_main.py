@@ -492,6 +492,13 @@ class Load:
             raise
         return given
 
+    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have memory that a process has made itself."""
+        self._contexts.use(gpu)
+        user = [self._contexts.ordinal(gpu)]
+        for id_, size, fd in zip(ids, sizes, fds, strict=True):
+            self._pieces[pid, id_] = Piece.take(fd, size, user), gpu
+
     def want(self, pid: int, id_: int, start: int, names: bytes) -> None:
         """Say what belongs into a piece, from a chunk on: 32 bytes of a name each."""
         memory, gpu = self._pieces[pid, id_]
@@ -502,14 +509,18 @@ class Load:
             self._wanted.setdefault(name, (size, []))[1].append(Place(memory, offset, gpu))
 
     def start(self, threads: int) -> None:
-        """Begin to read."""
+        """Begin to read what is wanted since the last time."""
+        self.stop()
         threads = threads or default_threads(beside=False)
         gpus = sorted({gpu for _, gpu in self._pieces.values()})
         if not gpus:
             return
         self._contexts.use(gpus[0])
-        ring = self._ring = Pinned(threads, self._chunk)
+        if self._ring is None or self._ring.slots < threads:
+            self._ring = Pinned(threads, self._chunk)
+        ring = self._ring
         tasks = [((name, size, places), size * len(places)) for name, (size, places) in self._wanted.items()]
+        self._wanted = {}
         self._crew = Crew(tasks, self._read, lambda n: Hand(self._contexts, ring.slot(n)), threads=threads)
 
     def poll(self) -> dict[str, Any]:
@@ -666,6 +677,12 @@ def load_make(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     return {}, _load(session).make(asked["pid"], asked["ids"], asked["sizes"], asked["gpu"])
 
 
+def load_take(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Have memory that a process has made: ``pid``, ``ids``, ``sizes``, ``gpu``; its descriptors."""
+    _load(session).take(asked["pid"], asked["ids"], asked["sizes"], asked["gpu"], fds)
+    return {}
+
+
 def load_want(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     """Say what belongs where: ``parts`` of (pid, id, from which chunk on, names)."""
     for pid, id_, start, names in asked["parts"]:
@@ -729,6 +746,7 @@ VERBS = {
     "save-names": save_names,
     "load-open": load_open,
     "load-make": load_make,
+    "load-take": load_take,
     "load-want": load_want,
     "load-start": load_start,
     "staging-poll": staging_poll,
