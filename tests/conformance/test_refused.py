@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from conformance.jobs import MIB, POSIX, Controller, Job, access, enum, lock_args, prop
 
 Start = Callable[..., Job]
+# Under the shim a legacy handle of large memory is one of its own, and what was opened by it is imported memory.
+SHIM = "LIMOSA_CONFORMANCE_SHIM" in os.environ
+IMPORTER, AGAIN = ("NOT_SUPPORTED", "NOT_SUPPORTED") if SHIM else ("INVALID_VALUE", "OPERATING_SYSTEM")
 
 
 # --- managed memory ---------------------------------------------------------------------------------------------------
@@ -96,15 +100,15 @@ def test_ipc_importer_is_checkpointed(shared: Shared, controller: Controller) ->
 def test_ipc_importer_cannot_be_restored(given: str, shared: Shared, controller: Controller) -> None:
     controller.suspend(shared.importer.pid)
     pairs = controller.identity if given == "identity" else None
-    assert controller.restore(shared.importer.pid, pairs) == "INVALID_VALUE"
+    assert controller.restore(shared.importer.pid, pairs) == IMPORTER
     assert controller.state(shared.importer.pid) == "CHECKPOINTED"
 
 
 @pytest.mark.hazard
 def test_ipc_importer_is_lost_for_good(shared: Shared, controller: Controller) -> None:
     controller.suspend(shared.importer.pid)
-    assert controller.restore(shared.importer.pid) == "INVALID_VALUE"
-    assert controller.restore(shared.importer.pid, controller.identity) == "OPERATING_SYSTEM"
+    assert controller.restore(shared.importer.pid) == IMPORTER
+    assert controller.restore(shared.importer.pid, controller.identity) == AGAIN
 
 
 def test_ipc_closed_before_is_no_obstacle(shared: Shared, controller: Controller) -> None:
@@ -120,7 +124,7 @@ def test_ipc_both_sides_at_once(shared: Shared, controller: Controller) -> None:
         assert controller.lock(pid) == "SUCCESS"
     assert [controller.checkpoint(pid) for pid in both] == ["SUCCESS", "SUCCESS"]
     assert controller.restore(shared.exporter.pid) == "SUCCESS"
-    assert controller.restore(shared.importer.pid) == "INVALID_VALUE"
+    assert controller.restore(shared.importer.pid) == IMPORTER
 
 
 @pytest.mark.parametrize("side", ["exporter", "importer"])

@@ -189,6 +189,18 @@ def test_a_suspended_job_survives_the_vault(parked: Any) -> None:
     job.finish()
 
 
+def test_a_job_whose_gpu_does_not_come_to_rest_is_refused(parked: Any) -> None:
+    """A kernel that does not end: the gate is opened again, nothing was touched."""
+    job = start(parked, "--mib", 16, "--spin")
+    for verb in (["move", job.pid, "--to", 1], ["suspend", job.pid]):
+        said = parked.says(18, "gate", *verb)
+        assert said["error"]["job_state"] == "running"
+        (there,) = [m for m in pieces(job) if m.plain]
+        assert not there.away
+    assert parked.state(job) == "running"
+    job.kill()
+
+
 def test_a_destination_without_room_is_refused(parked: Any) -> None:
     job = start(parked, "--mib", 64)
     with parked.switches.fill(1, leave=32 * MIB):

@@ -20,7 +20,7 @@ def member(size: float, was: str = "running") -> Member:
 def test_the_other_way_is_told_from_both_sides(verb: str, was: str) -> None:
     jobs = [member(64e9, was)]
     parked, driver = estimate.of(verb, jobs, parked=int(64e9)), estimate.of(verb, jobs)
-    slow, fast = estimate.other_way(verb, jobs, int(64e9)), estimate.other_way(verb, jobs)
+    slow, fast = estimate.other_way(verb, jobs, parked=int(64e9)), estimate.other_way(verb, jobs)
     assert slow is not None
     assert fast is not None
     assert (slow.way, slow.pause_seconds, slow.seconds) == ("driver", driver.pause_seconds, driver.seconds)
@@ -28,6 +28,18 @@ def test_the_other_way_is_told_from_both_sides(verb: str, was: str) -> None:
     assert parked.pause_seconds is not None
     assert driver.pause_seconds is not None
     assert parked.pause_seconds * 5 < driver.pause_seconds
+
+
+@pytest.mark.parametrize("verb", ["checkpoint", "restore"])
+def test_images_have_two_ways_as_well(verb: str) -> None:
+    jobs = [member(64e9, "running" if verb == "checkpoint" else "checkpointed")]
+    slow = estimate.other_way(verb, jobs, int(2e9), True, parked=int(64e9))
+    fast = estimate.other_way(verb, jobs, int(2e9), True)
+    assert slow is not None
+    assert fast is not None
+    assert (slow.way, fast.way) == ("driver", "parked")
+    assert fast.seconds < slow.seconds
+    assert (fast.pause_seconds or 0) < (slow.pause_seconds or 1)
 
 
 def test_a_job_without_cuda_state_has_no_other_way() -> None:

@@ -14,6 +14,7 @@ import pytest
 from soft_node import Node
 from softgpu.far import Far
 
+from limosa.errors import LimosaError
 from limosa.native.build import SHIM
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
@@ -157,4 +158,38 @@ def test_more_pieces_than_it_may_ever_have_descriptors(node: Node, library: Path
             shim.unmap()
         assert shim.hello().stand == Stand.CLOSED
         shim.open_gate()
+    assert far("intact()")
+
+
+@pytest.mark.root
+def test_children_that_are_forked_and_begin_by_themselves(node: Node, library: Path) -> None:
+    """Forked before the driver was initialised: each has a socket and memory of its own."""
+    far = Far(node, env={"LD_PRELOAD": str(library)})
+    code = """
+def child():
+    pid = os.fork()
+    if pid:
+        return pid
+    ok(cu.cuInit(0))
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    ok(cu.cuMemAlloc(6 << 20))
+    time.sleep(20)
+    os._exit(0)
+"""
+    far(code)
+    first, second = far("child()"), far("child()")
+    far("start()")
+    far("plain(4, 1)")
+    for pid, size in ((first, 6 * MIB), (second, 6 * MIB), (far.pid, 4 * MIB)):
+        end = time.monotonic() + 15
+        while True:
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    if [m.bytes for m in shim.memories()] == [size]:
+                        break
+            except LimosaError:
+                pass
+            assert time.monotonic() < end, pid
+            time.sleep(0.05)
+    assert far(f"[os.kill(pid, 9) for pid in ({first}, {second})]") == [None, None]
     assert far("intact()")

@@ -495,6 +495,7 @@ class _Checkpoint:
             pid=self.root.pid,
             name=self.prepared.job.name,
             way="parked" if self.saving is not None else "driver" if self.members else "host",
+            other=self.prepared.other_way(),
             device_bytes=image.manifest.device_bytes,
             rounds=self.saving.rounds if self.saving is not None else [],
             left_running=self.options.leave_running,

@@ -51,21 +51,25 @@ def device_bytes(members: Sequence[Member]) -> int:
     return sum(m.bytes for m in members)
 
 
-def other_way(operation: str, members: Sequence[Member], parked: int = 0) -> OtherWay | None:
+def other_way(
+    operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False, parked: int = 0
+) -> OtherWay | None:
     """What the way that is not taken would cost; None where there is but one.
 
     Args:
         operation: the verb.
         members: the processes with CUDA state.
+        host_bytes: as for :func:`of`.
+        leave_running: likewise.
         parked: bytes that are not left to the driver; 0: the driver carries everything.
     """
-    if not members or operation not in PARKED:
+    if not members:
         return None
     if parked:
-        cost = of(operation, members)
+        cost = of(operation, members, host_bytes, leave_running)
         return OtherWay(way="driver", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
     could = int(sum(map(_beside_context, members)))
-    cost = of(operation, members, parked=could)
+    cost = of(operation, members, host_bytes, leave_running, could)
     return OtherWay(way="parked", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
 
 

@@ -490,7 +490,7 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobRe
         bytes=0 if already else max(work.parked_bytes, estimate.device_bytes(prepared.members)),
         already=already,
         way="parked" if work.parked_bytes and not already else "driver",
-        other=None if already else estimate.other_way(operation, prepared.members, work.parked_bytes),
+        other=None if already else estimate.other_way(operation, prepared.members, parked=work.parked_bytes),
         release=prepared.release if operation == "suspend" else "",
         warnings=[*work.warnings, *prepared.warnings()],
     )

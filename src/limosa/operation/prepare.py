@@ -31,7 +31,7 @@ from limosa.operation import aside, claims, estimate, idle, parked, room
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.refusals import gpu_refusals
-from limosa.operation.results import Plan
+from limosa.operation.results import OtherWay, Plan
 from limosa.operation.work import Clock
 from limosa.process import hazards, records
 from limosa.process.identity import Identity, refuse_ancestor
@@ -83,6 +83,10 @@ class Prepared(msgspec.Struct, kw_only=True):
         """Whether a part of it does not go by the driver."""
         return self.operation in estimate.PARKED and self.parked > 0
 
+    def other_way(self) -> OtherWay | None:
+        """What the way that is not taken would cost."""
+        return estimate.other_way(self.operation, self.members, self.host_bytes, self.leave_running, self.parked)
+
     @property
     def root(self) -> Identity:
         """The job's topmost process."""
@@ -119,7 +123,7 @@ class Prepared(msgspec.Struct, kw_only=True):
             ),
             map=maps,
             way="parked" if self.by_parking else "driver" if self.members else "host",
-            other=estimate.other_way(self.operation, self.members, self.parked),
+            other=self.other_way(),
         )
 
 

@@ -36,7 +36,7 @@ from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
 from limosa.operation.loading import Loading
-from limosa.operation.restore_plan import Options, Ready, look
+from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
 from limosa.process.criu import leftovers
@@ -205,6 +205,7 @@ class _Restore:
             name=self._name(),
             log=self.manifest.job.log or "",
             way="parked" if self.loading is not None else "driver" if self.members else "host",
+            other=other_way(self.ready, self.manifest),
             device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
             stats=self.stats,

@@ -22,7 +22,7 @@ from limosa.operation import estimate, idle, room
 from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
-from limosa.operation.results import Plan
+from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
 from limosa.operation.taken_pids import taken_pids
 from limosa.process.cgroups import memory_levels
@@ -91,10 +91,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
     steps.append(f"criu restore of {len(manifest.tree)} processes")
     steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
-    parked = manifest.device_bytes
-    host_bytes = manifest.host_bytes - (
-        estimate.device_bytes(ready.members) - parked
-    )  # what the driver brings is there
+    host_bytes = _host_bytes(ready, manifest)
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
@@ -102,10 +99,22 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         verdict="refused" if any(r.refuses for r in ready.reasons) else "ok",
         reasons=sorted(ready.reasons, key=lambda r: not r.refuses),
         steps=steps,
-        estimate=estimate.of("restore", ready.members, max(0, host_bytes), parked=parked),
+        estimate=estimate.of("restore", ready.members, host_bytes, parked=manifest.device_bytes),
         map={a: b for m in ready.members for a, b in m.map.items()},
         way="parked" if manifest.device else "driver" if ready.members else "host",
+        other=other_way(ready, manifest),
     )
+
+
+def _host_bytes(ready: Ready, manifest: Manifest) -> int:
+    """What the image has of host memory: what the driver brings back is in it, and counted apart."""
+    return max(0, manifest.host_bytes - (estimate.device_bytes(ready.members) - manifest.device_bytes))
+
+
+def other_way(ready: Ready, manifest: Manifest) -> OtherWay | None:
+    """What the way that the image was not made for would have cost."""
+    host_bytes = _host_bytes(ready, manifest)
+    return estimate.other_way("restore", ready.members, host_bytes, parked=manifest.device_bytes)
 
 
 # --- looking --------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
         unreaped: pids that had ended and whose parent had not reaped them after 10 s, with that parent's pid.
         stats: CRIU's own statistics (``--print-stats``).
         way: "parked" where device memory went into the image as chunks, "driver", or "host" (no CUDA state).
+        other: what the other way would have cost, by estimate.
         device_bytes: device memory that is in the image as chunks.
         rounds: how it was copied there.
     """
@@ -134,6 +135,7 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
     pid: int
     name: str = ""
     way: str = "driver"
+    other: OtherWay | None = None
     device_bytes: int = 0
     rounds: list[Round] = []
     left_running: bool = False
@@ -154,6 +156,7 @@ class RestoreResult(msgspec.Struct, kw_only=True):
         map: GPU UUID (in the image) → GPU UUID (here).
         log: the job's log file where it was started by ``limosa run``, else "".
         way: "parked" where device memory was in the image as chunks, "driver", or "host" (no CUDA state).
+        other: what the other way would have cost, by estimate.
         device_bytes: device memory that was in the image as chunks.
     """
 
@@ -163,6 +166,7 @@ class RestoreResult(msgspec.Struct, kw_only=True):
     name: str = ""
     log: str = ""
     way: str = "driver"
+    other: OtherWay | None = None
     device_bytes: int = 0
     map: dict[str, str] = {}
     timings: dict[str, float] = {}
