@@ -135,6 +135,47 @@ def test_a_mover_that_nobody_needs_makes_room(parked: Any) -> None:
         one.finish()
 
 
+def test_a_resume_elsewhere_that_was_undone_may_be_tried_again(parked: Any) -> None:
+    """The driver knows it there from then on: its memory has to go where that is."""
+    job = start(parked, "--mib", 64)
+    parked.limosa("suspend", job.pid)
+    for to, here in ((1, 1), (0, 0), (1, 1)):
+        switch = parked.switches.add("function=cuMemMap caller=job.py result=UNKNOWN")
+        assert parked.limosa("resume", job.pid, "--to", to, rc=None).rc == 21
+        parked.switches.remove(switch)
+        assert max(used(parked)) < 32 * MIB
+        shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
+        assert [gpu["index"] for gpu in shown["gpus"]] == [here]
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    assert used(parked)[1] > 64 * MIB > used(parked)[0]
+    job.finish()
+
+
+def test_resumed_on_a_gpu_that_it_did_not_see(parked: Any) -> None:
+    """It cannot import memory of that GPU, and makes it itself; what fails there leaves it suspended."""
+    job = parked.job("--mib", 64, env={"LD_PRELOAD": str(LIBRARY), "CUDA_VISIBLE_DEVICES": "0"})
+    parked.limosa("suspend", job.pid)
+    for rule in (
+        "function=cuMemCreate caller=job.py result=OUT_OF_MEMORY",
+        "function=cuMemcpyHtoDAsync result=UNKNOWN",
+    ):
+        switch = parked.switches.add(rule)
+        assert parked.limosa("resume", job.pid, "--to", 1, rc=None).rc in (14, 21)
+        parked.switches.remove(switch)
+        assert parked.state(job) == "checkpointed"
+        assert max(used(parked)) < 32 * MIB
+    said = parked.says(0, "", "resume", job.pid, "--to", 1)
+    assert said["way"] == "parked"
+    job.goes_on(2)
+    for to in ([], ["--to", 0], ["--to", 1]):
+        parked.limosa("suspend", job.pid)
+        parked.limosa("resume", job.pid, *to)
+        job.goes_on(2)
+    assert used(parked)[0] < 32 * MIB
+    job.finish()
+
+
 def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
     job = parked.job("--mib", 16)
     parked.says(13, "no-shim", "suspend", job.pid, ONLY)

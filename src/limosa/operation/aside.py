@@ -53,14 +53,26 @@ class Placed(msgspec.Struct, frozen=True):
     offset: int
 
 
-def read_layout(fd: int) -> list[Placed]:
+class Layout(msgspec.Struct, frozen=True):
+    """What is where in an arena.
+
+    Attributes:
+        pieces: in their order.
+        saw: the GPUs that the process saw when it initialised the driver: of others it cannot import memory.
+    """
+
+    pieces: list[Placed]
+    saw: list[str] = []
+
+
+def read_layout(fd: int) -> Layout:
     """What is where in an arena.
 
     Raises:
         CannotBeMoved: it says nothing that can be read.
     """
     try:
-        return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=list[Placed])
+        return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Layout)
     except msgspec.MsgspecError as error:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 
@@ -158,7 +170,7 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
     return fds
 
 
-def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], list[Placed]]:
+def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], Layout]:
     """The segments among what is held of a suspended process, and what is where in them.
 
     Raises:
@@ -175,7 +187,7 @@ class _Going:
 
     def __init__(self, member: Member, shim: Shim):
         self.member, self.shim = member, shim
-        self.devices = shim.devices()
+        self.devices, self.saw = shim.devices(), shim.saw()
         self.source: dict[int, int] = {}
         self.layout: list[Placed] = []
         self.segments: list[int] = []
@@ -305,7 +317,7 @@ class Suspending:
     def keep(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
-            layout = layout_file(msgspec.json.encode(part.layout))
+            layout = layout_file(msgspec.json.encode(Layout(part.layout, part.saw)))
             try:
                 held = [*part.segments, layout]
                 self._residents.put(part.shim.owner, aside_key(part.member), held, mover=False)
@@ -358,13 +370,31 @@ class _Coming:
 
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
         self.member, self.shim, self.arena = member, shim, arena
-        self.segments, self.layout = parts_of(member, arena)
+        self.segments, layout = parts_of(member, arena)
+        self.layout, self.saw = layout.pieces, set(layout.saw)
         self.target: dict[int, int] = {}
         self.mapped = False
 
     def there(self, placed: Placed) -> str:
         """The GPU that a piece goes to."""
-        return self.member.map.get(placed.gpu, placed.gpu)
+        now = self.member.moved.get(placed.gpu, placed.gpu)
+        return self.member.map.get(now, now)
+
+    def on(self, *, seen: bool) -> dict[str, list[Placed]]:
+        """The pieces by the GPU that they go to: those that the process saw when it began, or the others.
+
+        On one that it did not see it cannot import memory: it makes it itself, once the driver has brought it there.
+        """
+        found: dict[str, list[Placed]] = {}
+        for placed in self.layout:
+            if (self.there(placed) in self.saw) == seen:
+                found.setdefault(self.there(placed), []).append(placed)
+        return found
+
+    def copies(self, *, seen: bool) -> list[tuple[str, str, int, str]]:
+        """What is to be copied to these: key, arena, where in it, GPU."""
+        pid = self.member.pid
+        return [(f"{pid}/{gpu}", f"{pid}/arena", mine[0].offset, gpu) for gpu, mine in self.on(seen=seen).items()]
 
     def close(self) -> None:
         for fd in (*self.target.values(), *self.arena):
@@ -391,17 +421,21 @@ class Resuming:
         """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
         for part in self._parts:
             pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
-            for gpu in sorted({part.there(p) for p in part.layout}):
-                mine = [p for p in part.layout if part.there(p) == gpu]
+            for gpu, mine in part.on(seen=True).items():
                 made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
-            self._work.made = added_up([self._work.made, *({part.there(p): p.bytes} for p in part.layout)])
-            note = msgspec.json.encode([Held(p.id, p.bytes, part.there(p)) for p in part.layout])
-            key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in part.layout]
-            self._residents.put(part.shim.owner, key, fds, note)
+                self._work.made = added_up([self._work.made, *({gpu: p.bytes} for p in mine)])
+            mover.prepare(sorted(part.on(seen=False)))
+            self._hold(part)
             if part.layout:
                 total = sum(p.bytes for p in part.layout)
                 mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
+
+    def _hold(self, part: _Coming) -> None:
+        there = [p for p in part.layout if p.id in part.target]
+        note = msgspec.json.encode([Held(p.id, p.bytes, part.there(p)) for p in there])
+        key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in there]
+        self._residents.put(part.shim.owner, key, fds, note)
 
     def start_copy(self) -> None:
         """Copies in the background; the driver's restore runs meanwhile."""
@@ -411,10 +445,7 @@ class Resuming:
     def _copy(self) -> None:
         copies: dict[int, list[tuple[str, str, int, str]]] = {}
         for part in self._parts:
-            for gpu in sorted({part.there(p) for p in part.layout}):
-                first = next(p for p in part.layout if part.there(p) == gpu)
-                one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
-                copies.setdefault(part.shim.owner, []).append(one)
+            copies.setdefault(part.shim.owner, []).extend(part.copies(seen=True))
         try:
             self._work.timings["copy"] = copy_all(self._residents, "in", copies, copy_limit(self.bytes))
         except BaseException as error:
@@ -431,13 +462,30 @@ class Resuming:
             raise self._failed
 
     def arrive(self) -> None:
-        """Maps the memory where it was."""
+        """Maps the memory where it was; what the process must make itself is made and filled before."""
         for part in self._parts:
             self._work.note("map", "begin", part.member.pid)
             part.mapped = True
             part.shim.stack(0)
-            if part.shim.map(list(part.target), list(part.target.values())) is not Stand.CLOSED and part.target:
+            stand = Stand.CLOSED if not part.layout else Stand.AWAY
+            if part.target:
+                stand = part.shim.map(list(part.target), list(part.target.values()))
+            if part.on(seen=False):
+                stand = self._made_by_itself(part)
+            if stand is not Stand.CLOSED:
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+
+    def _made_by_itself(self, part: _Coming) -> Stand:
+        mover, pid = self._residents.mover(part.shim.owner), part.member.pid
+        late = part.on(seen=False)
+        ids = [p.id for mine in late.values() for p in mine]
+        part.target.update(zip(ids, part.shim.make(ids), strict=True))
+        self._hold(part)
+        for gpu, mine in late.items():
+            mover.take(f"{pid}/{gpu}", [part.target[p.id] for p in mine], [p.bytes for p in mine], gpu)
+        with self._work.spent("copy-late"):
+            mover.host("in", part.copies(seen=False), copy_limit(self.bytes))
+        return part.shim.map(ids)
 
     def open(self) -> None:
         """Opens the gates; from the first one on there is no way back.

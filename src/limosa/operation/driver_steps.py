@@ -412,6 +412,12 @@ def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> di
     return {pid: error for pid, future in futures.items() if (error := future.exception()) is not None}
 
 
+def _moved(member: Member) -> dict[str, str]:
+    """Where each GPU of when it was suspended is, once its map has been applied."""
+    before = {**{a: a for a in member.map if a not in member.moved.values()}, **member.moved}
+    return {a: member.map.get(b, b) for a, b in before.items() if member.map.get(b, b) != a}
+
+
 def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: str = "all") -> None:
     """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
 
@@ -429,5 +435,6 @@ def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), rele
             continue
         by = user_of(os.getpid())
         members_of = [m.identity for m in of_root]
-        of_all = {"bytes": added_up(held.values()), "members": members_of, "held": held}
+        moved = {str(m.pid): _moved(m) if m in away else m.moved for m in of_root}
+        of_all = {"bytes": added_up(held.values()), "members": members_of, "held": held, "moved": moved}
         SuspendRecord(root=identity, by=by, release=release, **of_all).save()  # type: ignore[arg-type]

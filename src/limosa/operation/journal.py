@@ -41,6 +41,7 @@ class Member(msgspec.Struct, kw_only=True):
         root: the pid of the job it belongs to.
         nodes: minor numbers of all GPUs by UUID, where GPUs are hidden from the job (``limosa run --gpus``): each
             restore shows it those that it is to be on. Else empty.
+        moved: where the GPUs of its arena are now: a resume elsewhere that was undone leaves it there, by the driver.
         away: its memory alone is suspended (``held`` is that then), and the driver knows nothing of it.
     """
 
@@ -52,6 +53,7 @@ class Member(msgspec.Struct, kw_only=True):
     beside: dict[str, int] = {}
     root: int = 0
     nodes: dict[str, int] = {}
+    moved: dict[str, str] = {}
     away: bool = False
 
     @property

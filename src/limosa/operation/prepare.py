@@ -334,6 +334,7 @@ def fill_in(prepared: Prepared, where: Where) -> None:
         member.home = {g.uuid: g.uuid for g in openable}
         if member.was == "checkpointed" and record is not None:
             member.held = dict(record.held.get(str(member.pid), {}))
+            member.moved = dict(record.moved.get(str(member.pid), {}))
         elif member.was == "checkpointed":
             prepared.reasons.append(_unknown_size(member))
         member.map = dict(member.home)

@@ -98,9 +98,10 @@ class _Suspended(_Part):
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
         super().__init__(member, shim)
         self.arena = arena
-        self.segments, self.layout = parts_of(member, arena)
+        self.segments, layout = parts_of(member, arena)
+        self.layout = layout.pieces
         self.bytes = {p.id: p.bytes for p in self.layout}
-        self.gpus = {p.id: p.gpu for p in self.layout}
+        self.gpus = {p.id: member.moved.get(p.gpu, p.gpu) for p in self.layout}
         self.let_go = False
 
     def close(self) -> None:
@@ -179,7 +180,7 @@ class Saving:
         for part in self._parts:
             if isinstance(part, _Suspended):
                 for uuid in sorted(set(part.gpus.values())):
-                    places = [(p.id, p.bytes, p.offset) for p in part.layout if p.gpu == uuid]
+                    places = [(p.id, p.bytes, p.offset) for p in part.layout if part.gpus[p.id] == uuid]
                     self._saver.aside(part.pid, places, uuid, part.segments)
         self._refuse_outside()
         self._follow()

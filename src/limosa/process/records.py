@@ -182,6 +182,8 @@ class SuspendRecord(Record, kw_only=True):
         bytes: device memory it held, by GPU uuid.
         members: its processes that held CUDA state.
         held: device memory of each of them, pid (as text) → GPU uuid → bytes.
+        moved: of each of them, pid (as text) → the GPU that it was on when it was suspended → the one where the driver
+            knows it now, where these differ.
         release: what was given back: "all", or "memory-only" where their contexts are where they were.
     """
 
@@ -190,6 +192,7 @@ class SuspendRecord(Record, kw_only=True):
     bytes: dict[str, int] = {}
     members: list[Identity] = []
     held: dict[str, dict[str, int]] = {}
+    moved: dict[str, dict[str, str]] = {}
     release: str = "all"
 
 
