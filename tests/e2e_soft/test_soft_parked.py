@@ -266,6 +266,22 @@ def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int
     job.finish()
 
 
+@pytest.mark.parametrize("delay", [0.3, 0.6])
+def test_whoever_shares_goes_on_sharing_where_limosa_is_killed(parked: Any, delay: float) -> None:
+    job = start(parked, "--mib", 48, "--export")
+    importer_of(job)
+    moving = parked.later("move", job.pid, "--to", 1)
+    time.sleep(delay)
+    moving.kill()
+    moving.communicate(timeout=60)
+    parked.limosa("recover", rc=None)
+    job.goes_on(3)
+    for to in (0, 1):
+        parked.says(0, "", "move", job.pid, "--to", to)
+        job.goes_on(3)
+    job.finish()
+
+
 def _name(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
