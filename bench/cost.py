@@ -1,17 +1,19 @@
 """What the shim costs a job that nobody moves: the same program with it and without, in turns, in one run.
 
-    python bench/cost.py [--rounds 15] [--only call,loop,training] [--json FILE]
+    python bench/cost.py [--quads 9] [--only call,loop,training] [--json FILE]
 
-call: nanoseconds that passing the gate adds to the cheapest call of the driver. training: a step of a GPT (12 layers
-of 768, bf16, AdamW) in PyTorch. loop: a launch of a small kernel, one after the other. Two processes of each live side
-by side, one under the shim, and are asked in turn, in changing order, so that clocks and temperatures are the same for
-both; the medians of all rounds are compared, and of ratios that of each round's two. Exit code 0 where all is within
-the limits, 1 where not, 3 where something could not be measured.
+call: nanoseconds that passing the gate adds to the cheapest call of the driver. loop: a launch of a small kernel, one
+after the other, in PyTorch. training: a step of a GPT (12 layers of 768, bf16, AdamW) in PyTorch. Two processes live
+side by side, one under the shim; only one works at a time. They are asked with, without, without, with: of such a quad
+the two sums are compared, so that what drifts evenly is on both sides; the median of all quads counts. What waits for
+the processor (call, loop) does so on one and the same core, after as many turns as it takes until both are steady. Exit
+code 0 where all is within the limits, 1 where not, 3 where something could not be measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ WORDS = {
     "training": ("a step of GPT training, PyTorch", "ms"),
     "loop": ("a launch of a small kernel, PyTorch", "µs"),
 }
-START_SECONDS, ROUND_SECONDS = 90.0, 20.0
+START_SECONDS, ROUND_SECONDS, WARM_SECONDS = 90.0, 20.0, 4.0
+CORES = os.sched_getaffinity(0)
 
 
 def training(device: str) -> Any:
@@ -112,34 +116,50 @@ def settle(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def work(what: str, device: str) -> None:
-    """One of the two processes: says that it is ready, then answers each number with a measurement."""
-    measure = {"training": training, "loop": loop}[what](device)
-    for _ in range(3):
-        measure(5 if what == "training" else 5000)
+def work(device: str) -> None:
+    """One of the two processes: says that it is ready, then answers "WHAT N" with a measurement."""
+    made: dict[str, Any] = {}
+    settle(device)
     print("ready", flush=True)
     for line in sys.stdin:
-        print(measure(int(line)), flush=True)
+        what, n = line.split()
+        if what not in made:
+            made[what] = {"training": training, "loop": loop}[what](device)
+            made[what](10)
+            gc.collect()
+            gc.disable()
+            # This thread alone: the driver's own, and those of autograd, stay where they are.
+            os.sched_setaffinity(0, {core()} if what == "loop" else CORES)
+        print(made[what](int(n)), flush=True)
+
+
+def core() -> int:
+    """Where what waits for the processor is measured: the last core, which the kernel itself uses least."""
+    return max(CORES)
 
 
 class Side:
     """A process that measures, under the shim or not."""
 
-    def __init__(self, what: str, shim: bool, device: str, program: Path):
-        argv = [str(program)] if what == "call" else [sys.executable, __file__, "--work", what, "--device", device]
+    def __init__(self, argv: Sequence[str], shim: bool, pin: bool = False):
         bare = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        self.ready = False
         self.process = subprocess.Popen(
             argv, env=preload(bare) if shim else bare, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
+        if pin:
+            os.sched_setaffinity(self.process.pid, {core()})
 
     def wait(self) -> None:
         """Until it is ready."""
-        self._limited(START_SECONDS, lambda: self._line("ready"))
+        if not self.ready:
+            self._limited(START_SECONDS, lambda: self._line("ready"))
+            self.ready = True
 
-    def ask(self, n: int) -> float:
+    def ask(self, text: str) -> float:
         """One measurement."""
         assert self.process.stdin is not None
-        print(n, file=self.process.stdin, flush=True)
+        print(text, file=self.process.stdin, flush=True)
         return float(self._limited(ROUND_SECONDS, self._line))
 
     def end(self) -> None:
@@ -163,47 +183,48 @@ class Side:
             timer.cancel()
 
 
-def compare(what: str, rounds: int, device: str, folder: Path) -> dict[str, Any]:
-    """Measure one thing on both sides in turn.
+def steady(sides: Sequence[Side], text: str, seconds: float) -> None:
+    """Has both work in turn until neither becomes faster or slower any more, for so long at most."""
+    end, seen = time.monotonic() + seconds, [[side.ask(text)] for side in sides]
+    while time.monotonic() < end:
+        for side, values in zip(sides, seen, strict=True):
+            values.append(side.ask(text))
+        if all(len(v) >= 6 and max(v[-5:]) < 1.03 * min(v[-5:]) for v in seen):
+            return
+
+
+def compare(what: str, sides: Sequence[Side], text: str, quads: int) -> dict[str, Any]:
+    """Measures one thing with (the first side) and without.
 
     Returns:
-        A row: "what", "with", "without", "added", "unit", "must", "ok", and every round.
+        A row: "what", "with", "without", "added", "unit", "must", "ok", "spread" (of the middle half of all quads), and
+        every quad.
     """
-    program = folder / "cost"
-    if what == "call":
-        source = Path(__file__).with_name("cost.c")
-        subprocess.run([*compilers()[0], "-O2", "-o", program, source, "-ldl"], check=True, timeout=60)
-    amount = {"call": 2_000_000, "training": 10, "loop": 40_000}[what] // (20 if device == "cpu" else 1) or 1
-    sides = {"with": Side(what, True, device, program), "without": Side(what, False, device, program)}
-    found: dict[str, list[float]] = {"with": [], "without": []}
-    try:
-        for side in sides.values():
-            side.wait()
-        for turn in range(rounds):
-            for name in sorted(sides, reverse=turn % 2 == 0):
-                found[name].append(sides[name].ask(amount))
-    finally:
-        for side in sides.values():
-            side.end()
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    if what == "call":
-        added, unit = medians["with"] - medians["without"], "ns"
-    else:
-        ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
-        added, unit = (statistics.median(ratios) - 1) * 100, "%"
+    for side in sides:
+        side.wait()
+    steady(sides, text, WARM_SECONDS)
+    one, other = sides
+    found = []
+    for _ in range(quads):
+        a, b, c, d = one.ask(text), other.ask(text), other.ask(text), one.ask(text)
+        found.append(((a + d) / 2, (b + c) / 2))
+    with_, without = (statistics.median(quad[i] for quad in found) for i in (0, 1))
+    added = sorted(a - b if what == "call" else (a / b - 1) * 100 for a, b in found)
+    middle, unit = statistics.median(added), "ns" if what == "call" else "%"
     return {
         "what": WORDS[what][0],
-        "with": round(medians["with"], 4),
-        "without": round(medians["without"], 4),
+        "with": round(with_, 4),
+        "without": round(without, 4),
         "unit": WORDS[what][1],
-        "added": round(added, 3),
+        "added": round(middle, 3),
         "must": f"≤ {LIMITS[what]:g} {unit}",
-        "ok": added <= LIMITS[what],
-        "rounds": found,
+        "ok": middle <= LIMITS[what],
+        "spread": [round(added[len(added) // 4], 3), round(added[-1 - len(added) // 4], 3)],
+        "rounds": {"with": [a for a, _ in found], "without": [b for _, b in found]},
     }
 
 
-def cost(rounds: int = 15, only: str = "call,loop,training", device: str = "cuda") -> list[dict[str, Any]]:
+def cost(quads: int = 9, only: str = "call,loop,training", device: str = "cuda") -> list[dict[str, Any]]:
     """All of it.
 
     Returns:
@@ -211,31 +232,61 @@ def cost(rounds: int = 15, only: str = "call,loop,training", device: str = "cuda
     """
     problem = build_shim()
     rows: list[dict[str, Any]] = []
+    part = 20 if device == "cpu" else 1
+    # What is asked for at a time takes some tens of milliseconds, a step of training ten times that.
+    amounts = {"call": ("2000000", 3 * quads), "loop": (f"loop {6000 // part}", 4 * quads)}
+    amounts["training"] = (f"training {max(1, 8 // part)}", max(3, quads - 2))
+    torch = [sys.executable, __file__, "--work", device]
+    kept: list[Side] = []
     with tempfile.TemporaryDirectory() as folder:
-        for what in only.split(","):
-            try:
-                if problem is not None or not LIBRARY.is_file():
-                    raise OSError(problem or "there is no shim")
-                rows.append(compare(what, rounds, device, Path(folder)))
-            except (OSError, ValueError, subprocess.SubprocessError, IndexError) as error:
-                row = {"what": WORDS[what][0], "with": None, "without": None, "unit": WORDS[what][1]}
-                rows.append({**row, "must": f"≤ {LIMITS[what]:g}", "ok": None, "error": str(error)})
+        try:
+            if problem is not None or not LIBRARY.is_file():
+                raise OSError(problem or "there is no shim")
+            if set(only.split(",")) & {"loop", "training"}:
+                kept = [Side(torch, shim) for shim in (True, False)]
+            for what in only.split(","):
+                try:
+                    sides = [*kept]
+                    if what == "call":
+                        program, source = f"{folder}/cost", Path(__file__).with_name("cost.c")
+                        argv = [*compilers()[0], "-O2", "-o", program, str(source), "-ldl"]
+                        subprocess.run(argv, check=True, timeout=60)
+                        for side in kept:  # they would start up beside it
+                            side.wait()
+                        sides = [Side([program], shim, pin=True) for shim in (True, False)]
+                    text, times = amounts[what]
+                    rows.append(compare(what, sides, text, times))
+                except (OSError, ValueError, subprocess.SubprocessError, IndexError) as error:
+                    rows.append(_unmeasured(what, error))
+                finally:
+                    for side in sides if what == "call" else []:
+                        side.end()
+        except OSError as error:
+            rows += [_unmeasured(what, error) for what in only.split(",")]
+        finally:
+            for side in kept:
+                side.end()
     return rows
+
+
+def _unmeasured(what: str, error: Exception) -> dict[str, Any]:
+    row = {"what": WORDS[what][0], "with": None, "without": None, "unit": WORDS[what][1]}
+    return {**row, "must": f"≤ {LIMITS[what]:g}", "ok": None, "error": str(error)}
 
 
 def main() -> int:
     """Measure, say it, write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quads", type=int, default=9)
     parser.add_argument("--only", default="call,loop,training")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--json")
-    parser.add_argument("--work")
+    parser.add_argument("--work", metavar="DEVICE")
     options = parser.parse_args()
     if options.work:
-        work(options.work, options.device)
+        work(options.work)
         return 0
-    rows = cost(options.rounds, options.only, options.device)
+    rows = cost(options.quads, options.only, options.device)
     if options.json:
         Path(options.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
     head = ("what", "without the shim", "with it", "added", "limit", "")
