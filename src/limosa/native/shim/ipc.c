@@ -248,6 +248,7 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
     struct reader *reader = gate_enter();
     CUresult result = import(pointer, said, fd);
     gate_leave(reader);
+    shutdown(connection, SHUT_RDWR); /* also for a child that was forked meanwhile and has it, too */
     close(connection);
     return result;
 }

@@ -1,0 +1,234 @@
+/* Holds the process still, takes its memory away and gives it back. */
+#include "bulk.h"
+#include "park.h"
+#include "serve.h"
+#include "shim.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "fds.h"
+
+#define LIMIT_STACK 0
+#define USUAL_STACK 1024 /* what it is where nobody has set it */
+
+static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
+static size_t stack_before[MAX_DEVICES]; /* 0: it has not been lowered */
+bool still_keeps_stack;
+
+static uint64_t now_ms(void)
+{
+    struct timespec now;
+
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
+}
+
+struct wait {
+    pthread_mutex_t lock;
+    pthread_cond_t done;
+    bool over;
+    _Atomic bool left; /* nobody waits for it any longer */
+    CUresult result;
+    size_t n_made;
+    CUcontext made[]; /* the application's own contexts: it may go on, and change its list, before this is over */
+};
+
+static void *wait_for_device(void *data)
+{
+    struct wait *wait = data;
+
+    gate_exempt();
+    CUresult result = park_wait(wait->made, wait->n_made, &wait->left);
+    pthread_mutex_lock(&wait->lock);
+    wait->result = result;
+    wait->over = true;
+    bool left_alone = wait->left;
+    pthread_cond_signal(&wait->done);
+    pthread_mutex_unlock(&wait->lock);
+    if (left_alone) {
+        free(wait);
+        atomic_store(&waiting, 0);
+    }
+    return NULL;
+}
+
+/* The device cannot be waited for with a limit: somebody else waits, and is left to it when the time is up. */
+static CUresult device_done(uint64_t milliseconds)
+{
+    struct wait *wait = calloc(1, sizeof *wait + n_contexts * sizeof wait->made[0]);
+    struct timespec end;
+    pthread_attr_t attributes;
+    pthread_condattr_t clock;
+    pthread_t thread;
+    CUresult result = NOT_READY;
+
+    if (!wait)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    for (uint64_t begun = now_ms(); atomic_load(&waiting); poll(NULL, 0, 1))
+        if (now_ms() - begun >= milliseconds) {
+            free(wait);
+            return NOT_READY;
+        }
+    atomic_store(&waiting, 1);
+    wait->n_made = n_contexts;
+    memcpy(wait->made, contexts, n_contexts * sizeof wait->made[0]);
+    pthread_mutex_init(&wait->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&wait->done, &clock);
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    end.tv_sec += (time_t)(milliseconds / 1000);
+    end.tv_nsec += (long)(milliseconds % 1000) * 1000000;
+    if (end.tv_nsec >= 1000000000)
+        end.tv_sec++, end.tv_nsec -= 1000000000;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (pthread_create(&thread, &attributes, wait_for_device, wait)) {
+        free(wait);
+        atomic_store(&waiting, 0);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pthread_mutex_lock(&wait->lock);
+    while (!wait->over && pthread_cond_timedwait(&wait->done, &wait->lock, &end) == 0)
+        ;
+    bool over = wait->over;
+    result = over ? wait->result : NOT_READY;
+    wait->left = !over;
+    pthread_mutex_unlock(&wait->lock);
+    if (over) {
+        free(wait);
+        atomic_store(&waiting, 0);
+    }
+    return result;
+}
+
+int32_t still_close(uint64_t milliseconds)
+{
+    uint64_t begun = now_ms();
+
+    if (state != STATE_OPEN)
+        return -EALREADY;
+    if (!gate_close(milliseconds))
+        return NOT_READY;
+    uint64_t spent = now_ms() - begun;
+    CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);
+    if (result) {
+        gate_open();
+        return result;
+    }
+    state = STATE_CLOSED;
+    bulk_gate(true);
+    return 0;
+}
+
+static bool all_there(void)
+{
+    for (size_t i = 0; i < n_mappings; i++)
+        if (mappings[i]->away)
+            return false;
+    for (size_t i = 0; i < n_memories; i++)
+        if (!memories[i]->driver)
+            return false;
+    return true;
+}
+
+int32_t still_unmap(void)
+{
+    size_t coming = PROTOCOL_MOST;
+
+    if (state == STATE_OPEN)
+        return -EINVAL;
+    for (size_t i = 0; i < n_memories; i++)
+        coming += park_can(memories[i]) && memories[i]->kept < 0;
+    if (!fds_room(coming))
+        return -EMFILE; /* what comes back is held by a descriptor each */
+    state = STATE_AWAY; /* or still is: a part may have come back before something failed */
+    CUresult result = park_unmap();
+    if (all_there())
+        state = STATE_CLOSED;
+    return result;
+}
+
+/* Descriptors are ours from here on. */
+int32_t still_map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
+{
+    int32_t result = state == STATE_OPEN ? -EINVAL : 0;
+
+    for (size_t i = 0; i < n; i++) {
+        struct memory *memory = memory_by_id(ids[i]);
+        int fd = i < n_fds ? fds[i] : -1;
+        if (result || !memory || (fd < 0 && !memory->driver && !memory->made)) {
+            if (fd >= 0)
+                close(fd);
+            result = result ? result : CUDA_ERROR_INVALID_HANDLE;
+        } else {
+            result = park_map(memory, fd);
+        }
+    }
+    for (size_t i = n; i < n_fds; i++)
+        close(fds[i]);
+    if (state == STATE_AWAY && all_there())
+        state = STATE_CLOSED;
+    return result;
+}
+
+/* The local memory of a context is saved with it: less stack, less to save. Each primary context has its own; one whose
+ * limit the application has set is left alone. 0: what was lowered is put back. */
+int32_t still_stack(size_t bytes)
+{
+    int n = 0;
+    CUresult result = real(cuDeviceGetCount)(&n);
+
+    if (state == STATE_OPEN)
+        return -EINVAL;
+    for (int device = 0; device < n && device < MAX_DEVICES && !result; device++) {
+        CUcontext context = NULL;
+        unsigned flags;
+        int active = 0;
+        if (bytes ? still_keeps_stack || stack_before[device] : !stack_before[device])
+            continue;
+        if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active
+            || real(cuDevicePrimaryCtxRetain)(&context, device))
+            continue;
+        if (!(result = real(cuCtxSetCurrent)(context))) {
+            size_t now = 0;
+            if (!bytes) {
+                if (!(result = real(cuCtxSetLimit)(LIMIT_STACK, stack_before[device])))
+                    stack_before[device] = 0;
+            } else if (!(result = real(cuCtxGetLimit)(&now, LIMIT_STACK)) && now == USUAL_STACK && bytes < now) {
+                if (!(result = real(cuCtxSetLimit)(LIMIT_STACK, bytes)))
+                    stack_before[device] = now;
+            }
+        }
+        real(cuCtxSetCurrent)(NULL);
+        real(cuDevicePrimaryCtxRelease_v2)(device);
+    }
+    return result;
+}
+
+/* Whoever comes through finds the stack as it was. */
+int32_t still_open(void)
+{
+    if (state == STATE_AWAY)
+        return -EBUSY; /* the application would meet addresses with nothing behind them */
+    int32_t result = state == STATE_CLOSED ? still_stack(0) : 0;
+    if (result)
+        return result;
+    park_unmake();
+    state = STATE_OPEN;
+    bulk_gate(false);
+    gate_open();
+    bulk_prepare(0); /* behind it: giving back takes a while, too */
+    return 0;
+}
+
+void still_in_child(void)
+{
+    memset(stack_before, 0, sizeof stack_before);
+    atomic_store(&waiting, 0);
+}

@@ -1,0 +1,263 @@
+/* What the shim tells, and the descriptors that it hands out. */
+#include "fds.h"
+#include "park.h"
+#include "serve.h"
+#include "shim.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#define TABLES_SECONDS 5
+
+/* The tables. While the gate is open an application's thread may hold them for as long as one call of the driver takes:
+ * that is waited for with a limit, and no longer. While it is closed nobody else has them. */
+static bool tables(struct message *answer)
+{
+    struct timespec end;
+
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_sec += TABLES_SECONDS;
+    if (!pthread_mutex_timedlock(&memory_lock, &end))
+        return true;
+    answer->result = -EBUSY;
+    return false;
+}
+
+static struct record record_of(const struct memory *memory)
+{
+    struct record record = {.id = memory->id, .bytes = memory->bytes, .share = memory->share, .owner = memory->owner,
+                            .device = (uint32_t)memory->asked.location.id};
+
+    record.flags |= memory->shared ? RECORD_SHARED : 0;
+    record.flags |= memory->driver ? 0 : RECORD_AWAY;
+    record.flags |= memory->kept >= 0 ? RECORD_IMPORTED : 0;
+    for (size_t i = 0; memory->mappings && i < n_mappings; i++)
+        if (mappings[i]->memory == memory) {
+            record.at = mappings[i]->at;
+            record.flags |= RECORD_MAPPED | (mappings[i]->plain ? RECORD_PLAIN : 0);
+            break;
+        }
+    return record;
+}
+
+/* Records, as many to a packet as there is room for. */
+static bool say_all(int client, struct message *answer, const void *all, size_t n, size_t each)
+{
+    size_t done = 0;
+    bool well;
+
+    do {
+        size_t some = n - done < PROTOCOL_MOST ? n - done : PROTOCOL_MOST;
+        answer->a = n;
+        answer->b = some;
+        well = say(client, answer, (const char *)all + done * each, some * each, NULL, 0);
+        done += some;
+    } while (well && done < n);
+    return well;
+}
+
+bool tell_list(int client, struct message *answer)
+{
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
+    size_t n = n_memories;
+    struct record *all = calloc(n ? n : 1, sizeof *all);
+    if (!all)
+        answer->result = -ENOMEM, n = 0;
+    for (size_t i = 0; i < n; i++)
+        all[i] = record_of(memories[i]);
+    pthread_mutex_unlock(&memory_lock);
+    bool well = say_all(client, answer, all, n, sizeof *all);
+    free(all);
+    return well;
+}
+
+struct memory *memory_by_id(uint64_t id)
+{
+    for (size_t i = 0; i < n_memories; i++)
+        if (memories[i]->id == id)
+            return memories[i];
+    return NULL;
+}
+
+/* A descriptor of each: of what is there, or of what is made anew. */
+bool tell_descriptors(int client, struct message *answer, const uint64_t *ids, size_t n, bool anew)
+{
+    int fds[PROTOCOL_MOST];
+    size_t done = 0;
+
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
+    fds_more();
+    for (; done < n && !answer->result; done++) {
+        struct memory *memory = memory_by_id(ids[done]);
+        CUresult result = CUDA_ERROR_INVALID_HANDLE;
+        fds[done] = -1;
+        if (memory && anew)
+            result = park_make(memory, &fds[done]);
+        else if (memory)
+            fds[done] = park_descriptor(memory, &result);
+        if (fds[done] < 0) {
+            answer->result = result;
+            answer->a = ids[done];
+            break;
+        }
+    }
+    fds_as_before();
+    pthread_mutex_unlock(&memory_lock);
+    size_t given = answer->result ? 0 : done;
+    for (size_t i = given; i < done; i++)
+        close(fds[i]);
+    bool well = say(client, answer, NULL, 0, fds, given);
+    for (size_t i = 0; i < given; i++)
+        close(fds[i]);
+    return well;
+}
+
+void tell_hello(struct message *answer)
+{
+    if (!tables(answer))
+        return;
+    answer->a = state;
+    answer->b = (uint64_t)getpid();
+    answer->c = n_memories;
+    for (size_t i = 0; i < n_memories; i++)
+        answer->d += park_can(memories[i]) ? memories[i]->bytes : 0;
+    pthread_mutex_unlock(&memory_lock);
+}
+
+bool tell_called(int client, struct message *answer)
+{
+    int all = n_entries();
+
+    for (int i = 0; i < all; i++)
+        answer->a += entries[i].called || entries[i].asked_for;
+    for (int i = 0; i < all || !i;) {
+        char names[16384];
+        size_t used = 0;
+        answer->b = 0;
+        for (; i < all && used + 300 < sizeof names; i++) {
+            unsigned char done = (unsigned char)((entries[i].called ? 1 : 0) + (entries[i].asked_for ? 2 : 0));
+            size_t length = done ? strnlen(entries[i].symbol, 256) : 0;
+            if (!done)
+                continue;
+            names[used++] = (char)entries[i].role;
+            names[used++] = (char)done;
+            memcpy(names + used, entries[i].symbol, length);
+            used += length;
+            names[used++] = 0;
+            answer->b++;
+        }
+        if (!say(client, answer, names, used, NULL, 0))
+            return false;
+    }
+    return true;
+}
+
+static bool remember(struct memory *memory, int pid)
+{
+    for (size_t i = 0; i < memory->n_sharers; i++)
+        if (memory->sharers[i] == pid)
+            return true;
+    int *more = realloc(memory->sharers, (memory->n_sharers + 1) * sizeof *more);
+    if (!more)
+        return false;
+    memory->sharers = more;
+    more[memory->n_sharers++] = pid;
+    return true;
+}
+
+/* Another process's shim opens a legacy handle of ours. */
+bool tell_share(int client, struct message *answer, const struct message *asked)
+{
+    struct ucred who;
+    socklen_t size = sizeof who;
+    int fd = -1;
+
+    if (state != STATE_OPEN)
+        answer->result = -EAGAIN;
+    else if (!ipc_is_ours(asked->b) || getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size))
+        answer->result = -ENOENT;
+    else if (tables(answer)) {
+        struct memory *memory = memory_by_id(asked->a);
+        CUresult result = CUDA_ERROR_INVALID_VALUE;
+        if (memory && memory->share == asked->c && remember(memory, who.pid))
+            fd = park_descriptor(memory, &result);
+        pthread_mutex_unlock(&memory_lock);
+        answer->result = fd < 0 ? result : 0;
+    }
+    bool well = say(client, answer, NULL, 0, &fd, fd >= 0);
+    if (fd >= 0)
+        close(fd);
+    return well;
+}
+
+bool tell_sharers(int client, struct message *answer)
+{
+    struct pair {
+        uint64_t share, pid;
+    } *all;
+    size_t n = 0, at = 0;
+
+    if (!tables(answer))
+        return say(client, answer, NULL, 0, NULL, 0);
+    for (size_t i = 0; i < n_memories; i++)
+        n += memories[i]->n_sharers;
+    all = calloc(n ? n : 1, sizeof *all);
+    for (size_t i = 0; all && i < n_memories; i++)
+        for (size_t j = 0; j < memories[i]->n_sharers; j++)
+            all[at++] = (struct pair){memories[i]->share, (uint64_t)memories[i]->sharers[j]};
+    pthread_mutex_unlock(&memory_lock);
+    if (!all)
+        answer->result = -ENOMEM;
+    bool well = say_all(client, answer, all, at, sizeof *all);
+    free(all);
+    return well;
+}
+
+static unsigned char at_first[MAX_DEVICES][16]; /* the GPUs that were there when the driver was initialised */
+static int n_at_first;
+
+void tell_begin(void)
+{
+    int n = 0;
+
+    n_at_first = 0;
+    if (real(cuDeviceGetCount)(&n))
+        return;
+    for (int device = 0; device < n && device < MAX_DEVICES; device++)
+        if (!real(cuDeviceGetUuid_v2)(at_first[n_at_first], device))
+            n_at_first++;
+}
+
+bool tell_devices(int client, struct message *answer)
+{
+    static unsigned char uuids[2 * MAX_DEVICES][16];
+    int n = 0;
+
+    answer->result = real(cuDeviceGetCount)(&n);
+    n = n > MAX_DEVICES ? MAX_DEVICES : n;
+    for (int device = 0; device < n && !answer->result; device++)
+        answer->result = real(cuDeviceGetUuid_v2)(uuids[device], device);
+    answer->a = (uint64_t)n;
+    answer->b = (uint64_t)n_at_first;
+    memcpy(uuids[n], at_first, (size_t)n_at_first * 16);
+    return say(client, answer, uuids, answer->result ? 0 : (size_t)(n + n_at_first) * 16, NULL, 0);
+}
+
+bool tell_counts(int client, struct message *answer)
+{
+    struct counts now = {.calls = {0}};
+
+    answer->a = LEFT_KINDS;
+    if (tables(answer)) {
+        left_counts(&now);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return say(client, answer, &now, answer->result ? 0 : sizeof now, NULL, 0);
+}
+
