@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soft_command import Held, waits_for
 
 from limosa.parking import LIBRARY
 from limosa.parking.protocol import Stand
@@ -149,6 +150,26 @@ def test_a_resume_elsewhere_that_was_undone_may_be_tried_again(parked: Any) -> N
     parked.limosa("resume", job.pid)
     job.goes_on(2)
     assert used(parked)[1] > 64 * MIB > used(parked)[0]
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    ("copying", "command"), [("cuMemcpyDtoHAsync", ["suspend"]), ("cuMemcpyDtoDAsync", ["move", "--to", 1])]
+)
+def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, command: list[object]) -> None:
+    """The operation fails, and its GPU was filled meanwhile: what is away goes into an arena, for a resume."""
+    job = start(parked, "--mib", 64)
+    held = Held(parked, copying, *command, job.pid)
+    waits_for(parked, lambda: parked.state(job) == "checkpointed")
+    with parked.switches.fill(0, leave=4 * MIB):
+        kill(parked, "limosa-mover")
+        parked.judge(parked.ends(held.process, 60), 41, "")
+        parked.switches.remove(held.rule)
+        assert stand(job) is Stand.AWAY
+        parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(2)
+    parked.limosa("move", job.pid, "--to", 0)
+    job.goes_on(2)
     job.finish()
 
 

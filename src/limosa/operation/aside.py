@@ -58,7 +58,8 @@ class Layout(msgspec.Struct, frozen=True):
 
     Attributes:
         pieces: in their order.
-        saw: the GPUs that the process saw when it initialised the driver: of others it cannot import memory.
+        saw: the GPUs that the process saw when it initialised the driver: of others it cannot import memory. Where that
+            is not known there is none: it makes its memory itself then, which always works.
     """
 
     pieces: list[Placed]

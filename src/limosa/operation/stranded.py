@@ -7,14 +7,14 @@ goes into an arena in host memory, as after a suspend, so that ``resume`` finds 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from limosa import gpu
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.arena import arena_cap
-from limosa.operation.aside import Placed, aside_key
+from limosa.operation.aside import Layout, Placed, aside_key
 from limosa.operation.holders import Held, close_all
 from limosa.operation.journal import Member
 from limosa.operation.parked import copy_limit
@@ -42,32 +42,32 @@ def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int
     layout: list[Placed] = []
     offset = 0
     for piece in (pieces[i] for i in order):
-        there = member.map.get(piece.gpu, piece.gpu) if away else piece.gpu
-        layout.append(Placed(piece.id, piece.bytes, there, offset))
+        layout.append(Placed(piece.id, piece.bytes, piece.gpu, offset))
         offset += piece.bytes
     residents = Residents()
     held: list[int] = []
     try:
         held += residents.vault(shim.owner).segments(aside_key(member), offset, arena_cap())
         _copy_out(residents, shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
-        held.append(layout_file(msgspec.json.encode(layout)))
+        held.append(layout_file(msgspec.json.encode(Layout(layout))))
         residents.put(shim.owner, aside_key(member), held, mover=False)
         shim.keep(held)
     finally:
         residents.close()
         close_all(held)
-    _note(member, layout)
+    _note(member, layout, member.map if away else {})
 
 
-def _note(member: Member, layout: Sequence[Placed]) -> None:
+def _note(member: Member, layout: Sequence[Placed], there: Mapping[str, str]) -> None:
     """What a resume needs room for: what the driver saved, and what lies in the arena."""
     record = SuspendRecord.of(Identity.of(member.root or member.pid))
     if record is None:
         return
     held = record.held.setdefault(str(member.pid), {})
     for placed in layout:
-        held[placed.gpu] = held.get(placed.gpu, 0) + placed.bytes
-        record.bytes[placed.gpu] = record.bytes.get(placed.gpu, 0) + placed.bytes
+        uuid = there.get(placed.gpu, placed.gpu)
+        held[uuid] = held.get(uuid, 0) + placed.bytes
+        record.bytes[uuid] = record.bytes.get(uuid, 0) + placed.bytes
     record.save()
 
 
