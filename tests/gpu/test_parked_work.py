@@ -84,6 +84,14 @@ def test_cupy(prover: Prover) -> None:
     prover.twins_agree(job)
 
 
+@pytest.mark.parametrize("stack", [[], ["--stack", "8192", "--depth", "40"]], ids=["usual", "own"])
+def test_local_memory(prover: Prover, stack: list[str]) -> None:
+    """The stack limit is lower while the job is checkpointed, where the program has set none of its own."""
+    job = prover.start([sys.executable, str(VICTIMS / "proof_local.py"), "FOLDER", *stack])
+    prover.moves(job, 5, GB // 2)
+    prover.twins_agree(job)
+
+
 def test_numba(prover: Prover) -> None:
     job = prover.start([sys.executable, str(VICTIMS / "proof_numba.py"), "FOLDER"])
     prover.moves(job, 5, GB // 2)
