@@ -46,7 +46,7 @@ LIMITS = {
 PARKED_LIMITS = {
     "limosa.operation.parked:GATE_SECONDS": 1.0,
     "limosa.operation.parked:COPY_SECONDS": 1.0,
-    "limosa.operation.aside:GATE_SECONDS": 1.0,
+    "limosa.operation.suspending:GATE_SECONDS": 1.0,
     "limosa.parking.mover:CALL_SECONDS": 1.0,
     "limosa.parking.resident:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:WORK_SECONDS": 1.0,

@@ -25,7 +25,7 @@ from limosa.errors import (
     worst,
 )
 from limosa.operation import driver_steps, estimate, idle, room, shares
-from limosa.operation.aside import MEMORY_ONLY, Resuming, Suspending, aside_shims
+from limosa.operation.aside import MEMORY_ONLY, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
@@ -35,6 +35,8 @@ from limosa.operation.move_plan import is_done, look_at
 from limosa.operation.parked import Parked, shims_of
 from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import JobResult, Outcome, Plan
+from limosa.operation.resuming import Resuming
+from limosa.operation.suspending import Suspending
 from limosa.operation.work import Clock, Work, myself
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord

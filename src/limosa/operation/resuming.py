@@ -1,0 +1,182 @@
+"""The parked part of one resume: device memory back from the arena, beside the driver's restore or alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from limosa.errors import FailedUndone, LimosaError
+from limosa.operation.aside import Copy, Copying, Placed, arena_of, aside_key, parts_of
+from limosa.operation.holders import Held, key_of
+from limosa.operation.journal import Member, added_up
+from limosa.operation.parked import (
+    copy_limit,
+    gate_was_opened,
+    leave,
+    open_gates,
+)
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.shim import Shim
+
+
+class _Coming:
+    """One process on its way back."""
+
+    def __init__(self, member: Member, shim: Shim, arena: list[int]):
+        self.member, self.shim, self.arena = member, shim, arena
+        self.segments, layout = parts_of(member, arena)
+        self.layout, self.saw = layout.pieces, set(layout.saw)
+        self.target: dict[int, int] = {}
+        self.mapped = False
+
+    def there(self, placed: Placed) -> str:
+        """The GPU that a piece goes to."""
+        now = self.member.moved.get(placed.gpu, placed.gpu)
+        return self.member.map.get(now, now)
+
+    def on(self, *, seen: bool) -> dict[str, list[Placed]]:
+        """The pieces by the GPU that they go to: those that the process saw when it began, or the others.
+
+        On one that it did not see it cannot import memory: it makes it itself, once the driver has brought it there.
+        """
+        found: dict[str, list[Placed]] = {}
+        for placed in self.layout:
+            if (self.there(placed) in self.saw) == seen:
+                found.setdefault(self.there(placed), []).append(placed)
+        return found
+
+    def copies(self, *, seen: bool) -> list[Copy]:
+        """What is to be copied to these: key, arena, where in it, GPU."""
+        pid = self.member.pid
+        return [(f"{pid}/{gpu}", f"{pid}/arena", mine[0].offset, gpu) for gpu, mine in self.on(seen=seen).items()]
+
+    def close(self) -> None:
+        for fd in (*self.target.values(), *self.arena):
+            os.close(fd)
+        self.target.clear()
+        self.arena.clear()
+        self.shim.close()
+
+
+class Resuming:
+    """The parked part of one resume."""
+
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
+        self._work = work
+        self._residents = Residents()
+        mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
+        self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
+        self._opened = False
+        self._copying = Copying(work, self._residents)
+        self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
+
+    def prepare(self) -> None:
+        """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
+        for part in self._parts:
+            pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
+            for gpu, mine in part.on(seen=True).items():
+                made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
+                part.target.update(zip((p.id for p in mine), made, strict=True))
+                self._work.made = added_up([self._work.made, *({gpu: p.bytes} for p in mine)])
+            mover.prepare(sorted(part.on(seen=False)))
+            self._hold(part)
+            if part.layout:
+                total = sum(p.bytes for p in part.layout)
+                mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
+
+    def _hold(self, part: _Coming) -> None:
+        there = [p for p in part.layout if p.id in part.target]
+        note = msgspec.json.encode([Held(p.id, p.bytes, part.there(p)) for p in there])
+        key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in there]
+        self._residents.put(part.shim.owner, key, fds, note)
+
+    def start_copy(self) -> None:
+        """Copies in the background; the driver does its part meanwhile."""
+        copies: dict[int, list[Copy]] = {}
+        for part in self._parts:
+            copies.setdefault(part.shim.owner, []).extend(part.copies(seen=True))
+        self._copying.start("in", copies, copy_limit(self.bytes))
+
+    def wait_for_copy(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+        self._copying.wait()
+
+    def arrive(self) -> None:
+        """Maps the memory where it was; what the process must make itself is made and filled before."""
+        for part in self._parts:
+            self._work.note("map", "begin", part.member.pid)
+            part.mapped = True
+            part.shim.stack(0)
+            stand = Stand.CLOSED if not part.layout else Stand.AWAY
+            if part.target:
+                stand = part.shim.map(list(part.target), list(part.target.values()))
+            if part.on(seen=False):
+                stand = self._made_by_itself(part)
+            if stand is not Stand.CLOSED:
+                raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+
+    def _made_by_itself(self, part: _Coming) -> Stand:
+        mover, pid = self._residents.mover(part.shim.owner), part.member.pid
+        late = part.on(seen=False)
+        ids = [p.id for mine in late.values() for p in mine]
+        part.target.update(zip(ids, part.shim.make(ids), strict=True))
+        self._hold(part)
+        for gpu, mine in late.items():
+            mover.take(f"{pid}/{gpu}", [part.target[p.id] for p in mine], [p.bytes for p in mine], gpu)
+        with self._work.spent("copy-late"):
+            mover.host("in", part.copies(seen=False), copy_limit(self.bytes))
+        return part.shim.map(ids)
+
+    def open(self) -> None:
+        """Opens the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+        self._opened = True
+        for part in self._parts:
+            self._work.try_note("open", "begin", part.member.pid)
+        open_gates([(part.member, part.shim) for part in self._parts], self._work.operation)
+
+    def leave_target(self) -> None:
+        """Undoes :meth:`arrive`, before the driver puts the process aside again.
+
+        Raises:
+            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
+        """
+        self._copying.settle()
+        if self._opened:
+            raise gate_was_opened(self._work.operation)
+        leave([(part.member, part.shim) for part in self._parts if part.mapped])
+
+    def stay(self) -> None:
+        """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""
+        self._copying.settle()
+        self._close()
+
+    def let_go(self) -> None:
+        """The jobs run: nobody needs what is in the arenas any more."""
+        for part in self._parts:
+            again = False
+            with contextlib.suppress(LimosaError):
+                part.shim.keep()
+                again = True
+            with contextlib.suppress(LimosaError, OSError, EOFError):  # the job runs, whoever was killed
+                self._residents.drop(part.shim.owner, aside_key(part.member), again=again)
+        self._close()
+
+    def _close(self) -> None:
+        for part in self._parts:
+            with contextlib.suppress(LimosaError, OSError, EOFError):
+                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "target"))
+            part.close()
+        self._residents.close()

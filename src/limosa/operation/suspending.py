@@ -1,0 +1,198 @@
+"""The parked part of one suspend: device memory into the arena, beside the driver's lock and checkpoint or alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from limosa import gpu as gpus
+from limosa.errors import FailedUndone
+from limosa.operation import driver_steps, room
+from limosa.operation.arena import arena_cap
+from limosa.operation.aside import MEMORY_ONLY, Copy, Copying, Layout, Placed, aside_key
+from limosa.operation.holders import Held, key_of, note_of
+from limosa.operation.journal import Member, added_up
+from limosa.operation.parked import (
+    GATE_SECONDS,
+    copy_limit,
+    each,
+    export,
+    lower_stack,
+    together,
+)
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.segments import layout_file, sizes_for
+from limosa.parking.shim import Memory, Shim
+
+
+class _Going:
+    """One process on its way into host memory."""
+
+    def __init__(self, member: Member, shim: Shim):
+        self.member, self.shim = member, shim
+        self.devices, self.saw = shim.devices(), shim.saw()
+        self.source: dict[int, int] = {}
+        self.layout: list[Placed] = []
+        self.segments: list[int] = []
+        self.sizes: list[int] = []
+        self.known: dict[int, Memory] = {}
+
+    def pieces(self) -> list[Memory]:
+        """What can be parked, in the order of the arena."""
+        return sorted((m for m in self.shim.memories() if not m.shared), key=lambda m: (m.device, m.id))
+
+    def close(self) -> None:
+        for fd in (*self.source.values(), *self.segments):
+            os.close(fd)
+        self.source.clear()
+        self.segments.clear()
+        self.shim.close()
+
+
+class Suspending:
+    """The parked part of one suspend; used like :class:`limosa.operation.parked.Parked`."""
+
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
+        self._work, self.release = work, release
+        self._residents = Residents()
+        self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
+        self._copying = Copying(work, self._residents)
+        self.bytes = 0
+
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {part.member.pid: part.shim for part in self._parts}
+
+    def prepare(self) -> None:
+        """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
+        counted = gpus.inventory()
+        for part in self._parts:
+            pieces = part.pieces()
+            self._ready(part, pieces)
+            own = added_up({part.devices[m.device]: m.bytes} for m in pieces if not m.imported)
+            room.note_beside(counted, part.member, own)
+
+    def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
+        pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
+        new, fds = export(part.shim, [m for m in pieces if m.id not in part.source])
+        part.source.update(zip((m.id for m in new), fds, strict=True))
+        pieces = [m for m in pieces if m.id in part.source]
+        part.known = {m.id: m for m in pieces}
+        self.bytes -= sum(p.bytes for p in part.layout)
+        part.layout = []
+        for m in pieces:
+            before = part.layout[-1] if part.layout else Placed(0, 0, "", 0)
+            part.layout.append(Placed(m.id, m.bytes, part.devices[m.device], before.offset + before.bytes))
+        total = sum(p.bytes for p in part.layout)
+        self._hold(part, pieces)
+        for gpu in {p.gpu for p in part.layout}:
+            mover.drop(f"{pid}/{gpu}")
+            mine = [p for p in part.layout if p.gpu == gpu]
+            mover.take(f"{pid}/{gpu}", [part.source[p.id] for p in mine], [p.bytes for p in mine], gpu)
+        if part.sizes != sizes_for(total):
+            mover.drop(f"{pid}/arena")
+            for fd in part.segments:
+                os.close(fd)
+            part.segments = []
+            part.segments = self._residents.vault(owner).segments(aside_key(part.member), total, arena_cap())
+            part.sizes = sizes_for(total)
+        if part.layout:
+            with self._work.spent("pin"):
+                mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=True)
+        self.bytes += total
+
+    def _hold(self, part: _Going, pieces: Sequence[Memory]) -> None:
+        key, fds = key_of(self._work.id, part.member, "source"), [part.source[m.id] for m in pieces]
+        self._residents.put(part.shim.owner, key, fds, note_of(pieces, part.devices))
+
+    def hold_still(self) -> None:
+        """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
+        for part in self._parts:  # vault and mover may have been killed since, and others be in their place
+            wanted = {key_of(self._work.id, part.member, "source"): len(part.source)}
+            if self._residents.missing(part.shim.owner, wanted):
+                self._hold(part, [part.known[p.id] for p in part.layout])
+        for part in self._parts:
+            self._work.note("park", "begin", part.member.pid)
+        with self._work.spent("gate"):
+            together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        for part in self._parts if self.release == "all" else []:
+            lower_stack(part.shim)
+        for part in self._parts:
+            now = part.pieces()
+            if [m.id for m in now] != [p.id for p in part.layout]:
+                for gone in set(part.source) - {m.id for m in now}:
+                    os.close(part.source.pop(gone))
+                self._ready(part, now)
+        with self._work.spent("unmap"):
+            for part in self._parts:
+                if part.shim.unmap() is not Stand.AWAY and part.source:
+                    raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+    def start_copy(self) -> None:
+        """Copies in the background; the driver does its part meanwhile."""
+        copies: dict[int, list[Copy]] = {}
+        for part in self._parts:
+            for gpu in sorted({p.gpu for p in part.layout}):
+                first = next(p for p in part.layout if p.gpu == gpu)
+                one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
+                copies.setdefault(part.shim.owner, []).append(one)
+        self._copying.start("out", copies, copy_limit(self.bytes))
+
+    def wait_for_copy(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+        self._copying.wait()
+
+    def keep(self) -> None:
+        """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
+        for part in self._parts:
+            layout = layout_file(msgspec.json.encode(Layout(part.layout, part.saw)))
+            try:
+                held = [*part.segments, layout]
+                self._residents.put(part.shim.owner, aside_key(part.member), held, mover=False)
+                part.shim.keep(held)
+            finally:
+                os.close(layout)
+            if self.release == MEMORY_ONLY:
+                part.member.away, part.member.held = True, {}
+            for placed in part.layout:
+                part.member.held[placed.gpu] = part.member.held.get(placed.gpu, 0) + placed.bytes
+
+    def home(self) -> None:
+        """Gives every process its own memory back and opens its gate; the driver has brought it home before.
+
+        Where the driver could not, for want of room, its memory goes into the arena and it stays suspended.
+        """
+        self._copying.settle()
+        each([(part.member, partial(self._home, part)) for part in self._parts])
+        self.let_go()
+
+    def _home(self, part: _Going) -> None:
+        from limosa.operation.stranded import let_arena_go, strand
+
+        stand = part.shim.hello().stand
+        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
+            pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
+            strand(part.member, part.shim, pieces, [part.source[p.id] for p in part.layout], away=False)
+            return
+        if stand is Stand.AWAY:
+            stand = part.shim.map(list(part.source), list(part.source.values()))
+        if stand is Stand.CLOSED:
+            part.shim.open_gate()
+        let_arena_go(part.member, part.shim)
+
+    def let_go(self) -> None:
+        """Lets go of the source's memory."""
+        for part in self._parts:
+            self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "source"))
+            part.close()
+        self._residents.close()
