@@ -197,6 +197,18 @@ def test_resumed_on_a_gpu_that_it_did_not_see(parked: Any) -> None:
     job.finish()
 
 
+def test_a_gpu_that_lets_one_process_in_is_no_place_for_job_and_mover(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    parked.switches.compute_mode(1, "exclusive_process")
+    parked.says(12, "exclusive", "move", job.pid, "--to", 1)
+    parked.limosa("suspend", job.pid)
+    parked.says(12, "exclusive", "resume", job.pid, "--to", 1)
+    parked.switches.compute_mode(1, "default")
+    parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
     job = parked.job("--mib", 16)
     parked.says(13, "no-shim", "suspend", job.pid, ONLY)
@@ -361,6 +373,24 @@ def test_the_arena_of_a_job_that_ended_is_given_back(parked: Any) -> None:
         time.sleep(0.2)
 
 
+def test_a_process_keeps_more_descriptors_than_go_into_a_packet(parked: Any) -> None:
+    job = start(parked, "--mib", 8)
+    fds = [os.memfd_create("kept") for _ in range(450)]
+    inodes = [os.fstat(fd).st_ino for fd in fds]
+    with Shim(Identity.of(job.pid)) as shim:
+        assert shim.kept() == []
+        for wanted in (450, 7, 200, 0):
+            shim.keep(fds[:wanted])
+            kept = shim.kept()
+            assert [os.fstat(fd).st_ino for fd in kept] == inodes[:wanted]
+            for fd in kept:
+                os.close(fd)
+    for fd in fds:
+        os.close(fd)
+    job.goes_on(2)
+    job.finish()
+
+
 @pytest.mark.parametrize("who", ["limosa-mover", "limosa-vault", "both"])
 @pytest.mark.parametrize("release", [[], [ONLY]])
 def test_a_suspended_job_survives_vault_and_mover(parked: Any, who: str, release: list[str]) -> None:
@@ -425,6 +455,7 @@ print("untouched" if left > 0 else "touched")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["suspend", "resume"])
 @pytest.mark.parametrize(
     ("victim", "also", "first", "every"),

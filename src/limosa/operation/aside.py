@@ -17,6 +17,7 @@ from functools import partial
 import msgspec
 
 from limosa.errors import CannotBeMoved, LimosaError, Reason
+from limosa.gpu import Inventory
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import together
@@ -135,6 +136,23 @@ def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:
 
 Copy = tuple[str, str, int, str]
 """What is copied: its key, the arena's key, where in it, the GPU."""
+
+
+def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reason]:
+    """A refusal where a GPU that memory is to go to lets one process only have a context: the mover needs one, too."""
+    found = []
+    by_uuid = inventory.by_uuid()
+    for uuid in sorted({m.map.get(u, u) for m in members if under_shim(m.pid) for u in m.held}):
+        there = by_uuid.get(uuid)
+        if there is not None and there.compute_mode != "default":
+            text = (
+                f"GPU {there.index} is in compute mode {there.compute_mode}: the mover, which copies the job's memory,"
+            )
+            hint = f"nvidia-smi -i {there.index} -c DEFAULT"
+            found.append(
+                Reason(id="exclusive", text=f"{text} could have no context beside it", exit_code=12, hint=hint)
+            )
+    return found
 
 
 class Copying:

@@ -229,6 +229,8 @@ def look(
             reasons += against
             aside_bytes, against = aside.look(operation, prepared.members, release)
             reasons += against
+            if operation == "resume" or (operation == "move" and prepared.parked):
+                reasons += aside.shut_to_movers(prepared.inventory, prepared.members)
             moves = any(m.changes_gpu for m in prepared.members)
             reasons += gpu_refusals(prepared.inventory, prepared.members, moves=moves, small=prepared.small)
         except (GpuUnavailable, InvalidMap, UsageError) as error:

@@ -69,15 +69,16 @@ class Mover:
 
     def serve(self) -> None:
         """Answer until nobody has asked for a while, or it is to end; then until the last controller has gone."""
-        shared, looked = self.shared, time.monotonic()
+        shared, looked, looking = self.shared, time.monotonic(), threading.Thread()
         with selectors.DefaultSelector() as ready:
             ready.register(self.listening, selectors.EVENT_READ)
             while not shared.retiring:
                 ready.select(LOOK_SECONDS)
                 self.accept()
                 mover_holding.look(shared)
-                if time.monotonic() - looked > ARENA_SECONDS:
-                    mover_arena.look_after(shared)
+                if time.monotonic() - looked > ARENA_SECONDS and not looking.is_alive():
+                    looking = threading.Thread(target=mover_arena.look_after, args=(shared,), daemon=True)
+                    looking.start()  # the vault may hang
                     looked = time.monotonic()
                 shared.retiring |= self.idle() > IDLE_SECONDS or not self.has_name() or self.any_stuck()
         if self.has_name():

@@ -1,0 +1,36 @@
+"""The limit on bytes a second."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from limosa.parking.rate import Rate
+
+
+@pytest.mark.parametrize("part", [1 << 16, 1 << 20])
+def test_no_more_than_so_many_bytes_a_second(part: int) -> None:
+    rate, total, begun = Rate(32 << 20), 0, time.monotonic()
+    while total < 8 << 20:
+        rate.spend(part)
+        total += part
+    seconds = time.monotonic() - begun
+    assert 0.15 < seconds < 2, "a quarter of a second's worth, less what may go at once"
+
+
+def test_what_was_not_used_is_not_saved_up() -> None:
+    rate = Rate(32 << 20, burst=0.01)
+    time.sleep(0.3)
+    begun = time.monotonic()
+    for _ in range(8):
+        rate.spend(1 << 20)
+    assert time.monotonic() - begun > 0.15
+
+
+def test_none_is_no_limit() -> None:
+    begun = time.monotonic()
+    rate = Rate()
+    for _ in range(1000):
+        rate.spend(1 << 40)
+    assert time.monotonic() - begun < 1
