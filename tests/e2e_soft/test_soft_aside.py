@@ -83,6 +83,7 @@ def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> No
     parked.says(13, "suspended-memory", "suspend", job.pid)
     parked.says(13, "suspended-memory", "move", job.pid, "--to", 1)
     parked.says(13, "context-stays", "resume", job.pid, "--to", 1)
+    parked.says(13, "suspended-memory", "checkpoint", job.pid, "--output", parked.place / "image")
     assert stand(job) is Stand.AWAY
     assert parked.says(0, "", "resume", job.pid)["way"] == "parked"
     job.goes_on(2)
@@ -311,6 +312,42 @@ def test_two_suspends_at_once_have_one_mover_and_segments_of_their_own(parked: A
     for job in jobs:
         job.goes_on(2)
         job.finish()
+
+
+def no_mover_soon(node: Any) -> None:
+    waits_for(node, lambda: not named(node, "limosa-mover"))
+
+
+def test_the_mover_ends_by_itself_and_by_sigterm(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while jobs are suspended: it keeps nobody from resetting a GPU, and nothing is lost with it."""
+    monkeypatch.setenv("LIMOSA_MOVER_IDLE", "1")
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    no_mover_soon(parked)
+    monkeypatch.setenv("LIMOSA_MOVER_IDLE", "600")
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    parked.limosa("suspend", job.pid, ONLY)
+    assert 500 < arena(parked)["mover_ends_in"] <= 600
+    kill(parked, "limosa-mover", signal.SIGTERM)
+    no_mover_soon(parked)
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_sigterm_waits_for_what_is_under_way(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    held = Held(parked, "cuMemcpyDtoHAsync", "suspend", job.pid)
+    (mover,) = named(parked, "limosa-mover")
+    os.kill(mover, signal.SIGTERM)
+    time.sleep(1.5)
+    assert named(parked, "limosa-mover") == [mover]
+    assert parked.ends(held.let_go()).rc == 0
+    no_mover_soon(parked)
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
 
 
 def test_a_mover_that_hangs_is_replaced(parked: Any) -> None:

@@ -32,9 +32,10 @@ def command(
     limosa arena 32G --keep 8h
 
     Jobs started by limosa run are suspended into pinned host memory.
-    Pinning is slow (2 GB/s): what is ready need not be waited for. What
-    was used is kept for ten minutes in any case. Without SIZE: what there
-    is. limosa arena 0 gives back what no job uses.
+    Pinning it takes seconds (6 GB/s were measured), which a suspend has to
+    wait for where it is not ready; the job runs meanwhile. What was used is
+    kept for ten minutes in any case. Without SIZE: what there is. limosa
+    arena 0 gives back what no job uses.
     """
     with reporting("arena", fmt, quiet, verbose) as report:
         from limosa.operation.arena import arena
