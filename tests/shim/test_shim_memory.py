@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
 from soft_node import Node
-from softgpu.far import Far
+from softgpu.far import Died, Far
 
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -245,8 +246,6 @@ def test_the_applications_own_mappings(both: Both) -> None:
 
 def test_memory_that_was_away_can_still_be_exported(job: Far, shim: Shim) -> None:
     """The application exports what has come back by import, and from then on it stays where it is."""
-    import os
-
     job("handle = ok(cu.cuMemCreate(4 * MIB, made_of(exportable=True), 0))")
     job("at = int(ok(cu.cuMemAddressReserve(4 * MIB, 0, 0, 0))); ok(cu.cuMemMap(at, 4 * MIB, 0, handle, 0))")
     shim.close_gate(5)
@@ -391,6 +390,52 @@ def test_handles_of_legacy_ipc(start: Callable[..., Far], size: int) -> None:
     assert answers == ["SUCCESS", "SUCCESS", "INVALID_VALUE"]
     assert job("says('cuMemFree', address)") == "SUCCESS"
     assert other(f"opens({raw!r})") == "INVALID_VALUE"
+
+
+def test_a_handle_is_opened_once_the_memory_is_back(start: Callable[..., Far]) -> None:
+    """While the exporter's memory is away nobody can open it; somebody who tries waits, also for hours."""
+    job, other = start(), start()
+    address = job("large(4)")
+    job(f"address = {address}")
+    raw = job(HANDLE)
+    other(OPENED)
+    with Shim(Identity.of(job.pid)) as shim:
+        shim.close_gate(5)
+        ids = [memory.id for memory in shim.memories()]
+        fds = shim.export(ids)
+        shim.unmap()
+    pending = other.send(f"(context(), opens({raw!r}))[1]")
+    with pytest.raises(TimeoutError):
+        pending.value(0.7)
+    with Shim(Identity.of(job.pid)) as shim:
+        shim.map(ids, fds)
+        with pytest.raises(TimeoutError):
+            pending.value(0.3)
+        shim.open_gate()
+    there = pending.value()
+    for fd in fds:
+        os.close(fd)
+    assert job("intact()")
+    job("put(address, b'anew')")
+    assert other(f"get({there}, 4)") == b"anew".hex()
+    # A third one, while neither is asked by anybody else: the handle names what came back.
+    third = start()
+    third(OPENED)
+    assert third(f"get(opens({raw!r}), 4)") == b"anew".hex()
+
+
+def test_a_handle_of_a_process_that_has_ended(start: Callable[..., Far]) -> None:
+    """Its number may be somebody else's by then, who is not taken for it."""
+    job, other = start(), start()
+    job("address = large(4)")
+    raw = job(HANDLE)
+    other(OPENED)
+    forged = bytearray.fromhex(raw)
+    forged[8] ^= 1  # the number that was drawn
+    assert other(f"opens({forged.hex()!r})") == "INVALID_HANDLE"
+    with pytest.raises(Died):
+        job("os._exit(0)")
+    assert other(f"opens({raw!r})") == "INVALID_HANDLE"
 
 
 def test_a_free_while_a_stream_is_captured(both: Both) -> None:
