@@ -125,7 +125,7 @@ def test_memory_that_is_shared_with_somebody_outside(parked: Any) -> None:
     job = start(parked, "--mib", 16, "--export")
     child = importer_of(job)
     parked.says(13, "shared-memory", "move", child, "--to", 1)
-    parked.says(13, "shared-memory", "suspend", job.pid)
+    parked.says(13, "shared-memory", "suspend", child)
     for pid in (child, job.pid):
         parked.says(13, "shared-memory", "checkpoint", pid, "--output", parked.place / "image")
     job.goes_on(2)
@@ -133,6 +133,24 @@ def test_memory_that_is_shared_with_somebody_outside(parked: Any) -> None:
     parked.says(0, "", "move", job.pid, "--to", 1)
     job.goes_on(2)
     job.kill()
+
+
+@pytest.mark.parametrize("release", ["all", "memory-only"])
+def test_shared_memory_stays_shared_when_it_was_aside(parked: Any, release: str) -> None:
+    """Each process has a copy of its own in host memory meanwhile; what comes back is one."""
+    job = start(parked, "--mib", 24, "--export")
+    importer_of(job)
+    for to in (1, 0) if release == "all" else (None,):
+        assert parked.says(0, "", "suspend", job.pid, "--release", release)["way"] == "parked"
+        parked.says(13, "shared-memory", "checkpoint", job.pid, "--output", parked.place / "image")
+        assert parked.says(0, "", "resume", job.pid, *(["--to", to] if to is not None else []))["way"] == "parked"
+        job.goes_on(3)
+        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
+        assert max(used) < 96 * MIB, "what is shared is there once"
+    time.sleep(0.5)
+    parked.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on(3)
+    job.finish()
 
 
 def test_shared_memory_stays_shared_where_a_move_fails(parked: Any) -> None:

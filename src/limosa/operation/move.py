@@ -24,7 +24,7 @@ from limosa.errors import (
     UsageError,
     worst,
 )
-from limosa.operation import driver_steps, estimate, idle, room, shares
+from limosa.operation import driver_steps, estimate, idle, room
 from limosa.operation.aside import MEMORY_ONLY, aside_shims
 from limosa.operation.claims import Claim
 from limosa.operation.halves import Ready
@@ -425,10 +425,6 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
         return None
     pieces = {pid: shim.memories() for pid, shim in shims.items()}
     came_so = any(piece.imported for own in pieces.values() for piece in own)
-    if operation == "suspend" and shares.several(pieces):
-        for shim in shims.values():
-            shim.close()
-        raise CannotBeMoved(detail="its processes share device memory by legacy IPC handles: it can be moved only")
     parked = Suspending(work, members, shims, release) if operation == "suspend" else Parked(work, members, shims)
     work.push("parked", parked.home)
     try:

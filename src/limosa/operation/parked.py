@@ -102,7 +102,6 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
         all_of: dict[int, list[Memory]] = {}
         for member in members:
             if member.was != "running":
-                total += _away(member)
                 continue
             with contextlib.suppress(LimosaError):
                 shim = stack.enter_context(Shim(member.identity))
@@ -124,18 +123,23 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
-        if operation in ("suspend", "checkpoint") and shares.several(all_of):
-            text = "processes of the job share device memory by legacy IPC handles: such a job can be moved only"
+        aside = _aside(members)
+        total += sum(m.bytes for own in aside.values() for m in own if not m.shared)
+        if operation == "checkpoint" and shares.several({**all_of, **aside}):
+            text = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
-    return total, found, set(shims), small
+    return total, found, {*shims, *aside}, small
 
 
-def _away(member: Member) -> int:
-    """Bytes of a suspended process that are aside; its driver cannot be asked."""
-    with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
-        hello = shim.hello()
-        return hello.bytes if hello.stand is Stand.AWAY else 0
-    return 0
+def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
+    """The memory of those that are suspended, by pid, where it is aside: their shims tell it without the driver."""
+    found = {}
+    for member in members:
+        if member.was != "running":
+            with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+                if shim.hello().stand is Stand.AWAY:
+                    found[member.pid] = shim.memories()
+    return found
 
 
 def left_beside(counted: int, parked: int, *, software: bool) -> int:

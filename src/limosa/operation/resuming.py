@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
+from limosa.operation import shares
 from limosa.operation.aside import Copy, Copying, Placed, arena_of, aside_key, parts_of
 from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Member, added_up
@@ -83,6 +84,9 @@ class Resuming:
                 made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
                 self._work.made = added_up([self._work.made, *({gpu: p.bytes} for p in mine)])
+        shares.join((part.shim, part.target) for part in self._parts)
+        for part in self._parts:
+            pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
             mover.prepare(sorted(part.on(seen=False)))
             self._hold(part)
             if part.layout:

@@ -8,9 +8,10 @@ on with the old memory and the others with the new.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 
-from limosa.errors import LimosaError, NoSuchProcess
+from limosa.errors import CannotBeMoved, LimosaError, NoSuchProcess
 from limosa.parking.shim import Memory, Shim, under_shim
 from limosa.process.identity import Identity
 
@@ -44,6 +45,17 @@ def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> li
     return found
 
 
+def refuse_outside(shims: Mapping[int, Shim]) -> None:
+    """Asks all of them now.
+
+    Raises:
+        CannotBeMoved: somebody else has memory of theirs.
+    """
+    found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
+    if found:
+        raise CannotBeMoved(detail=found[0][1])
+
+
 def several(pieces: Mapping[int, list[Memory]]) -> bool:
     """Whether more than one of these processes has the same memory."""
     seen: set[int] = set()
@@ -53,6 +65,34 @@ def several(pieces: Mapping[int, list[Memory]]) -> bool:
             return True
         seen |= mine
     return False
+
+
+def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
+    """Makes one of what several processes have, where each has been given memory of its own with the same contents.
+
+    Args:
+        parts: processes that come back, and the descriptors that they are to map, by their memory's numbers. Of shared
+            memory all get the first one's; the others' are closed.
+
+    Raises:
+        CannotBeMoved: one of them makes its memory itself, and the others could not have that.
+    """
+    first: dict[int, int] = {}
+    with_none: set[int] = set()
+    for shim, target in parts:
+        for piece in shim.memories():
+            if not piece.share:
+                continue
+            if piece.share in with_none or (piece.share in first and piece.id not in target):
+                text = f"process {shim.identity.pid} shares device memory, and one that has it did not see that GPU"
+                raise CannotBeMoved(detail=text)
+            if piece.id not in target:
+                with_none.add(piece.share)
+            elif piece.share in first:
+                os.close(target[piece.id])
+                target[piece.id] = os.dup(first[piece.share])
+            else:
+                first[piece.share] = target[piece.id]
 
 
 def _has(pid: int, share: int) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from limosa import gpu as gpus
 from limosa.errors import FailedUndone
-from limosa.operation import driver_steps, room
+from limosa.operation import driver_steps, room, shares
 from limosa.operation.arena import arena_cap
 from limosa.operation.aside import MEMORY_ONLY, Copy, Copying, Layout, Placed, aside_key
 from limosa.operation.holders import Held, key_of, note_of
@@ -121,6 +121,7 @@ class Suspending:
             self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
             together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+        shares.refuse_outside(self.shims)
         for part in self._parts if self.release == "all" else []:
             lower_stack(part.shim)
         for part in self._parts:
