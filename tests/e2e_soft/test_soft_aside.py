@@ -94,6 +94,46 @@ def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> No
     job.finish()
 
 
+def test_the_memory_of_several_processes_and_gpus_alone(parked: Any) -> None:
+    job = start(parked, "--mib", 24, "--also", 1, "--child")
+    pids = [job.pid, *(int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())]
+    assert len(pids) == 2
+    before = used(parked)
+    said = parked.says(0, "", "suspend", job.pid, ONLY)
+    assert said["bytes"] >= 3 * 24 * MIB
+    for pid in pids:
+        with Shim(Identity.of(pid)) as shim:
+            assert shim.hello().stand is Stand.AWAY
+    assert sum(used(parked)) < sum(before) - 40 * MIB
+    parked.limosa("resume", job.pid)
+    job.goes_on(3)
+    job.finish()
+
+
+def test_suspending_again_and_again_leaks_nothing(parked: Any) -> None:
+    def things() -> dict[str, int]:
+        found = {}
+        for name, pid in (("job", job.pid), *((name, named(parked, name)[0]) for name in residents)):
+            found[f"descriptors of {name}"] = len(os.listdir(f"/proc/{pid}/fd"))
+            found[f"mappings of {name}"] = len(Path(f"/proc/{pid}/maps").read_text().splitlines())
+            found[f"threads of {name}"] = len(os.listdir(f"/proc/{pid}/task"))
+        return found
+
+    residents = ("limosa-mover", "limosa-vault")
+    job = start(parked, "--mib", 40)
+    code = "import sys; from limosa import operation as o; pid = int(sys.argv[1])\n"
+    code += "for i in range(int(sys.argv[2])): o.suspend(pid, release=('all', 'memory-only')[i % 2]); o.resume(pid)"
+    seen = []
+    for times in (6, 10):
+        parked.python(code, job.pid, times)
+        job.goes_on(2)
+        time.sleep(2.5)  # what its controller had is let go of by then
+        seen.append(things())
+    grown = {what: (n, seen[1][what]) for what, n in seen[0].items() if seen[1][what] > n + 3}
+    assert not grown
+    job.finish()
+
+
 def test_a_full_gpu_refuses_to_take_the_memory_back(parked: Any) -> None:
     job = start(parked, "--mib", 96)
     parked.limosa("suspend", job.pid, ONLY)
