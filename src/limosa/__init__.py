@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
+    "arena": "limosa.operation.arena",
     "checkpoint": "limosa.operation",
     "move": "limosa.operation",
     "plan": "limosa.operation",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from limosa.gpu import inventory as inventory
     from limosa.image import open_image as open_image
     from limosa.image.verify import verify as verify
+    from limosa.operation.arena import arena as arena
     from limosa.operation.checkpoint import checkpoint as checkpoint
     from limosa.operation.jobs import resolve as resolve
     from limosa.operation.move import move as move
