@@ -31,7 +31,7 @@ _PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
 _SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
 # Hooks hand on what they do not know: floating point registers must come through them untouched.
 _SHIM_FLAGS = [*(flag for flag in _FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
-_HASH_FLAGS = [*_FLAGS, "-O3"]
+_HASH_FLAGS = [*_FLAGS, "-O3", "-DHASH_LIBRARY"]
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
 

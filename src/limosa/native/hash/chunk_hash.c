@@ -3,7 +3,11 @@
 
 #include <string.h>
 
+#ifdef HASH_LIBRARY /* else it is a part of another library, and nobody else's */
 #define EXPORT __attribute__((visibility("default")))
+#else
+#define EXPORT
+#endif
 #define ELEMENTS (HASH_COLUMNS * 2) /* a row in pieces of 64 bits: the two of a word are added up at the end */
 
 typedef void tile_function(const unsigned char *data, const struct hash_table *table, uint64_t v[HASH_LANES][ELEMENTS]);
