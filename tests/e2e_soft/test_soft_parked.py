@@ -79,6 +79,38 @@ def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> N
     job.finish()
 
 
+def test_jobs_that_change_places(parked: Any) -> None:
+    """There is room for both copies of both: neither goes through host memory."""
+    one, other = start(parked, "--mib", 64), start(parked, "--mib", 96, "--gpu", 1)
+    for _ in range(2):
+        answer = parked.limosa("move", one.pid, other.pid, "--swap", "-o", "json").json
+        assert [said["way"] for said in answer["results"]] == ["parked", "parked"], answer
+        one.goes_on(2)
+        other.goes_on(2)
+    one.finish()
+    other.finish()
+
+
+def test_jobs_that_change_places_on_full_gpus(parked: Any) -> None:
+    """Both copies have no room at once: the driver carries them where it can, and where not it is said before."""
+    one, other = start(parked, "--mib", 280), start(parked, "--mib", 280, "--gpu", 1)
+    plan = parked.limosa("plan", "move", one.pid, other.pid, "--swap", "-o", "json").stdout
+    assert '"driver-way"' in plan and '"way": "parked"' not in plan, plan
+    answer = parked.limosa("move", one.pid, other.pid, "--swap", "-o", "json").json
+    assert [said["way"] for said in answer["results"]] == ["driver", "driver"]
+    one.goes_on(2)
+    other.goes_on(2)
+    other.finish()
+    parked.limosa("move", one.pid, "--to", 0)  # it came by the parked way from now on
+    other = start(parked, "--mib", 280, "--gpu", 1)
+    assert all(m.imported for m in pieces(one) if m.plain)
+    parked.limosa("move", one.pid, other.pid, "--swap", rc=14)
+    one.goes_on(2)
+    other.goes_on(2)
+    one.finish()
+    other.finish()
+
+
 def test_without_the_shim_the_driver_carries_it(parked: Any) -> None:
     job = parked.job("--mib", 16)
     assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "driver"

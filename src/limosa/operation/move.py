@@ -31,7 +31,7 @@ from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
-from limosa.operation.move_plan import is_done, look_at
+from limosa.operation.move_plan import is_done, look_at, note_full
 from limosa.operation.parked import Parked, shims_of
 from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import JobResult, Outcome, Plan
@@ -324,6 +324,7 @@ def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:
         if short:
             hint = "make room there (limosa ps shows who holds it)"
             prepared[0].reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
+        note_full(prepared)
     return prepared
 
 
@@ -435,6 +436,8 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
         parked.let_go()  # no gate was closed yet
         alone = release != "all" or not all(p.driver_fits for p in prepared)
         if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
+            raise
+        if came_so and isinstance(error, NoRoomOnGpu):
             raise
         if came_so:
             text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from limosa import gpu
@@ -10,6 +10,7 @@ from limosa.errors import PauseTooLong, Reason
 from limosa.operation import estimate
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
+from limosa.operation.parked import too_full
 from limosa.operation.prepare import Prepared, Where, apply_force, look
 from limosa.operation.work import Clock
 
@@ -46,6 +47,8 @@ def look_at(
     if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
     operation = prepared.operation
+    if check_room:
+        note_full([prepared])
     extra: list[Reason] = []
     if not prepared.members and not any(r.refuses for r in prepared.reasons):
         text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {operation}"
@@ -67,6 +70,25 @@ def look_at(
     else:
         prepared.steps = steps_of(operation, prepared)
     return prepared
+
+
+def note_full(planned: Sequence[Prepared]) -> None:
+    """Says of moves that there is no room for both copies of their memory at once, and what becomes of them then."""
+    first = planned[0]
+    if first.operation != "move" or first.inventory is None or not any(p.parked for p in planned):
+        return
+    short, imported = too_full(first.inventory, [m for p in planned for m in p.members])
+    if not short or any(r.id == "gpu-room" for p in planned for r in p.reasons):
+        return
+    for prepared in planned:
+        if imported or not all(p.driver_fits for p in planned):
+            hint = "limosa suspend, then limosa resume --to or --map: through host memory"
+            text = f"the parked way needs room for both copies ({short}), and the driver cannot carry the memory"
+            prepared.reasons.append(Reason(id="gpu-room", text=text, exit_code=14, hint=hint))
+        else:
+            text = f"the parked way needs room for both copies ({short}): the driver carries the memory"
+            prepared.reasons.append(Reason(id="driver-way", text=text))
+            prepared.parked = 0
 
 
 def pause_reason(estimated: float, limit: float) -> Reason:

@@ -27,7 +27,7 @@ from limosa.errors import (
     Reason,
     UndoFailed,
 )
-from limosa.operation import driver_steps, estimate, holders, room, shares
+from limosa.operation import claims, driver_steps, estimate, holders, idle, room, shares
 from limosa.operation.holders import key_of, note_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.work import Work
@@ -83,18 +83,18 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     return found
 
 
-def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], set[int], set[int]]:
+def look(operation: str, members: Sequence[Member]) -> tuple[dict[int, int], list[Reason], set[int], set[int]]:
     """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
 
     Returns:
-        The bytes that can be parked, the reasons, the processes whose shim has told all that they share, and those of
-        them that have left the driver no large allocation.
+        By pid the bytes that can be parked; the reasons; the processes whose shim has told all that they share, and
+        those of them that have left the driver no large allocation.
     """
     found: list[Reason] = []
-    total = 0
+    total: dict[int, int] = {}
     seen: set[int] = set()
     small: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
                 # What several processes have is there once.
                 pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
                 seen |= {m.share for m in pieces}
-                total += sum(m.bytes for m in pieces)
+                total[member.pid] = sum(m.bytes for m in pieces)
                 for uuid in {devices[m.device] for m in pieces}:
                     here = [m for m in pieces if devices[m.device] == uuid]
                     counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
@@ -124,11 +124,44 @@ def look(operation: str, members: Sequence[Member]) -> tuple[int, list[Reason], 
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
         aside = _aside(members)
-        total += sum(m.bytes for own in aside.values() for m in own if not m.shared)
+        total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
         if operation == "checkpoint" and shares.several({**all_of, **aside}):
             text = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
     return total, found, {*shims, *aside}, small
+
+
+def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, bool]:
+    """Whether a move has no room for both copies at once: the parked way lets go of the source last.
+
+    Jobs that change places may be moved by the driver all the same, which puts all of it into host memory first.
+
+    Returns:
+        What is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
+    """
+    wanted: dict[str, int] = {}
+    seen: set[int] = set()
+    imported = False
+    for member in members:
+        if member.was != "running" or not member.changes_gpu:
+            continue
+        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+            devices = shim.devices()
+            for m in shim.memories():
+                here = devices[m.device]
+                there = member.map.get(here, here)
+                if not m.shared and there != here and not (m.share and m.share in seen):
+                    seen |= {m.share} if m.share else set()
+                    wanted[there] = wanted.get(there, 0) + m.bytes
+                    imported |= m.imported
+    told = []
+    spare = idle.spare(inventory, members)
+    for one in inventory.gpus:
+        free = one.memory_free + spare.get(one.uuid, 0) - claims.reserved(one.uuid)
+        if wanted.get(one.uuid, 0) > free:
+            size = room.gib(wanted[one.uuid])
+            told.append(f"GPU {one.index} has {room.gib(max(0, free))} free, and {size} come before anything leaves")
+    return "; ".join(told), imported
 
 
 def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:

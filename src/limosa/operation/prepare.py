@@ -225,9 +225,12 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            prepared.parked, against, known, prepared.small = parked.look(operation, prepared.members)
+            going, against, known, prepared.small = parked.look(operation, prepared.members)
+            prepared.parked = sum(going.values())
             reasons += against
             aside_bytes, against = aside.look(operation, prepared.members, release)
+            if operation == "move":  # goes from GPU to GPU
+                aside_bytes = {m.pid: going.get(m.pid, 0) for m in prepared.members if m.changes_gpu}
             reasons += against
             if operation == "resume" or (operation == "move" and prepared.parked):
                 reasons += aside.shut_to_movers(prepared.inventory, prepared.members)
