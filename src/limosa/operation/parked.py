@@ -484,7 +484,8 @@ class Parked:
             put_aside(part.member, part.shim, pieces, [part.source[i] for i in ids], self._work.journal)
             return
         if stand is Stand.AWAY:
-            stand = part.shim.map(list(part.source), list(part.source.values()))
+            pieces = [holders.Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in part.source]
+            stand = put_back(self._residents, part.shim, pieces, list(part.source.values()))
         if stand is Stand.CLOSED:
             part.shim.open_gate()
 
@@ -599,6 +600,32 @@ def export(shim: Shim, pieces: Sequence[Memory]) -> tuple[list[Memory], list[int
     return [piece for piece, _ in found], [fd for _, fd in found]
 
 
+def put_back(residents: Residents, shim: Shim, pieces: Sequence[holders.Held], fds: Sequence[int]) -> Stand:
+    """Gives a process back what was taken from it; it is at home again, and its gate is closed.
+
+    On a GPU that it did not see when it began it cannot import even that: it makes memory anew, which is filled.
+    """
+    stand, blind = shim.hello().stand, {gpu_ for gpu_ in {piece.gpu for piece in pieces} if not shim.sees(gpu_)}
+    seen = [i for i, piece in enumerate(pieces) if piece.gpu not in blind]
+    if seen:
+        stand = shim.map([pieces[i].id for i in seen], [fds[i] for i in seen])
+    there = {m.id for m in shim.memories() if not m.away} if blind else set()
+    for gpu_ in sorted(blind):
+        mine = [i for i, piece in enumerate(pieces) if piece.gpu == gpu_]
+        gone = [i for i in mine if pieces[i].id not in there]  # an unmap that has failed in the middle leaves some
+        sizes, key = [pieces[i].bytes for i in gone], f"{shim.identity.pid}/back"
+        mover, made = residents.mover(shim.owner), shim.make([pieces[i].id for i in gone])
+        try:
+            for side, some in (("source", [fds[i] for i in gone]), ("made", made)):
+                mover.drop(f"{key}/{side}")
+                mover.take(f"{key}/{side}", some, sizes, gpu_)
+        finally:
+            holders.close_all(made)
+        mover.copy([(f"{key}/source", f"{key}/made", gpu_)], copy_limit(sum(sizes)))
+        stand = shim.map([pieces[i].id for i in mine])
+    return stand
+
+
 def put_aside(
     member: Member, shim: Shim, pieces: Sequence[holders.Held], fds: Sequence[int], journal: Journal | None
 ) -> None:
@@ -706,10 +733,12 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
     stand = shim.hello().stand
     if stand is Stand.AWAY:
         fds, pieces = holders.get(member, shim.owner, key_of(dead.header.id, member, side))
+        residents = Residents()
         try:
-            stand = shim.map([piece.id for piece in pieces], fds)
+            stand = put_back(residents, shim, pieces, fds)
         finally:
             holders.close_all(fds)
+            residents.close()
     if stand is Stand.CLOSED:
         shim.open_gate()
 

@@ -28,7 +28,7 @@ from limosa.operation import shares
 from limosa.operation.aside import arena_of, aside_key, parts_of
 from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Journal, Member, added_up
-from limosa.operation.parked import GATE_SECONDS, export, left_beside, lower_stack, together
+from limosa.operation.parked import GATE_SECONDS, export, left_beside, lower_stack, put_back, together
 from limosa.operation.results import Round
 from limosa.operation.work import Work
 from limosa.parking.hashes import Key
@@ -378,7 +378,8 @@ class Saving:
         shim = part.connected()
         stand = shim.hello().stand
         if stand is Stand.AWAY:
-            stand = shim.map(list(part.source), list(part.source.values()))
+            pieces = [Held(i, part.bytes[i], part.gpus[i]) for i in part.source]
+            stand = put_back(self._residents, shim, pieces, list(part.source.values()))
         if stand is Stand.CLOSED:
             shim.open_gate()
         if shim.hello().stand is not Stand.OPEN:

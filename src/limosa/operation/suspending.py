@@ -21,6 +21,7 @@ from limosa.operation.parked import (
     each,
     export,
     lower_stack,
+    put_back,
     together,
 )
 from limosa.operation.work import Work
@@ -186,7 +187,8 @@ class Suspending:
             strand(part.member, part.shim, pieces, [part.source[p.id] for p in part.layout], away=False)
             return
         if stand is Stand.AWAY:
-            stand = part.shim.map(list(part.source), list(part.source.values()))
+            pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
+            stand = put_back(self._residents, part.shim, pieces, [part.source[p.id] for p in part.layout])
         if stand is Stand.CLOSED:
             part.shim.open_gate()
         let_arena_go(part.member, part.shim)
