@@ -89,11 +89,14 @@ parked() {
     export LIMOSA_PROOFS TORCHINDUCTOR_COMPILE_THREADS
     many=
     [ -n "$side" ] && many="-n ${JOBS:-8}"
-    if [ "${PROOFS:-all}" != loop ]; then
+    if [ "${PROOFS:-all}" = beside ]; then # all at once, the loop among them: what others hold on the GPUs is not counted
+        # shellcheck disable=SC2086
+        LIMOSA_LOOP_BESIDE=1 part $many -m gpu_parked ${KEYS:+-k "$KEYS"} tests/gpu
+    elif [ "${PROOFS:-all}" != loop ]; then
         # shellcheck disable=SC2086 # no option or several words
         part $many -m "gpu_parked and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu
     fi
-    [ "${PROOFS:-all}" = work ] || part -m "gpu_parked and gpu_alone" tests/gpu
+    [ "${PROOFS:-all}" = work ] || [ "${PROOFS:-all}" = beside ] || part -m "gpu_parked and gpu_alone" tests/gpu
     [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 

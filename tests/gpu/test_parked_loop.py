@@ -19,6 +19,8 @@ from limosa import operation
 from limosa.gpu import Inventory, inventory
 
 TIMES = int(os.environ.get("LIMOSA_LOOP", "200"))
+BESIDE = bool(os.environ.get("LIMOSA_LOOP_BESIDE"))
+"""Others use the GPUs: what they hold says nothing then, and a memory that is kept shows as a descriptor."""
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.gpu_alone, pytest.mark.timeout(540, method="signal")]
 
 
@@ -45,7 +47,8 @@ def test_two_hundred_moves_leave_nothing(
     begin = time.monotonic()
     limit = float(os.environ.get("LIMOSA_LOOP_SECONDS", "480"))
     for turn in range(TIMES):
-        assert time.monotonic() - begin < limit, f"only {turn} moves within {limit:.0f} s"
+        if time.monotonic() - begin > limit:
+            break
         (outcome,) = operation.move(job.pid, to=str(1 - turn % 2), timeout=60)
         assert outcome.result is not None
         assert outcome.result.way == "parked"
@@ -53,7 +56,8 @@ def test_two_hundred_moves_leave_nothing(
         job.goes_on(3)
         if turn % 2:  # always on the same GPU
             sample: dict[str, Any] = {"job": seen(job.pid), "limosa": seen(os.getpid())}
-            sample["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
+            if not BESIDE:
+                sample["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
             for name, pid in helpers(runtime).items():
                 with contextlib.suppress(OSError):
                     sample[name] = seen(pid)
@@ -63,7 +67,7 @@ def test_two_hundred_moves_leave_nothing(
     found = grown(samples)
     record = {
         "name": "loop",
-        "moves": TIMES,
+        "moves": len(pauses),
         "seconds": time.monotonic() - begin,
         "grown": found,
         "samples": note_of(samples),
@@ -72,4 +76,5 @@ def test_two_hundred_moves_leave_nothing(
     note(record)
     print({name: value for name, value in found.items() if value})
     bad = too_much(found)
+    assert len(pauses) == TIMES, f"only {len(pauses)} moves within {limit:.0f} s"
     assert not bad, f"after {TIMES} moves there is more than at first: {bad}; all: {found}"
