@@ -90,8 +90,9 @@ parked() {
     many=
     [ -n "$side" ] && many="-n ${JOBS:-8}"
     if [ "${PROOFS:-all}" = beside ]; then # all at once, the loop among them: what others hold on the GPUs is not counted
+        export LIMOSA_LOOP_BESIDE=1
         # shellcheck disable=SC2086
-        LIMOSA_LOOP_BESIDE=1 part $many -m gpu_parked ${KEYS:+-k "$KEYS"} tests/gpu
+        part $many -m gpu_parked ${KEYS:+-k "$KEYS"} tests/gpu
     elif [ "${PROOFS:-all}" != loop ]; then
         # shellcheck disable=SC2086 # no option or several words
         part $many -m "gpu_parked and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu
