@@ -26,7 +26,8 @@ class Victim:
         self.node, self.folder = node, folder
         folder.mkdir()
         program = [*prefix, sys.executable, VICTIM, folder, *options]
-        answer = node.limosa("run", "-d", "--name", folder.name, "--log", folder / "log", "--", *program)
+        # Without the shim: here the driver carries it all, and nobody else has a context on a GPU.
+        answer = node.limosa("run", "-d", "--no-shim", "--name", folder.name, "--log", folder / "log", "--", *program)
         self.pid = int(answer.stdout.split()[0])
         self.goes_on()
 

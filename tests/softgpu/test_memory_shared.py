@@ -244,7 +244,7 @@ def test_a_gpu_that_the_importer_does_not_see(job: Far, node: Any, tmp_path: Any
     blind(WORDS)
     job("h = create(2); fd = export(h)")
     passed(job, blind, tmp_path / "door")
-    assert blind("says('cuMemImportFromShareableHandle', fd, POSIX)") == "NOT_SUPPORTED"
+    assert blind("says('cuMemImportFromShareableHandle', fd, POSIX)") == "NOT_INITIALIZED"
 
 
 # --- a checkpoint ----------------------------------------------------------------------------------------------------
