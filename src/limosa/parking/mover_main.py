@@ -80,7 +80,8 @@ class Mover:
                     looking = threading.Thread(target=mover_arena.look_after, args=(shared,), daemon=True)
                     looking.start()  # the vault may hang
                     looked = time.monotonic()
-                shared.retiring |= self.idle() > IDLE_SECONDS or not self.has_name() or self.any_stuck()
+                if self.idle() > IDLE_SECONDS or not self.has_name() or self.any_stuck():
+                    shared.retiring = True  # never written back: others set it meanwhile
         if self.has_name():
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
