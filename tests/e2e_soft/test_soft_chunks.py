@@ -248,7 +248,12 @@ def test_a_damaged_chunk_is_no_job(chunked: Any, tmp_path: Path, damage: str) ->
         chunk.unlink()
         if damage == "link":
             chunk.symlink_to("/etc/passwd")
-    chunked.says(16, "damaged-image", "restore", image)
+    error = chunked.says(16, "damaged-image", "restore", image)["error"]
+    assert str(image) in error["message"]
+    if damage in ("flip", "short", "missing"):
+        error = chunked.says(16, "damaged-image", "restore", image, "--no-verify")["error"]
+        assert str(image) in error["message"]
+        assert "limosa verify" in error["hint"] or damage != "flip"
     assert not job.alive()
     assert max(used(chunked)) < 32 * MIB, "nothing is left on the GPUs"
     if damage in ("flip", "short", "missing"):
@@ -338,6 +343,18 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(
     if answer.rc:
         assert list(tmp_path.glob(".image*")) == []
         chunked.limosa("checkpoint", job.pid, "--output", tmp_path / "again", "-R", *SMALL)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_mover_killed_under_a_job_that_came_the_parked_way_is_a_failure(chunked: Any, tmp_path: Path) -> None:
+    """The way is open: 21 and another try, not 13."""
+    job = start(chunked, "--mib", 32)
+    chunked.limosa("move", job.pid, "--to", 1)
+    chunked.switches.add("function=cuMemcpyDtoHAsync caller=limosa-mover crash=caller")
+    said = chunked.says(21, "failed", "checkpoint", job.pid, "--output", tmp_path / "image", "-R", *SMALL)
+    assert "try again" in said["error"]["hint"]
+    chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", "-R", *SMALL)
     job.goes_on(2)
     job.finish()
 

@@ -207,6 +207,7 @@ class _Checkpoint:
 
         Raises:
             CannotBeMoved: that way is not open, and the driver would lose what came by it.
+            FailedUndone: it failed on that way, and there is no other: the job runs on.
         """
         work, options = self.work, self.options
         found = look_for(self.members)
@@ -230,6 +231,12 @@ class _Checkpoint:
                 work.drop("parked")
                 self.saving.undo()
                 self.saving = None
+            if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_fits):
+                raise FailedUndone(
+                    what="checkpoint",
+                    detail=str(error),
+                    hint="try again; limosa doctor looks at the mover and the vault",
+                ) from error
             if found.only_so:
                 text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error

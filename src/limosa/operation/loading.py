@@ -89,8 +89,9 @@ class Loading:
         Raises:
             NoRoomOnGpu: there is none.
         """
+        image = self._image
         loader = self._loader = Loader(
-            self._residents.mover(os.geteuid()), self._image.chunks_fd, self._image.manifest.chunk_bytes
+            self._residents.mover(os.geteuid()), image.chunks_fd, image.manifest.chunk_bytes, str(image.path)
         )
         if any(piece.share for part in self._parts for piece in part.late):
             text = "processes that share device memory cannot go to a GPU that one of them did not see when it began"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -132,10 +133,11 @@ class Loader:
         mover: who does it; stays the caller's.
         folder: the descriptor of the folder of chunks; stays the caller's.
         chunk: bytes of a chunk.
+        image: the image's path, as it is named where a chunk is damaged.
     """
 
-    def __init__(self, mover: Mover, folder: int, chunk: int):
-        self._mover, self.chunk = mover, chunk
+    def __init__(self, mover: Mover, folder: int, chunk: int, image: str):
+        self._mover, self.chunk, self._image = mover, chunk, image
         self._ask("load-open", fds=[folder], chunk=chunk)
 
     def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
@@ -174,11 +176,11 @@ class Loader:
         """Read all that is wanted since the last time.
 
         Raises:
-            DamagedImage: a chunk is not what its name says.
+            DamagedImage: a chunk is missing, or not what its name says.
             FailedUndone: something else went wrong.
         """
         self._ask("load-start", threads=threads)
-        return _wait(self._mover, told, stop)
+        return _wait(self._mover, told, stop, self._image)
 
     def close(self) -> None:
         """Have it let go of everything."""
@@ -190,13 +192,13 @@ class Loader:
         return self._mover.ask({"verb": verb, **message}, limit, fds)
 
 
-def _wait(mover: Mover, told: Told, stop: Callable[[], bool]) -> Done:
+def _wait(mover: Mover, told: Told, stop: Callable[[], bool], image: str = "") -> Done:
     while True:
         said = mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0]
         told(said["done"], said["total"])
         failed = said["failed"]
         if failed is not None:
-            _raise(failed)
+            _raise(failed, image)
         if not said["running"]:
             return Done(said["chunks"], said["done"], said["seconds"])
         if stop():
@@ -204,11 +206,12 @@ def _wait(mover: Mover, told: Told, stop: Callable[[], bool]) -> Done:
             return Done(said["chunks"], said["done"], said["seconds"])
 
 
-def _raise(failed: dict[str, Any]) -> None:
+def _raise(failed: dict[str, Any], image: str) -> None:
     if failed["kind"] == "OSError" and failed["errno"]:
         raise OSError(failed["errno"], failed["text"])
     if failed["kind"] == "Damaged":
-        raise DamagedImage(path="", detail=failed["text"])
+        hint = f"limosa verify {shlex.quote(image)} names all that is damaged; restore another image"
+        raise DamagedImage(path=image, detail=failed["text"], hint=hint)
     if failed["result"] == "CUDA_ERROR_OUT_OF_MEMORY":
         raise NoRoomOnGpu(detail="the GPU filled up in the middle")
     raise FailedUndone(f"the mover: {failed['text']}")
