@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
@@ -54,6 +55,6 @@ def _text(done: Sequence[Recovered]) -> str:
         lines.append(f"{one.kind}: {words.clean(one.did or one.error)}")
         if one.did and one.error:
             lines.append(f"  but {words.clean(one.error)}")
-        if one.image:
+        if one.image and os.path.lexists(one.image):  # what was never finished has been removed
             lines.append(f"  image {words.clean(one.image)}")
     return "\n".join(lines) or "nothing was left in the middle"

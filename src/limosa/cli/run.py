@@ -45,7 +45,9 @@ def command(
         str | None, typer.Option("--name", metavar="NAME", help="What to call it (default: from COMMAND).")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the pid and leave it running.")] = False,
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only (not to disk then).")
+    ] = None,
     no_seccomp: Annotated[
         bool, typer.Option("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump.")
     ] = False,

@@ -26,7 +26,7 @@ class LostMemory(LimosaError):
 
     id, exit_code = "lost-memory", 40
     template = "nobody has the device memory of process {pid} any more: vault, mover and limosa have all ended"
-    hint = "the process waits for memory that does not come back: end it"
+    hint_template = "end it: nothing can bring it back"
 
 
 class Held(msgspec.Struct, array_like=True, frozen=True):

@@ -27,6 +27,7 @@ def ps() -> list[Ps]:
     try:
         states = cuda_states(driver)
         runs = {r.root.pid for r in records.RunRecord.all()}
+        records.SuspendRecord.all()  # on the way it removes those of jobs that have ended
         try:
             inventory = gpu.inventory() if states else None
         except GpuUnavailable:

@@ -79,6 +79,7 @@ def recover(
     if only is None:
         if not dry_run:
             holders.forget_finished()
+            SuspendRecord.all()  # on the way it removes those of jobs that have ended
         for claim in claims.stale():
             if not dry_run:
                 claim.release()
@@ -217,8 +218,20 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
 def _failed(dead: Journal, error: Exception) -> Recovered:
     """It stays for another try, with its journal."""
     dead.close()
+    lost = _lost(error)
+    if lost is not None:
+        root = dead.header.roots[0].pid if dead.header.roots else lost.fields["pid"]
+        text = f"job {root}: {lost.message}; {lost.hint}"
+        return _entry(dead, did="could not bring it back", state="unknown", error=text, exit_code=lost.exit_code)
     code = error.exit_code if isinstance(error, UndoFailed) else 40
     return _entry(dead, did="could not bring it back", state="unknown", error=str(error), exit_code=code)
+
+
+def _lost(error: BaseException | None) -> holders.LostMemory | None:
+    """Whether it is, or came of, device memory that nobody has any more."""
+    while error is not None and not isinstance(error, holders.LostMemory):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
