@@ -230,6 +230,9 @@ class Run(Fault):
             wanted = [before[0]]
         if self.kills_job and now[0][0].startswith(("gone", "mixed")):
             wanted.append(now[0])
+        if self.case.parked and now[0] not in wanted:  # who was killed lets go of its GPUs a moment later
+            _until(lambda: self._now()[0] in wanted, 2.0)
+            now = self._now()
         if now[0] not in wanted and not self._excused(now[0]):
             seen = room.on_gpus()
             time.sleep(0.1)
@@ -261,7 +264,16 @@ class Run(Fault):
         """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""
 
         def wrong() -> list[str]:
-            return [key for key in held() if state != "checkpointed" or not key.startswith("aside/")]
+            return [key for key in held() if not (key.startswith("aside/") and (state == "checkpointed" or rests(key)))]
+
+        def rests(key: str) -> bool:
+            # Of a suspended job whose topmost process was ended the others stay suspended: it is their only copy.
+            from limosa.errors import LimosaError
+            from limosa.gpu import driver
+
+            with contextlib.suppress(LimosaError):
+                return state == "gone" and str(driver.state(int(key[6:].partition("@")[0]))) == "checkpointed"
+            return False
 
         _until(lambda: not wrong(), 3.0)  # they look now and then who has ended
         if wrong():
@@ -422,8 +434,10 @@ class Run(Fault):
         room = self.room
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
         now = self._snapshot()
-        if self.case.parked and not alone:  # some of them allocate and free all the time
-            _until(lambda: all(self._snapshot()[key] == value for key, value in self.base.items()), 0.7)
+        if (
+            self.case.parked and not alone
+        ):  # some of them allocate and free all the time; a mover that ends takes a while
+            _until(lambda: not _more(self.base, self._snapshot()), 3.0)
             now = self._snapshot()
         if now.get("requests"):  # the next controller takes away what one that was killed has left
             from limosa.errors import LimosaError
@@ -440,9 +454,8 @@ class Run(Fault):
                 base = {"requests": []}
             else:
                 base = self.base if self.case.operation not in BROKEN else {"requests": []}
-            for key, value in base.items():
-                if now[key] != value:
-                    self.problems.append(f"{key}: {value} before, {now[key]} after")
+            wrong = _more(base, now) if self.case.parked else [key for key in base if now[key] != base[key]]
+            self.problems += [f"{key}: {base[key]} before, {now[key]} after" for key in wrong]
             if alone and not room.jobs:
                 from limosa import gpu
 
@@ -463,6 +476,11 @@ def _until(true: Callable[[], bool], limit: float = 4.0) -> None:
     end = time.monotonic() + limit
     while not true() and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def _more(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Of what there is more now, or something else. Less is none's loss: a helper of the run before was there still."""
+    return [key for key, was in before.items() if (now[key] > was if isinstance(was, int) else now[key] != was)]
 
 
 def _other(before: list[str], now: list[str]) -> str:

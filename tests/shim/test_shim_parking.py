@@ -112,6 +112,31 @@ def test_a_failure_in_the_middle_of_a_map(node: Node, job: Far, shim: Shim, call
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("came", [False, True])
+def test_memory_that_the_driver_does_not_let_go_of(node: Node, job: Far, shim: Shim, n: int, came: bool) -> None:
+    for seed in range(3):
+        job(f"large(4, {seed})")
+    if came:  # imported: left there, the driver would save it and never bring it back
+        back(shim, *away(shim))
+    shim.close_gate(5)
+    pieces = shim.memories()
+    fds = shim.export([memory.id for memory in pieces])
+    rule = node.switches.add(f"function=cuMemRelease nth={n} caller={job.pid} result=2")
+    with pytest.raises(ShimError):
+        shim.unmap()
+    node.switches.remove(rule)
+    assert shim.hello().stand == Stand.AWAY
+    assert shim.map([memory.id for memory in pieces], fds) == Stand.CLOSED
+    shim.open_gate()
+    assert job("intact()")
+    before = node.switches.used(0)
+    away(shim)
+    assert node.switches.used(0) <= before
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
 def test_a_failure_in_the_middle_of_an_unmap(node: Node, job: Far, shim: Shim, n: int) -> None:
     for seed in range(3):
         job(f"large(4, {seed})")

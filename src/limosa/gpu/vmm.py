@@ -55,8 +55,8 @@ class Piece:
         self.bytes, self.gpu, self._handle, self.at, self._mapped = bytes_, gpu, handle, 0, False
         try:
             self.at = int(call("cuMemAddressReserve", bytes_, 0, 0, 0))
+            self._mapped = True  # also where it is done, and the driver says that it is not
             call("cuMemMap", self.at, bytes_, 0, handle, 0)
-            self._mapped = True
             call("cuMemSetAccess", self.at, bytes_, [_access(user) for user in users], len(users))
         except BaseException:
             self.close()
@@ -88,18 +88,24 @@ class Piece:
         os.set_inheritable(fd, False)
         return fd
 
-    def close(self) -> None:
-        """Unmap it and let it go; the memory lives as long as somebody else holds it."""
+    def close(self) -> bool:
+        """Unmap it and let it go; the memory lives as long as somebody else holds it.
+
+        Returns:
+            Whether the driver did so; where not, the memory is there until this process ends.
+        """
         binding = find()
+        results = []
         if self._mapped:
-            binding.cuMemUnmap(self.at, self.bytes)
+            results.append(binding.cuMemUnmap(self.at, self.bytes)[0])
             self._mapped = False
         if self._handle is not None:
-            binding.cuMemRelease(self._handle)
+            results.append(binding.cuMemRelease(self._handle)[0])
             self._handle = None
         if self.at:
-            binding.cuMemAddressFree(self.at, self.bytes)
+            results.append(binding.cuMemAddressFree(self.at, self.bytes)[0])
             self.at = 0
+        return all(int(result) == SUCCESS for result in results)
 
 
 class HostPiece:

@@ -48,7 +48,9 @@ def end_idle(gpus: Collection[str]) -> bool:
     told = []
     for mover in Mover.all():
         with mover, contextlib.suppress(LimosaError):
-            if not mover.said.get("sessions") and set(mover.said.get("gpus", [])) & set(gpus):
+            # One that holds something may be the last that does: it would not end before it had let go of it, either.
+            idle = not mover.said.get("sessions") and not mover.held()
+            if idle and set(mover.said.get("gpus", [])) & set(gpus):
                 mover.end()
                 told.append(mover.identity)
     end = time.monotonic() + END_SECONDS

@@ -19,6 +19,7 @@ from limosa.errors import (
     LimosaError,
     NoRoomOnGpu,
     NoRoomOnHost,
+    NoSuchProcess,
     Reason,
     Refused,
     UsageError,
@@ -38,7 +39,7 @@ from limosa.operation.results import JobResult, Outcome, Plan
 from limosa.operation.resuming import Resuming
 from limosa.operation.suspending import Suspending
 from limosa.operation.work import Clock, Work, myself
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import ProgressFn, silent
 
@@ -433,7 +434,12 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
             parked.prepare()
     except (LimosaError, OSError) as error:
         work.drop("parked")
+        if isinstance(parked, Suspending):
+            parked.let_arenas_go()
         parked.let_go()  # no gate was closed yet
+        for member in members:
+            if ending(member.pid):  # nothing else is in the way
+                raise NoSuchProcess(pid=member.pid) from error
         alone = release != "all" or not all(p.driver_fits for p in prepared)
         if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
             raise

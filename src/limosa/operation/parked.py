@@ -485,7 +485,7 @@ class Parked:
             return
         if stand is Stand.AWAY:
             pieces = [holders.Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in part.source]
-            stand = put_back(self._residents, part.shim, pieces, list(part.source.values()))
+            stand = put_back(part.shim, pieces, list(part.source.values()))
         if stand is Stand.CLOSED:
             part.shim.open_gate()
 
@@ -600,7 +600,7 @@ def export(shim: Shim, pieces: Sequence[Memory]) -> tuple[list[Memory], list[int
     return [piece for piece, _ in found], [fd for _, fd in found]
 
 
-def put_back(residents: Residents, shim: Shim, pieces: Sequence[holders.Held], fds: Sequence[int]) -> Stand:
+def put_back(shim: Shim, pieces: Sequence[holders.Held], fds: Sequence[int]) -> Stand:
     """Gives a process back what was taken from it; it is at home again, and its gate is closed.
 
     On a GPU that it did not see when it began it cannot import even that: it makes memory anew, which is filled.
@@ -613,15 +613,16 @@ def put_back(residents: Residents, shim: Shim, pieces: Sequence[holders.Held], f
     for gpu_ in sorted(blind):
         mine = [i for i, piece in enumerate(pieces) if piece.gpu == gpu_]
         gone = [i for i in mine if pieces[i].id not in there]  # an unmap that has failed in the middle leaves some
-        sizes, key = [pieces[i].bytes for i in gone], f"{shim.identity.pid}/back"
-        mover, made = residents.mover(shim.owner), shim.make([pieces[i].id for i in gone])
+        sizes, made = [pieces[i].bytes for i in gone], shim.make([pieces[i].id for i in gone])
+        residents = Residents()  # the mover that has served so far may be why there is a way back
         try:
+            mover = residents.mover(shim.owner)
             for side, some in (("source", [fds[i] for i in gone]), ("made", made)):
-                mover.drop(f"{key}/{side}")
-                mover.take(f"{key}/{side}", some, sizes, gpu_)
+                mover.take(side, some, sizes, gpu_)
+            mover.copy([("source", "made", gpu_)], copy_limit(sum(sizes)))
         finally:
             holders.close_all(made)
-        mover.copy([(f"{key}/source", f"{key}/made", gpu_)], copy_limit(sum(sizes)))
+            residents.close()
         stand = shim.map([pieces[i].id for i in mine])
     return stand
 
@@ -733,12 +734,10 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
     stand = shim.hello().stand
     if stand is Stand.AWAY:
         fds, pieces = holders.get(member, shim.owner, key_of(dead.header.id, member, side))
-        residents = Residents()
         try:
-            stand = put_back(residents, shim, pieces, fds)
+            stand = put_back(shim, pieces, fds)
         finally:
             holders.close_all(fds)
-            residents.close()
     if stand is Stand.CLOSED:
         shim.open_gate()
 

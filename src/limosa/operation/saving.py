@@ -379,7 +379,7 @@ class Saving:
         stand = shim.hello().stand
         if stand is Stand.AWAY:
             pieces = [Held(i, part.bytes[i], part.gpus[i]) for i in part.source]
-            stand = put_back(self._residents, shim, pieces, list(part.source.values()))
+            stand = put_back(shim, pieces, list(part.source.values()))
         if stand is Stand.CLOSED:
             shim.open_gate()
         if shim.hello().stand is not Stand.OPEN:

@@ -188,10 +188,16 @@ class Suspending:
             return
         if stand is Stand.AWAY:
             pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
-            stand = put_back(self._residents, part.shim, pieces, [part.source[p.id] for p in part.layout])
+            stand = put_back(part.shim, pieces, [part.source[p.id] for p in part.layout])
         if stand is Stand.CLOSED:
             part.shim.open_gate()
         let_arena_go(part.member, part.shim)
+
+    def let_arenas_go(self) -> None:
+        """Lets go of the segments that were to be filled: nothing is in them."""
+        for part in self._parts:
+            if part.sizes:
+                self._residents.drop(part.shim.owner, aside_key(part.member))
 
     def let_go(self) -> None:
         """Lets go of the source's memory."""

@@ -88,7 +88,8 @@ class Session:
     def drop(self, key: str) -> None:
         """Let go of a key."""
         for piece in self.pieces.pop(key, []):
-            piece.close()
+            if piece.close() is False:  # the memory goes when this process does
+                self.shared.retiring = True
 
     def _one(self) -> bool:
         try:

@@ -42,7 +42,7 @@ from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 10.0
 WORK_SECONDS = 60.0
-"""For an answer after the driver has mapped, or unmapped, all there is."""
+"""For an answer after the driver has mapped, or unmapped, all there is, or the memory for its halves is let go of."""
 CONNECT_SECONDS = 3.0
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a lent machine whose memory is backed at first use was measured at 2.7e9."""
@@ -246,7 +246,7 @@ class Shim:
 
     def bulk(self, bytes_: int) -> int:
         """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
-        return self._ask(Verb.BULK, bytes_, limit=60.0 + bytes_ / SLOWEST_TOUCH)[3]
+        return self._ask(Verb.BULK, bytes_, limit=WORK_SECONDS + bytes_ / SLOWEST_TOUCH)[3]
 
     def keep(self, fds: Sequence[int] = ()) -> None:
         """Have the process itself hold descriptors while its memory is away; none: let go of those."""

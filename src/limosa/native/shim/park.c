@@ -86,7 +86,10 @@ CUresult park_unmap(void)
     park_unmake();
     for (size_t i = 0; i < n_memories; i++)
         if (park_can(memories[i]) && memories[i]->driver) {
-            real(cuMemRelease)(memories[i]->driver);
+            /* Not let go of, the driver would save it, and never bring back what was imported. */
+            CUresult result = real(cuMemRelease)(memories[i]->driver);
+            if (result)
+                return result;
             memories[i]->driver = 0;
             if (memories[i]->kept >= 0)
                 close(memories[i]->kept);
