@@ -126,7 +126,7 @@ def test_host_callbacks(new_node: Callable[..., Node], library: Path, compiled: 
     """A callback that takes as long as a lock that another thread holds around its calls of the driver."""
     node = new_node(memory="256MiB")
     program = compiled("callbacks.c", "-ldl", "-lpthread")
-    job = node.popen([program, 3], env={"LD_PRELOAD": str(library)}, stdout=-1, text=True)
+    job = node.popen([program, 4], env={"LD_PRELOAD": str(library)}, stdout=-1, text=True)
     assert job.stdout.readline() == "ready\n"
     closed = late = 0
     with Shim(Identity.of(job.pid)) as shim:

@@ -152,11 +152,37 @@ def test_what_a_stream_says(job: Far) -> None:
     assert job("[int(x) for x in ok(cu.cuCtxGetStreamPriorityRange())]") == [0, -5]
 
 
-def test_capture_is_not_supported(job: Far, node: Any) -> None:
-    mode = "cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED"
-    job("s = ok(cu.cuStreamCreate(1))")
-    assert job(f"said(cu.cuStreamBeginCapture(s, {mode}))") == "NOT_SUPPORTED"
-    assert any("cuStreamBeginCapture" in line for line in node.log())
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_a_capture_is_empty_or_spoilt(job: Far, mode: int) -> None:
+    """A wait spoils it in any mode, and so does what would have to be captured; a free as the modes say."""
+    job("s, t = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))")
+    job("d = [ok(cu.cuMemAlloc(4096)) for _ in range(4)]")
+    job("asked = lambda: int(ok(cu.cuStreamIsCapturing(s)))")
+    begin, end = f"said(cu.cuStreamBeginCapture(s, cu.CUstreamCaptureMode({mode})))", "said(cu.cuStreamEndCapture(s))"
+    assert job("said(cu.cuStreamBeginCapture(0, cu.CUstreamCaptureMode(2)))") == "STREAM_CAPTURE_UNSUPPORTED"
+    assert job(end) == "ILLEGAL_STATE"
+    assert [job(begin), job("asked()"), job(begin), job("said(cu.cuStreamSynchronize(t))")] == [
+        "SUCCESS", 1, "ILLEGAL_STATE", "SUCCESS"
+    ]  # fmt: skip
+    job("ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(s))))")
+    assert job("asked()") == 0
+    unsupported = "STREAM_CAPTURE_UNSUPPORTED"
+    free = "said(cu.cuMemFree(d.pop()))"
+    for call, says in (
+        ("said(cu.cuCtxSynchronize())", unsupported),
+        ("said(cu.cuStreamSynchronize(s))", unsupported),
+        ("said(cu.cuStreamQuery(s))", unsupported),
+        ("said(cu.cuMemsetD8Async(d[0], 1, 16, s))", "NOT_SUPPORTED"),
+        (free, "SUCCESS" if mode == 2 else unsupported),
+    ):
+        assert [job(begin), job(call)] == ["SUCCESS", says], call
+        assert job("asked()") == (1 if says == "SUCCESS" else 2), call
+        assert job(end) == ("SUCCESS" if says == "SUCCESS" else "STREAM_CAPTURE_INVALIDATED"), call
+    assert job(begin) == "SUCCESS"
+    others = job.send(f"(context(), {free})[1]").value()
+    assert others == (unsupported if mode == 0 else "SUCCESS")
+    job(end)
+    assert job("said(cu.cuCtxSynchronize())") == "SUCCESS"
 
 
 def test_host_functions(job: Far) -> None:

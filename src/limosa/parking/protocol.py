@@ -20,6 +20,8 @@ COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
 PLAIN, SHARED, AWAY, MAPPED, IMPORTED = 1, 2, 4, 8, 16
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY: the gate could not be closed within the time, and is open again."""
+CAPTURING = 900
+"""CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: likewise, because a stream was being captured into a graph."""
 
 
 class Verb(enum.IntEnum):

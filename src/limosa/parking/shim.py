@@ -21,6 +21,7 @@ from limosa.parking import LIBRARY
 from limosa.parking.packets import peer
 from limosa.parking.protocol import (
     AWAY,
+    CAPTURING,
     COUNT_KINDS,
     COUNTS,
     IMPORTED,
@@ -68,7 +69,7 @@ class GateStaysOpen(ShimError):
     """The gate could not be closed in time; it is open again and the job runs on."""
 
     id, exit_code = "gate", 18
-    template = "process {pid} could not be held still within {seconds:g} s: work on the GPU, or a call, goes on"
+    template = "process {pid} could not be held still within {seconds:g} s: {detail}"
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -214,9 +215,11 @@ class Shim:
         try:
             self._ask(Verb.CLOSE, int(seconds * 1000), limit=seconds + self.limit)
         except ShimError as error:
-            if error.fields.get("result") == NOT_READY:
+            result = error.fields.get("result")
+            if result in (NOT_READY, CAPTURING):
+                why = "it is capturing a CUDA graph" if result == CAPTURING else "work on the GPU, or a call, goes on"
                 raise GateStaysOpen(
-                    pid=self.identity.pid, seconds=seconds, what="close", detail="", result=NOT_READY
+                    pid=self.identity.pid, seconds=seconds, what="close", detail=why, result=result
                 ) from None
             raise
 

@@ -1,3 +1,4 @@
+#include "capture.h"
 #include "gate.h"
 #include "shim.h"
 
@@ -28,6 +29,7 @@ static void thread_ends(void *value)
 {
     struct reader *reader = value;
 
+    capture_thread_ends(reader);
     gate_reader = NULL; /* a later destructor of this thread may still call the driver: it gets another one */
     atomic_store_explicit(&reader->inside, 0, memory_order_release);
     atomic_store_explicit(&reader->used, false, memory_order_release);

@@ -48,13 +48,13 @@ CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *eno
             continue;
         if ((result = real(cuDevicePrimaryCtxRetain)(&context, device)))
             break;
-        if (!(result = real(cuCtxSetCurrent)(context)))
+        if (!(result = real(cuCtxSetCurrent)(context)) && !atomic_load(enough))
             result = real(cuCtxSynchronize)();
         real(cuCtxSetCurrent)(NULL);
         real(cuDevicePrimaryCtxRelease_v2)(device);
     }
     for (size_t i = 0; i < n_made && !result && !atomic_load(enough); i++)
-        if (!(result = real(cuCtxSetCurrent)(made[i])))
+        if (!(result = real(cuCtxSetCurrent)(made[i])) && !atomic_load(enough))
             result = real(cuCtxSynchronize)();
     real(cuCtxSetCurrent)(NULL);
     return result;

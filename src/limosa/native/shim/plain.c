@@ -1,5 +1,6 @@
 /* cuMemAlloc and what belongs to it, for pieces of 2 MiB and more: virtual memory that can be given away and taken back
  * at the same address. What cannot be had that way is the driver's, as if the shim were not there. */
+#include "capture.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -36,11 +37,12 @@ static int device_of_current(void)
 /* Waits for the work of the context that some memory is of (NULL: of the current one). Without memory_lock. */
 static CUresult wait_for_work(CUcontext owner)
 {
-    /* A capture that goes on elsewhere must neither be broken nor keep us from asking. */
     int mode = CAPTURE_MODE_RELAXED;
     CUcontext mine = NULL;
     CUresult result;
 
+    if (capture_any()) /* the driver would refuse, and might spoil the capture */
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     real(cuThreadExchangeStreamCaptureMode)(&mode);
     result = real(cuCtxGetCurrent)(&mine);
     bool other = !result && owner && owner != mine;
@@ -560,6 +562,7 @@ static void context_gone(CUcontext context)
         if (peers[i].from == context || peers[i].to == context)
             peers[i] = peers[--n_peers];
     left_context_gone(context);
+    capture_context_ends(context);
 }
 
 static CUresult destroy(CUcontext context)

@@ -13,7 +13,8 @@ enum verb {
     VERB_HELLO = 1, /* → state, pid, memories, bytes that can be put away */
     VERB_LIST, /* → packets of records, a: how many there are in all, b: of them in this packet */
     VERB_EXPORT, /* ids → descriptors, in that order */
-    VERB_CLOSE, /* a: milliseconds → gate closed, all work done; or result 600 and the gate is open */
+    VERB_CLOSE, /* a: milliseconds → gate closed, all work done; or result 600, 900 (a stream is being
+                 * captured), and the gate is open */
     VERB_OPEN,
     VERB_UNMAP,
     VERB_MAP, /* ids with descriptors → d: where it failed (1 import, 2 map, 3 access), device << 16 */

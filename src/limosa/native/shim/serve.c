@@ -3,6 +3,7 @@
  * It is exempt from the gate, holds memory_lock only for as long as it looks at the tables, and calls nothing of the
  * application's: see DESIGN.md why nothing here can wait for an application's thread. */
 #include "bulk.h"
+#include "capture.h"
 #include "fds.h"
 #include "park.h"
 #include "serve.h"
@@ -194,6 +195,7 @@ static int named_socket(void)
 static void *serve(void *nothing)
 {
     gate_exempt();
+    capture_leave_alone();
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
         /* A program that closes all descriptors that there are has closed this one, too. */
@@ -260,6 +262,7 @@ static void in_child(void)
     state = STATE_OPEN;
     bulk_in_child();
     still_in_child();
+    capture_in_child();
     pthread_mutex_init(&memory_lock, NULL);
     for (size_t i = 0; i < n_memories; i++)
         if (memories[i]->kept >= 0) {

@@ -1,5 +1,6 @@
 /* Holds the process still, takes its memory away and gives it back. */
 #include "bulk.h"
+#include "capture.h"
 #include "park.h"
 #include "serve.h"
 #include "shim.h"
@@ -43,6 +44,7 @@ static void *wait_for_device(void *data)
     struct wait *wait = data;
 
     gate_exempt();
+    capture_leave_alone();
     CUresult result = park_wait(wait->made, wait->n_made, &wait->left);
     pthread_mutex_lock(&wait->lock);
     wait->result = result;
@@ -107,14 +109,42 @@ static CUresult device_done(uint64_t milliseconds)
     return result;
 }
 
+/* Closes it at a moment at which no stream is being captured: looked for when it is closed and nobody is inside, so no
+ * capture can begin afterwards. Those that go on are let finish, with the gate open; for half of the time no new ones are
+ * let begin beside them, or a program that captures all the time would never be met between two. Not longer: a capture
+ * may wait for a thread that wants to begin one. */
+static int32_t close_between_captures(uint64_t begun, uint64_t milliseconds)
+{
+    for (;;) {
+        uint64_t spent = now_ms() - begun;
+        if (!gate_close(milliseconds > spent ? milliseconds - spent : 1))
+            return NOT_READY;
+        if (!capture_goes_on())
+            return 0;
+        capture_hold(now_ms() - begun < milliseconds / 2);
+        gate_open();
+        /* Not known to be over, it may be so all the same: the driver is asked now and then. */
+        for (int turn = 0; turn < 20 && (capture_any() || !turn); turn++) {
+            spent = now_ms() - begun;
+            if (spent >= milliseconds)
+                return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+            if (spent >= milliseconds / 2)
+                capture_hold(false);
+            poll(NULL, 0, 1);
+        }
+    }
+}
+
 int32_t still_close(uint64_t milliseconds)
 {
     uint64_t begun = now_ms();
 
     if (state != STATE_OPEN)
         return -EALREADY;
-    if (!gate_close(milliseconds))
-        return NOT_READY;
+    int32_t closed = close_between_captures(begun, milliseconds);
+    capture_hold(false); /* whoever waited there waits at the gate from here on, or goes on */
+    if (closed)
+        return closed;
     uint64_t spent = now_ms() - begun;
     CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);
     if (result) {

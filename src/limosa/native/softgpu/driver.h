@@ -224,6 +224,8 @@ struct context *stream_context(struct context *current, CUstream stream);
 /* Wait for all of a stream's work, for all of a context's. What went wrong with it is answered (context->sticky). */
 CUresult stream_wait(struct context *context, CUstream stream);
 CUresult context_wait(struct context *context);
+/* As what frees memory waits: a capture forbids it only in the modes in which a driver says so. */
+CUresult context_wait_for_memory(struct context *context);
 /* As stream_submit and stream_wait in one, run by the calling thread once its turn has come; `argument` stays the
  * caller's. */
 CUresult stream_run(struct context *context, CUstream stream, void (*run)(void *), void *argument);

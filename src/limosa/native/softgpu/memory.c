@@ -123,10 +123,10 @@ EXPORT CUresult CUDAAPI cuMemAllocManaged(CUdeviceptr *dptr, size_t bytesize, un
 /* Freeing waits for the work of both contexts: it may still be using the memory. */
 static CUresult wait_for(struct context *current, struct context *owner)
 {
-    CUresult result = context_wait(current);
+    CUresult result = context_wait_for_memory(current);
 
     if (owner && owner != current && !owner->destroyed)
-        context_wait(owner);
+        context_wait_for_memory(owner);
     return result;
 }
 

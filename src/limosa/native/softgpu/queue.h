@@ -39,6 +39,9 @@ struct stream {
     bool gone;              /* destroyed: no handle of it is valid, its work is still done */
     bool worker;            /* its thread runs */
     int references;
+    CUstreamCaptureStatus capture;
+    CUstreamCaptureMode capture_mode;
+    pthread_t capturer;       /* the thread that has begun the capture */
     pthread_cond_t submitted;
 };
 
@@ -47,6 +50,11 @@ struct stream *stream_find(struct context *context, CUstream handle, CUresult *e
 /* With the lock held: submit; marks may be NULL (their references pass over). */
 CUresult stream_append(struct stream *stream, void (*run)(void *), void *argument, bool keep, struct mark *after,
                        struct mark *sets);
+/* With the lock held: whether something may be done with a stream; if it is being captured it may not, and that capture is
+ * spoilt. Of nothing that is submitted a graph is made: NOT_SUPPORTED is the answer, not a graph without it. */
+bool stream_spoil(struct stream *stream);
+/* Whether its capture forbids the calling thread what is unsafe beside captures (capture.c: the modes of both). */
+bool stream_forbids(const struct stream *stream);
 /* With the lock held, and a reference: wait until a mark is reached (the lock is let go meanwhile). */
 void mark_wait(struct mark *mark);
 void mark_drop(struct mark *mark);

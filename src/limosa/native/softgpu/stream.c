@@ -235,9 +235,19 @@ static struct work *work_add(struct stream *stream, void (*run)(void *), void *a
     return work;
 }
 
+bool stream_spoil(struct stream *stream)
+{
+    if (stream->capture == CU_STREAM_CAPTURE_STATUS_NONE)
+        return false;
+    stream->capture = CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    return true;
+}
+
 CUresult stream_append(struct stream *stream, void (*run)(void *), void *argument, bool keep, struct mark *after,
                        struct mark *sets)
 {
+    if (stream_spoil(stream))
+        return CUDA_ERROR_NOT_SUPPORTED;
     if (!run && !stream->head && may_run(stream, last_number + 1, after)) { /* a mark, and nothing to do before */
         if (sets) {
             sets->reached = true;
@@ -287,6 +297,10 @@ CUresult stream_run(struct context *context, CUstream handle, void (*run)(void *
     if (!stream) {
         streams_unlock();
         return result;
+    }
+    if (stream_spoil(stream)) {
+        streams_unlock();
+        return CUDA_ERROR_NOT_SUPPORTED;
     }
     context = stream->context;
     if (!stream->head && may_run(stream, last_number + 1, NULL)) {
@@ -338,6 +352,10 @@ CUresult stream_wait(struct context *context, CUstream handle)
         streams_unlock();
         return result;
     }
+    if (stream_spoil(stream)) {
+        streams_unlock();
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
     stream->references++;
     context = stream->context;
     uint64_t number = last_number;
@@ -348,14 +366,37 @@ CUresult stream_wait(struct context *context, CUstream handle)
     return (CUresult)context->sticky;
 }
 
-CUresult context_wait(struct context *context)
+static CUresult wait_for_all(struct context *context, bool (*refused)(const struct stream *))
 {
+    bool captured = false;
     streams_lock();
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        if (stream->context == context && !stream->gone && refused(stream))
+            captured |= stream_spoil(stream);
+    if (captured) {
+        streams_unlock();
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
     uint64_t number = last_number;
     while (busy(context, NULL, number))
         wait_for_change();
     streams_unlock();
     return (CUresult)context->sticky;
+}
+
+static bool any(const struct stream *stream)
+{
+    return stream->capture != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+CUresult context_wait(struct context *context)
+{
+    return wait_for_all(context, any);
+}
+
+CUresult context_wait_for_memory(struct context *context)
+{
+    return wait_for_all(context, stream_forbids);
 }
 
 bool streams_drain(double timeout)
@@ -479,6 +520,8 @@ static CUresult query(struct context *context, CUstream handle)
     struct stream *stream = stream_find(context, handle, &result);
     if (stream && (CUresult)stream->context->sticky != CUDA_SUCCESS)
         result = (CUresult)stream->context->sticky;
+    else if (stream && stream_spoil(stream))
+        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     else if (stream && busy(NULL, stream, UINT64_MAX))
         result = CUDA_ERROR_NOT_READY;
     streams_unlock();
@@ -556,7 +599,7 @@ BOTH(cuStreamGetDevice, CALL_QUERY, ANSWER(device, seen.context->ordinal), CUdev
 BOTH(cuStreamGetFlags, CALL_QUERY, ANSWER(flags, seen.flags), unsigned int *flags)
 BOTH(cuStreamGetPriority, CALL_QUERY, ANSWER(priority, seen.priority), int *priority)
 BOTH(cuStreamGetId, CALL_QUERY, ANSWER(id, seen.id), unsigned long long *id)
-BOTH(cuStreamIsCapturing, CALL_QUERY, ANSWER(status, CU_STREAM_CAPTURE_STATUS_NONE), CUstreamCaptureStatus *status)
+BOTH(cuStreamIsCapturing, CALL_QUERY, ANSWER(status, seen.capture), CUstreamCaptureStatus *status)
 BOTH(cuStreamAddCallback, CALL_MANAGE, {
     if (!callback || flags != 0)
         RETURN(CUDA_ERROR_INVALID_VALUE);
