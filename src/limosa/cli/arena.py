@@ -21,7 +21,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def command(
     size: Annotated[str | None, typer.Argument(metavar="SIZE", help="How large it is to be: 32G.")] = None,
     *,
-    keep: Annotated[str, typer.Option("--keep", metavar="TIME", help="For how long: 30m, 8h.")] = "1h",
+    keep: Annotated[str | None, typer.Option("--keep", metavar="TIME", help="For how long: 30m, 8h (1h).")] = None,
     end: Annotated[bool, typer.Option("--end", help="Give back what is not used, and end the mover.")] = False,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,
@@ -42,7 +42,9 @@ def command(
 
         if size is not None and end:
             raise UsageError(detail="name a size, or --end")
-        found = arena(None if size is None else parse_size(size), keep=seconds_of(keep), end=end)
+        if size is None and keep is not None:
+            raise UsageError(detail="--keep says for how long a SIZE is kept: limosa arena 32G --keep 8h")
+        found = arena(None if size is None else parse_size(size), keep=seconds_of(keep or "1h"), end=end)
         report.result(found, "\n".join(lines(found)))
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
+from limosa.operation.room import gib
 from limosa.parking.mover import Mover
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, residents
@@ -128,18 +129,12 @@ def host_room(fresh: int, uid: int | None = None) -> str:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
         level = tightest(memory_levels(file.read()))
         if level.room is not None and level.room < fresh:
-            return (
-                f"the memory cgroup {level.path} has {level.room / 2**30:.2f} GiB left, and the arena needs "
-                f"{fresh / 2**30:.2f} GiB more"
-            )
+            return f"the memory cgroup {level.path} has {gib(level.room)} left, and the arena needs {gib(fresh)} more"
     available = host_memory()[1]
     if available < fresh:
         available = grow_host_memory(fresh)
     if available < fresh:
-        return (
-            f"the machine has {available / 2**30:.2f} GiB of host memory available, and the arena needs "
-            f"{fresh / 2**30:.2f} GiB more"
-        )
+        return f"the machine has {gib(available)} of host memory available, and the arena needs {gib(fresh)} more"
     return ""
 
 

@@ -21,7 +21,7 @@ Not asked for where a process comes back to its own GPU and nobody else is there
 
 def gib(size: int) -> str:
     """Bytes in words."""
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 1 << 30 else f"{size / 2**20:.0f} MiB"
 
 
 def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:

@@ -19,14 +19,14 @@ class Rate:
 
     def __init__(self, bytes_per_second: float = 0.0, burst: float = 0.05):
         self.bytes_per_second, self._burst = bytes_per_second, burst
-        self._free_at = time.monotonic() - burst
+        self._free_at = time.monotonic()
 
     def spend(self, n: int) -> None:
         """Wait until so many bytes may go."""
         if not self.bytes_per_second:
             return
         now = time.monotonic()
-        self._free_at = max(self._free_at, now - self._burst)
+        # Paid before it goes: else one part for each thread and round would be free.
+        self._free_at = max(self._free_at, now - self._burst) + n / self.bytes_per_second
         if self._free_at > now:
             time.sleep(self._free_at - now)
-        self._free_at += n / self.bytes_per_second

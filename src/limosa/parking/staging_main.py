@@ -331,7 +331,8 @@ class Save:
         def hands(n: int) -> Hand:
             return Hand(self._contexts, ring.slot(n))
 
-        self._rate = Rate(rate)
+        if rate != self._rate.bytes_per_second:  # else round after round counts as one
+            self._rate = Rate(rate)
         if what == "copy":
             self._crew = Crew(self._marked(), self._copy, hands, threads=threads, nice=nice)
         elif what == "keep":
