@@ -149,7 +149,7 @@ def test_the_rate_is_kept(chunked: Any, tmp_path: Path) -> None:
     job = start(chunked, "--mib", 48)
     options = ["--rate", "24MiB", "--rounds", 1, *SMALL]
     said = chunked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", "-R", *options)
-    assert 1.5 < said["timings"]["copy"] < 4
+    assert 1.9 < said["timings"]["copy"] < 5, "no chunk is free"
     assert said["timings"]["pause_seconds"] < said["timings"]["copy"]
     job.goes_on(2)
     job.finish()
