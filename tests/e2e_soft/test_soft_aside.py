@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from soft_command import Held, waits_for
 
+from limosa.errors import FailedUndone
+from limosa.operation.aside import any_shut, refuse_shut
+from limosa.operation.journal import Member
 from limosa.parking import LIBRARY
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
@@ -90,6 +93,67 @@ def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> No
     assert before <= used(parked)[0] < before + 32 * MIB, "the mover has a context there"
     assert parked.says(0, "", "toggle", job.pid)["state"] == "checkpointed"
     parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize(("to", "there"), [(["--to", 1], 1), (["--to", 0], 0), (["--map", "0=1"], 1)])
+def test_moving_a_suspended_job_resumes_it_there(parked: Any, to: list[object], there: int) -> None:
+    job = start(parked, "--mib", 48)
+    parked.limosa("suspend", job.pid)
+    assert parked.says(0, "", "plan", "move", job.pid, *to)["operation"] == "resume"
+    said = parked.says(0, "", "move", job.pid, *to)
+    assert (said["state"], said["operation"], said["way"]) == ("running", "resume", "parked")
+    assert stand(job) is Stand.OPEN
+    job.goes_on(2)
+    assert used(parked)[there] > 48 * MIB > used(parked)[1 - there]
+    job.finish()
+
+
+def test_everything_on_a_gpu_is_moved_what_is_suspended_is_resumed(parked: Any) -> None:
+    job, other = start(parked, "--mib", 24), start(parked, "--mib", 24)
+    for one in (job, other):
+        parked.limosa("move", one.pid, "--to", 1)
+    parked.limosa("suspend", job.pid)
+    said = parked.says(0, "", "move", job.pid, other.pid, "--from", 1, "--to", 0)
+    assert [one["operation"] for one in said["results"]] == ["resume", "move"]
+    for one in (job, other):
+        assert stand(one) is Stand.OPEN
+        one.goes_on(2)
+        one.finish()
+
+
+def test_a_suspended_job_does_not_change_places(parked: Any) -> None:
+    job, other = start(parked, "--mib", 24), start(parked, "--mib", 24)
+    parked.limosa("move", other.pid, "--to", 1)
+    parked.limosa("suspend", job.pid)
+    said = parked.limosa("move", "-o", "json", job.pid, other.pid, "--swap", rc=13)
+    assert "suspended-memory" in said.stdout
+    assert "limosa resume" in said.stdout
+    other.goes_on(2)
+    parked.limosa("resume", job.pid)
+    for one in (job, other):
+        one.goes_on(2)
+        one.finish()
+
+
+def test_no_job_is_said_to_run_that_stands_at_its_gate(parked: Any) -> None:
+    job = start(parked, "--mib", 24)
+    member = Member(identity=Identity.of(job.pid), was="checkpointed")
+    refuse_shut([member])
+    assert not any_shut([member])
+    with Shim(member.identity) as shim:
+        shim.close_gate(5.0)
+    parked.says(21, "failed", "move", job.pid, "--to", 1)
+    with Shim(member.identity) as shim:
+        shim.open_gate()
+    job.goes_on(2)
+    parked.limosa("suspend", job.pid)
+    assert any_shut([member])
+    with pytest.raises(FailedUndone, match="would not go on"):
+        refuse_shut([member])
+    parked.limosa("resume", job.pid)
+    refuse_shut([member])
     job.goes_on(2)
     job.finish()
 

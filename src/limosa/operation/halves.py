@@ -57,6 +57,11 @@ class Ready:
                     room -= bytes_
         together([partial(_ask, shim, bytes_) for shim, bytes_ in wanted])
 
+    @property
+    def pids(self) -> set[int]:
+        """Processes whose gate was open and stays so: only one client is served at a time, and that is us."""
+        return set(self._own)
+
     def let_go(self) -> None:
         """The driver has what it needs: what is left of it is let go of, and our own connections with it."""
         for shim in (*self._parked.values(), *self._own.values()):

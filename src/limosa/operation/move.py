@@ -26,7 +26,7 @@ from limosa.errors import (
     worst,
 )
 from limosa.operation import driver_steps, estimate, idle, room
-from limosa.operation.aside import MEMORY_ONLY, aside_shims
+from limosa.operation.aside import MEMORY_ONLY, aside_shims, refuse_shut
 from limosa.operation.claims import Claim
 from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
@@ -381,6 +381,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     locked = [m for m in members if m in asleep or m.was == "locked"]
     if locked or parked is None:
         driver_steps.unlock(work, locked)
+    ours = {*(parked.shims if parked is not None else ()), *ready.pids}
+    refuse_shut([m for m in members if m.pid not in ours])
     if isinstance(parked, (Parked, Resuming)):
         work.paused_at = begun  # it goes on when its gate opens
         with work.spent("copy-wait"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from limosa import gpu
 from limosa.errors import PauseTooLong, Reason
-from limosa.operation import estimate
+from limosa.operation import aside, estimate
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.parked import too_full
@@ -46,6 +46,11 @@ def look_at(
     prepared = look(verb, which, driver=driver, release=release, **common)
     if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
+    if verb == "move" and aside.any_shut(prepared.members) and not _unasked(prepared):
+        if prepared.states == {"checkpointed"} and check_room:
+            prepared = look("resume", which, driver=driver, **common)
+        else:
+            prepared.reasons.append(_first_resume(prepared))
     operation = prepared.operation
     if check_room:
         note_full([prepared])
@@ -100,6 +105,13 @@ def pause_reason(estimated: float, limit: float) -> Reason:
 def _toggled(prepared: Prepared) -> str:
     suspended = prepared.states == {"checkpointed"} or any(m.away for m in prepared.members)
     return "resume" if suspended else "suspend"
+
+
+def _first_resume(prepared: Prepared) -> Reason:
+    """A refusal where what is suspended the parked way would have to come back in the middle of a move of others."""
+    text = f"process {prepared.root.pid}, or one of its children, is suspended: its memory is in host memory"
+    hint = f"first: limosa resume {prepared.job.name or prepared.root.pid}"
+    return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=prepared.root.pid)
 
 
 def _unasked(prepared: Prepared) -> bool:

@@ -76,6 +76,11 @@ class Resuming:
         self._copying = Copying(work, self._residents)
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {part.member.pid: part.shim for part in self._parts}
+
     def prepare(self) -> None:
         """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
         for part in self._parts:
