@@ -31,7 +31,7 @@ def spare(seen: gpu.Inventory, members: Sequence[Member]) -> dict[str, int]:
     found: dict[str, int] = {}
     for mover in Mover.all():
         with mover:
-            if not mover.said.get("sessions") and mover.uid not in needed:
+            if mover.uid not in needed and _is_idle(mover):
                 found = added_up([found, seen.held({mover.identity.pid})])
     return found
 
@@ -43,14 +43,19 @@ def _owner(pid: int) -> int:
         return -1
 
 
+def _is_idle(mover: Mover) -> bool:
+    """Whether nobody needs it: one that holds something may be the last that does, and ``recover`` has to find it."""
+    with contextlib.suppress(LimosaError):
+        return not mover.said.get("sessions") and not mover.held()
+    return False
+
+
 def end_idle(gpus: Collection[str]) -> bool:
     """Has movers end that nobody needs and that are on one of these GPUs; returns whether there were any."""
     told = []
     for mover in Mover.all():
         with mover, contextlib.suppress(LimosaError):
-            # One that holds something may be the last that does: it would not end before it had let go of it, either.
-            idle = not mover.said.get("sessions") and not mover.held()
-            if idle and set(mover.said.get("gpus", [])) & set(gpus):
+            if set(mover.said.get("gpus", [])) & set(gpus) and _is_idle(mover):
                 mover.end()
                 told.append(mover.identity)
     end = time.monotonic() + END_SECONDS
