@@ -33,6 +33,11 @@ class Noisy(Dataset):
         return x, torch.tanh(x @ self.target)
 
 
+def say(text):
+    """One write a line, also where nothing is buffered: the ranks write into one file."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
@@ -76,14 +81,14 @@ def main():
             optimizer.step()
             os.write(losses, f"{step} {loss.item().hex()} {time.monotonic():.6f}\n".encode())
             if step == 0:
-                print("READY", flush=True)
-            print(f"tick {step} {time.monotonic():.6f} rank {rank}", flush=True)
+                say("READY")
+            say(f"tick {step} {time.monotonic():.6f} rank {rank}")
             step += 1
             if step == options.steps:
                 break
             time.sleep(options.pace)
     del loader  # ends its workers
-    print("DONE", flush=True)
+    say("DONE")
     # PyTorch 2.13 deadlocks now and then when DDP's reducer is freed: the gloo group's destructor joins a thread that
     # waits for the GIL which its caller holds. So the process ends with the group and the model as they are.
     os._exit(0)
