@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -185,43 +184,10 @@ def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reas
     return found
 
 
-class Copying:
-    """Copies between GPUs and arenas in the background, each owner's by his mover, all at once."""
-
-    def __init__(self, work: Work, residents: Residents):
-        self._work, self._residents = work, residents
-        self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
-
-    def start(self, way: str, copies: Mapping[int, Sequence[Copy]], limit: float) -> None:
-        """Begins; ``way`` is "out" or "in"."""
-
-        def copy() -> None:
-            try:
-                movers = self._residents.mover
-                with self._work.spent("copy"):
-                    together([partial(movers(owner).host, way, some, limit) for owner, some in copies.items()])
-            except BaseException as error:
-                self._failed = error
-
-        self._thread = threading.Thread(target=copy, name="limosa-copy")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
-        self.settle()
-        if self._failed is not None:
-            raise self._failed
-
-    def settle(self) -> None:
-        """Waits until nothing is written or read any more."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+def copy_all(work: Work, residents: Residents, way: str, copies: Mapping[int, Sequence[Copy]], limit: float) -> None:
+    """Copies between GPUs and arenas, each owner's by his mover, all at once; ``way`` is "out" or "in"."""
+    with work.spent("copy"):
+        together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])
 
 
 def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
+from limosa.operation.background import Background
 from limosa.operation.journal import Member
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
@@ -73,9 +74,8 @@ class Loading:
         self._parts = [_Part(m, of_pid[m.pid]) for m in members if m.pid in of_pid]
         self._residents = Residents()
         self._loader: Loader | None = None
-        self._reading: threading.Thread | None = None
+        self._reading = Background("limosa-chunks")
         self._leave = threading.Event()
-        self._failed: BaseException | None = None
         self.done = Done()
 
     @property
@@ -108,8 +108,7 @@ class Loading:
             loader.want([(part.member.pid, p.id, p.bytes) for p in own], [p.chunks for p in own])
             for piece in own:
                 part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
-        self._reading = threading.Thread(target=self._read, name="limosa-chunks")
-        self._reading.start()
+        self._reading.start(self._read)
 
     def _read(self) -> None:
         work = self._work
@@ -118,12 +117,9 @@ class Loading:
             work.progress(Progress("chunks", done=done, total=total))
 
         assert self._loader is not None
-        try:
-            done = self._loader.run(told=told, stop=lambda: self._leave.is_set() or work.stop_asked())
-            self.done = Done(self.done.chunks + done.chunks, self.done.bytes + done.bytes, done.seconds)
-            work.timings["chunks"] = work.timings.get("chunks", 0.0) + done.seconds
-        except BaseException as error:
-            self._failed = error
+        done = self._loader.run(told=told, stop=lambda: self._leave.is_set() or work.stop_asked())
+        self.done = Done(self.done.chunks + done.chunks, self.done.bytes + done.bytes, done.seconds)
+        work.timings["chunks"] = work.timings.get("chunks", 0.0) + done.seconds
 
     def check(self) -> None:
         """Stop here where it has failed already.
@@ -132,8 +128,7 @@ class Loading:
             DamagedImage: a chunk is not what its name says.
             FailedUndone: something else went wrong.
         """
-        if self._failed is not None:
-            raise self._failed
+        self._reading.check()
 
     def wait(self) -> None:
         """Wait until every byte is there, and was compared.
@@ -142,15 +137,11 @@ class Loading:
             DamagedImage: a chunk is not what its name says.
             FailedUndone: something else went wrong.
         """
-        if self._reading is not None:
-            self._reading.join()
-            self._reading = None
-        self.check()
+        self._reading.wait()
         self._work.check()
         if any(part.late for part in self._parts):
             self._make_late()
             self._read()
-            self.check()
             self._work.check()
         if self.done.bytes != self.bytes:
             raise FailedUndone(f"{self.done.bytes} of {self.bytes} bytes of device memory were read")
@@ -201,9 +192,7 @@ class Loading:
     def close(self) -> None:
         """Let go of everything that is not the job's own."""
         self._leave.set()
-        if self._reading is not None:
-            self._reading.join()
-            self._reading = None
+        self._reading.settle()
         for part in self._parts:
             part.close()
         self._residents.close()

@@ -12,7 +12,6 @@ import contextlib
 import os
 import resource
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +27,7 @@ from limosa.errors import (
     UndoFailed,
 )
 from limosa.operation import claims, driver_steps, estimate, holders, idle, room, shares
+from limosa.operation.background import Background
 from limosa.operation.holders import key_of, note_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.work import Work
@@ -76,18 +76,26 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
             shim = Shim(member.identity)
         except LimosaError:
             continue
-        if shim.hello().bytes and shim.hello().stand is Stand.OPEN:
+        hello = shim.hello()
+        if hello.bytes and hello.stand is Stand.OPEN:
             found[member.pid] = shim
         else:
             shim.close()
     return found
 
 
-def look(operation: str, members: Sequence[Member]) -> tuple[dict[int, int], list[Reason], set[int], set[int]]:
+def look(
+    operation: str, members: Sequence[Member], *, software: bool
+) -> tuple[dict[int, int], list[Reason], set[int], set[int]]:
     """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
+
+    Args:
+        operation: the verb.
+        members: its processes.
+        software: whether the GPUs are software GPUs.
 
     Returns:
         By pid the bytes that can be parked; the reasons; the processes whose shim has told all that they share, and
@@ -118,7 +126,7 @@ def look(operation: str, members: Sequence[Member]) -> tuple[dict[int, int], lis
                 for uuid in {devices[m.device] for m in pieces}:
                     here = [m for m in pieces if devices[m.device] == uuid]
                     counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
-                    member.beside[uuid] = left_beside(counted, parked, software=gpu.inventory().software)
+                    member.beside[uuid] = left_beside(counted, parked, software=software)
                     member.held[uuid] = max(counted, parked)
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
@@ -259,11 +267,10 @@ class Parked:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._residents = Residents()
-        self._opened = False
+        self._gates = Gates(work)
         self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
-        self._copying: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._copying = Background("limosa-copy")
         self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it
         self.bytes = 0
 
@@ -371,15 +378,10 @@ class Parked:
         """Copies in the background; the driver's checkpoint runs meanwhile."""
 
         def copy() -> None:
-            begun = time.monotonic()
-            try:
+            with self._work.spent("copy"):
                 self._copy(self._copies)
-                self._work.timings["copy"] = time.monotonic() - begun
-            except BaseException as error:
-                self._failed = error
 
-        self._copying = threading.Thread(target=copy, name="limosa-copy")
-        self._copying.start()
+        self._copying.start(copy)
 
     def wait_for_copy(self) -> None:
         """Waits until all is copied.
@@ -387,11 +389,7 @@ class Parked:
         Raises:
             FailedUndone: it was not.
         """
-        if self._copying is not None:
-            self._copying.join()
-            self._copying = None
-        if self._failed is not None:
-            raise self._failed
+        self._copying.wait()
 
     def arrive(self) -> None:
         """Maps the destination's memory where the source's was."""
@@ -442,10 +440,7 @@ class Parked:
         Raises:
             UndoFailed: one could not be opened: ``recover`` opens it.
         """
-        self._opened = True
-        for part in self._parts:
-            self._work.try_note("open", "begin", part.member.pid)
-        open_gates([(part.member, part.shim) for part in self._parts], self._work.operation)
+        self._gates.open([(part.member, part.shim) for part in self._parts])
 
     def let_go(self) -> None:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
@@ -462,17 +457,15 @@ class Parked:
         Raises:
             UndoFailed: a gate was opened: the job may run there, and ``recover`` opens the others.
         """
-        self._settle()
-        if self._opened:
-            raise gate_was_opened(self._work.operation)
-        leave([(part.member, part.shim) for part in self._parts if part.mapped_target])
+        self._copying.settle()  # it reads what is about to be given back
+        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped_target])
 
     def home(self) -> None:
         """Gives every process its own memory back and opens its gate; the driver has brought it home before.
 
         Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
         """
-        self._settle()
+        self._copying.settle()  # it reads what is about to be given back
         each([(part.member, partial(self._home, part)) for part in self._parts])
         self.let_go()
 
@@ -488,12 +481,6 @@ class Parked:
             stand = put_back(part.shim, pieces, list(part.source.values()))
         if stand is Stand.CLOSED:
             part.shim.open_gate()
-
-    def _settle(self) -> None:
-        """A copy under way reads what is about to be given back: it comes to its end first."""
-        if self._copying is not None:
-            self._copying.join()
-            self._copying = None
 
     def close(self) -> None:
         """Ends the connections."""
@@ -543,21 +530,40 @@ def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
         raise failed[0]
 
 
-def open_gates(parts: Sequence[tuple[Member, Shim]], what: str) -> None:
-    """Opens the gate of each process, and sees it open.
+class Gates:
+    """The gates of one operation: from the first one that is to open there is no way back."""
 
-    Raises:
-        UndoFailed: one does not open.
-    """
+    def __init__(self, work: Work):
+        self._work, self._opened = work, False
 
-    def one(shim: Shim) -> None:
-        if shim.hello().stand is not Stand.OPEN:
-            shim.open_gate()
+    def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
+        """Notes it and opens them.
 
-    try:
-        each([(member, partial(one, shim)) for member, shim in parts])
-    except LimosaError as error:
-        raise gate_was_opened(what, str(error)) from error
+        Raises:
+            UndoFailed: one does not open.
+        """
+        self._opened = True
+        for member, _ in parts:
+            self._work.try_note("open", "begin", member.pid)
+
+        def one(shim: Shim) -> None:
+            if shim.hello().stand is not Stand.OPEN:
+                shim.open_gate()
+
+        try:
+            each([(member, partial(one, shim)) for member, shim in parts])
+        except LimosaError as error:
+            raise gate_was_opened(self._work.operation, str(error)) from error
+
+    def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
+        """Takes what was mapped out again.
+
+        Raises:
+            UndoFailed: one was opened, and the job may run.
+        """
+        if self._opened:
+            raise gate_was_opened(self._work.operation)
+        leave(parts)
 
 
 def gate_was_opened(what: str, detail: str = "a gate does not open") -> UndoFailed:

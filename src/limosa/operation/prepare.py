@@ -225,7 +225,9 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            going, against, known, prepared.small = parked.look(operation, prepared.members)
+            going, against, known, prepared.small = parked.look(
+                operation, prepared.members, software=prepared.inventory.software
+            )
             prepared.parked = sum(going.values())
             reasons += against
             aside_bytes, against = aside.look(operation, prepared.members, release)

@@ -32,6 +32,7 @@ from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, parked, room
+from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
@@ -103,8 +104,8 @@ class _Checked:
         self._work, self._image = work, image
         self._stop = threading.Event()
         self._result: VerifyResult | None = None
-        self._failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="limosa-verify") if asked_for else None
+        self._asked_for = asked_for
+        self._comparing = Background("limosa-verify")
 
     def wait(self) -> None:
         """Wait until all is compared.
@@ -112,10 +113,7 @@ class _Checked:
         Raises:
             DamagedImage: it is not what was committed.
         """
-        if self._thread is not None:
-            self._thread.join()
-        if self._failed is not None:
-            raise self._failed
+        self._comparing.wait()
         if self._result is not None:
             self._result.check()
         self._work.check()
@@ -125,21 +123,17 @@ class _Checked:
         return self._stop.is_set() or self._work.stop_asked()
 
     def __enter__(self) -> _Checked:
-        if self._thread is not None:
-            self._thread.start()
+        if self._asked_for:
+            self._comparing.start(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._comparing.settle()
 
     def _run(self) -> None:
-        try:
-            with self._work.timed("verify", "verifying", total=self._image.manifest.host_bytes):
-                self._result = verify_image(self._image, self._work.progress, cancel=self, read_chunks=False)
-        except BaseException as error:
-            self._failed = error
+        with self._work.timed("verify", "verifying", total=self._image.manifest.host_bytes):
+            self._result = verify_image(self._image, self._work.progress, cancel=self, read_chunks=False)
 
 
 # --- doing ----------------------------------------------------------------------------------------------------

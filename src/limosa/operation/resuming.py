@@ -10,15 +10,11 @@ import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation import shares
-from limosa.operation.aside import Copy, Copying, Placed, arena_of, aside_key, parts_of
+from limosa.operation.aside import Copy, Placed, arena_of, aside_key, copy_all, parts_of
+from limosa.operation.background import Background
 from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Member, added_up
-from limosa.operation.parked import (
-    copy_limit,
-    gate_was_opened,
-    leave,
-    open_gates,
-)
+from limosa.operation.parked import Gates, copy_limit
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -72,8 +68,8 @@ class Resuming:
         self._residents = Residents()
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
         self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
-        self._opened = False
-        self._copying = Copying(work, self._residents)
+        self._gates = Gates(work)
+        self._copying = Background("limosa-copy")
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
     @property
@@ -109,7 +105,8 @@ class Resuming:
         copies: dict[int, list[Copy]] = {}
         for part in self._parts:
             copies.setdefault(part.shim.owner, []).extend(part.copies(seen=True))
-        self._copying.start("in", copies, copy_limit(self.bytes))
+        limit = copy_limit(self.bytes)
+        self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, limit))
 
     def wait_for_copy(self) -> None:
         """Waits until all is copied.
@@ -151,10 +148,7 @@ class Resuming:
         Raises:
             UndoFailed: one could not be opened: ``recover`` opens it.
         """
-        self._opened = True
-        for part in self._parts:
-            self._work.try_note("open", "begin", part.member.pid)
-        open_gates([(part.member, part.shim) for part in self._parts], self._work.operation)
+        self._gates.open([(part.member, part.shim) for part in self._parts])
 
     def leave_target(self) -> None:
         """Undoes :meth:`arrive`, before the driver puts the process aside again.
@@ -163,9 +157,7 @@ class Resuming:
             UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
         """
         self._copying.settle()
-        if self._opened:
-            raise gate_was_opened(self._work.operation)
-        leave([(part.member, part.shim) for part in self._parts if part.mapped])
+        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped])
 
     def stay(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -26,6 +25,7 @@ from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.operation import shares
 from limosa.operation.aside import arena_of, aside_key, parts_of
+from limosa.operation.background import Background
 from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import GATE_SECONDS, export, left_beside, lower_stack, put_back, together
@@ -139,8 +139,7 @@ class Saving:
         self._parts: list[_Part] = []
         self._residents = Residents()
         self._saver: Saver | None = None
-        self._copying: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._copying = Background("limosa-copy")
         self.rounds: list[Round] = []
         for member, shim in awake:
             self._parts.append(_Part(member, shim))
@@ -294,17 +293,13 @@ class Saving:
 
     def start_copy(self) -> None:
         """Copy what has changed, in the background: the memory is still there, the driver works beside it."""
-        self._copying = threading.Thread(target=self._keep, name="limosa-copy")
-        self._copying.start()
+        self._copying.start(self._keep)
 
     def _keep(self) -> None:
         assert self._saver is not None
-        try:
-            done = self._saver.run("keep")
-            self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
-            self._work.timings["copy_in_pause"] = done.seconds
-        except BaseException as error:
-            self._failed = error
+        done = self._saver.run("keep")
+        self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
+        self._work.timings["copy_in_pause"] = done.seconds
 
     def wait_for_copy(self) -> None:
         """Wait until all is copied.
@@ -312,9 +307,7 @@ class Saving:
         Raises:
             FailedUndone: it was not.
         """
-        self._settle()
-        if self._failed is not None:
-            raise self._failed
+        self._copying.wait()
 
     def leave(self) -> None:
         """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
@@ -358,7 +351,7 @@ class Saving:
 
         What a checkpoint does that leaves the job running, and every undo.
         """
-        self._settle()
+        self._copying.settle()  # it reads what is about to be given back
         for part in self._parts:
             try:
                 self._back(part)
@@ -387,7 +380,7 @@ class Saving:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._settle()
+        self._copying.settle()  # it reads what is about to be given back
         self._forget()
         for part in self._parts:
             part.close()
@@ -403,12 +396,6 @@ class Saving:
         """Both."""
         self.home()
         self.close()
-
-    def _settle(self) -> None:
-        """A copy under way reads what is about to be given back: it comes to its end first."""
-        if self._copying is not None:
-            self._copying.join()
-            self._copying = None
 
 
 class Found(msgspec.Struct):

@@ -12,7 +12,8 @@ from limosa import gpu as gpus
 from limosa.errors import FailedUndone
 from limosa.operation import driver_steps, room, shares
 from limosa.operation.arena import arena_cap
-from limosa.operation.aside import MEMORY_ONLY, Copy, Copying, Layout, Placed, aside_key
+from limosa.operation.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
+from limosa.operation.background import Background
 from limosa.operation.holders import Held, key_of, note_of
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import (
@@ -62,7 +63,7 @@ class Suspending:
         self._work, self.release = work, release
         self._residents = Residents()
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
-        self._copying = Copying(work, self._residents)
+        self._copying = Background("limosa-copy")
         self.bytes = 0
 
     @property
@@ -144,7 +145,8 @@ class Suspending:
                 first = next(p for p in part.layout if p.gpu == gpu)
                 one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
                 copies.setdefault(part.shim.owner, []).append(one)
-        self._copying.start("out", copies, copy_limit(self.bytes))
+        limit = copy_limit(self.bytes)
+        self._copying.start(lambda: copy_all(self._work, self._residents, "out", copies, limit))
 
     def wait_for_copy(self) -> None:
         """Waits until all is copied.
