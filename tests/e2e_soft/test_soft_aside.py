@@ -82,6 +82,8 @@ def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> No
     assert 0 < used(parked)[0] <= before - 64 * MIB, "the context is there, the memory is not"
     shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
     assert (shown["state"], shown["suspended"]["release"]) == ("parked", "memory-only")
+    assert (shown["movable"], shown["reasons"][0]["id"]) == (False, "suspended-memory")
+    assert "suspended (memory only)" in parked.limosa("ps").stdout
     assert parked.says(0, "", "suspend", job.pid, ONLY)["already"]
     parked.says(13, "suspended-memory", "suspend", job.pid)
     parked.says(13, "suspended-memory", "move", job.pid, "--to", 1)
@@ -204,6 +206,41 @@ def test_a_full_gpu_refuses_to_take_the_memory_back(parked: Any) -> None:
     with parked.switches.fill(0, leave=64 * MIB):
         parked.says(14, "gpu-room", "resume", job.pid)
         assert stand(job) is Stand.AWAY
+    parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("release", [[], [ONLY]])
+def test_what_an_undone_suspend_gave_back_is_not_counted_twice(parked: Any, release: list[str]) -> None:
+    job = start(parked, "--mib", 160)
+
+    def size() -> int:
+        return sum(gpu["memory_used"] for gpu in parked.limosa("ps", "-o", "json").json["jobs"][0]["gpus"])
+
+    before = size()
+    switch = parked.switches.add("function=cuMemcpyDtoHAsync caller=limosa-mover result=UNKNOWN")
+    parked.says(21, "", "suspend", job.pid, *release)
+    parked.switches.remove(switch)
+    job.goes_on(2)
+    parked.limosa("suspend", job.pid, *release)
+    assert release or abs(size() - before) < 32 * MIB  # NVML still counts the context alone
+    with parked.switches.fill(0, leave=before + 96 * MIB):
+        parked.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("release", [[], [ONLY]])
+def test_ctrl_c_in_the_copy_of_a_resume_leaves_it_suspended(parked: Any, release: list[str]) -> None:
+    """The copy is what takes long: whoever stops it has not waited for the job to go on."""
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid, *release)
+    held = Held(parked, "cuMemcpyHtoDAsync", "resume", job.pid)
+    held.interrupt()
+    parked.judge(parked.ends(held.let_go()), 22, "")
+    assert stand(job) is Stand.AWAY
+    assert parked.state(job) == ("parked" if release else "checkpointed")
     parked.limosa("resume", job.pid)
     job.goes_on(2)
     job.finish()

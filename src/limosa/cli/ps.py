@@ -33,11 +33,12 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
 
 def _state(job: Ps) -> str:
     """The state in a word; where Limosa suspended it, since when and by whom."""
-    if job.state != "checkpointed":
+    told = {"checkpointed": "suspended", "parked": "suspended (memory only)"}
+    if job.state not in told:
         return job.state
     if job.suspended is None:
-        return "suspended"
-    return f"suspended {job.suspended['since']} by {words.clean(job.suspended['by'])}"
+        return told[job.state]
+    return f"{told[job.state]} {job.suspended['since']} by {words.clean(job.suspended['by'])}"
 
 
 def _way(process: dict[str, Any]) -> str:

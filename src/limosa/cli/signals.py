@@ -18,7 +18,7 @@ from limosa.cli.output import Report, error_object
 from limosa.cli.state import whereabouts
 
 _WAITING = (
-    "bringing the job back to where it was. A driver call or CRIU under way\n"
+    "bringing the job back to where it was, unless it is about to go on. A driver call or CRIU under way\n"
     "limosa: cannot be broken off; waiting for it. Ctrl-C once more stops at once."
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

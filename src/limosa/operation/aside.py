@@ -100,9 +100,7 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
             wanted[shim.owner] = wanted.get(shim.owner, 0) + room_for(going[member.pid])
     away = [m for m in members if m.away]
     if away and (operation not in ("suspend", "resume") or (operation == "suspend" and release == "all")):
-        text = f"the memory of process {away[0].pid} is suspended, its context is not"
-        hint = f"first: limosa resume {away[0].root or away[0].pid}"
-        found.append(Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid))
+        found.append(parked_reason(away))
     if operation == "resume" and any(m.changes_gpu for m in away):
         text = f"only the memory of process {away[0].pid} is suspended: its context is where it was"
         hint = f"limosa resume {away[0].root or away[0].pid}, then limosa move"
@@ -114,6 +112,13 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
     if operation == "suspend":
         found += refusals(wanted)
     return going, found
+
+
+def parked_reason(away: Sequence[Member]) -> Reason:
+    """The refusal for a job of which the memory alone is suspended."""
+    text = f"the memory of process {away[0].pid} is suspended, its context is not"
+    hint = f"first: limosa resume {away[0].root or away[0].pid}"
+    return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid)
 
 
 def any_shut(members: Sequence[Member]) -> bool:

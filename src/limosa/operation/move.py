@@ -387,6 +387,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         work.paused_at = begun  # it goes on when its gate opens
         with work.spent("copy-wait"):
             parked.wait_for_copy()
+        if operation == "resume":
+            work.check()  # the copy is what takes long, and it can still stay suspended
         work.push("parked-target", parked.leave_target)
         with work.spent("map"):
             parked.arrive()

@@ -8,6 +8,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
+from limosa.operation.aside import parked_reason
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
@@ -88,6 +89,9 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         if any(m.away for m in prepared.members):
             parked, prepared = True, look("resume", which, driver=driver, probe_memory=False)
         reasons = prepared.reasons
+        if parked:
+            about = parked_reason([m for m in prepared.members if m.away])
+            reasons = [about, *reasons]
         if prepared.inventory is not None and not suspended and not parked:
             known = {r.id for r in reasons}
             moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)

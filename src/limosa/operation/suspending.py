@@ -21,6 +21,7 @@ from limosa.operation.parked import (
     copy_limit,
     each,
     export,
+    left_beside,
     lower_stack,
     put_back,
     together,
@@ -79,6 +80,11 @@ class Suspending:
             self._ready(part, pieces)
             own = added_up({part.devices[m.device]: m.bytes} for m in pieces if not m.imported)
             room.note_beside(counted, part.member, own)
+            # What came back by an undo is imported, and NVML counts it as the process's: it made it once.
+            came = added_up({part.devices[m.device]: m.bytes} for m in pieces if m.imported)
+            for uuid in came.keys() & part.member.beside.keys():
+                left = left_beside(part.member.beside[uuid], came[uuid], software=counted.software)
+                part.member.beside[uuid] = left
 
     def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
         pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
