@@ -146,7 +146,8 @@ def test_no_job_is_said_to_run_that_stands_at_its_gate(parked: Any) -> None:
     assert not any_shut([member])
     with Shim(member.identity) as shim:
         shim.close_gate(5.0)
-    parked.says(21, "failed", "move", job.pid, "--to", 1)
+    with pytest.raises(FailedUndone, match="would not go on"):
+        refuse_shut([member])
     with Shim(member.identity) as shim:
         shim.open_gate()
     job.goes_on(2)
@@ -156,6 +157,38 @@ def test_no_job_is_said_to_run_that_stands_at_its_gate(parked: Any) -> None:
         refuse_shut([member])
     parked.limosa("resume", job.pid)
     refuse_shut([member])
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_gate_that_somebody_left_closed_is_refused_and_opened_by_recover(parked: Any, moved: bool) -> None:
+    """With memory that came by the parked way the driver would lose the job."""
+    job = start(parked, "--mib", 24)
+    if moved:
+        parked.limosa("move", job.pid, "--to", 1)
+    with Shim(Identity.of(job.pid)) as shim:
+        shim.close_gate(5.0)
+    verbs: list[list[object]] = [
+        ["move", job.pid, "--to", 0],
+        ["move", job.pid, "--to", 1],
+        ["suspend", job.pid],
+        ["suspend", job.pid, ONLY],
+        ["resume", job.pid],
+        ["checkpoint", job.pid, "--output", parked.place / "image"],
+    ]
+    for verb in verbs:
+        said = parked.says(19, "gate-closed", *verb)
+        assert "limosa recover" in said["error"]["hint"]
+    shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
+    assert (shown["movable"], "gate-closed" in {r["id"] for r in shown["reasons"]}) == (False, True)
+    (would,) = parked.says(0, "", "recover", "--dry-run")["recovered"]
+    assert (would["kind"], would["pid"], stand(job)) == ("gate", job.pid, Stand.CLOSED)
+    (did,) = parked.says(0, "", "recover")["recovered"]
+    assert (did["kind"], did["pid"], stand(job)) == ("gate", job.pid, Stand.OPEN)
+    job.goes_on(2)
+    assert parked.says(0, "", "recover")["recovered"] == []
+    assert parked.says(0, "", "move", job.pid, "--to", 0 if moved else 1)["way"] == "parked"
     job.goes_on(2)
     job.finish()
 

@@ -19,6 +19,7 @@ from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
 from limosa.gpu import Inventory
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
+from limosa.operation.left_closed import closed_reason
 from limosa.operation.parked import together
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
@@ -98,6 +99,8 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
         elif operation == "suspend" and pieces:
             going[member.pid] = sum(m.bytes for m in pieces)
             wanted[shim.owner] = wanted.get(shim.owner, 0) + room_for(going[member.pid])
+        if stand is Stand.CLOSED:  # the driver alone would do it all, and leave it standing
+            found.append(closed_reason(member.pid))
     away = [m for m in members if m.away]
     if away and (operation not in ("suspend", "resume") or (operation == "suspend" and release == "all")):
         found.append(parked_reason(away))

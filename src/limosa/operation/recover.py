@@ -30,7 +30,7 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import claims, driver_steps, holders, journal, parked, room, saving
+from limosa.operation import claims, driver_steps, holders, journal, left_closed, parked, room, saving
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.remove_image import log_folder, remove_image
@@ -85,6 +85,7 @@ def recover(
                 claim.release()
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
+        found += left_closed.open_left(dry_run=dry_run)
     for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
     return found
