@@ -233,9 +233,9 @@ def cost(quads: int = 9, only: str = "call,loop,training", device: str = "cuda")
     problem = build_shim()
     rows: list[dict[str, Any]] = []
     part = 20 if device == "cpu" else 1
-    # What is asked for at a time takes some tens of milliseconds, a step of training ten times that.
+    # What is asked for at a time takes some tens of milliseconds: what the machine does beside it spoils few of many.
     amounts = {"call": ("2000000", 3 * quads), "loop": (f"loop {6000 // part}", 4 * quads)}
-    amounts["training"] = (f"training {max(1, 8 // part)}", max(3, quads - 2))
+    amounts["training"] = (f"training {max(1, 3 // part)}", 5 * quads)
     torch = [sys.executable, __file__, "--work", device]
     kept: list[Side] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -100,6 +100,20 @@ LIMITS = {
 }
 
 
+ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+HALVES: dict[str, tuple[dict[str, Any], str]] = {
+    "helped": ({}, ""),
+    "unhelped": ({"run": ["--without", "bulk", "--without", "stack"]}, ", without the shim's help"),
+    "no-bulk": ({"run": ["--without", "bulk"]}, ", without memory made ready"),
+    "no-stack": ({"run": ["--without", "stack"]}, ", without a lower stack limit"),
+    "hidden": ({"run": ["--gpus", "0"]}, ", `limosa run --gpus 0`"),
+    "one": ({"env": ONE_CONNECTION}, ", CUDA_DEVICE_MAX_CONNECTIONS=1"),
+    "hidden-one": ({"run": ["--gpus", "0"], "env": ONE_CONNECTION}, ", both of them"),
+    "contexts": ({"arguments": ["--contexts"]}, ", a context on each of two GPUs"),
+}
+"""What makes the driver's halves longer or shorter: how the job is started, and words."""
+
+
 class Bench:
     """What the groups share: jobs, time, results."""
 
@@ -120,7 +134,7 @@ class Bench:
             "pool": {"env": POOL},
             "pool-plain": {"run": ["--no-shim"], "env": POOL},
             "pair": {"arguments": ["--pair"]},
-            "unhelped": {"run": ["--without", "bulk", "--without", "stack"]},
+            **{name: settings for name, (settings, _) in HALVES.items()},
         }
         for name in names:
             if name not in self.jobs:
@@ -146,11 +160,12 @@ class Bench:
         self.results.add(**figures)
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}, flush=True)
 
-    def move(self, name: str, what: str, counts: bool = True) -> dict[str, Any]:
-        """Moves a job to the other GPU; figures by its own clock."""
+    def move(self, name: str, what: str, counts: bool = True, swap: bool = False) -> dict[str, Any]:
+        """Moves a job to the other GPU, or what it has on each to the other; figures by its own clock."""
         job, there = self.jobs[name], 1 - self.at[name]
         since = time.monotonic()
-        (outcome,) = operation.move(job.pid, to=str(there), timeout=100)
+        where = {"gpu_map": "0=1,1=0"} if swap else {"to": str(there)}
+        (outcome,) = operation.move(job.pid, **where, timeout=100)  # type: ignore[arg-type]
         wall = time.monotonic() - since
         assert outcome.result is not None
         self.at[name] = there
@@ -235,17 +250,20 @@ def moves(bench: Bench) -> Iterator[Row]:
     text = f"{large / small:.2f} ({large:.3f} s / {small:.3f} s)"
     yield LIMITS["size"].of(large / small, text, steps=steps_of(runs[100]))
     yield Row("move-4", "(pause of `move`, 4 GB)", small, f"{small:.3f} s", "", "", True, False, steps_of(runs[4]))
-    bench.job("unhelped").hold(4)
-    bench.move("unhelped", "unhelped 4 GB", counts=False)
-    alone = [bench.move("unhelped", "unhelped 4 GB") for _ in range(3)]
-    bench.jobs["unhelped"].finish()
-    halves = [
-        " + ".join(f"{median(some, 'timings', step):.3f}" for step in ("checkpoint", "restore"))
-        for some in (runs[4], alone)
-    ]
-    what = "(the driver's halves, 4 GB: checkpoint + restore, with the shim's help and without)"
-    text = f"{halves[0]} s; {halves[1]} s"
-    yield Row("halves", what, median(alone, "gap"), text, "", "", True, False, steps_of(alone))
+
+
+def halves(bench: Bench) -> Iterator[Row]:
+    """What is left of a pause, and what makes it shorter: the driver's checkpoint and restore of a job of 4 GB."""
+    bench.begin(*HALVES)  # those that wait for their turn do nothing
+    for name, (_, words) in HALVES.items():
+        bench.job(name).hold(4)
+        runs = [bench.move(name, f"halves {name}", counts=n > 0, swap=name == "contexts") for n in range(4)][1:]
+        own = [median(runs, "timings", step) for step in ("checkpoint", "restore")]
+        pause = median(runs, "gap")
+        text = f"{own[0]:.3f} + {own[1]:.3f} s, pause {pause:.3f} s"
+        what = f"(checkpoint + restore by the driver, 4 GB{words})"
+        yield Row(f"halves-{name}", what, pause, text, "", "", True, False)
+        bench.end_job(name)
 
 
 def pair(bench: Bench) -> Iterator[Row]:
@@ -453,18 +471,20 @@ def cost(bench: Bench) -> Iterator[Row]:
 
 
 GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]] = {
-    "move": (moves, 100, ("shim", "plain", "unhelped")),
+    "move": (moves, 90, ("shim", "plain")),
+    "halves": (halves, 40, ("helped",)),
     "pair": (pair, 30, ("pair",)),
     "memory": (memory_only, 20, ("shim",)),
     "suspend": (aside, 75, ("shim", "plain")),
     "disk": (to_disk, 75, ("disk",)),
     "driver": (by_the_driver, 60, ("pool", "pool-plain")),
     "hash": (hash_rate, 20, ()),
-    "cost": (cost, 60, ()),
+    "cost": (cost, 75, ()),
 }
 """Name → what measures it, seconds that it may need, the jobs that it uses."""
 ROWS = {
     "move": ("move", "size", "copy"),
+    "halves": (),
     "pair": ("pair",),
     "memory": ("memory",),
     "suspend": ("out", "in"),

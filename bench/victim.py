@@ -1,10 +1,11 @@
 """The PyTorch job of ``gpu.py``: computes all the while, stamps its memory, notices what is not as it left it.
 
-    python victim.py FOLDER [--pair] [--device cuda:0]
+    python victim.py FOLDER [--pair] [--contexts] [--device cuda:0]
 
 FOLDER/order holds ``<number> <GB that change> <GB that nobody writes>``; when it does, the job checks what it holds,
 lets go of it, holds that much (in tensors of 1 GB) and says ``HELD <number>``; ``stop`` in place of sizes ends it.
 After each step CLOCK_MONOTONIC goes to FOLDER/ticks. ``--pair``: a second process does the same on the next GPU.
+``--contexts``: it has a context on the second GPU, too, and nothing else there.
 """
 
 import os
@@ -70,7 +71,10 @@ def main():
         place = os.path.join(folder, "second")
         os.makedirs(place, exist_ok=True)
         second = subprocess.Popen([sys.executable, os.path.abspath(__file__), place, "--device", "cuda:1"])
+    torch.cuda.set_device(device)  # as every rank does: without it a context on the first GPU comes beside its own
     torch.zeros(1, device=device)
+    if "--contexts" in sys.argv:
+        torch.cuda.synchronize("cuda:1")
     ticks = os.open(os.path.join(folder, "ticks"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     print("READY", flush=True)
     held, last, heard = None, "", time.monotonic()
