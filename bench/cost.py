@@ -40,7 +40,7 @@ WORDS = {
     "training": ("a step of GPT training, PyTorch", "ms"),
     "loop": ("a launch of a small kernel, PyTorch", "µs"),
 }
-START_SECONDS, ROUND_SECONDS, WARM_SECONDS = 90.0, 20.0, 4.0
+START_SECONDS, ROUND_SECONDS, WARM_SECONDS = 90.0, 60.0, 4.0
 CORES = os.sched_getaffinity(0)
 
 
@@ -124,12 +124,13 @@ def work(device: str) -> None:
     for line in sys.stdin:
         what, n = line.split()
         if what not in made:
+            os.sched_setaffinity(0, CORES)  # the threads that it starts, autograd's among them, have all of them
             made[what] = {"training": training, "loop": loop}[what](device)
             made[what](10)
             gc.collect()
             gc.disable()
-            # This thread alone: the driver's own, and those of autograd, stay where they are.
-            os.sched_setaffinity(0, {core()} if what == "loop" else CORES)
+            if what == "loop":
+                os.sched_setaffinity(0, {core()})  # this thread alone: the driver's own stay where they are
         print(made[what](int(n)), flush=True)
 
 
