@@ -455,6 +455,58 @@ def test_an_arena_that_was_asked_for_is_used_and_given_back(parked: Any) -> None
     job.finish()
 
 
+def test_the_size_of_an_arena_is_used_and_free_together(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    for size in (96, 256, 128):
+        there = arena(parked, f"{size}M")
+        assert (there["used"], there["free"], there["pinned"]) == (64 * MIB, (size - 64) * MIB, size * MIB), size
+    parked.limosa("resume", job.pid)
+    there = arena(parked)
+    assert (there["used"], there["free"]) == (0, 128 * MIB)
+    there = arena(parked, "64M")
+    assert (there["used"], there["free"]) == (0, 64 * MIB)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_an_arena_that_is_given_back_says_whose_the_rest_is(parked: Any) -> None:
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    arena(parked, "128M")
+    for arguments in (["0"], ["--end"]):
+        there = arena(parked, *arguments)
+        assert (there["used"], there["free"]) == (64 * MIB, 0)
+        assert there["held_by"] == {str(job.pid): 64 * MIB}
+        assert there["pinned"] == (0 if arguments == ["--end"] else 64 * MIB), "it was waited for"
+        (said,) = there["warnings"]
+        assert (said["id"], said["hint"]) == ("arena-in-use", f"limosa resume {job.pid}")
+    assert not named(parked, "limosa-mover")
+    parked.limosa("resume", job.pid)
+    there = arena(parked, "0")
+    assert (there["used"], there["free"], there["held_by"], there["warnings"]) == (0, 0, {}, [])
+    job.goes_on(2)
+    job.finish()
+
+
+def test_the_vault_ends_by_sigterm_once_it_holds_nothing(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "600")
+    arena(parked, "64M")
+    kill(parked, "limosa-vault", signal.SIGTERM)
+    waits_for(parked, lambda: not named(parked, "limosa-vault"), 5)
+    job = start(parked, "--mib", 40)
+    parked.limosa("suspend", job.pid)
+    (vault,) = named(parked, "limosa-vault")
+    os.kill(vault, signal.SIGTERM)
+    time.sleep(2.5)
+    assert named(parked, "limosa-vault") == [vault]
+    assert arena(parked)["used"] == 64 * MIB
+    parked.limosa("resume", job.pid)
+    waits_for(parked, lambda: not named(parked, "limosa-vault"), 5)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_what_does_not_fit_is_refused_early(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = start(parked, "--mib", 96)
     monkeypatch.setenv("LIMOSA_ARENA_MAX", "96M")  # a segment of 128 MiB is needed

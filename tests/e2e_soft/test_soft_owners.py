@@ -92,6 +92,15 @@ def test_root_serves_a_user_with_that_users_vault_and_mover(node: Any, place: Pa
     text = next(check["detail"] for check in shown if check["name"] == "parking")
     for pid in residents(node).values():
         assert f"process {pid}" in text
+    there = node.limosa("arena", "-o", "json").json
+    (other,) = there["others"]
+    assert (there["user"], there["held_by"]) == ("", {str(own.pid): 64 << 20})
+    assert (other["user"], other["held_by"], other["mover"]) == (
+        str(USER),
+        {str(job.pid): 64 << 20},
+        residents(node)["limosa-mover", USER],
+    )
+    assert f"user {USER}\n  arena: 64 MiB" in node.limosa("arena").stdout
     for one in (job, own):
         node.limosa("resume", one.pid)
         one.goes_on(2)

@@ -49,6 +49,14 @@ def test_beside_others_it_needs_the_margin() -> None:
     assert not short(machine(HELD + room.MARGIN, 8), job())
 
 
+def test_the_margin_is_told() -> None:
+    assert short(machine(HELD - MIB), job()) == "GPU 0 has 999 MiB free and 1000 MiB are needed"
+    text = "GPU 0 has 1000 MiB free and 1.04 GiB are needed (64 MiB of it to spare)"
+    assert short(machine(HELD, 8), job()) == text
+    pair = room.shortage(machine(HELD, 8), [job(), job()], "none")
+    assert pair == "GPU 0 has 1000 MiB free and 2.08 GiB are needed (64 MiB of it for each of 2 processes to spare)"
+
+
 def test_on_another_gpu_it_needs_the_margin() -> None:
     there = job(a="b", b="a")
     assert "GPU 1 has" in short(machine(HELD), there)

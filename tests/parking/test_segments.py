@@ -8,7 +8,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from limosa.parking.segments import LARGE, SMALL, NoRoom, Pool, is_segment, layout_file, make, room_for, sizes_for
+from limosa.parking.segments import (
+    LARGE,
+    SMALL,
+    NoRoom,
+    Pool,
+    exactly,
+    is_segment,
+    layout_file,
+    make,
+    room_for,
+    sizes_for,
+)
 
 MIB = 1 << 20
 
@@ -69,6 +80,34 @@ def test_it_does_not_grow_past_its_cap(pool: Pool) -> None:
     assert pool.bytes() == 0, "what nobody uses makes way"
     with pytest.raises(NoRoom):
         pool.reserve(2 * LARGE, time.monotonic() + 60, 0, LARGE)
+
+
+@pytest.mark.parametrize("free", [[], [LARGE], [256 * MIB, 512 * MIB], [SMALL] * 3 + [LARGE, LARGE]])
+@pytest.mark.parametrize("used", [0, SMALL, 3 * SMALL, LARGE])
+def test_what_is_asked_for_is_used_and_free_together(pool: Pool, free: list[int], used: int) -> None:
+    pool.give_back([make(size) for size in free])
+    for wanted in (LARGE + 5 * SMALL, 2 * LARGE, 4 * SMALL, 0):
+        pool.reserve(wanted, time.monotonic() + 60, used, 1 << 40)
+        assert pool.bytes() == max(0, wanted - used)
+
+
+def test_what_does_not_fit_does_not_come_on_top(pool: Pool) -> None:
+    pool.reserve(LARGE, time.monotonic() + 60, 0, 1 << 40)
+    found = pool.take([LARGE, SMALL], 0, 1 << 40)
+    close(found)
+    pool.reserve(SMALL, time.monotonic() + 60, 0, 1 << 40)
+    found = pool.take([LARGE], 0, 1 << 40)
+    assert pool.bytes() == 0
+    close(found)
+
+
+def test_so_many_bytes_exactly() -> None:
+    assert sum(exactly(0)) == 0
+    assert exactly(1) == [SMALL]
+    for n in (1, 3, 17, 31, 32, 33, 63, 200):
+        sizes = exactly(n * SMALL)
+        assert sum(sizes) == n * SMALL
+        assert all(size <= LARGE and size & (size - 1) == 0 for size in sizes)
 
 
 def test_what_is_reserved_stays_and_the_rest_goes(pool: Pool) -> None:

@@ -10,7 +10,7 @@ import typer
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
 from limosa.cli.output import Format, reporting
-from limosa.errors import UsageError
+from limosa.errors import Reason, UsageError
 
 if TYPE_CHECKING:
     from limosa.operation.arena import Arena
@@ -33,9 +33,11 @@ def command(
 
     Jobs started by limosa run are suspended into pinned host memory.
     Pinning it takes seconds (6 GB/s were measured), which a suspend has to
-    wait for where it is not ready; the job runs meanwhile. What was used is
-    kept for ten minutes in any case. Without SIZE: what there is. limosa
-    arena 0 gives back what no job uses.
+    wait for where it is not ready; the job runs meanwhile. SIZE is all of
+    it, in use and free together; a suspend that needs more has more made,
+    which is kept for ten minutes after use. Without SIZE: what there is (as
+    root: everybody's). limosa arena 0 gives back what no job uses, and says
+    whose the rest is.
     """
     with reporting("arena", fmt, quiet, verbose) as report:
         from limosa.operation.arena import arena
@@ -45,7 +47,21 @@ def command(
         if size is None and keep is not None:
             raise UsageError(detail="--keep says for how long a SIZE is kept: limosa arena 32G --keep 8h")
         found = arena(None if size is None else parse_size(size), keep=seconds_of(keep or "1h"), end=end)
-        report.result(found, "\n".join(lines(found)))
+        if found.used and (end or (size is not None and parse_size(size) == 0)):
+            report.warn(in_use(found))
+        told = lines(found)
+        for other in found.others:
+            told += [f"user {words.clean(other.user)}", *(f"  {line}" for line in lines(other))]
+        report.result(found, "\n".join(told))
+
+
+def in_use(found: Arena) -> Reason:
+    """Whose the memory is that cannot be given back."""
+    whose = ", ".join(map(str, found.held_by))
+    text = f"{words.size(found.used)} stay: in them is the device memory of {whose or 'a job that is being suspended'}"
+    return Reason(
+        id="arena-in-use", text=text, hint=f"limosa resume {whose.replace(',', '')}" if whose else "limosa ps"
+    )
 
 
 def seconds_of(text: str) -> float:
@@ -64,8 +80,11 @@ def lines(found: Arena) -> list[str]:
     """What there is, in sentences."""
     total = found.used + found.free
     told = [f"arena: {words.size(total)}, {words.size(found.used)} in use, {words.size(found.pinned)} pinned"]
+    if found.pinned > total:
+        told[0] += ", of which the mover is letting go"
     if found.cap is not None:
         told[0] += f", at most {words.size(found.cap)}"
+    told += [f"  {words.size(size)}: process {pid}" for pid, size in found.held_by.items()]
     if found.reserved:
         told.append(f"{words.size(found.reserved)} are kept for {words.seconds(found.seconds)}")
     if found.mover:

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Mapping
 
 import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
+from limosa.operation.jobs import user_name
 from limosa.operation.room import gib
 from limosa.parking.mover import Mover
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, residents
-from limosa.parking.segments import room_for
+from limosa.parking.segments import exactly
 from limosa.parking.vault import Vault, no_room
 from limosa.process.cgroups import memory_levels, tightest
+from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory
 
 KEEP_SECONDS = 3600.0
 """How long an arena that was asked for is kept, by default."""
+GIVE_BACK_SECONDS = 5.0
+"""How long the mover may take to let go of what was given back: it looks every other second."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -44,7 +49,9 @@ class Arena(msgspec.Struct, kw_only=True):
     """What there is of a user's arena.
 
     Attributes:
+        user: whose it is, where that is not the caller.
         used: bytes of segments that hold a suspended job's memory, or are just being filled.
+        held_by: those bytes by the pid of the process whose memory it is.
         free: bytes of segments that are kept for the next.
         pinned: bytes that are pinned: copied at the speed of the bus.
         reserved: bytes that were asked to be there.
@@ -54,9 +61,12 @@ class Arena(msgspec.Struct, kw_only=True):
         mover: the process that pins it, or 0.
         mover_memory: device memory of the mover's contexts, by GPU UUID.
         mover_ends_in: seconds until the mover ends by itself; None while it is in use, or is not there.
+        others: for root, those of other users.
     """
 
+    user: str = ""
     used: int = 0
+    held_by: dict[int, int] = {}
     free: int = 0
     pinned: int = 0
     reserved: int = 0
@@ -66,6 +76,7 @@ class Arena(msgspec.Struct, kw_only=True):
     mover: int = 0
     mover_memory: dict[str, int] = {}
     mover_ends_in: float | None = None
+    others: list[Arena] = []
 
 
 def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = False) -> Arena:
@@ -85,16 +96,36 @@ def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = 
         bytes_ = 0
     if bytes_ is not None and (bytes_ > 0 or look_for("vault", os.geteuid()) is not None):
         _reserve(bytes_, keep)
-    if end:
-        found = look_for("mover", os.geteuid())
-        if found is not None:
-            with Mover(found=found) as mover:
-                mover.end()
-    return shown(os.geteuid())
+    if bytes_ is not None:
+        _wait_for_mover(end=end)
+    found = shown(os.geteuid())
+    for uid in owners() if os.geteuid() == 0 and bytes_ is None else ():
+        if uid != 0:
+            found.others.append(shown(uid))
+            found.others[-1].user = user_name(uid)
+    return found
+
+
+def _wait_for_mover(*, end: bool) -> None:
+    """Has the mover end, or waits until it has let go of what was given back: only then the memory is free."""
+    found = look_for("mover", os.geteuid())
+    if found is None:
+        return
+    limit = time.monotonic() + GIVE_BACK_SECONDS
+    with Mover(found=found) as mover:
+        if end:
+            mover.end()
+        while not end and time.monotonic() < limit:
+            there = shown(os.geteuid())
+            if mover.pinned() <= there.used + there.free:
+                break
+            time.sleep(0.1)
+    while end and time.monotonic() < limit and found.identity.alive():
+        time.sleep(0.02)
 
 
 def _reserve(bytes_: int, keep: float) -> None:
-    bytes_ = room_for(bytes_)
+    bytes_ = sum(exactly(bytes_))
     with Vault() as vault:
         said = vault.arena()
         short = host_room(max(0, bytes_ - said["used"] - said["free"]))
@@ -167,6 +198,7 @@ def shown(uid: int) -> Arena:
             found.vault = one.identity.pid
             found.used, found.free = said["used"], said["free"]
             found.reserved, found.seconds = said["reserved"], said["seconds"]
+            found.held_by = {Identity.from_str(key.rpartition("/")[2]).pid: n for key, n in said["by"].items()}
     with contextlib.suppress(LimosaError, OSError, EOFError):
         one = look_for("mover", uid)
         if one is not None:

@@ -19,6 +19,7 @@ import msgspec
 
 from limosa.errors import LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
+from limosa.process.memory import gib
 from limosa.process.procfs import effective_capabilities
 
 if TYPE_CHECKING:
@@ -229,8 +230,8 @@ def _parking() -> Check:
                 told.append(f"{whose}mover is process {there.mover}, {memory:.0f} MiB of device memory, {ends}")
             if there.vault:
                 kept = f", kept for {there.seconds:.0f} s" if there.reserved else ""
-                arena = f"{there.used / _GIB:.2f} in use, {there.pinned / _GIB:.2f} pinned{kept}"
-                told.append(f"{whose}vault is process {there.vault}, arena {total / _GIB:.2f} GiB, {arena}")
+                arena = f"{gib(there.used)} in use, {gib(there.pinned)} pinned{kept}"
+                told.append(f"{whose}vault is process {there.vault}, arena {gib(total)}, {arena}")
     except (LimosaError, OSError) as error:
         return warn("parking", f"what is resident cannot be looked at: {error}")
     if not told:

@@ -138,9 +138,13 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
 def user_of(pid: int) -> str:
     """The process's owner by name (or uid where it has none)."""
     try:
-        uid = Path(f"/proc/{pid}").stat().st_uid
+        return user_name(Path(f"/proc/{pid}").stat().st_uid)
     except OSError:
         return ""
+
+
+def user_name(uid: int) -> str:
+    """A user by name (or uid where it has none)."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

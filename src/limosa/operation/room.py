@@ -12,16 +12,13 @@ from limosa.errors import NoRoomOnGpu
 from limosa.gpu import Gpu, Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member, added_up
+from limosa.process import memory
 
+gib = memory.gib
 MARGIN = 64 << 20
 """Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs.
 
 Not asked for where a process comes back to its own GPU and nobody else is there: it has fitted before."""
-
-
-def gib(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / 2**30:.2f} GiB" if size >= 1 << 30 else f"{size / 2**20:.0f} MiB"
 
 
 def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
@@ -63,8 +60,18 @@ def shortage(
         spare = 0 if spoken_for else _margin_at_home(there, members, home=home)
         if wanted - spare > available:
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            told.append(f"GPU {there.index} has {gib(max(0, available))} free{others} and {gib(wanted)} are needed")
+            need = f"{gib(wanted - spare)} are needed{_of_that(wanted - spare, members, uuid, home=home)}"
+            told.append(f"GPU {there.index} has {gib(max(0, available))} free{others} and {need}")
     return "; ".join(told)
+
+
+def _of_that(wanted: int, members: Sequence[Member], uuid: str, *, home: bool) -> str:
+    """What of it is margin, in brackets; "" where none is asked for."""
+    held = [size for m in members for u, size in m.held.items() if (u if home else m.map.get(u, u)) == uuid]
+    if wanted == sum(held):
+        return ""
+    each = "" if len(held) == 1 else f" for each of {len(held)} processes"
+    return f" ({gib(MARGIN)} of it{each} to spare)"
 
 
 def _margin_at_home(there: Gpu, members: Sequence[Member], *, home: bool) -> int:

@@ -32,6 +32,18 @@ def room_for(bytes_: int) -> int:
     return sum(sizes_for(bytes_))
 
 
+def exactly(bytes_: int) -> list[int]:
+    """Return the sizes of segments that are so many bytes together: to a multiple of ``SMALL``, rounded up.
+
+    Example:
+        >>> [size >> 20 for size in exactly(1500 << 20)]
+        [1024, 256, 128, 64, 32]
+    """
+    whole, rest = divmod(-(-bytes_ // SMALL) * SMALL, LARGE)
+    powers = (1 << bit for bit in range(LARGE.bit_length() - 2, SMALL.bit_length() - 2, -1))
+    return [LARGE] * whole + [size for size in powers if rest & size]
+
+
 def is_segment(fd: int) -> bool:
     """Return whether a descriptor is of a segment; what says where things are in them is sealed."""
     try:
@@ -86,6 +98,8 @@ class Pool:
         used += sum(os.fstat(fd).st_size for fd in found)
         while self.free and used + self.bytes() > cap:
             self._close(min(self.free, key=lambda e: e[2]))
+        if self.reserved:  # it is to be so large, and what did not fit would come on top of that
+            self.trim(used, 0.0)
         return found
 
     def give_back(self, fds: Sequence[int]) -> None:
@@ -97,7 +111,7 @@ class Pool:
                 os.close(fd)
 
     def reserve(self, bytes_: int, until: float, used: int, cap: int) -> None:
-        """Have so many bytes there, used or not, until a moment; 0: none.
+        """Have so many bytes there, used and free together, until a moment; 0: what is used alone.
 
         Raises:
             NoRoom: the arena may not be so large.
@@ -105,11 +119,14 @@ class Pool:
         if bytes_ > cap:
             raise NoRoom
         self.reserved, self.until = bytes_, until
-        missing = bytes_ - used - self.bytes()
+        room = max(0, bytes_ - used)
+        for entry in sorted(self.free, key=lambda e: -e[1]):
+            if entry[1] <= room:
+                room -= entry[1]
+            else:
+                self._close(entry)
         now = time.monotonic()
-        self.free += [(make(size), size, now) for size in sizes_for(max(0, missing))]
-        if not bytes_:
-            self.trim(used, 0.0)
+        self.free += [(make(size), size, now) for size in exactly(room)]
 
     def trim(self, used: int, idle: float) -> None:
         """Let go of what has not been used for so many seconds and is not reserved."""

@@ -14,6 +14,7 @@ from limosa.errors import FailedUndone, NoRoomOnHost
 from limosa.parking.packets import MOST, peer, receive, send
 from limosa.parking.resident import Found, connect, residents
 from limosa.parking.segments import room_for, sizes_for
+from limosa.process.memory import gib
 
 
 class Vault:
@@ -142,7 +143,6 @@ class Vault:
 def no_room(bytes_: int, used: int, cap: int) -> NoRoomOnHost:
     """What is said where the arena may not grow so far."""
     return NoRoomOnHost(
-        detail=f"the arena may take {cap / 2**30:.1f} GiB, {used / 2**30:.1f} of them are in use, and "
-        f"{room_for(bytes_) / 2**30:.1f} are needed",
+        detail=f"the arena may take {gib(cap)}, {gib(used)} of it are in use, and {gib(room_for(bytes_))} are needed",
         hint="resume a suspended job, or let the arena be larger: LIMOSA_ARENA_MAX",
     )

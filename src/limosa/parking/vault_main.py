@@ -18,6 +18,7 @@ import os
 import selectors
 import signal
 import socket
+import threading
 import time
 from typing import Any
 
@@ -150,6 +151,7 @@ class Vault:
                 "free": self.pool.bytes(),
                 "reserved": self.pool.reserved,
                 "seconds": max(0.0, self.pool.until - time.monotonic()) if self.pool.reserved else 0.0,
+                "by": {name: entry.segments() for name, entry in self.held.items() if name.startswith(ARENA)},
                 "inodes": [os.fstat(fd).st_ino for fd in (*there, *free)],
             }
             self._send_all(client, free if asked.get("with_free") else [], said)
@@ -172,8 +174,13 @@ class Vault:
         entry.close()
 
 
-def serve(path: str) -> None:
-    """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``."""
+def serve(path: str, told: threading.Event) -> None:
+    """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``.
+
+    Args:
+        path: where it listens.
+        told: set to have it end as soon as it holds nothing and nobody is connected.
+    """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     # Whoever has the lock is the vault; a socket that is there is of one that was killed.
     guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -187,9 +194,15 @@ def serve(path: str) -> None:
     os.chmod(path, 0o600)
     listening.listen(64)
     vault, last, looked = Vault(), time.monotonic(), time.monotonic()
+
+    def is_needed() -> bool:
+        if vault.held or len(ready.get_map()) > 1:
+            return True  # whoever asks it to end waits until nobody's bytes end with it
+        return not told.is_set() and (bool(vault.pool.free) or time.monotonic() - last < IDLE_SECONDS)
+
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
-        while vault.held or vault.pool.free or len(ready.get_map()) > 1 or time.monotonic() - last < IDLE_SECONDS:
+        while is_needed():
             if time.monotonic() - looked > LOOK_SECONDS:
                 vault.look()
                 looked = time.monotonic()
@@ -224,6 +237,8 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
+    told = threading.Event()
     begin("limosa-vault", int(argv[0]), [signal.SIGTERM])
-    serve(str(socket_path("vault", os.geteuid())))
+    signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    serve(str(socket_path("vault", os.geteuid())), told)
     return 0

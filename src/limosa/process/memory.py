@@ -115,8 +115,9 @@ class _Level(msgspec.Struct):
     pids: list[int] = msgspec.field(default_factory=list)
 
 
-def _size(count: int) -> str:
-    return f"{count / _GIB:.2f} GiB" if count >= _GIB // 10 else f"{count / (1 << 20):.0f} MiB"
+def gib(size: int) -> str:
+    """Bytes in words, as refusals have them."""
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def memory_hazards(
@@ -157,8 +158,8 @@ def memory_hazards(
         found.append(
             Reason(
                 id="cgroup",
-                text=f"the memory cgroup {worst.observation.path} has {_size(room)} left of {_size(limit)}, and the "
-                f"job's device memory needs {_size(worst.needed)}: the kernel would kill it halfway",
+                text=f"the memory cgroup {worst.observation.path} has {gib(room)} left of {gib(limit)}, and the "
+                f"job's device memory needs {gib(worst.needed)}: the kernel would kill it halfway",
                 exit_code=15,
                 hint="raise the cgroup's memory limit",
                 pid=worst.pids[0],
@@ -173,8 +174,8 @@ def memory_hazards(
         found.append(
             Reason(
                 id="host-memory",
-                text=f"the machine has {_size(available)} of host memory available, and the job's device memory "
-                f"needs {_size(total)}",
+                text=f"the machine has {gib(available)} of host memory available, and the job's device memory "
+                f"needs {gib(total)}",
                 exit_code=15,
                 hint="end something that uses host memory, or suspend fewer jobs at a time",
                 pid=obs.root,
