@@ -1,7 +1,7 @@
 """Host memory used once before anything is measured.
 
-The memory of a lent virtual machine is backed when it is first used (seconds for each 8 GiB from one thread, facts
-§1): what is measured first would pay for that. Several threads touch it, in as many mappings, and give it back to the
+The memory of a virtual machine is backed when it is first used (seconds for each 8 GiB from one thread, measured): what
+is measured first would pay for that. Several threads touch it, in as many mappings, and give it back to the
 kernel, which hands the same pages out again.
 """
 

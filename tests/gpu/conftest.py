@@ -88,7 +88,7 @@ def ways(driver: Driver) -> Callable[[int], list[Any]]:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Shows a failure as it comes: what is cut off has no summary, and these machines are lent by the minute."""
+    """Shows a failure as it comes: what is cut off has no summary, and time on such machines is dear."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\n--- {report.nodeid} ({report.when})\n{report.longreprtext[-5000:]}", flush=True)
 

@@ -52,8 +52,9 @@ def command(
 
     limosa suspend --gpu 3        everything on GPU 3
 
-    The job's memory stays in the job itself: it lives as long as its
-    processes do. What must outlive the machine: limosa checkpoint.
+    The job's memory is in the job itself and, of jobs started by limosa
+    run, in pinned memory that it holds (limosa arena): it lives as long
+    as its processes do. What must outlive the machine: limosa checkpoint.
     Suspending a suspended job succeeds.
     """
     with reporting("suspend", fmt, quiet, verbose) as report:

@@ -119,7 +119,7 @@ def checkpoint(work: Work, members: Sequence[Member]) -> None:
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
-    """Restores in parallel with each member's map; looks at the room on the GPUs right before (facts §7).
+    """Restores in parallel with each member's map; looks at the room on the GPUs right before (measured).
 
     Raises:
         NoRoomOnGpu: the memory does not fit; restore was not called.
@@ -217,7 +217,7 @@ def _parallel(
 def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, patience: float | None = None) -> str:
     """The state of a process once no call on it is under way any more; "gone" or "" (no CUDA state) included.
 
-    A state query blocks while a checkpoint or restore is in flight (facts §7), also one by a dead controller.
+    A state query blocks while a checkpoint or restore is in flight (measured), also one by a dead controller.
 
     Raises:
         DriverHung: the driver has not answered within ``patience`` seconds (None: a quarter of an hour).
@@ -359,7 +359,7 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
     """Restores with an explicit map, or with none where it changes nothing and the driver does not accept it.
 
     A device cgroup can hide what the job can really open, and a GPU that was gone when it was checkpointed may be back;
-    no map means "where it was". After a refused map the process is still whole (facts §2). Where GPUs are hidden from
+    no map means "where it was". After a refused map the process is still whole (measured). Where GPUs are hidden from
     the job it sees those that the map leads to, whatever becomes of the restore: each one says it anew.
     """
     _show(member, (mapping or member.home).values())

@@ -53,7 +53,7 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
     """Continues what is stopped (state T), or about to be, of a job that CRIU has brought back.
 
     It was stopped between the last look at it and the moment when CRIU froze it, and CRIU brings it back as it found
-    it; the driver cannot be asked about a stopped process, it answers after SIGCONT (facts §7).
+    it; the driver cannot be asked about a stopped process, it answers after SIGCONT (measured).
 
     Returns:
         The pids that were stopped.

@@ -9,7 +9,7 @@ from limosa.gpu import Gpu, Inventory
 from limosa.operation.journal import Member
 
 SUSPEND_DRIVER, MOVE_DRIVER = 570, 580
-"""The oldest driver branches with ``cuCheckpointProcess*``, and with ``gpuPairs`` (facts §7)."""
+"""The oldest driver branches with ``cuCheckpointProcess*``, and with ``gpuPairs``."""
 
 PEER_BYTES = (512 + 480) << 20
 """From this much on a GPU (NVML's figure, so with a context of 480 MiB or more) an allocation of 512 MiB is possible.

@@ -351,7 +351,7 @@ def end_tree(
 ) -> None:
     """Ends a restored tree while its image is the copy.
 
-    A process whose CUDA state runs is checkpointed before it is killed (facts §7: killing a live restored process hung
+    A process whose CUDA state runs is checkpointed before it is killed (measured: killing a live restored process hung
     the host on driver 595).
 
     Args:

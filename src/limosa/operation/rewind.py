@@ -1,6 +1,6 @@
 """Files that a restored job will go on with: there, of the size they had, or cut back to it.
 
-CRIU compares the size of every regular file that was open or mapped, except those open for appending only (facts §3),
+CRIU compares the size of every regular file that was open or mapped, except those open for appending only (measured),
 so a log written with "w" that has grown since, or an upgraded library, makes a restore fail. ``--rewind-files`` keeps
 the tail of a grown file beside it and cuts the file back; undone, the file is as it was.
 """

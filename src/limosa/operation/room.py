@@ -1,6 +1,6 @@
 """Room on the GPUs: whether what is to be restored fits.
 
-A restore that runs out of device memory leaves its target checkpointed for ever (facts §7), so this is looked at when
+A restore that runs out of device memory leaves its target checkpointed for ever (measured), so this is looked at when
 planning and again right before every restore, counting what other operations have claimed.
 """
 

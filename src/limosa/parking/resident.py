@@ -1,7 +1,8 @@
 """The residents, vault and mover, from Limosa's side: found by a socket, started where there is none.
 
 Each user whose jobs are parked has one of each, in his runtime folder and with his rights; root that works on a user's
-job uses that user's, and starts them for him. They are started by the first operation that needs them, in a session
+job uses that user's, and starts them for him. The mover that writes or reads an image is the caller's: it works in a
+folder that is the caller's. They are started by the first operation that needs them, in a session
 of their own and in the cgroup of that operation.
 """
 

@@ -46,7 +46,7 @@ WORK_SECONDS = 60.0
 """For an answer after the driver has mapped, or unmapped, all there is, or the memory for its halves is let go of."""
 CONNECT_SECONDS = 3.0
 SLOWEST_TOUCH = 0.5e9
-"""Bytes of host memory a second; a lent machine whose memory is backed at first use was measured at 2.7e9."""
+"""Bytes of host memory a second; a virtual machine whose memory is backed at first use was measured at 2.7e9."""
 MAP_STEPS = {1: "import", 2: "map", 3: "access"}
 
 

@@ -40,7 +40,7 @@ class Stat(msgspec.Struct, frozen=True):
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it: the driver answers about it only after SIGCONT (facts §7)."""
+        """Whether a signal has stopped it: the driver answers about it only after SIGCONT (measured)."""
         return self.state == "T"
 
 

@@ -187,7 +187,7 @@ CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only);
 /* For checkpoint.c, all called by the restore thread with the gate closed and all work done, in this order.
  * Sizes are bytes of device memory to be saved. */
 bool memory_has_managed(void);
-bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (facts.md 7) */
+bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (measured) */
 bool vmm_has_imported(void);    /* so is a handle of another process's memory */
 uint64_t memory_bytes(void);
 uint64_t vmm_bytes(void);
