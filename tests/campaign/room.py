@@ -44,9 +44,8 @@ LIMITS = {
     "INVENTORY_LIMIT": 2.0,
 }
 PARKED_LIMITS = {
-    "limosa.operation.parked:GATE_SECONDS": 1.0,
-    "limosa.operation.parked:COPY_SECONDS": 1.0,
-    "limosa.operation.suspending:GATE_SECONDS": 1.0,
+    "limosa.operation.parked.gates:GATE_SECONDS": 1.0,
+    "limosa.operation.parked.pieces:COPY_SECONDS": 1.0,
     "limosa.parking.mover:CALL_SECONDS": 1.0,
     "limosa.parking.resident:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:WORK_SECONDS": 1.0,

@@ -14,8 +14,8 @@ import pytest
 from soft_command import Held, waits_for
 
 from limosa.errors import FailedUndone
-from limosa.operation.aside import any_shut, refuse_shut
 from limosa.operation.journal import Member
+from limosa.operation.parked.gates import any_shut, refuse_shut
 from limosa.parking import LIBRARY
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim

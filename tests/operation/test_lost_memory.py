@@ -9,7 +9,7 @@ from pathlib import Path
 
 from limosa import operation
 from limosa.cli.recover import _text
-from limosa.operation.holders import LostMemory
+from limosa.operation.parked.holders import LostMemory
 from limosa.operation.recover import _lost
 from limosa.operation.results import Recovered
 from limosa.process.identity import Identity

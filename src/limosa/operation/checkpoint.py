@@ -38,15 +38,15 @@ from limosa.operation import driver_steps, estimate
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
-from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, added_up
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
+from limosa.operation.parked.halves import Ready
+from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
-from limosa.operation.saving import Saving, look_for
 from limosa.operation.work import Work, myself
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.find import find as find_criu

@@ -26,18 +26,20 @@ from limosa.errors import (
     worst,
 )
 from limosa.operation import driver_steps, estimate, idle, room
-from limosa.operation.aside import MEMORY_ONLY, aside_shims, refuse_shut
 from limosa.operation.claims import Claim
-from limosa.operation.halves import Ready
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, Member
 from limosa.operation.move_plan import is_done, look_at, note_full
-from limosa.operation.parked import Parked, shims_of
+from limosa.operation.parked.aside import MEMORY_ONLY, aside_shims
+from limosa.operation.parked.gates import refuse_shut
+from limosa.operation.parked.halves import Ready
+from limosa.operation.parked.moving import Moving
+from limosa.operation.parked.parkable import shims_of
+from limosa.operation.parked.resuming import Resuming
+from limosa.operation.parked.suspending import Suspending
 from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import JobResult, Outcome, Plan
-from limosa.operation.resuming import Resuming
-from limosa.operation.suspending import Suspending
 from limosa.operation.work import Clock, Work, myself
 from limosa.process.identity import Identity, ending
 from limosa.process.records import SuspendRecord
@@ -343,7 +345,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         ready.prepare()
     work.push("driver", lambda: driver_steps.bring_back(work.driver, members, work.journal, work.id, work.progress))
     if operation != "resume":
-        if isinstance(parked, (Parked, Suspending)):
+        if isinstance(parked, (Moving, Suspending)):
             work.pause_begins()
             with work.spent("park"):
                 parked.hold_still()
@@ -383,7 +385,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         driver_steps.unlock(work, locked)
     ours = {*(parked.shims if parked is not None else ()), *ready.pids}
     refuse_shut([m for m in members if m.pid not in ours])
-    if isinstance(parked, (Parked, Resuming)):
+    if isinstance(parked, (Moving, Resuming)):
         work.paused_at = begun  # it goes on when its gate opens
         with work.spent("copy-wait"):
             parked.wait_for_copy()
@@ -406,13 +408,13 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
         SuspendRecord(root=p.root).forget()
 
 
-def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> Parked | Suspending | Resuming | None:
+def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> Moving | Suspending | Resuming | None:
     """Has what the shim looks after ready on both sides; None where the driver carries everything.
 
     Raises:
         CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
     """
-    parked: Parked | Suspending | Resuming
+    parked: Moving | Suspending | Resuming
     operation, release = prepared[0].operation, prepared[0].release
     if operation == "resume":
         shims = aside_shims([m for m in members if m.was == "checkpointed" or m.away])
@@ -431,7 +433,7 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
         return None
     pieces = {pid: shim.memories() for pid, shim in shims.items()}
     came_so = any(piece.imported for own in pieces.values() for piece in own)
-    parked = Suspending(work, members, shims, release) if operation == "suspend" else Parked(work, members, shims)
+    parked = Suspending(work, members, shims, release) if operation == "suspend" else Moving(work, members, shims)
     work.push("parked", parked.home)
     try:
         with work.timed("prepare", "memory on the other side"):

@@ -7,10 +7,11 @@ from typing import Any
 
 from limosa import gpu
 from limosa.errors import PauseTooLong, Reason
-from limosa.operation import aside, estimate
+from limosa.operation import estimate
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
-from limosa.operation.parked import too_full
+from limosa.operation.parked.gates import any_shut
+from limosa.operation.parked.parkable import too_full
 from limosa.operation.prepare import Prepared, Where, apply_force, look
 from limosa.operation.work import Clock
 
@@ -46,7 +47,7 @@ def look_at(
     prepared = look(verb, which, driver=driver, release=release, **common)
     if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
-    if verb == "move" and aside.any_shut(prepared.members) and not _unasked(prepared):
+    if verb == "move" and any_shut(prepared.members) and not _unasked(prepared):
         if prepared.states == {"checkpointed"} and check_room:
             prepared = look("resume", which, driver=driver, **common)
         else:

@@ -27,9 +27,10 @@ from limosa.errors import (
     Refused,
     UsageError,
 )
-from limosa.operation import aside, claims, estimate, idle, parked, room
+from limosa.operation import claims, estimate, idle, room
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
+from limosa.operation.parked import aside, parkable
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.work import Clock
@@ -225,7 +226,7 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
-            going, against, known, prepared.small = parked.look(
+            going, against, known, prepared.small = parkable.look(
                 operation, prepared.members, software=prepared.inventory.software
             )
             prepared.parked = sum(going.values())

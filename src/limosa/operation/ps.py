@@ -8,8 +8,8 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
-from limosa.operation.aside import parked_reason
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
+from limosa.operation.parked.aside import parked_reason
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps

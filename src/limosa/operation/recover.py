@@ -30,9 +30,12 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import claims, driver_steps, holders, journal, left_closed, parked, room, saving
+from limosa.operation import claims, driver_steps, journal, room
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.parked import holders, left_closed, saving
+from limosa.operation.parked.gates import any_waits
+from limosa.operation.parked.recovering import all_in_arenas, bring_home
 from limosa.operation.remove_image import log_folder, remove_image
 from limosa.operation.restore import end_tree, started_at
 from limosa.operation.results import Recovered
@@ -245,10 +248,8 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     if record is not None and record.since >= header.since and _is_suspended(record, alive, states):
         state = "checkpointed" if record.release == "all" else "parked"
         return _entry(dead, did="it was suspended: finished", state=state)
-    if dead.began("park") or dead.began("map") or parked.aside(alive):
-        finished = parked.bring_home(
-            dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress)
-        )
+    if dead.began("park") or dead.began("map") or any_waits(alive):
+        finished = bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
         if finished:
             for root in header.roots:
                 SuspendRecord(root=root).forget()
@@ -271,8 +272,8 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
 def _is_suspended(record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
     """Whether all is as the record says, which is written last: when vault and job have the arena."""
     if record.release != "all":
-        return parked.aside(alive)
-    return all(state == "checkpointed" for state in states.values()) and parked.all_in_arenas(alive)
+        return any_waits(alive)
+    return all(state == "checkpointed" for state in states.values()) and all_in_arenas(alive)
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------
@@ -320,7 +321,7 @@ def _checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Reco
 def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Brings back what the driver carries, then what was taken away or let go of the parked way."""
     if dead.began("park"):
-        parked.bring_home(dead, driver_home)
+        bring_home(dead, driver_home)
     else:
         driver_home()
     saving.keep_again(dead)

@@ -31,12 +31,13 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, idle, parked, room
+from limosa.operation import driver_steps, idle, room
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
-from limosa.operation.loading import Loading
+from limosa.operation.parked.gates import any_waits
+from limosa.operation.parked.loading import Loading
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
@@ -289,7 +290,7 @@ class _Restore:
         if self.loading is not None:
             self._with_chunks(self.loading)
             return
-        if parked.aside(self.members):
+        if any_waits(self.members):
             text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
             raise FailedUndone(what="restore", detail=text)
         try:

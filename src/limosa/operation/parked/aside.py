@@ -15,12 +15,12 @@ from functools import partial
 
 import msgspec
 
-from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, Reason
+from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.gpu import Inventory
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
-from limosa.operation.left_closed import closed_reason
-from limosa.operation.parked import together
+from limosa.operation.parked.calls import together
+from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -122,36 +122,6 @@ def parked_reason(away: Sequence[Member]) -> Reason:
     text = f"the memory of process {away[0].pid} is suspended, its context is not"
     hint = f"first: limosa resume {away[0].root or away[0].pid}"
     return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid)
-
-
-def any_shut(members: Sequence[Member]) -> bool:
-    """Whether one that the driver has checkpointed would stand at its gate if the driver alone restored it.
-
-    One whose shim does not answer may be: a resume says so before anything is touched.
-    """
-    for member in members:
-        if member.was == "checkpointed" and under_shim(member.pid):
-            try:
-                with Shim(member.identity) as shim:
-                    if shim.hello().stand is not Stand.OPEN:
-                        return True
-            except LimosaError:
-                return True
-    return False
-
-
-def refuse_shut(members: Sequence[Member]) -> None:
-    """The last look before an operation says that jobs run: of these nobody has opened the gate, so it has to be open.
-
-    Raises:
-        FailedUndone: one would stand still although it was said to run.
-    """
-    for member in members:
-        stand = Stand.OPEN
-        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
-            stand = shim.hello().stand
-        if stand is not Stand.OPEN:
-            raise FailedUndone(f"the gate of process {member.pid} is {stand.name.lower()}: it would not go on")
 
 
 def aside_shims(members: Sequence[Member]) -> dict[int, Shim]:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.operation import shares
-from limosa.operation.aside import Copy, Placed, arena_of, aside_key, copy_all, parts_of
 from limosa.operation.background import Background
-from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Member, added_up
-from limosa.operation.parked import Gates, copy_limit
+from limosa.operation.parked import shares
+from limosa.operation.parked.aside import Copy, Placed, arena_of, aside_key, copy_all, parts_of
+from limosa.operation.parked.gates import Gates
+from limosa.operation.parked.holders import Held, key_of
+from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents

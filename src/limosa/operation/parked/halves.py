@@ -2,7 +2,7 @@
 
 The driver saves what the shim does not look after, and takes one large piece of host memory for it, which one thread
 clears page by page. The shim has it ready before the pause, and lets go of what is not used when the gate opens, or
-when whoever asked for it is gone. (The other thing that it does is ``parked.lower_stack``.)
+when whoever asked for it is gone. (The other thing that it does is ``gates.lower_stack``.)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 from limosa.errors import LimosaError
 from limosa.operation.journal import Member
-from limosa.operation.parked import together
+from limosa.operation.parked.calls import together
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.cgroups import memory_levels

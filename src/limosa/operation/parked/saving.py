@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import msgspec
 
@@ -23,12 +22,13 @@ from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
-from limosa.operation import shares
-from limosa.operation.aside import arena_of, aside_key, parts_of
 from limosa.operation.background import Background
-from limosa.operation.holders import Held, key_of
 from limosa.operation.journal import Journal, Member, added_up
-from limosa.operation.parked import GATE_SECONDS, export, left_beside, lower_stack, put_back, together
+from limosa.operation.parked import gates, shares
+from limosa.operation.parked.aside import arena_of, aside_key, parts_of
+from limosa.operation.parked.holders import Held, key_of
+from limosa.operation.parked.parkable import left_beside
+from limosa.operation.parked.pieces import export, put_back
 from limosa.operation.results import Round
 from limosa.operation.work import Work
 from limosa.parking.hashes import Key
@@ -282,9 +282,9 @@ class Saving:
             running = [part for part in self._parts if not isinstance(part, _Suspended)]
             for part in running:
                 self._work.note("park", "begin", part.pid)
-            together([partial(part.connected().close_gate, GATE_SECONDS) for part in running])
+            gates.close([part.connected() for part in running])
             for part in running:
-                lower_stack(part.connected())
+                gates.lower_stack(part.connected())
             self._refuse_outside()
             self._follow()
             for part in running:

@@ -10,22 +10,17 @@ import msgspec
 
 from limosa import gpu as gpus
 from limosa.errors import FailedUndone
-from limosa.operation import driver_steps, room, shares
+from limosa.operation import driver_steps, room
 from limosa.operation.arena import arena_cap
-from limosa.operation.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
 from limosa.operation.background import Background
-from limosa.operation.holders import Held, key_of, note_of
 from limosa.operation.journal import Member, added_up
-from limosa.operation.parked import (
-    GATE_SECONDS,
-    copy_limit,
-    each,
-    export,
-    left_beside,
-    lower_stack,
-    put_back,
-    together,
-)
+from limosa.operation.parked import gates, shares
+from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
+from limosa.operation.parked.calls import each
+from limosa.operation.parked.holders import Held, key_of, note_of
+from limosa.operation.parked.parkable import left_beside
+from limosa.operation.parked.pieces import copy_limit, export, put_back
+from limosa.operation.parked.stranded import let_arena_go, strand
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -58,7 +53,7 @@ class _Going:
 
 
 class Suspending:
-    """The parked part of one suspend; used like :class:`limosa.operation.parked.Parked`."""
+    """The parked part of one suspend; used like :class:`limosa.operation.parked.moving.Moving`."""
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
         self._work, self.release = work, release
@@ -128,10 +123,10 @@ class Suspending:
         for part in self._parts:
             self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
-            together([partial(part.shim.close_gate, GATE_SECONDS) for part in self._parts])
+            gates.close([part.shim for part in self._parts])
         shares.refuse_outside(self.shims)
         for part in self._parts if self.release == "all" else []:
-            lower_stack(part.shim)
+            gates.lower_stack(part.shim)
         for part in self._parts:
             now = part.pieces()
             if [m.id for m in now] != [p.id for p in part.layout]:
@@ -187,8 +182,6 @@ class Suspending:
         self.let_go()
 
     def _home(self, part: _Going) -> None:
-        from limosa.operation.stranded import let_arena_go, strand
-
         stand = part.shim.hello().stand
         if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
             pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]

@@ -1,0 +1,47 @@
+"""The same thing done for several processes: at once, or for each whatever comes of the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from limosa.errors import NoSuchProcess
+from limosa.operation.journal import Member
+
+
+def together(calls: Sequence[Callable[[], object]]) -> None:
+    """Makes calls at once; every one is waited for, then the first error is raised."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
+    """Does something for each process, whatever comes of the others; one that has ended needs nothing.
+
+    Raises:
+        LimosaError: the first that failed.
+    """
+    failed: list[BaseException] = []
+    for member, call in calls:
+        try:
+            call()
+        except NoSuchProcess:
+            continue
+        except BaseException as error:
+            if member.identity.alive():
+                failed.append(error)
+    if failed:
+        raise failed[0]

@@ -1,0 +1,138 @@
+"""The gates of processes under the shim: closed before their memory is taken, opened when it is back.
+
+Between the first that opens and the last there is no way back, only forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
+from limosa.operation.journal import Member
+from limosa.operation.parked.calls import each, together
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, under_shim
+
+STACK_BYTES = 16
+"""What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
+GATE_SECONDS = 5.0
+"""How long a process may take to come out of the driver and finish its work on the GPU."""
+
+
+def close(shims: Sequence[Shim]) -> None:
+    """Closes gates at once.
+
+    Raises:
+        GateStaysOpen: one could not be closed in time; others may be closed now.
+    """
+    together([partial(shim.close_gate, GATE_SECONDS) for shim in shims])
+
+
+def lower_stack(shim: Shim) -> None:
+    """Lower the stack limits of a process whose gate is closed, where nobody has set them: less for the driver to save.
+
+    They are put back by :meth:`Shim.stack`, or by the gate when it opens. That it cannot be done costs time, no more.
+    """
+    with contextlib.suppress(LimosaError):
+        shim.stack(STACK_BYTES)
+
+
+class Gates:
+    """The gates of one operation: from the first one that is to open there is no way back."""
+
+    def __init__(self, work: Work):
+        self._work, self._opened = work, False
+
+    def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
+        """Notes it and opens them.
+
+        Raises:
+            UndoFailed: one does not open.
+        """
+        self._opened = True
+        for member, _ in parts:
+            self._work.try_note("open", "begin", member.pid)
+
+        def one(shim: Shim) -> None:
+            if shim.hello().stand is not Stand.OPEN:
+                shim.open_gate()
+
+        try:
+            each([(member, partial(one, shim)) for member, shim in parts])
+        except LimosaError as error:
+            raise gate_was_opened(self._work.operation, str(error)) from error
+
+    def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
+        """Takes what was mapped out again.
+
+        Raises:
+            UndoFailed: one was opened, and the job may run.
+        """
+        if self._opened:
+            raise gate_was_opened(self._work.operation)
+        leave(parts)
+
+
+def gate_was_opened(what: str, detail: str = "a gate does not open") -> UndoFailed:
+    """What is said where there is no way back any more, and forward does not go on."""
+    return UndoFailed(
+        what=what, detail=detail, undo_detail="the job is where it was to go: limosa recover opens it",
+        job_state="unknown",
+    )  # fmt: skip
+
+
+def leave(parts: Sequence[tuple[Member, Shim]]) -> None:
+    """Takes what was mapped out again, of those whose gate is still closed."""
+
+    def one(shim: Shim) -> None:
+        if shim.hello().stand is not Stand.OPEN:
+            shim.unmap()
+
+    each([(member, partial(one, shim)) for member, shim in parts])
+
+
+def stand_of(member: Member) -> Stand:
+    """How the gate of a process stands; open where it has ended."""
+    try:
+        with Shim(member.identity) as shim:
+            return shim.hello().stand
+    except NoSuchProcess:
+        return Stand.OPEN
+
+
+def any_waits(members: Sequence[Member]) -> bool:
+    """Whether the memory of any of these is away, or its gate closed: then a restore alone does not make them run."""
+    return any(under_shim(m.pid) and stand_of(m) is not Stand.OPEN for m in members if m.identity.alive())
+
+
+def any_shut(members: Sequence[Member]) -> bool:
+    """Whether one that the driver has checkpointed would stand at its gate if the driver alone restored it.
+
+    One whose shim does not answer may be: a resume says so before anything is touched.
+    """
+    for member in members:
+        if member.was == "checkpointed" and under_shim(member.pid):
+            try:
+                with Shim(member.identity) as shim:
+                    if shim.hello().stand is not Stand.OPEN:
+                        return True
+            except LimosaError:
+                return True
+    return False
+
+
+def refuse_shut(members: Sequence[Member]) -> None:
+    """The last look before an operation says that jobs run: of these nobody has opened the gate, so it has to be open.
+
+    Raises:
+        FailedUndone: one would stand still although it was said to run.
+    """
+    for member in members:
+        stand = Stand.OPEN
+        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+            stand = shim.hello().stand
+        if stand is not Stand.OPEN:
+            raise FailedUndone(f"the gate of process {member.pid} is {stand.name.lower()}: it would not go on")

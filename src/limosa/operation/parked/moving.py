@@ -1,0 +1,322 @@
+"""The parked part of one move: device memory is held aside and copied GPU to GPU.
+
+Beside the driver's steps, which then have little to carry: the gates are closed, the memory unmapped, copied while the
+driver checkpoints what is left, and mapped at the same addresses when the driver has restored that. The source's
+memory is let go of last, when the job has been seen running. Until then its descriptors are held by the vault, by the
+mover and here, so that any of the three may be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from limosa import gpu
+from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.operation import driver_steps, room
+from limosa.operation.background import Background
+from limosa.operation.journal import Member, added_up
+from limosa.operation.parked import gates, shares
+from limosa.operation.parked.calls import each, together
+from limosa.operation.parked.holders import Held, close_all, key_of, note_of
+from limosa.operation.parked.pieces import copy_limit, export, put_back
+from limosa.operation.parked.stranded import strand
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.shim import Memory, Shim
+
+_BLIND = "its processes share device memory, and one did not see the GPU that it is to go to when it began"
+
+
+class _Part:
+    """One process: its shim, and each piece of its memory with the descriptors that lead to it."""
+
+    def __init__(self, member: Member, shim: Shim):
+        self.member, self.shim = member, shim
+        self.source: dict[int, int] = {}
+        self.target: dict[int, int] = {}
+        self.devices = shim.devices()
+        self.known: dict[int, Memory] = {}
+        self.later: list[_Later] = []
+        self.mapped_target = False
+        self._sees: dict[str, bool] = {}
+
+    def sees(self, gpu_: str) -> bool:
+        """Whether it can import memory of that GPU: not where it did not see it when it began."""
+        if gpu_ not in self._sees:
+            self._sees[gpu_] = self.shim.sees(gpu_)
+        return self._sees[gpu_]
+
+    def keys(self, operation: str) -> dict[str, int]:
+        """What is held for it, and how many descriptors that is."""
+        sides = (("source", self.source), ("target", self.target))
+        return {key_of(operation, self.member, side): len(fds) for side, fds in sides}
+
+    def pieces(self) -> list[Memory]:
+        return [m for m in self.shim.memories() if not m.shared]
+
+    def places(self, piece: Memory) -> tuple[str, str]:
+        """The GPU that it is on, and the one that it goes to."""
+        here = self.devices[piece.device]
+        return here, self.member.map.get(here, here)
+
+    def by_place(self, pieces: Sequence[Memory]) -> dict[tuple[str, str], list[Memory]]:
+        """Pieces by the GPU that they are on and the one that they go to."""
+        found: dict[tuple[str, str], list[Memory]] = {}
+        for piece in pieces:
+            found.setdefault(self.places(piece), []).append(piece)
+        return found
+
+    def close(self) -> None:
+        for fd in {*self.source.values(), *self.target.values()}:
+            os.close(fd)
+        self.source.clear()
+        self.target.clear()
+        self.shim.close()
+
+
+class _Later(NamedTuple):
+    """Pieces that their process makes itself when it is there; until then the mover keeps the room for them."""
+
+    key: str
+    pieces: list[Memory]
+    gpu: str
+
+
+class Moving:
+    """The parked part of one move.
+
+    Args:
+        work: the operation.
+        members: its processes.
+        shims: connections to those that are parked; closed by :meth:`close`.
+    """
+
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
+        self._work = work
+        self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._residents = Residents()
+        self._gates = gates.Gates(work)
+        self._n = 0
+        self._copies: dict[int, list[tuple[str, str, str]]] = {}
+        self._copying = Background("limosa-copy")
+        self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it
+        self.bytes = 0
+
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {part.member.pid: part.shim for part in self._parts}
+
+    # -- before the pause ----------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Makes the destination's memory and has everything held by vault and mover; the jobs run on meanwhile."""
+        shares.refuse_outside(self.shims)
+        for owner in {part.shim.owner for part in self._parts}:
+            gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
+            self._residents.mover(owner).prepare(sorted(gpus))
+        counted = gpu.inventory()
+        for part in self._parts:
+            self._add(part, part.pieces())
+            self._hold(part)
+            own = added_up({part.devices[m.device]: m.bytes} for m in part.known.values() if not m.imported)
+            room.note_beside(counted, part.member, own)
+
+    def _add(self, part: _Part, new: Sequence[Memory]) -> None:
+        """Takes pieces in: exported, made on the other side."""
+        new, fds = export(part.shim, new)
+        if not new:
+            return
+        part.known.update({m.id: m for m in new})
+        part.source.update(zip((m.id for m in new), fds, strict=True))
+        for piece in new:
+            if piece.share in self._shared:
+                if not part.sees(part.places(piece)[1]):
+                    raise CannotBeMoved(detail=_BLIND)
+                part.target[piece.id] = os.dup(self._shared[piece.share])
+        for (here, there), pieces in part.by_place([m for m in new if m.id not in part.target]).items():
+            ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
+            if here == there:
+                part.target.update({i: part.source[i] for i in ids})
+                continue
+            copies = self._copies.setdefault(part.shim.owner, [])
+            mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{self._n}"
+            self._n += 1
+            mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
+            self.bytes += sum(sizes)
+            if not part.sees(there):
+                if any(m.share for m in pieces):
+                    raise CannotBeMoved(detail=_BLIND)
+                close_all(mover.make(f"{key}/room", sizes, there))
+                part.later.append(_Later(key, pieces, there))
+                continue
+            made = mover.make(f"{key}/target", sizes, there)
+            part.target.update(zip(ids, made, strict=True))
+            self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
+            copies.append((f"{key}/source", f"{key}/target", there))
+
+    def _hold(self, part: _Part) -> None:
+        for side, fds in (("source", part.source), ("target", part.target)):
+            ids = sorted(fds)
+            note = note_of([part.known[i] for i in ids], part.devices)
+            key = key_of(self._work.id, part.member, side)
+            self._residents.put(part.shim.owner, key, [fds[i] for i in ids], note)
+
+    def _hold_again(self) -> None:
+        """Vault and mover may have been killed since, and others be in their place."""
+        for part in self._parts:
+            if self._residents.missing(part.shim.owner, part.keys(self._work.id)):
+                self._hold(part)
+
+    # -- the pause -----------------------------------------------------------------------------------------------
+
+    def hold_still(self) -> None:
+        """Closes all gates at once, follows what was allocated or freed since, and takes the memory away.
+
+        Raises:
+            GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
+        """
+        self._hold_again()
+        for part in self._parts:  # before the gate: whoever finds this journal looks where it stands
+            self._work.note("park", "begin", part.member.pid)
+        with self._work.spent("gate"):
+            gates.close([part.shim for part in self._parts])
+            for part in self._parts:
+                gates.lower_stack(part.shim)
+        shares.refuse_outside(self.shims)
+        for part in self._parts:
+            now = {m.id: m for m in part.pieces()}
+            if set(now) == set(part.source):
+                continue
+            for gone in set(part.source) - set(now):
+                close_all({part.source.pop(gone), part.target.pop(gone, -1)} - {-1})
+            self._add(part, [m for i, m in sorted(now.items()) if i not in part.source])
+            self._hold(part)
+        for part in self._parts:
+            if part.shim.unmap() is not Stand.AWAY and part.source:
+                raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+    def start_copy(self) -> None:
+        """Copies in the background; the driver's checkpoint runs meanwhile."""
+
+        def copy() -> None:
+            with self._work.spent("copy"):
+                self._copy(self._copies)
+
+        self._copying.start(copy)
+
+    def wait_for_copy(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+        self._copying.wait()
+
+    def arrive(self) -> None:
+        """Maps the destination's memory where the source's was."""
+        for part in self._parts:
+            self._work.note("map", "begin", part.member.pid)
+            part.mapped_target = True
+            part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
+        self._make_there()
+        for part in self._parts:
+            stand = part.shim.hello().stand
+            if part.target:
+                stand = part.shim.map(list(part.target), list(part.target.values()))
+            if ids := [m.id for later in part.later for m in later.pieces if m.id in part.source]:
+                stand = part.shim.map(ids)
+            if stand is not Stand.CLOSED:
+                raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
+
+    def _make_there(self) -> None:
+        """Has processes make what they cannot import, in the room that was kept for it, and fills that."""
+        copies: dict[int, list[tuple[str, str, str]]] = {}
+        with self._work.spent("make"):
+            for part in self._parts:
+                mover = self._residents.mover(part.shim.owner)
+                for later in part.later:
+                    pieces = [m for m in later.pieces if m.id in part.source]  # others it has freed since
+                    mover.drop(f"{later.key}/room")
+                    fds = part.shim.make([m.id for m in pieces])
+                    try:
+                        sizes = [m.bytes for m in pieces]
+                        if len(pieces) < len(later.pieces):
+                            mover.drop(f"{later.key}/source")
+                            mover.take(f"{later.key}/source", [part.source[m.id] for m in pieces], sizes, later.gpu)
+                        mover.take(f"{later.key}/target", fds, sizes, later.gpu)
+                    finally:
+                        close_all(fds)
+                    copies.setdefault(part.shim.owner, []).append(
+                        (f"{later.key}/source", f"{later.key}/target", later.gpu)
+                    )
+            self._copy(copies)
+
+    def _copy(self, copies: Mapping[int, Sequence[tuple[str, str, str]]]) -> None:
+        limit, movers = copy_limit(self.bytes), self._residents.mover
+        together([partial(movers(owner).copy, some, limit) for owner, some in copies.items()])
+
+    def open(self) -> None:
+        """Opens the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+        self._gates.open([(part.member, part.shim) for part in self._parts])
+
+    def let_go(self) -> None:
+        """Lets go of everything: the job runs, so nobody needs the source any more."""
+        for part in self._parts:
+            for key in part.keys(self._work.id):
+                self._residents.drop(part.shim.owner, key)
+        self.close()
+
+    # -- the way back --------------------------------------------------------------------------------------------
+
+    def leave_target(self) -> None:
+        """Undoes :meth:`arrive`, before the driver takes the process home.
+
+        Raises:
+            UndoFailed: a gate was opened: the job may run there, and ``recover`` opens the others.
+        """
+        self._copying.settle()  # it reads what is about to be given back
+        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped_target])
+
+    def home(self) -> None:
+        """Gives every process its own memory back and opens its gate; the driver has brought it home before.
+
+        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
+        """
+        self._copying.settle()  # it reads what is about to be given back
+        each([(part.member, partial(self._home, part)) for part in self._parts])
+        self.let_go()
+
+    def _home(self, part: _Part) -> None:
+        stand = part.shim.hello().stand
+        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
+            ids = sorted(part.source)
+            pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in ids]
+            away = driver_steps.is_away(part.member, "checkpointed", self._work.journal)
+            strand(part.member, part.shim, pieces, [part.source[i] for i in ids], away=away)
+            return
+        if stand is Stand.AWAY:
+            pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in part.source]
+            stand = put_back(part.shim, pieces, list(part.source.values()))
+        if stand is Stand.CLOSED:
+            part.shim.open_gate()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for part in self._parts:
+            part.close()
+        for fd in self._shared.values():
+            os.close(fd)
+        self._shared.clear()
+        self._residents.close()

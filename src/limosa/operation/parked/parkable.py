@@ -1,0 +1,157 @@
+"""What is asked of processes under the shim before an operation: what can be parked, and what stands against it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from limosa import gpu
+from limosa.errors import LimosaError, Reason
+from limosa.operation import claims, estimate, idle, room
+from limosa.operation.journal import Member
+from limosa.operation.parked import shares
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Memory, Shim
+
+LARGE = 512 << 20
+"""Bytes of an allocation that the driver was seen not to restore where GPUs have peer access (``refusals``)."""
+
+
+def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
+    """Connects to the members that run under the shim and have memory that can be parked.
+
+    Returns:
+        Connections by pid; the caller closes them.
+    """
+    found: dict[int, Shim] = {}
+    for member in members:
+        try:
+            shim = Shim(member.identity)
+        except LimosaError:
+            continue
+        hello = shim.hello()
+        if hello.bytes and hello.stand is Stand.OPEN:
+            found[member.pid] = shim
+        else:
+            shim.close()
+    return found
+
+
+def look(
+    operation: str, members: Sequence[Member], *, software: bool
+) -> tuple[dict[int, int], list[Reason], set[int], set[int]]:
+    """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
+
+    Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
+    would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
+
+    Args:
+        operation: the verb.
+        members: its processes.
+        software: whether the GPUs are software GPUs.
+
+    Returns:
+        By pid the bytes that can be parked; the reasons; the processes whose shim has told all that they share, and
+        those of them that have left the driver no large allocation.
+    """
+    found: list[Reason] = []
+    total: dict[int, int] = {}
+    seen: set[int] = set()
+    small: set[int] = set()
+    with contextlib.ExitStack() as stack:
+        shims: dict[int, Shim] = {}
+        all_of: dict[int, list[Memory]] = {}
+        for member in members:
+            if member.was != "running":
+                continue
+            with contextlib.suppress(LimosaError):
+                shim = stack.enter_context(Shim(member.identity))
+                devices, all_of[member.pid] = shim.devices(), shim.memories()
+                shims[member.pid] = shim
+                counts = shim.counts()
+                found += _left_to_others(member, counts, all_of[member.pid])
+                if sum(counts[kind][1] for kind in ("pool", "managed", "failed", "foreign", "array")) < LARGE:
+                    small.add(member.pid)
+                # What several processes have is there once.
+                pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
+                seen |= {m.share for m in pieces}
+                total[member.pid] = sum(m.bytes for m in pieces)
+                for uuid in {devices[m.device] for m in pieces}:
+                    here = [m for m in pieces if devices[m.device] == uuid]
+                    counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
+                    member.beside[uuid] = left_beside(counted, parked, software=software)
+                    member.held[uuid] = max(counted, parked)
+        for pid, text in shares.outside(shims, all_of):
+            hint = "name the process that all of them descend from"
+            found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
+        aside = _aside(members)
+        total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
+        if operation == "checkpoint" and shares.several({**all_of, **aside}):
+            text = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
+            found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
+    return total, found, {*shims, *aside}, small
+
+
+def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, bool]:
+    """Whether a move has no room for both copies at once: the parked way lets go of the source last.
+
+    Jobs that change places may be moved by the driver all the same, which puts all of it into host memory first.
+
+    Returns:
+        What is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
+    """
+    wanted: dict[str, int] = {}
+    seen: set[int] = set()
+    imported = False
+    for member in members:
+        if member.was != "running" or not member.changes_gpu:
+            continue
+        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+            devices = shim.devices()
+            for m in shim.memories():
+                here = devices[m.device]
+                there = member.map.get(here, here)
+                if not m.shared and there != here and not (m.share and m.share in seen):
+                    seen |= {m.share} if m.share else set()
+                    wanted[there] = wanted.get(there, 0) + m.bytes
+                    imported |= m.imported
+    told = []
+    spare = idle.spare(inventory, members)
+    for one in inventory.gpus:
+        free = one.memory_free + spare.get(one.uuid, 0) - claims.reserved(one.uuid)
+        if wanted.get(one.uuid, 0) > free:
+            size = room.gib(wanted[one.uuid])
+            told.append(f"GPU {one.index} has {room.gib(max(0, free))} free, and {size} come before anything leaves")
+    return "; ".join(told), imported
+
+
+def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
+    """The memory of those that are suspended, by pid, where it is aside: their shims tell it without the driver."""
+    found = {}
+    for member in members:
+        if member.was != "running":
+            with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+                if shim.hello().stand is Stand.AWAY:
+                    found[member.pid] = shim.memories()
+    return found
+
+
+def left_beside(counted: int, parked: int, *, software: bool) -> int:
+    """Bytes of a process on a GPU that the driver carries, of what NVML counts; not less than its context.
+
+    Memory that was imported NVML may count as its maker's, or as the process's where it was that itself once.
+    """
+    return max(counted - parked, 0 if software else min(counted, int(estimate.CONTEXT)))
+
+
+def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:
+    """What the shim knows of memory of others, or for others, that the driver could not bring back."""
+    found = []
+    if counts["ipc"][0]:
+        text = f"process {member.pid} shares small allocations, or pools, by CUDA IPC: the driver could not restore it"
+        found.append(Reason(id="cuda-ipc", text=text, exit_code=13, pid=member.pid))
+    if any(m.owner < 0 for m in pieces):
+        text = f"process {member.pid} has imported memory by a descriptor: the driver could not restore it"
+        hint = "let it unmap and release that first"
+        found.append(Reason(id="imported-memory", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
+    return found
