@@ -52,7 +52,9 @@ def command(
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second while the job runs: 2GB; no limit else."),
+        typer.Option(
+            "--rate", metavar="SIZE", help="Copy at most so much a second while the job runs: 2GB; no limit else."
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
