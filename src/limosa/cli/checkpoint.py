@@ -53,7 +53,7 @@ def command(
     rate: Annotated[
         str | None,
         typer.Option(
-            "--rate", metavar="SIZE", help="Copy at most so much a second while the job runs: 2GB; no limit else."
+            "--rate", metavar="SIZE", help="Copy at most so much a second (2GB) while the job runs."
         ),
     ] = None,
     rounds: Annotated[
