@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -157,5 +158,36 @@ def test_a_socket_that_is_another_users_is_not_believed(node: Any, place: Path) 
     said = node.limosa("suspend", "-o", "json", job.pid, rc=None)
     assert (said.rc, said.json.get("way")) in ((21, None), (0, "driver")), said
     node.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+_CALLER = """
+import os, sys, time
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+assert cu.cuDevicePrimaryCtxRetain(0)[0] == 0
+from limosa import gpu, operation
+operation.move(int(sys.argv[1]), to="1")
+driver = gpu.Driver()
+driver.available()
+print("READY", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_that_calls_limosa_is_itself_alone(node: Any) -> None:
+    """Vault and mover are nobody's children, and neither they nor its driver worker are told as a part of it."""
+    job = node.job("--mib", 24, env={"LD_PRELOAD": str(LIBRARY)})
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    caller = node.popen([sys.executable, "-c", _CALLER, job.pid], **pipes)
+    assert caller.stdout.readline() == "READY\n"
+    children = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
+    assert not set(map(int, children)) & set(residents(node).values())
+    assert len(residents(node)) == 2
+    shown = {j["pid"]: [p["pid"] for p in j["processes"]] for j in node.limosa("ps", "-o", "json").json["jobs"]}
+    assert shown == {caller.pid: [caller.pid], job.pid: [job.pid]}
+    caller.stdin.close()
+    assert caller.wait(15) == 0
     job.goes_on(2)
     job.finish()

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import NoSuchProcess
+from limosa.gpu import worker_main
+from limosa.parking import resident
 from limosa.process import sockets
-from limosa.process.candidates import candidates
+from limosa.process.candidates import candidates, is_own
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.hazards import checkpoint_hazards
 from limosa.process.identity import Identity
@@ -277,6 +279,37 @@ def test_candidates_are_processes_with_libcuda_mapped(job, tmp_path):
     assert victim.pid in found
     assert plain.pid not in found
     assert observe(victim.identity).processes[0].has_libcuda
+
+
+@pytest.mark.parametrize("name", ["limosa-mover", "limosa-vault", "limosa-worker"])
+def test_limosas_own_processes_are_no_candidates(job, tmp_path, name):
+    library = tmp_path / "libcuda.so.580.159.04"
+    library.write_bytes(bytes(4096))
+    code = f"f = open({str(library)!r}, 'rb'); m = mmap.mmap(f.fileno(), 4096, prot=mmap.PROT_READ)"
+    victim = job(f"{code}\nopen('/proc/self/comm', 'w').write({name!r})")
+    assert is_own(victim.pid)
+    assert victim.pid not in candidates()
+
+
+@pytest.mark.parametrize(
+    ("command", "own"),
+    [
+        (["-I", "-c", f"import time; time.sleep(30)\n{resident._BOOT}", "mover", "0"], True),
+        (["-c", "import time; time.sleep(30)", worker_main.__file__, "7"], True),
+        (["-c", "import time; time.sleep(30)", "limosa-mover"], False),
+    ],
+)
+def test_they_are_known_before_they_have_taken_their_name(command, own):
+    """The driver may be loaded by then."""
+    process = subprocess.Popen([sys.executable, *command])
+    try:
+        end = time.monotonic() + 5
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes() and time.monotonic() < end:
+            time.sleep(0.001)  # it is being executed
+        assert is_own(process.pid) == own
+    finally:
+        process.kill()
+        process.wait()
 
 
 # --- speed -------------------------------------------------------------------------------------------------------

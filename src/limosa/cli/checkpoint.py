@@ -52,9 +52,7 @@ def command(
     ] = None,
     rate: Annotated[
         str | None,
-        typer.Option(
-            "--rate", metavar="SIZE", help="Copy at most so much a second (2GB) while the job runs."
-        ),
+        typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second (2GB) while the job runs."),
     ] = None,
     rounds: Annotated[
         int | None,

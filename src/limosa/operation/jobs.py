@@ -13,7 +13,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoCudaState, NoSuchProcess, UsageError
 from limosa.process import records
-from limosa.process.candidates import candidates, is_mover
+from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors
 from limosa.process.tree import group_by_topmost
 
@@ -75,7 +75,7 @@ def resolve(specs: Sequence[JobLike] = (), *, on_gpu: str | None = None, everyth
     if on_gpu is not None:
         inventory = gpu.inventory()
         uuid = gpu.find_gpu(inventory, on_gpu).uuid
-        wanted = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes if not is_mover(p.pid)}
+        wanted = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes if not is_own(p.pid)}
         wanted |= {m.pid for r in records.SuspendRecord.all() if uuid in r.bytes for m in r.members}
     else:
         wanted = set(cuda_states())  # jobs on the CPU alone have nothing to move, and are no reason to fail

@@ -35,6 +35,7 @@ from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.work import Clock
 from limosa.process import hazards, records
+from limosa.process.candidates import is_own
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.memory import grow_host_memory
 from limosa.process.observe import JobObservation, observe
@@ -293,7 +294,7 @@ def find_members(
             driver.available(clock.at_most(clock.left))
         clock.check()
     for identity in tree:
-        if identity.pid not in loaded:
+        if identity.pid not in loaded or is_own(identity.pid):
             continue
         try:
             state = str(driver.state(identity.pid, timeout=clock.at_most(5.0)))

@@ -15,6 +15,7 @@ from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
 from limosa.operation.ways import way_of
 from limosa.process import records
+from limosa.process.candidates import is_own
 from limosa.process.tree import job_tree
 
 
@@ -53,7 +54,8 @@ def _unreadable(pid: int, error: LimosaError) -> Ps:
 
 
 def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
-    tree = {p.pid: p for p in job_tree(which.root)}
+    # One that was begun by the job itself (it calls Limosa) is no part of it.
+    tree = {p.pid: p for p in job_tree(which.root) if not is_own(p.pid)}
     pids = list(tree)
     held = {
         (g.uuid, p.pid): g.used_by(p.pid)

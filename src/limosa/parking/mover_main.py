@@ -25,7 +25,7 @@ from limosa.parking import mover_arena, mover_holding, mover_memory, staging_mai
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, socket_path
-from limosa.parking.resident_main import begin
+from limosa.parking.resident_main import begin, listens
 
 GROUPS = (mover_memory, mover_arena, mover_holding, staging_main)
 NAME = "limosa-mover"
@@ -159,6 +159,7 @@ def main(argv: list[str]) -> int:
         if look_for("mover", os.geteuid()) is not None:
             return 0
         mover = Mover(str(path), verbs)
+    listens()
 
     def told(number: int, frame: object) -> None:
         mover.shared.retiring = True

@@ -2,8 +2,8 @@
 
 Each user whose jobs are parked has one of each, in his runtime folder and with his rights; root that works on a user's
 job uses that user's, and starts them for him. The mover that writes or reads an image is the caller's: it works in a
-folder that is the caller's. They are started by the first operation that needs them, in a session
-of their own and in the cgroup of that operation.
+folder that is the caller's. They are started by the first operation that needs them, in a session of their own, as
+nobody's children, and in the cgroup of that operation.
 """
 
 from __future__ import annotations
@@ -14,21 +14,31 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.packets import peer, receive, send
+from limosa.parking.resident_main import TELLS
 from limosa.process.identity import Handle, Identity
 from limosa.process.runtime import own_folder, runtime_dir
 
 _SEARCH_PATH = "LIMOSA_RESIDENT_SYS_PATH"
 _BOOT = f"""
 import importlib, json, os, sys
+came_up, tells = os.pipe()
+child = os.fork()
+if child:
+    os.close(tells)
+    os._exit(0 if os.read(came_up, 1) else min(255, abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))))
+os.close(came_up)
+os.environ["{TELLS}"] = str(tells)
 sys.path[:] = json.loads(os.environ.pop("{_SEARCH_PATH}"))
 os._exit(importlib.import_module(f"limosa.parking.{{sys.argv[1]}}_main").main(sys.argv[2:]))
 """
+"""Who starts it waits until it listens; it is nobody's child then: whoever calls Limosa may be a job itself."""
 START_SECONDS = 15.0
 ANSWER_SECONDS = float(os.environ.get("LIMOSA_ANSWER_SECONDS", "5"))
 """A resident that has not answered a greeting for so long hangs."""
@@ -136,7 +146,7 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
     environment[_SEARCH_PATH] = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
     if not mine:
         environment["LIMOSA_RUNTIME_DIR"] = str(runtime_dir().path)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-I", "-c", _BOOT, kind, str(uid)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -145,6 +155,8 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
         env=environment,
         start_new_session=True,
     )
+    threading.Thread(target=process.wait, name="limosa-resident-starts", daemon=True).start()  # it leaves no zombie
+    return process
 
 
 def residents(kind: str) -> list[Found]:

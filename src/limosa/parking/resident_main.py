@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import pwd
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 _PR_SET_DUMPABLE = 4
+TELLS = "LIMOSA_RESIDENT_TELLS"
+"""The variable that names the descriptor by which one that comes up says that it listens."""
 
 
 def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
@@ -46,3 +49,12 @@ def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
     os.setresuid(uid, uid, uid)
     # What changes its user loses its own /proc/self otherwise, which libcuda reads.
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+
+
+def listens() -> None:
+    """Say that it has come up: whoever has started it need not wait any longer."""
+    fd = os.environ.pop(TELLS, "")
+    if fd.isdigit():
+        with contextlib.suppress(OSError):
+            os.write(int(fd), b"1")
+            os.close(int(fd))

@@ -25,7 +25,7 @@ from typing import Any
 from limosa.errors import LimosaError
 from limosa.parking.packets import MOST, peer, receive, send
 from limosa.parking.resident import socket_path
-from limosa.parking.resident_main import begin
+from limosa.parking.resident_main import begin, listens
 from limosa.parking.segments import NoRoom, Pool, is_segment
 from limosa.process.identity import Identity
 
@@ -193,6 +193,7 @@ def serve(path: str, told: threading.Event) -> None:
     listening.bind(path)
     os.chmod(path, 0o600)
     listening.listen(64)
+    listens()
     vault, last, looked = Vault(), time.monotonic(), time.monotonic()
 
     def is_needed() -> bool:

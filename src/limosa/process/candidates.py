@@ -6,16 +6,21 @@ NVML does not list a suspended job, so ``limosa ps`` asks the driver about each 
 from __future__ import annotations
 
 import os
+import re
 
 from limosa.process.slurp import slurp
 
-MOVER = b"limosa-mover"
+_OWN_NAMES = (b"limosa-mover", b"limosa-vault", b"limosa-worker")
+_OWN_COMMANDS = re.compile(rb"""limosa\.parking\.\{sys\.argv\[1\]\}_main|/limosa/gpu/worker_main\.py\0""")
+"""Of one that has not taken its name yet."""
 
 
-def is_mover(pid: int) -> bool:
-    """Return whether a process is Limosa's own, that copies device memory: it is nobody's job."""
+def is_own(pid: int) -> bool:
+    """Return whether a process is Limosa's own (mover, vault, worker), whoever started it: it is nobody's job."""
     try:
-        return slurp(f"/proc/{pid}/comm").rstrip() == MOVER
+        if slurp(f"/proc/{pid}/comm").rstrip() in _OWN_NAMES:
+            return True
+        return _OWN_COMMANDS.search(slurp(f"/proc/{pid}/cmdline")) is not None
     except OSError:
         return False
 
@@ -41,7 +46,7 @@ def candidates() -> list[int]:
         if not name.isdigit():
             continue
         try:
-            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16) and not is_mover(int(name)):
+            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16) and not is_own(int(name)):
                 found.append(int(name))
         except OSError:
             continue

@@ -12,7 +12,7 @@ from limosa.parking.shim import Shim, under_shim
 from limosa.process.candidates import candidates
 from limosa.process.identity import Identity
 
-_PATIENCE, _ANSWER = 0.5, 5.0  # seconds
+_ANSWER = 2.0  # seconds
 
 
 def closed_reason(pid: int) -> Reason:
@@ -29,10 +29,11 @@ def open_left(*, dry_run: bool = False) -> list[Recovered]:
     """
     found = []
     for pid in candidates():
-        if not under_shim(pid):
+        if not under_shim(pid) or _is_claimed(pid):
             continue
-        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
-            if shim.hello().stand is not Stand.CLOSED or _is_claimed(shim.identity):
+        # One that cannot be reached at once is in another network namespace, or somebody asks it just now.
+        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER, 0.0) as shim:
+            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
                 continue
             entry = Recovered(kind="gate", pid=pid, state="running")
             found.append(entry)
@@ -47,5 +48,5 @@ def open_left(*, dry_run: bool = False) -> list[Recovered]:
     return found
 
 
-def _is_claimed(identity: Identity) -> bool:
-    return any(identity in claim.pids for claim in claims.everybodys())
+def _is_claimed(pid: int) -> bool:
+    return any(pid == one.pid for claim in claims.everybodys() for one in claim.pids)
