@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +25,24 @@ from support import Reaper, Victim
 from limosa.softgpu.state import opened
 
 JOB = Path(__file__).with_name("job.py")
+
+
+def journalled() -> list[str]:
+    """The steps in the journals of what is under way: "lock begin", "lock done" …"""
+    found = []
+    for path in Path(os.environ["LIMOSA_RUNTIME_DIR"]).glob("*/journals/*.jsonl"):
+        with contextlib.suppress(FileNotFoundError):
+            lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+            found += [f"{line['step']} {line['phase']}" for line in lines if "step" in line]
+    return found
+
+
+def name_of(pid: int) -> str:
+    """What a process is called, or "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 class Job(Victim):
@@ -121,6 +142,25 @@ class Soft(Node):
             process: subprocess.Popen[str] = self.popen(argv, cwd=self.place, **streams)
         self.words[process.pid] = words
         return process
+
+    def reaches(self, process: subprocess.Popen[str], step: str, limit: float = 30) -> None:
+        """Waits until what was started has journalled a step ("lock done"), and is still at it."""
+        end = time.monotonic() + limit
+        while step not in (noted := journalled()):
+            assert process.poll() is None, f"it has ended before {step}: {self.heard(process)}"
+            assert time.monotonic() < end, f"no {step}, only {noted}"
+            time.sleep(0.002)
+        assert process.poll() is None, f"it has ended with {step}"
+
+    def kill(self, who: str, process: subprocess.Popen[str] | None = None) -> None:
+        """SIGKILL to a process of limosa's, or to each vault or mover; there has to be one."""
+        victims = (
+            [process.pid] if process and who == "limosa" else [pid for pid in self.processes() if name_of(pid) == who]
+        )
+        assert victims, f"no {who}"
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def heard(self, process: subprocess.Popen[str]) -> str:
         """What a command that was not waited for has said on stderr so far."""

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -359,15 +358,33 @@ def test_a_mover_killed_under_a_job_that_came_the_parked_way_is_a_failure(chunke
     job.finish()
 
 
-WHO, VERBS = ("limosa", "limosa-mover", "limosa-vault"), ("checkpoint", "leave", "restore")
-KILLS = [(who, verb, moment) for moment in range(5) for who in WHO for verb in VERBS]
+WHO = ("limosa", "limosa-mover", "limosa-vault")
+MOMENTS = {
+    "checkpoint": ("park begin", "lock done", "checkpoint done", "post-dump done", "commit begin"),
+    "leave": ("park begin", "checkpoint begin", "post-dump done", "restore done", "unlock done"),
+    "restore": ("criu-restore begin", "criu-restore done", "restore begin", "restore done", "unlock done"),
+}
+KILLS = [(who, verb, moment) for moment in range(5) for who in WHO for verb in MOMENTS]
+SLOW = {
+    "costs": [f"{step}=0.12" for step in ("lock", "checkpoint", "restore", "unlock")],
+    "speeds": ["copy=200MiB/s", "peer=200MiB/s"],
+}
+"""A node on which the driver's steps and copies take long enough to be met."""
 
 
-@pytest.mark.parametrize(("who", "verb", "moment"), KILLS if "LIMOSA_LONG_TESTS" in os.environ else KILLS[::4])
+@pytest.mark.parametrize(
+    ("who", "verb", "moment"),
+    [
+        pytest.param(*kill, id="-".join((kill[0], kill[1], MOMENTS[kill[1]][kill[2]].replace(" ", "-"))))
+        for kill in (KILLS if "LIMOSA_LONG_TESTS" in os.environ else KILLS[::4])
+    ],
+)
 def test_whoever_is_killed_the_job_or_its_image_is_there(
-    chunked: Any, tmp_path: Path, who: str, verb: str, moment: int
+    soft: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, who: str, verb: str, moment: int
 ) -> None:
-    """SIGKILL at some moment; then one recover: it runs, or its image is whole."""
+    """SIGKILL when a step has been journalled, while it is at work; then one recover: it runs, or has an image."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    chunked = soft(gpus=2, memory="512MiB", **SLOW)
     job = start(chunked, "--mib", 64)
     image = tmp_path / "image"
     if verb == "restore":
@@ -377,12 +394,10 @@ def test_whoever_is_killed_the_job_or_its_image_is_there(
     else:
         leave = ["-R"] if verb == "leave" else []
         working = chunked.later("checkpoint", job.pid, "--output", image, *leave, *SMALL)
-    time.sleep(0.15 + 0.22 * moment)
-    victims = {"limosa": [working.pid]}.get(who) or [p for p in chunked.processes() if name_of(p) == who]
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    chunked.reaches(working, MOMENTS[verb][moment])
+    chunked.kill(who, working)
     working.communicate(timeout=60)
+    assert (working.returncode == -signal.SIGKILL) is (who == "limosa")
     chunked.limosa("recover", rc=None)
     assert list(tmp_path.glob(".image*")) == []
     if image.exists():
@@ -397,10 +412,3 @@ def test_whoever_is_killed_the_job_or_its_image_is_there(
     assert chunked.limosa("move", job.pid, "--to", int(on[0]), "-o", "json").json["way"] == "parked"
     job.goes_on(2)
     job.finish()
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""

@@ -232,9 +232,7 @@ def test_a_suspended_job_is_written_to_disk_and_comes_back(parked: Any, tmp_path
 def test_a_suspended_job_survives_the_vault(parked: Any) -> None:
     job = start(parked, "--mib", 32)
     parked.limosa("suspend", job.pid)
-    for pid in parked.processes():
-        if _name(pid) == "limosa-vault":
-            os.kill(pid, signal.SIGKILL)
+    parked.kill("limosa-vault")
     parked.limosa("resume", job.pid, "--to", 1)
     job.goes_on(2)
     job.finish()
@@ -290,21 +288,34 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
     job.finish()
 
 
+MOMENTS = {
+    "move": ("park begin", "lock done", "checkpoint begin", "checkpoint done", "restore done", "map begin"),
+    "suspend": ("park begin", "lock begin", "lock done", "checkpoint begin", "checkpoint done"),
+    "resume": ("restore begin", "restore done", "unlock begin", "map begin"),
+}
+
+
+@pytest.fixture
+def slow(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A node on which the driver's steps and copies take long enough to be met."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    costs = [f"{step}=0.1" for step in ("lock", "checkpoint", "restore", "unlock")]
+    return soft(gpus=2, memory="512MiB", costs=costs, speeds=["copy=300MiB/s", "peer=300MiB/s"])
+
+
 @pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
-@pytest.mark.parametrize("moment", range(6))
-@pytest.mark.parametrize("verb", ["move", "suspend", "resume"])
-def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int, verb: str) -> None:
-    """SIGKILL at some moment of what takes about half a second; then one recover."""
+@pytest.mark.parametrize(("verb", "moment"), [(verb, moment) for verb, steps in MOMENTS.items() for moment in steps])
+def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, moment: str, verb: str) -> None:
+    """SIGKILL when a step has been journalled, while it is at work; then one recover."""
+    parked = slow
     job = start(parked, "--mib", 96)
     if verb == "resume":
         parked.limosa("suspend", job.pid)
     moving = parked.later(verb, job.pid, *(["--to", 1] if verb == "move" else []))
-    time.sleep(0.12 + 0.07 * moment)
-    victims = {"limosa": [moving.pid]}.get(who) or [p for p in parked.processes() if _name(p) == who]
-    for pid in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    parked.reaches(moving, moment)
+    parked.kill(who, moving)
     moving.communicate(timeout=60)
+    assert (moving.returncode == -signal.SIGKILL) is (who == "limosa")
     parked.limosa("recover", rc=None)
     if parked.state(job) == "checkpointed":
         assert verb in ("suspend", "resume")
@@ -317,24 +328,19 @@ def test_whoever_is_killed_the_job_comes_back(parked: Any, who: str, moment: int
     job.finish()
 
 
-@pytest.mark.parametrize("delay", [0.3, 0.6])
-def test_whoever_shares_goes_on_sharing_where_limosa_is_killed(parked: Any, delay: float) -> None:
+@pytest.mark.parametrize("moment", ["lock done", "checkpoint done", "restore done"])
+def test_whoever_shares_goes_on_sharing_where_limosa_is_killed(slow: Any, moment: str) -> None:
+    parked = slow
     job = start(parked, "--mib", 48, "--export")
     importer_of(job)
     moving = parked.later("move", job.pid, "--to", 1)
-    time.sleep(delay)
-    moving.kill()
+    parked.reaches(moving, moment)
+    parked.kill("limosa", moving)
     moving.communicate(timeout=60)
+    assert moving.returncode == -signal.SIGKILL
     parked.limosa("recover", rc=None)
     job.goes_on(3)
     for to in (0, 1):
         parked.says(0, "", "move", job.pid, "--to", to)
         job.goes_on(3)
     job.finish()
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""

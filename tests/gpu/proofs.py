@@ -146,6 +146,7 @@ class Job:
                     found[pid] = {
                         "gpus": sorted({devices[m.device] for m in memories if not m.shared}),
                         "parked": sum(m.bytes for m in memories if not m.shared),
+                        "away": sum(m.bytes for m in memories if m.away),
                         "shared": sum(m.bytes for m in memories if m.shared),
                         "left": {kind: both for kind, both in shim.counts().items() if both[0]},
                         "called": shim.called(),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proofs import VICTIMS, Prover
+from proofs import VICTIMS, Job, Prover, first_difference
 
 from limosa import operation
 from limosa.gpu import Inventory
@@ -39,6 +39,68 @@ def test_suspended_and_resumed_here_and_there(prover: Prover) -> None:
         assert back.way == "parked"
         prover.record["moves"] += 1
     prover.twins_agree(job)
+
+
+def test_toggled_down_and_up(prover: Prover) -> None:
+    job = prover.start(TRAINING)
+    for _ in range(3):
+        (down,) = operation.toggle(job.pid, timeout=90)
+        assert down.result is not None
+        assert down.result.way == "parked"
+        stood = job.steps()
+        time.sleep(0.3)
+        assert job.steps() == stood
+        up = prover.acts(job, lambda: operation.toggle(job.pid, timeout=90)[0].result, [prover.gpus[0]], 2 * GB)
+        assert up.way == "parked"
+        prover.record["moves"] += 1
+    prover.twins_agree(job)
+
+
+def test_its_memory_alone_is_suspended_and_resumed(prover: Prover) -> None:
+    """The memory is given back while the context stays; the job stands meanwhile. Afterwards it can be moved."""
+    job = prover.start(TRAINING)
+    for _ in range(3):
+        (aside,) = operation.suspend(job.pid, release="memory-only", timeout=90)
+        assert aside.result is not None
+        assert aside.result.bytes >= 2 * GB
+        stood = job.steps()
+        assert all(one["away"] >= 2 * GB for one in job.shims().values())
+        time.sleep(0.3)
+        assert job.steps() == stood
+        prover.acts(job, lambda: operation.resume(job.pid, timeout=90)[0].result, [prover.gpus[0]], 2 * GB)
+        assert all(one["away"] == 0 for one in job.shims().values())
+        prover.record["moves"] += 1
+    prover.moves(job, 1, 2 * GB)
+    prover.twins_agree(job)
+
+
+def test_two_jobs_change_places(prover: Prover) -> None:
+    """Both compute the same: the undisturbed twins of one are the other's, too."""
+    job = prover.start(TRAINING)
+    folder = prover.folder / "other"
+    other = Job(prover.limosa, folder, [word.replace("FOLDER", str(folder)) for word in TRAINING], {}, shim=True)
+    other.until(lambda: other.steps() > 10, 120, "steps")
+    operation.move(other.pid, to="1", timeout=60)
+    here = 0
+    for _ in range(5):
+        both: list[Any] = []
+
+        def swap() -> Any:
+            both[:] = operation.move([job.pid, other.pid], swap=True, timeout=90)  # noqa: B023
+            return both[0].result  # noqa: B023
+
+        here = 1 - here
+        prover.acts(job, swap, [prover.gpus[here]], 2 * GB)
+        assert [one.result and one.result.way for one in both] == ["parked", "parked"], both
+        other.goes_on()
+        assert {gpu for one in other.shims().values() for gpu in one["gpus"]} == {prover.gpus[1 - here]}
+        prover.record["moves"] += 2
+    other.stop_at(other.steps() + 20)
+    other.ends()
+    prover.twins_agree(job)
+    results, twin = other.results(), prover.jobs[1].results()
+    assert min(len(results), len(twin)) > 100
+    assert first_difference(results, twin) is None
 
 
 def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: Path) -> None:

@@ -15,6 +15,7 @@ from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
+pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
 STACK = "ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))"
 
 
@@ -174,8 +175,9 @@ def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: S
     assert job(STACK) == 1024
     for _ in range(2):
         shim.close_gate(5)
-        pending = job.send(STACK, main=True)
         shim.stack(16)
+        assert job("stack_beneath()") == 16
+        pending = job.send(STACK, main=True)
         controller.suspend(job.pid)
         controller.resume(job.pid)
         shim.open_gate()
@@ -187,6 +189,7 @@ def test_a_stack_limit_of_its_own_is_left_alone(job: Far, shim: Shim, mine: int)
     job(f"ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, {mine}))")
     shim.close_gate(5)
     shim.stack(16)
+    assert job("stack_beneath()") == mine
     shim.open_gate()
     assert job(STACK) == mine
 

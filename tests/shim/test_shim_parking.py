@@ -252,13 +252,15 @@ def test_descriptors_do_not_pile_up(job: Far, shim: Shim) -> None:
 
 
 def test_a_stack_limit_is_lowered_and_put_back(job: Far, shim: Shim) -> None:
-    job("ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, 4096))")
+    """As the driver has it meanwhile; what the application asks waits at the gate, and finds it as it was."""
+    assert job("stack_beneath()") == 1024
     shim.close_gate(5)
-    shim.stack(1024)
-    shim.stack(512)
-    shim.stack(0)
+    for bytes_, there in ((512, 512), (16, 512), (0, 1024), (16, 16), (0, 1024), (768, 768)):
+        shim.stack(bytes_)
+        assert job("stack_beneath()") == there
+    pending = job.send("context() or ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))")
     shim.open_gate()
-    assert job("ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))") == 4096
+    assert pending.value() == job("stack_beneath()") == 1024
 
 
 ASK = """

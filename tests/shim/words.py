@@ -1,7 +1,9 @@
 """What a job under test has beside ``softgpu/far.py``: source that is sent to its far end, whose names it uses."""
 
 # ruff: noqa: F821
+import ctypes
 import random
+import subprocess
 import threading
 import time
 
@@ -112,3 +114,16 @@ def made_of(device: int = 0, *, exportable: bool = False):
     if exportable:
         prop.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
     return prop
+
+
+def stack_beneath() -> int:
+    """The current context's stack limit, asked of the driver itself: the shim is not asked, whatever its gate does."""
+    with open("/proc/self/maps") as file:
+        lines = [line.split() for line in file]
+    base, path = next((int(one[0].split("-")[0], 16), one[5]) for one in lines if "/libcuda.so" in one[-1])
+    names = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
+    offset = next(int(line.split()[0], 16) for line in names.splitlines() if line.split()[-1] == "cuCtxGetLimit")
+    value = ctypes.c_size_t()
+    call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_size_t), ctypes.c_int)(base + offset)
+    assert call(ctypes.byref(value), 0) == 0
+    return value.value

@@ -4,7 +4,7 @@
 
 The compiler writes the newest PTX version that it knows and the oldest GPU that it still serves. The kernel uses
 neither: both lines are lowered, so that drivers from before the compiler, and GPUs of compute capability 7.0, take it.
-The first line names the source that it was made of.
+The first line names the source that it was made of, the second one what follows it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,17 @@ def stamp() -> str:
     return f"// chunk_hash.cu and chunk_hash.h, SHA-256 {digest}\n"
 
 
+def belongs(text: str) -> bool:
+    """Return whether a PTX is of the source as it is, and nothing in it has been changed since it was made."""
+    first, _, rest = text.partition("\n")
+    second, _, body = rest.partition("\n")
+    return first + "\n" == stamp() and second + "\n" == _sealed(body)
+
+
+def _sealed(body: str) -> str:
+    return f"// what follows, SHA-256 {hashlib.sha256(body.encode()).hexdigest()}\n"
+
+
 def compile_ptx(nvcc: str = "nvcc") -> str:
     """Return the PTX of the source as it is.
 
@@ -41,7 +52,8 @@ def compile_ptx(nvcc: str = "nvcc") -> str:
         subprocess.run(argv, check=True, timeout=120)
         text = made.read_text()
     text = re.sub(r"(?m)^\.version .*$", f".version {VERSION}", text)
-    return stamp() + re.sub(r"(?m)^\.target .*$", f".target {TARGET}", text)
+    text = re.sub(r"(?m)^\.target .*$", f".target {TARGET}", text)
+    return stamp() + _sealed(text) + text
 
 
 if __name__ == "__main__":
