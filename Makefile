@@ -12,12 +12,13 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-gpu faults bench bench-driver bench-gpu lint check clean help
+.PHONY: demo test test-soft test-long test-gpu faults bench bench-driver bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
 	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
+	@echo "make test-long  every kill of the parked way (make test takes some of them): 90 tests, a quarter of an hour"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
@@ -43,6 +44,11 @@ check:
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q -n 2 --durations=10 -m "root and not (gpu or conformance)"
+
+# SIGKILL of whoever has a part in a parked operation, at every step that it journals.
+test-long:
+	@$(READY_TEST)
+	$(SUDO) env LIMOSA_LONG_TESTS=1 $(PYTEST) -q -n 2 --durations=10 -k killed tests/e2e_soft
 
 lint:
 	@$(READY_TEST)

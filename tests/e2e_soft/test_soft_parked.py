@@ -303,8 +303,15 @@ def slow(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return soft(gpus=2, memory="512MiB", costs=costs, speeds=["copy=300MiB/s", "peer=300MiB/s"])
 
 
-@pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
-@pytest.mark.parametrize(("verb", "moment"), [(verb, moment) for verb, steps in MOMENTS.items() for moment in steps])
+KILLS = [
+    (who, verb, moment)
+    for verb, steps in MOMENTS.items()
+    for moment in steps
+    for who in ("limosa", "limosa-mover", "limosa-vault")
+]
+
+
+@pytest.mark.parametrize(("who", "verb", "moment"), KILLS if "LIMOSA_LONG_TESTS" in os.environ else KILLS[::2])
 def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, moment: str, verb: str) -> None:
     """SIGKILL when a step has been journalled, while it is at work; then one recover."""
     parked = slow
