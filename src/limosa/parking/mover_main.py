@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from limosa.gpu import binding
-from limosa.parking import mover_arena, mover_holding, mover_memory, staging_main
+from limosa.parking import mover_arena, mover_chunks, mover_holding, mover_loading, mover_memory, mover_saving
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, socket_path
 from limosa.parking.resident_main import begin, listens
 
-GROUPS = (mover_memory, mover_arena, mover_holding, staging_main)
+GROUPS = (mover_memory, mover_arena, mover_holding, mover_chunks, mover_saving, mover_loading)
 NAME = "limosa-mover"
 IDLE_SECONDS = float(os.environ.get("LIMOSA_MOVER_IDLE", "600"))
 LOOK_SECONDS = 0.5

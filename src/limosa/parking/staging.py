@@ -14,6 +14,8 @@ from limosa.parking.mover import Mover
 
 CALL_SECONDS = 60.0
 SLOWEST_PIN = 0.5e9
+NICE = 10
+"""What the threads that work beside a running job give way by."""
 _MOST_NAMES = 2000  # 64 KB of a packet
 _MOST_IDS = 4000
 
@@ -38,7 +40,38 @@ Told = Callable[[int, int], None]
 """Called with the bytes that are done, and all bytes."""
 
 
-class Saver:
+class _Staging:
+    """One side's chunks: what is said to the mover about them.
+
+    Args:
+        mover: who does it; stays the caller's.
+        chunk: bytes of a chunk.
+    """
+
+    _kind: str
+
+    def __init__(self, mover: Mover, chunk: int):
+        self._mover, self.chunk = mover, chunk
+
+    def close(self) -> None:
+        """Have it let go of everything; files stay, and memory that somebody has a descriptor of."""
+        self._ask("staging-close")
+
+    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have it map pieces of a process's memory on a GPU; the descriptors stay ours."""
+        for start in range(0, len(ids), _MOST_IDS):
+            some = slice(start, start + _MOST_IDS)
+            self._ask(
+                f"{self._kind}-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu
+            )
+
+    def _ask(
+        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
+    ) -> tuple[dict[str, Any], list[int]]:
+        return self._mover.ask({"verb": verb, **message}, limit, fds)
+
+
+class Saver(_Staging):
     """Writes device memory into the folder of chunks of an image.
 
     Args:
@@ -48,15 +81,11 @@ class Saver:
         key: for the hashes that find changes (32 bytes); None where everything is copied once.
     """
 
-    def __init__(self, mover: Mover, folder: int, chunk: int, key: bytes | None):
-        self._mover, self.chunk = mover, chunk
-        self._ask("save-open", fds=[folder], chunk=chunk, key=key or b"")
+    _kind = "save"
 
-    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
-        """Have it map pieces of a process's memory on a GPU; the descriptors stay ours."""
-        for start in range(0, len(ids), _MOST_IDS):
-            some = slice(start, start + _MOST_IDS)
-            self._ask("save-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+    def __init__(self, mover: Mover, folder: int, chunk: int, key: bytes | None):
+        super().__init__(mover, chunk)
+        self._ask("save-open", fds=[folder], chunk=chunk, key=key or b"")
 
     def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
         """Have it read pieces from host memory: each is (id, bytes, where in the segments of an arena)."""
@@ -116,17 +145,8 @@ class Saver:
                 at += 32 * count
         return found
 
-    def close(self) -> None:
-        """Have it let go of everything; the files stay."""
-        self._ask("staging-close")
 
-    def _ask(
-        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
-    ) -> tuple[dict[str, Any], list[int]]:
-        return self._mover.ask({"verb": verb, **message}, limit, fds)
-
-
-class Loader:
+class Loader(_Staging):
     """Reads the chunks of an image into device memory.
 
     Args:
@@ -136,8 +156,11 @@ class Loader:
         image: the image's path, as it is named where a chunk is damaged.
     """
 
+    _kind = "load"
+
     def __init__(self, mover: Mover, folder: int, chunk: int, image: str):
-        self._mover, self.chunk, self._image = mover, chunk, image
+        super().__init__(mover, chunk)
+        self._image = image
         self._ask("load-open", fds=[folder], chunk=chunk)
 
     def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
@@ -157,12 +180,6 @@ class Loader:
             raise
         return found
 
-    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
-        """Have it map memory that a process has made itself; the descriptors stay ours."""
-        for start in range(0, len(ids), _MOST_IDS):
-            some = slice(start, start + _MOST_IDS)
-            self._ask("load-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
-
     def want(self, pieces: Sequence[tuple[int, int, int]], names: Sequence[Sequence[str]]) -> None:
         """Say which chunks belong into pieces (pid, id, bytes)."""
         for parts in _parts(pieces, self.chunk):
@@ -181,15 +198,6 @@ class Loader:
         """
         self._ask("load-start", threads=threads)
         return _wait(self._mover, told, stop, self._image)
-
-    def close(self) -> None:
-        """Have it let go of everything."""
-        self._ask("staging-close")
-
-    def _ask(
-        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
-    ) -> tuple[dict[str, Any], list[int]]:
-        return self._mover.ask({"verb": verb, **message}, limit, fds)
 
 
 def _wait(mover: Mover, told: Told, stop: Callable[[], bool], image: str = "") -> Done:

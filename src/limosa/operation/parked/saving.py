@@ -35,8 +35,7 @@ from limosa.parking.hashes import Key
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
 from limosa.parking.shim import Shim, under_shim
-from limosa.parking.staging import Saver
-from limosa.parking.staging_main import NICE
+from limosa.parking.staging import NICE, Saver
 from limosa.parking.vault import Vault
 from limosa.process.memory import host_memory
 from limosa.progress import Progress

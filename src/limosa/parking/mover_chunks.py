@@ -1,0 +1,155 @@
+"""What saving chunks of device memory and loading them have in common, and the mover's verbs that both know.
+
+A controller has one of them at a time. What takes long is started, and then asked about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from limosa.errors import LimosaError
+from limosa.gpu.vmm import Contexts
+from limosa.image.chunks import Chunks
+from limosa.parking.crew import Crew, Hand, Pinned
+from limosa.parking.mover_session import Reply, Session
+
+KEY = "staging"
+POLL_SECONDS = 0.25
+_Kind = TypeVar("_Kind", bound="Staging")
+
+
+class Staging:
+    """Device memory on its way into the folder of chunks of an image, or out of it.
+
+    Args:
+        contexts: the process's.
+        folder: descriptor of the folder; stays the caller's.
+        chunk: bytes of a chunk.
+    """
+
+    def __init__(self, contexts: Contexts, folder: int, chunk: int):
+        self._contexts, self._chunk = contexts, chunk
+        self._chunks = Chunks(folder)
+        self._ring: Pinned | None = None
+        self._crew: Crew | None = None
+
+    def poll(self) -> dict[str, Any]:
+        """Say how far it is; waits a moment."""
+        crew = self._crew
+        if crew is None:
+            return {"running": False, "done": 0, "total": 0, "chunks": 0, "seconds": 0.0, "failed": None}
+        over = crew.wait(POLL_SECONDS)
+        failed: dict[str, Any] | None = None
+        if over and crew.failed is not None:
+            failed = {"text": str(crew.failed), "kind": type(crew.failed).__name__, "errno": 0, "result": ""}
+            if isinstance(crew.failed, OSError):
+                failed |= {"kind": "OSError", "errno": crew.failed.errno or 0, "text": crew.failed.strerror or "?"}
+            if isinstance(crew.failed, LimosaError):
+                failed["result"] = str(crew.failed.fields.get("result", ""))
+        return {
+            "running": not over,
+            "done": crew.done,
+            "total": crew.total,
+            "chunks": crew.chunks,
+            "seconds": crew.seconds,
+            "failed": failed,
+        }
+
+    def stop(self) -> None:
+        """Stop what was begun."""
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+
+    def close(self) -> None:
+        """Let go of all of it; files stay, and memory that somebody has a descriptor of."""
+        self.stop()
+        with contextlib.suppress(LimosaError):
+            if self._ring is not None:
+                self._any_context()
+        self._close_pieces()
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        self._chunks.close()
+
+    def _hands(self, threads: int) -> Callable[[int], Hand]:
+        """Who works with a slot of pinned memory each; it is kept for the next time."""
+        if self._ring is None or self._ring.slots < threads:
+            self._any_context()
+            self._ring = Pinned(threads, self._chunk)
+        ring = self._ring
+        return lambda n: Hand(self._contexts, ring.slot(n))
+
+    def _any_context(self) -> None:
+        """Pinning needs a context: any GPU's will do."""
+        gpus = sorted(self._gpus())
+        if gpus:
+            self._contexts.use(gpus[0])
+
+    def _gpus(self) -> set[str]:
+        """The GPUs that the pieces are on."""
+        raise NotImplementedError
+
+    def _close_pieces(self) -> None:
+        """Let go of what is the kind's own."""
+        raise NotImplementedError
+
+
+def read_whole(fd: int, view: memoryview, offset: int) -> None:
+    """Fill a buffer from a file.
+
+    Raises:
+        OSError: it ends before.
+    """
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], offset + done)
+        if not got:
+            raise OSError(0, "it is shorter than it was")
+        done += got
+
+
+def held(session: Session, kind: type[_Kind]) -> _Kind:
+    """What the session has under way.
+
+    Raises:
+        ValueError: nothing of that kind.
+    """
+    found: list[Any] = session.pieces.get(KEY, [])
+    if not found or not isinstance(found[0], kind):
+        raise ValueError(f"nothing of the kind is under way: {kind.__name__}")
+    return found[0]
+
+
+def begin(session: Session, staging: Staging) -> None:
+    """Have it instead of what was under way before."""
+    session.drop(KEY)
+    session.pieces[KEY] = [staging]
+
+
+def staging_poll(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Tell how far it is."""
+    return held(session, Staging).poll()
+
+
+def staging_stop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Stop what was begun."""
+    held(session, Staging).stop()
+    return {}
+
+
+def staging_close(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Let go of all of it."""
+    session.drop(KEY)
+    return {}
+
+
+VERBS = {
+    "staging-poll": staging_poll,
+    "staging-stop": staging_stop,
+    "staging-close": staging_close,
+}

@@ -1,0 +1,311 @@
+"""What the mover does for a checkpoint: device memory, or what is in an arena, into the chunks of an image."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from limosa.gpu.vmm import Contexts, Piece
+from limosa.parking.crew import Crew, Hand, Pinned, Slot, default_threads
+from limosa.parking.hashes import GpuHash, Key, host
+from limosa.parking.mover_chunks import Staging, begin, held, read_whole
+from limosa.parking.mover_session import Reply, Session
+from limosa.parking.rate import Rate
+from limosa.parking.segments import LARGE
+
+
+class Aside:
+    """A piece of memory that is in host memory: in segments of an arena.
+
+    Args:
+        segments: all of them; those that it is in are held by descriptors of our own.
+        offset: where it begins, counted through all of them.
+        bytes_: its size.
+    """
+
+    def __init__(self, segments: Sequence[int], offset: int, bytes_: int):
+        self.bytes, self._first = bytes_, offset % LARGE
+        first, last = offset // LARGE, (offset + max(1, bytes_) - 1) // LARGE
+        self._fds = [os.dup(fd) for fd in segments[first : last + 1]]
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Read a part of it."""
+        at, done = self._first + offset, 0
+        while done < len(view):
+            part = min(len(view) - done, LARGE - at % LARGE)
+            read_whole(self._fds[at // LARGE], view[done : done + part], at % LARGE)
+            at, done = at + part, done + part
+
+    def close(self) -> None:
+        """Let it go."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+class _Staged:
+    """A piece of memory on its way into the image, and what is known of each of its chunks."""
+
+    def __init__(self, memory: Piece | Aside, gpu: str, chunk: int):
+        self.memory, self.gpu = memory, gpu
+        count = -(-memory.bytes // chunk)
+        self.names = [""] * count
+        self.digests: list[bytes] = [b""] * count
+        self.expected: list[bytes] = [b""] * count
+        self.held: dict[int, Slot] = {}
+
+
+class _Spot(NamedTuple):
+    piece: _Staged
+    n: int
+
+
+class Differs(Exception):
+    """What arrived is not what was sent."""
+
+
+class Save(Staging):
+    """A job's device memory on its way into the folder of chunks of an image.
+
+    Args:
+        contexts: the process's.
+        folder: descriptor of the folder; stays the caller's.
+        chunk: bytes of a chunk.
+        key: what finds changes; None where nothing is copied twice.
+    """
+
+    def __init__(self, contexts: Contexts, folder: int, chunk: int, key: bytes | None):
+        super().__init__(contexts, folder, chunk)
+        self._key = Key(key) if key is not None else None
+        self._pieces: dict[tuple[int, int], _Staged] = {}
+        self._kept: Pinned | None = None
+        self._free: deque[Slot] = deque()
+        self._hashes: dict[str, GpuHash] = {}
+        self._rate, self._rate_lock = Rate(), threading.Lock()
+
+    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have pieces of a process's memory on a GPU."""
+        self._contexts.use(gpu)
+        user = [self._contexts.ordinal(gpu)]
+        for id_, size, fd in zip(ids, sizes, fds, strict=True):
+            self._pieces[pid, id_] = _Staged(Piece.take(fd, size, user), gpu, self._chunk)
+
+    def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
+        """Have pieces of a suspended process's memory: each is (id, bytes, where in the segments)."""
+        for id_, size, offset in places:
+            self._pieces[pid, id_] = _Staged(Aside(fds, offset, size), gpu, self._chunk)
+
+    def drop(self, pid: int, ids: Sequence[int]) -> None:
+        """Forget pieces that the process has freed."""
+        for id_ in ids:
+            staged = self._pieces.pop((pid, id_), None)
+            if staged is not None:
+                staged.memory.close()
+
+    def ready(self, hold: int) -> None:
+        """Have pinned memory, and what hashing needs, in place: nothing is allocated in the pause.
+
+        Args:
+            hold: bytes of changed chunks that can wait in memory until the job runs again.
+        """
+        for gpu, pieces in self._on_gpus().items():
+            if self._key is not None:
+                chunks = sum(len(piece.names) for piece in pieces)
+                self._hash(gpu).prepare(self._key, self._chunk, chunks)
+        slots = -(-hold // self._chunk)
+        if slots > (self._kept.slots if self._kept is not None else 0):
+            if self._kept is not None:
+                self._kept.close()
+            self._any_context()
+            self._free.clear()
+            self._kept = Pinned(slots, self._chunk)
+            self._free.extend(self._kept.slot(n) for n in range(slots))
+
+    def differ(self) -> dict[str, Any]:
+        """Hash all of it on the GPUs and mark what is not what has arrived."""
+        begun = time.monotonic()
+        changed = self._mark()
+        size = sum(size for _, size in changed)
+        return {"changed": len(changed), "bytes": size, "seconds": time.monotonic() - begun}
+
+    def start(self, what: str, rate: float, nice: int, threads: int) -> None:
+        """Begin to "copy" what is marked into files, to "keep" what has changed in memory, or to "write" what was kept.
+
+        Only one at a time.
+        """
+        self.stop()
+        threads = threads or default_threads()
+        hands = self._hands(threads)
+        if rate != self._rate.bytes_per_second:  # else round after round counts as one
+            self._rate = Rate(rate)
+        if what == "copy":
+            self._crew = Crew(self._marked(), self._copy, hands, threads=threads, nice=nice)
+        elif what == "keep":
+            self._crew = Crew([], self._keep, hands, threads=threads, first=self._mark)
+        else:
+            held = [
+                (_Spot(piece, i), self._size(piece, i)) for piece in self._pieces.values() for i in sorted(piece.held)
+            ]
+            self._crew = Crew(held, self._write, hands, threads=threads, nice=nice)
+
+    def names(self, parts: Sequence[tuple[int, int, int, int]]) -> bytes:
+        """The names of chunks, 32 bytes each: of each part (pid, id, from which chunk on, how many)."""
+        found = [self._pieces[pid, id_].names[start : start + count] for pid, id_, start, count in parts]
+        return b"".join(bytes.fromhex(name) for part in found for name in part)
+
+    # -- what the threads do -------------------------------------------------------------------------------------
+
+    def _copy(self, hand: Hand, spot: _Spot) -> None:
+        """One chunk into its file; the hash is of the bytes that arrived: they may be older than what is there now."""
+        size = self._size(*spot)
+        if self._rate.bytes_per_second:
+            with self._rate_lock:
+                self._rate.spend(size)
+        piece, i = spot
+        self._out(hand, spot, size, hand.slot)
+        if self._key is not None:
+            piece.digests[i] = host(hand.slot.at, size, self._key, self._chunk)[0]
+        piece.names[i] = self._chunks.add(hand.slot.view[:size])[0]
+
+    def _keep(self, hand: Hand, spot: _Spot) -> None:
+        """One chunk in the pause: into memory that is kept, or where there is none left into its file."""
+        piece, i = spot
+        try:
+            slot = self._free.popleft()
+        except IndexError:
+            self._copy(hand, spot)
+        else:
+            size = self._size(piece, i)
+            self._out(hand, spot, size, slot)
+            piece.held[i] = slot
+            if self._key is not None:
+                piece.digests[i] = host(slot.at, size, self._key, self._chunk)[0]
+        if piece.expected[i] and piece.digests[i] != piece.expected[i]:
+            raise Differs("what arrived of the device memory is not what its hash on the GPU says")
+
+    def _write(self, hand: Hand, spot: _Spot) -> None:
+        piece, i = spot
+        slot = piece.held[i]
+        piece.names[i] = self._chunks.add(slot.view[: self._size(piece, i)])[0]
+        del piece.held[i]
+        self._free.append(slot)
+
+    def _out(self, hand: Hand, spot: _Spot, size: int, slot: Slot) -> None:
+        (memory, gpu), offset = (spot.piece.memory, spot.piece.gpu), spot.n * self._chunk
+        if isinstance(memory, Aside):
+            memory.read(slot.view[:size], offset)
+        else:
+            hand.out(memory, offset, size, gpu, slot)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _marked(self) -> list[tuple[_Spot, int]]:
+        return [
+            (_Spot(piece, i), self._size(piece, i))
+            for piece in self._pieces.values()
+            for i, name in enumerate(piece.names)
+            if not name
+        ]
+
+    def _mark(self) -> list[tuple[_Spot, int]]:
+        """Take the names from chunks that have changed, and note what they are now; return all without a name."""
+        for gpu, pieces in self._on_gpus().items():
+            if self._key is None:
+                break
+            ranges = [(piece.memory.at, piece.memory.bytes) for piece in pieces if isinstance(piece.memory, Piece)]
+            for piece, now in zip(pieces, self._hash(gpu).digests(ranges, self._key, self._chunk), strict=True):
+                piece.expected = now
+                for i, (before, digest) in enumerate(zip(piece.digests, now, strict=True)):
+                    if before != digest:
+                        piece.names[i] = ""
+        return self._marked()
+
+    def _on_gpus(self) -> dict[str, list[_Staged]]:
+        found: dict[str, list[_Staged]] = {}
+        for piece in self._pieces.values():
+            if isinstance(piece.memory, Piece):
+                found.setdefault(piece.gpu, []).append(piece)
+        return found
+
+    def _hash(self, gpu: str) -> GpuHash:
+        if gpu not in self._hashes:
+            self._hashes[gpu] = GpuHash(self._contexts, gpu)
+        return self._hashes[gpu]
+
+    def _gpus(self) -> set[str]:
+        return {piece.gpu for piece in self._pieces.values()}
+
+    def _close_pieces(self) -> None:
+        for piece in self._pieces.values():
+            piece.memory.close()
+        self._pieces.clear()
+        for hashes in self._hashes.values():
+            hashes.close()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _size(self, piece: _Staged, i: int) -> int:
+        return min(self._chunk, piece.memory.bytes - i * self._chunk)
+
+
+def save_open(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Begin to save: ``chunk``, ``key``; the descriptor of the folder."""
+    begin(session, Save(session.contexts, fds[0], asked["chunk"], asked["key"] or None))
+    return {}
+
+
+def save_take(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Have pieces that are on a GPU: ``pid``, ``ids``, ``sizes``, ``gpu``; their descriptors."""
+    held(session, Save).take(asked["pid"], asked["ids"], asked["sizes"], asked["gpu"], fds)
+    return {}
+
+
+def save_aside(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Have pieces that are in host memory: ``pid``, ``places``, ``gpu``; descriptors that lead to it."""
+    held(session, Save).aside(asked["pid"], asked["places"], asked["gpu"], fds)
+    return {}
+
+
+def save_drop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Forget pieces: ``pid``, ``ids``."""
+    held(session, Save).drop(asked["pid"], asked["ids"])
+    return {}
+
+
+def save_ready(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Have all in place for the pause: ``hold``."""
+    held(session, Save).ready(asked["hold"])
+    return {}
+
+
+def save_differ(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Look what has changed."""
+    return held(session, Save).differ()
+
+
+def save_start(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Begin: ``what`` ("copy", "keep", "write"), ``rate``, ``nice``, ``threads`` (0: as many as fit)."""
+    held(session, Save).start(asked["what"], asked["rate"], asked["nice"], asked["threads"])
+    return {}
+
+
+def save_names(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Tell names of chunks: ``parts``."""
+    return {"names": held(session, Save).names(asked["parts"])}
+
+
+VERBS = {
+    "save-open": save_open,
+    "save-take": save_take,
+    "save-aside": save_aside,
+    "save-drop": save_drop,
+    "save-ready": save_ready,
+    "save-differ": save_differ,
+    "save-start": save_start,
+    "save-names": save_names,
+}
