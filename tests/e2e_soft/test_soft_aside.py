@@ -112,6 +112,23 @@ def test_moving_a_suspended_job_resumes_it_there(parked: Any, to: list[object], 
     job.finish()
 
 
+def test_a_job_that_was_moved_is_said_to_hold_its_memory(parked: Any) -> None:
+    """NVML counts it for who has made it, on real GPUs for nobody."""
+    job = start(parked, "--mib", 48)
+    parked.limosa("move", job.pid, "--to", 1)
+    shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
+    assert [(g["index"], g["memory_used"] > 48 * MIB) for g in shown["gpus"]] == [(1, True)]
+    assert shown["processes"][0]["memory_used"] == shown["gpus"][0]["memory_used"]
+    there = parked.limosa("gpus", "-o", "json").json["gpus"][1]["processes"]
+    assert [p["memory_used"] for p in there if p["pid"] == job.pid] == [shown["gpus"][0]["memory_used"]]
+    parked.limosa("suspend", job.pid)
+    after = parked.limosa("ps", "-o", "json").json["jobs"][0]
+    assert abs(after["gpus"][0]["memory_used"] - shown["gpus"][0]["memory_used"]) < 8 * MIB
+    parked.limosa("resume", job.pid, "--to", 0)
+    job.goes_on(2)
+    job.finish()
+
+
 def test_everything_on_a_gpu_is_moved_what_is_suspended_is_resumed(parked: Any) -> None:
     job, other = start(parked, "--mib", 24), start(parked, "--mib", 24)
     for one in (job, other):

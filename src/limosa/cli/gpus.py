@@ -22,8 +22,9 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
     """
     with reporting("gpus", fmt, quiet, verbose) as report:
         from limosa.gpu import inventory
+        from limosa.operation.counting import completed
 
-        found = inventory()
+        found = completed(inventory())
         if found.software:
             report.tell("these are software GPUs, not real ones")
         report.result(found, lambda console: _draw(console, found))

@@ -9,6 +9,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
+from limosa.operation.journal import added_up
 from limosa.operation.parked.aside import parked_reason
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
@@ -67,12 +68,28 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     record = records.SuspendRecord.of(which.root)
     in_tree = [states[p] for p in pids if p in states]
     suspended = bool(in_tree) and all(s == "checkpointed" for s in in_tree)
-    bytes_of: dict[str, int] = {}
-    for (uuid, _), size in held.items():
-        bytes_of[uuid] = bytes_of.get(uuid, 0) + size
+    ways = {p: way_of(tree[p]) for p in pids if p in states}
+    parked = False
+    reasons: list[Reason]
+    if in_tree:
+        prepared = look("resume" if suspended else "suspend", which, driver=driver, probe_memory=False)
+        if any(m.away for m in prepared.members):
+            parked, prepared = True, look("resume", which, driver=driver, probe_memory=False)
+        reasons = prepared.reasons
+        # What NVML does not count of those under the shim; of what is away it counts what has stayed.
+        held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}
+        if parked:
+            about = parked_reason([m for m in prepared.members if m.away])
+            reasons = [about, *reasons]
+        if prepared.inventory is not None and not suspended and not parked:
+            known = {r.id for r in reasons}
+            moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)
+            reasons = [*reasons, *(r for r in moving if r.id not in known)]
+    else:
+        reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
+    bytes_of = added_up({uuid: size} for (uuid, _), size in held.items())
     if suspended and record is not None:
         bytes_of = dict(record.bytes)
-    ways = {p: way_of(tree[p]) for p in pids if p in states}
     processes: list[dict[str, Any]] = [
         {
             "pid": p,
@@ -84,22 +101,6 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         }
         for p in pids
     ]
-    parked = False
-    reasons: list[Reason]
-    if in_tree:
-        prepared = look("resume" if suspended else "suspend", which, driver=driver, probe_memory=False)
-        if any(m.away for m in prepared.members):
-            parked, prepared = True, look("resume", which, driver=driver, probe_memory=False)
-        reasons = prepared.reasons
-        if parked:
-            about = parked_reason([m for m in prepared.members if m.away])
-            reasons = [about, *reasons]
-        if prepared.inventory is not None and not suspended and not parked:
-            known = {r.id for r in reasons}
-            moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)
-            reasons = [*reasons, *(r for r in moving if r.id not in known)]
-    else:
-        reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
     told = {"since": rfc3339(record.since), "by": record.by, "release": record.release} if record else None
     return Ps(
         pid=which.root.pid,

@@ -106,15 +106,3 @@ def check(
 def held_now(members: Sequence[Member]) -> dict[str, int]:
     """Bytes by GPU UUID that members still on the GPUs will let go of."""
     return added_up(m.held for m in members if m.was != "checkpointed" and not m.away)
-
-
-def note_beside(inventory: Inventory, member: Member, parked: Mapping[str, int]) -> None:
-    """Notes what the driver will carry of a process: all that NVML counts but for what goes the parked way.
-
-    Args:
-        inventory: from before that was unmapped.
-        member: its ``beside`` is filled in.
-        parked: bytes by GPU UUID that the process has made itself; what it has imported NVML does not count as its own.
-    """
-    counted = inventory.held({member.pid})
-    member.beside = {uuid: max(0, size - parked.get(uuid, 0)) for uuid, size in counted.items()}

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone
-from limosa.operation import driver_steps, room
+from limosa.operation import counting, driver_steps
 from limosa.operation.background import Background
-from limosa.operation.journal import Member, added_up
+from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.holders import Held, close_all, key_of, note_of
@@ -126,8 +126,7 @@ class Moving:
         for part in self._parts:
             self._add(part, part.pieces())
             self._hold(part)
-            own = added_up({part.devices[m.device]: m.bytes} for m in part.known.values() if not m.imported)
-            room.note_beside(counted, part.member, own)
+            counting.note_beside(counted, part.member, part.devices, part.known.values())
 
     def _add(self, part: _Part, new: Sequence[Memory]) -> None:
         """Takes pieces in: exported, made on the other side."""

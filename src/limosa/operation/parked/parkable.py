@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from limosa import gpu
 from limosa.errors import LimosaError, Reason
-from limosa.operation import claims, estimate, idle, room
+from limosa.operation import claims, counting, idle, room
 from limosa.operation.journal import Member
 from limosa.operation.parked import shares
 from limosa.parking.protocol import Stand
@@ -76,11 +76,10 @@ def look(
                 pieces = [m for m in all_of[member.pid] if not m.shared and not (m.share and m.share in seen)]
                 seen |= {m.share for m in pieces}
                 total[member.pid] = sum(m.bytes for m in pieces)
-                for uuid in {devices[m.device] for m in pieces}:
-                    here = [m for m in pieces if devices[m.device] == uuid]
-                    counted, parked = member.held.get(uuid, 0), sum(m.bytes for m in here)
-                    member.beside[uuid] = left_beside(counted, parked, software=software)
-                    member.held[uuid] = max(counted, parked)
+                for uuid, parts in counting.by_gpu(devices, pieces).items():
+                    counted = member.held.get(uuid, 0)
+                    member.beside[uuid] = counting.beside(counted, *parts, software=software)
+                    member.held[uuid] = counting.held(counted, *parts, software=software)
         for pid, text in shares.outside(shims, all_of):
             hint = "name the process that all of them descend from"
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
@@ -134,14 +133,6 @@ def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
                 if shim.hello().stand is Stand.AWAY:
                     found[member.pid] = shim.memories()
     return found
-
-
-def left_beside(counted: int, parked: int, *, software: bool) -> int:
-    """Bytes of a process on a GPU that the driver carries, of what NVML counts; not less than its context.
-
-    Memory that was imported NVML may count as its maker's, or as the process's where it was that itself once.
-    """
-    return max(counted - parked, 0 if software else min(counted, int(estimate.CONTEXT)))
 
 
 def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:

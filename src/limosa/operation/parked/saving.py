@@ -22,12 +22,12 @@ from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
+from limosa.operation import counting
 from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, aside_key, parts_of
 from limosa.operation.parked.holders import Held, key_of
-from limosa.operation.parked.parkable import left_beside
 from limosa.operation.parked.pieces import export, put_back
 from limosa.operation.results import Round
 from limosa.operation.work import Work
@@ -199,11 +199,8 @@ class Saving:
         """Note what the driver will carry."""
         inventory = gpu.inventory()
         for part in running:
-            held, counted = part.held(), inventory.held({part.pid})
-            part.member.beside = {
-                uuid: left_beside(size, held.get(uuid, 0), software=inventory.software)
-                for uuid, size in counted.items()
-            }
+            pieces = [m for m in part.connected().memories() if m.id in part.bytes and not (m.share and m.imported)]
+            counting.note_beside(inventory, part.member, part.devices, pieces)
 
     def _copy_once(self) -> int:
         """What is suspended does not change."""

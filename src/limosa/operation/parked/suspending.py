@@ -10,15 +10,14 @@ import msgspec
 
 from limosa import gpu as gpus
 from limosa.errors import FailedUndone
-from limosa.operation import driver_steps, room
+from limosa.operation import counting, driver_steps
 from limosa.operation.arena import arena_cap
 from limosa.operation.background import Background
-from limosa.operation.journal import Member, added_up
+from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.holders import Held, key_of, note_of
-from limosa.operation.parked.parkable import left_beside
 from limosa.operation.parked.pieces import copy_limit, export, put_back
 from limosa.operation.parked.stranded import let_arena_go, strand
 from limosa.operation.work import Work
@@ -73,13 +72,7 @@ class Suspending:
         for part in self._parts:
             pieces = part.pieces()
             self._ready(part, pieces)
-            own = added_up({part.devices[m.device]: m.bytes} for m in pieces if not m.imported)
-            room.note_beside(counted, part.member, own)
-            # What came back by an undo is imported, and NVML counts it as the process's: it made it once.
-            came = added_up({part.devices[m.device]: m.bytes} for m in pieces if m.imported)
-            for uuid in came.keys() & part.member.beside.keys():
-                left = left_beside(part.member.beside[uuid], came[uuid], software=counted.software)
-                part.member.beside[uuid] = left
+            counting.note_beside(counted, part.member, part.devices, pieces)
 
     def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
         pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)

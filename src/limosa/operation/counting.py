@@ -1,0 +1,83 @@
+"""What a process holds on a GPU, and how much of it the driver carries: NVML's figure and the shim's together.
+
+Memory that was imported (it came by the parked way, or was given back after an undone one) NVML counts for nobody: seen
+on two H200 with driver 580. Software GPUs count it for whoever has made it, which may be the process itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from limosa.errors import LimosaError
+from limosa.gpu import Inventory
+from limosa.operation.journal import Member
+from limosa.parking.shim import Memory, Shim, under_shim
+from limosa.process.identity import Identity
+
+_ANSWER_SECONDS = 1.0
+
+
+def by_gpu(devices: Sequence[str], pieces: Iterable[Memory]) -> dict[str, tuple[int, int]]:
+    """Bytes that a process has made itself, and that it has imported, by GPU UUID."""
+    found: dict[str, tuple[int, int]] = {}
+    for piece in pieces:
+        own, imported = found.get(devices[piece.device], (0, 0))
+        size = (0, piece.bytes) if piece.imported else (piece.bytes, 0)
+        found[devices[piece.device]] = own + size[0], imported + size[1]
+    return found
+
+
+def held(counted: int, own: int, imported: int, *, software: bool) -> int:
+    """Bytes that a process holds on a GPU.
+
+    Args:
+        counted: what NVML says.
+        own: bytes that the shim looks after and that the process has made.
+        imported: those that somebody else has made, or that went out of it and came back.
+        software: whether it is a software GPU.
+    """
+    counts_all = software and counted >= own + imported
+    return counted if counts_all else max(counted, own) + imported
+
+
+def beside(counted: int, own: int, imported: int, *, software: bool) -> int:
+    """Bytes of it that the driver carries where the shim's go the parked way."""
+    return held(counted, own, imported, software=software) - own - imported
+
+
+def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pieces: Iterable[Memory]) -> None:
+    """Notes what the driver will carry of a process.
+
+    Args:
+        inventory: from before anything was unmapped.
+        member: its ``beside`` is filled in.
+        devices: the UUIDs of its GPUs by its own numbers.
+        pieces: what goes the parked way.
+    """
+    parts = by_gpu(devices, pieces)
+    member.beside = {
+        uuid: beside(size, *parts.get(uuid, (0, 0)), software=inventory.software)
+        for uuid, size in inventory.held({member.pid}).items()
+    }
+
+
+def completed(found: Inventory) -> Inventory:
+    """NVML's inventory with what processes under the shim hold; one that does not answer at once is as NVML says."""
+    parts: dict[int, dict[str, tuple[int, int]]] = {}
+    for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)}:
+        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
+            parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
+    gpus = []
+    for gpu in found.gpus:
+        processes = [
+            msgspec.structs.replace(
+                p,
+                memory_used=held(p.memory_used, *parts.get(p.pid, {}).get(gpu.uuid, (0, 0)), software=found.software),
+            )
+            for p in gpu.processes
+        ]
+        gpus.append(msgspec.structs.replace(gpu, processes=processes))
+    return msgspec.structs.replace(found, gpus=gpus)

@@ -1,0 +1,45 @@
+"""What a process holds where NVML does not count what it has imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from limosa.operation import counting
+from limosa.parking.shim import Memory
+
+MIB = 1 << 20
+CONTEXT = 500 * MIB
+A, B = "GPU-a", "GPU-b"
+
+
+@pytest.mark.parametrize(
+    ("counted", "own", "imported", "software", "held", "beside"),
+    [
+        # A real GPU: what was imported comes on top of what NVML says, whatever else the driver carries.
+        (CONTEXT + 4000 * MIB, 4000 * MIB, 0, False, CONTEXT + 4000 * MIB, CONTEXT),
+        (CONTEXT, 0, 4000 * MIB, False, CONTEXT + 4000 * MIB, CONTEXT),
+        (CONTEXT + 5000 * MIB, 0, 4000 * MIB, False, CONTEXT + 9000 * MIB, CONTEXT + 5000 * MIB),
+        (CONTEXT + 64 * MIB, 64 * MIB, 4000 * MIB, False, CONTEXT + 4064 * MIB, CONTEXT),
+        # NVML tells no figure, or not yet: what the shim says is there all the same.
+        (1, 96 * MIB, 0, False, 96 * MIB, 0),
+        # A software GPU counts it for its maker: the mover's, or the process's own that came back to it.
+        (8 * MIB, 0, 96 * MIB, True, 104 * MIB, 8 * MIB),
+        (104 * MIB, 0, 96 * MIB, True, 104 * MIB, 8 * MIB),
+        (104 * MIB, 96 * MIB, 0, True, 104 * MIB, 8 * MIB),
+    ],
+)
+def test_what_is_held_and_what_the_driver_carries(
+    counted: int, own: int, imported: int, software: bool, held: int, beside: int
+) -> None:
+    assert counting.held(counted, own, imported, software=software) == held
+    assert counting.beside(counted, own, imported, software=software) == beside
+
+
+def test_by_gpu() -> None:
+    pieces = [
+        Memory(1, 2 * MIB, 0),
+        Memory(2, 4 * MIB, 0, imported=True),
+        Memory(3, 8 * MIB, 1, imported=True),
+        Memory(4, 16 * MIB, 0),
+    ]
+    assert counting.by_gpu([A, B], pieces) == {A: (18 * MIB, 4 * MIB), B: (0, 8 * MIB)}
