@@ -401,6 +401,22 @@ def test_a_gpu_that_lets_one_process_in_is_no_place_for_job_and_mover(parked: An
     job.finish()
 
 
+def test_a_plan_of_a_checkpoint_heeds_the_rate(parked: Any) -> None:
+    job, other = start(parked, "--mib", 64), parked.job("--mib", 16)
+
+    def plan(of: Any, *options: object) -> dict[str, Any]:
+        found: dict[str, Any] = parked.says(0, "", "plan", "checkpoint", of.pid, "-R", "--output", "image", *options)
+        return found
+
+    seconds = [plan(job, *rate)["estimate"]["seconds"] for rate in ([], ["--rate", "16M"])]
+    assert 3 < seconds[1] - seconds[0] < 5
+    assert "no-effect" not in {r["id"] for r in plan(job, "--rounds", 1)["reasons"]}
+    (said,) = [r for r in plan(other, "--rate", "16M", "--rounds", 1)["reasons"] if r["id"] == "no-effect"]
+    assert "--rate and --rounds without effect: the driver" in said["text"]
+    for one in (job, other):
+        one.finish()
+
+
 def test_without_the_shim_there_is_no_memory_alone(parked: Any) -> None:
     job = parked.job("--mib", 16)
     parked.says(13, "no-shim", "suspend", job.pid, ONLY)

@@ -45,3 +45,20 @@ def test_images_have_two_ways_as_well(verb: str) -> None:
 def test_a_job_without_cuda_state_has_no_other_way() -> None:
     assert estimate.other_way("checkpoint", []) is None
     assert estimate.other_way("move", []) is None
+
+
+def test_a_rate_makes_a_checkpoint_longer_and_its_pause_no_longer() -> None:
+    jobs, parked = [member(64e9)], int(64e9)
+    free = estimate.of("checkpoint", jobs, int(2e9), True, parked)
+    slow = estimate.of("checkpoint", jobs, int(2e9), True, parked, rate=1e9)
+    assert slow.pause_seconds == free.pause_seconds
+    assert slow.seconds - free.seconds == pytest.approx(64 - 64e9 / estimate.CHUNKS_OUT_RATE)
+    assert estimate.of("checkpoint", jobs, int(2e9), True, parked, rate=1e15) == free
+    assert estimate.of("checkpoint", jobs, int(2e9), True, rate=1e9) == estimate.of("checkpoint", jobs, int(2e9), True)
+    other = estimate.other_way("checkpoint", jobs, int(2e9), True, rate=1e9)
+    assert other is not None
+    assert other.seconds > 60
+
+
+def test_what_the_driver_takes_instead() -> None:
+    assert estimate.by_the_driver("suspend", [member(48e9)], int(48e9)) == "about 20.5 s instead of 1.0 s"

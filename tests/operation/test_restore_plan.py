@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -444,3 +445,19 @@ def test_one_sentence_for_a_whole_tree_that_still_runs(child: subprocess.Popen[b
     manifest = of_child(child)
     more = TreeProcess(pid=os.getpid(), ppid=child.pid, start_time=1)
     assert len(taken_pids(msgspec.structs.replace(manifest, tree=[*manifest.tree, more]), 0.0)) == 1
+
+
+def test_the_image_s_own_job_that_goes_on_running_is_not_waited_for(child: subprocess.Popen[bytes]) -> None:
+    begun = time.monotonic()
+    assert len(taken_pids(of_child(child), 60.0, lambda: False)) == 1
+    assert time.monotonic() - begun < 5
+
+
+def test_the_image_s_own_job_that_is_about_to_go_is_waited_for(child: subprocess.Popen[bytes]) -> None:
+    manifest = of_child(child)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    reaping = threading.Timer(1.0, child.wait)
+    reaping.start()
+    assert taken_pids(manifest, 60.0, lambda: False) == []
+    reaping.join()

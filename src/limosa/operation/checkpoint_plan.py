@@ -105,8 +105,9 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
         clock=clock,
     )
     prepared.reasons = [_hidden_gpus(r, which.root) for r in prepared.reasons]
-    extra = _destination_reasons(options, prepared)
-    cost = estimate.of("checkpoint", prepared.members, prepared.host_bytes, options.leave_running)
+    prepared.rate = options.rate
+    extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
+    cost = prepared.estimated()
     if options.max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > options.max_pause:
         extra.append(pause_reason(cost.pause_seconds, options.max_pause))
     prepared.reasons += apply_force(extra, options.force)
@@ -124,6 +125,16 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
     else:
         prepared.steps = [*steps, *tail, "end the job"]
     return prepared
+
+
+def _no_effect(options: Options, prepared: Prepared) -> list[Reason]:
+    """Says of options that are about copying while the job runs that nothing will be."""
+    given = [name for name, value in (("--rate", options.rate), ("--rounds", options.rounds)) if value is not None]
+    if not given or prepared.parked:
+        return []
+    why = "the driver copies device memory, in the pause" if prepared.members else "the job holds no device memory"
+    hint = "a job that is started by limosa run is copied while it computes" if prepared.members else ""
+    return [Reason(id="no-effect", text=f"{' and '.join(given)} without effect: {why}", hint=hint)]
 
 
 def _hidden_gpus(reason: Reason, root: Identity) -> Reason:

@@ -52,7 +52,13 @@ def device_bytes(members: Sequence[Member]) -> int:
 
 
 def other_way(
-    operation: str, members: Sequence[Member], host_bytes: int = 0, leave_running: bool = False, parked: int = 0
+    operation: str,
+    members: Sequence[Member],
+    host_bytes: int = 0,
+    leave_running: bool = False,
+    parked: int = 0,
+    *,
+    rate: float | None = None,
 ) -> OtherWay | None:
     """What the way that is not taken would cost; None where there is but one.
 
@@ -62,6 +68,7 @@ def other_way(
         host_bytes: as for :func:`of`.
         leave_running: likewise.
         parked: bytes that are not left to the driver; 0: the driver carries everything.
+        rate: as for :func:`of`.
     """
     if not members:
         return None
@@ -69,8 +76,14 @@ def other_way(
         cost = of(operation, members, host_bytes, leave_running)
         return OtherWay(way="driver", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
     could = int(sum(map(_beside_context, members)))
-    cost = of(operation, members, host_bytes, leave_running, could)
+    cost = of(operation, members, host_bytes, leave_running, could, rate=rate)
     return OtherWay(way="parked", pause_seconds=cost.pause_seconds, seconds=cost.seconds)
+
+
+def by_the_driver(operation: str, members: Sequence[Member], parked: int) -> str:
+    """What it costs that the driver carries what could be parked, for a sentence."""
+    slow, fast = of(operation, members), of(operation, members, parked=parked)
+    return f"about {slow.seconds:.1f} s instead of {fast.seconds:.1f} s"
 
 
 def of(
@@ -81,6 +94,7 @@ def of(
     parked: int = 0,
     *,
     release: str = "all",
+    rate: float | None = None,
 ) -> Estimate:
     """The estimate for a verb.
 
@@ -91,6 +105,7 @@ def of(
         leave_running: a checkpoint's option.
         parked: bytes that are not left to the driver, or that an image holds as chunks.
         release: what a suspend gives back.
+        rate: bytes a second at most for what a checkpoint copies while the job runs.
     """
     size = device_bytes(members)
     out, back = checkpoint_seconds(members), restore_seconds(members)
@@ -118,7 +133,7 @@ def of(
         )
         dump = DUMP_FIXED + (host_bytes + rest) / DUMP_RATE
         pause, hashing = LOCK_FIXED + out + dump + back, (host_bytes + rest) / HASH_RATE
-        before = parked / CHUNKS_OUT_RATE
+        before = parked / min(CHUNKS_OUT_RATE, rate or CHUNKS_OUT_RATE)
         return Estimate(
             pause_seconds=pause if leave_running else None,
             seconds=before + (pause if leave_running else out + dump) + hashing,

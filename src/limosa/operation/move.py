@@ -454,7 +454,9 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
         if came_so:
             text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
             raise CannotBeMoved(detail=text) from error
-        text = f"the parked way is not open ({error}): the driver carries the memory"
+        size = sum(piece.bytes for own in pieces.values() for piece in own if not piece.shared)
+        cost = estimate.by_the_driver(operation, members, size)
+        text = f"the parked way is not open ({error}): the driver carries the memory, {cost}"
         work.warnings.append(Reason(id="driver-way", text=text))
         return None
     work.parked_bytes = parked.bytes

@@ -92,7 +92,8 @@ def note_full(planned: Sequence[Prepared]) -> None:
             text = f"the parked way needs room for both copies ({short}), and the driver cannot carry the memory"
             prepared.reasons.append(Reason(id="gpu-room", text=text, exit_code=14, hint=hint))
         else:
-            text = f"the parked way needs room for both copies ({short}): the driver carries the memory"
+            cost = estimate.by_the_driver("move", prepared.members, prepared.parked)
+            text = f"the parked way needs room for both copies ({short}): the driver carries the memory, {cost}"
             prepared.reasons.append(Reason(id="driver-way", text=text))
             prepared.parked = 0
 

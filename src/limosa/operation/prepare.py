@@ -32,7 +32,7 @@ from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.parked import aside, parkable
 from limosa.operation.refusals import gpu_refusals
-from limosa.operation.results import OtherWay, Plan
+from limosa.operation.results import Estimate, OtherWay, Plan
 from limosa.operation.work import Clock
 from limosa.process import hazards, records
 from limosa.process.candidates import is_own
@@ -71,6 +71,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     leave_running: bool = False
     parked: int = 0  # bytes that the shim looks after
     release: str = "all"  # what a suspend gives back
+    rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
@@ -87,7 +88,13 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     def other_way(self) -> OtherWay | None:
         """What the way that is not taken would cost."""
-        return estimate.other_way(self.operation, self.members, self.host_bytes, self.leave_running, self.parked)
+        how = (self.host_bytes, self.leave_running, self.parked)
+        return estimate.other_way(self.operation, self.members, *how, rate=self.rate)
+
+    def estimated(self) -> Estimate:
+        """What it will cost."""
+        how = (self.host_bytes, self.leave_running, self.parked)
+        return estimate.of(self.operation, self.members, *how, release=self.release, rate=self.rate)
 
     @property
     def root(self) -> Identity:
@@ -120,9 +127,7 @@ class Prepared(msgspec.Struct, kw_only=True):
             verdict="refused" if refused else "ok",
             reasons=sorted(self.reasons, key=lambda r: not r.refuses),
             steps=self.steps,
-            estimate=estimate.of(
-                self.operation, self.members, self.host_bytes, self.leave_running, self.parked, release=self.release
-            ),
+            estimate=self.estimated(),
             map=maps,
             way="parked" if self.by_parking else "driver" if self.members else "host",
             other=self.other_way(),

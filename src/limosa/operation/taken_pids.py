@@ -13,10 +13,12 @@ from collections.abc import Callable
 from limosa.errors import LimosaError, Reason
 from limosa.image import Manifest, TreeProcess
 from limosa.operation.jobs import command_of
-from limosa.process.identity import Identity, Stat, read_stat
+from limosa.process.identity import Identity, Stat, ending, read_stat
 from limosa.process.records import RunRecord
 
 _SHOWN = 5
+_OWN_SECONDS = 0.5
+"""How long the image's own job may take to begin to end; one that goes on is not waited for."""
 
 
 def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | None = None) -> list[Reason]:
@@ -31,13 +33,15 @@ def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | N
         ``pid-taken`` for the first few of them; for the root alone, where the image's own job has it.
     """
     wanted = {p.pid: p for p in manifest.tree} | {t: p for p in manifest.tree for t in p.threads}
-    deadline = time.monotonic() + patience
+    begun, root = time.monotonic(), manifest.tree[0].pid
     while True:
         taken = sorted(n for n in wanted if os.path.exists(f"/proc/{n}"))
-        if not taken or time.monotonic() > deadline or (stop is not None and stop()):
+        waited = time.monotonic() - begun
+        if not taken or waited > patience or (stop is not None and stop()):
+            break
+        if waited > _OWN_SECONDS and root in taken and _lives(root, wanted[root]):
             break
         time.sleep(0.02)
-    root = manifest.tree[0].pid
     if root in taken and (own := _own_job(root, wanted[root])) is not None:
         return [own]
     return [_own_job(n, wanted[n]) or _somebody(n) for n in taken[:_SHOWN]]
@@ -65,6 +69,15 @@ def _own_job(number: int, process: TreeProcess) -> Reason | None:
         return _reason(number, text, "end it first, if it is to go on from this image")
     text = f"{who} is taken by the same program{called}, started since: the job seems to run again (restored already?)"
     return _reason(number, text, "limosa ps shows it; end it first, if it is to go on from this image")
+
+
+def _lives(number: int, process: TreeProcess) -> bool:
+    """Whether the image's own job has the number and gives no sign of ending."""
+    own = _own_job(number, process)
+    try:
+        return own is not None and not read_stat(number).ended and not ending(number)
+    except LimosaError:
+        return False
 
 
 def _somebody(number: int) -> Reason:
