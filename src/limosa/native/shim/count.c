@@ -143,8 +143,8 @@ void left_counts(struct counts *counts)
         }
 }
 
-/* A function of its own for each: what it takes, what is to be done once it has succeeded. */
-#define COUNTED(name, arguments, passed, then)                                                                         \
+/* A function of its own for each: behind its gate it calls the driver's, and has a result. */
+#define PASSED(name, arguments, ...)                                                                                   \
     EXPORT CUresult name arguments                                                                                     \
     {                                                                                                                  \
         typedef CUresult type arguments;                                                                               \
@@ -153,12 +153,14 @@ void left_counts(struct counts *counts)
         if (!function)                                                                                                 \
             return CUDA_ERROR_NO_DEVICE;                                                                               \
         struct reader *reader = gate_enter();                                                                          \
-        CUresult result = function passed;                                                                             \
-        if (!result)                                                                                                   \
-            then;                                                                                                      \
+        __VA_ARGS__                                                                                                    \
         gate_leave(reader);                                                                                            \
         return result;                                                                                                 \
     }
+
+/* What it takes, what is to be done once it has succeeded. */
+#define COUNTED(name, arguments, passed, then)                                                                         \
+    PASSED(name, arguments, CUresult result = function passed; if (!result) then;)
 
 static CUcontext current(void)
 {
@@ -213,20 +215,8 @@ COUNTED(cuMipmappedArrayCreate, (void **array, const struct array3d *of, unsigne
                  current()))
 
 #define TAKEN(name, key, arguments, ...)                                                                               \
-    EXPORT CUresult name arguments                                                                                     \
-    {                                                                                                                  \
-        typedef CUresult type arguments;                                                                               \
-        CALLED(name);                                                                                                  \
-        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        struct reader *reader = gate_enter();                                                                          \
-        struct left_piece *piece = left_take((uint64_t)(uintptr_t)(key));                                              \
-        CUresult result = function(__VA_ARGS__);                                                                       \
-        result ? left_again(piece) : left_gone(piece);                                                                 \
-        gate_leave(reader);                                                                                            \
-        return result;                                                                                                 \
-    }
+    PASSED(name, arguments, struct left_piece *piece = left_take((uint64_t)(uintptr_t)(key));                          \
+           CUresult result = function(__VA_ARGS__); result ? left_again(piece) : left_gone(piece);)
 TAKEN(cuArrayDestroy, array, (void *array), array)
 TAKEN(cuMipmappedArrayDestroy, array, (void *array), array)
 
