@@ -51,10 +51,11 @@ MAP_STEPS = {1: "import", 2: "map", 3: "access"}
 
 
 def under_shim(pid: int) -> bool:
-    """Return whether a process has the shim's library mapped."""
+    """Return whether a process has the shim's library mapped, be it one that was replaced by a newer since."""
+    name = b"/" + LIBRARY.name.encode()
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
-            return any(line.rstrip().endswith(b"/" + LIBRARY.name.encode()) for line in file)
+            return any(line.rstrip().removesuffix(b" (deleted)").endswith(name) for line in file)
     except OSError:
         return False
 
