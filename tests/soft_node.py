@@ -129,12 +129,17 @@ class Node:
         options.setdefault("stdin", subprocess.DEVNULL)
         process = subprocess.Popen(
             [str(word) for word in argv],
-            env=environment({**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **(env or {})}),
+            env=self.environment(env),
             preexec_fn=lambda: join(pid),  # noqa: PLW1509 - it only makes system calls
             **options,
         )
         self._started.append(process)
         return process
+
+    @staticmethod
+    def environment(env: dict[str, str] | None = None) -> dict[str, str]:
+        """What a program in the node is started with; ``env`` is more of it."""
+        return environment({**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1", **(env or {})})
 
     def run(self, argv: Sequence[object], *, rc: int | None = 0, limit: float = 30, **options: Any) -> Answer:
         """Runs a program to its end; a time-out is a failure, and so is another exit code than ``rc`` (None: any)."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 
 from campaign import cases, hazards
-from campaign.__main__ import record, run, spread
-from campaign.summary import Summary, merged, names_in, replay
+from campaign.__main__ import record, spread
+from campaign.summary import Summary, merged, names_in
+from campaign.twice import part, run_and_replay
 from limosa.softgpu import faults
 
 RUNS = 420
@@ -96,13 +96,4 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_one_copy_is_left_and_nothing_else(chunk: int) -> None:
-    todo = sample()[chunk * RUNS // CHUNKS : (chunk + 1) * RUNS // CHUNKS]
-    results = run(todo, rooms=1)
-    assert len(results) == len(todo)
-    failed = {r["name"]: r for r in results if r["problems"]}
-    # A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's.
-    again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
-    for name in failed.keys() - {r["name"] for r in again if r["problems"]}:
-        warnings.warn(f"once: {replay(failed[name])}: {failed[name]['problems']}", stacklevel=1)
-    told = [f"{replay(r)}: {r['problems']}" for r in again if r["problems"]]
-    assert not told, "\n".join(told)
+    run_and_replay(part(sample(), chunk, CHUNKS))

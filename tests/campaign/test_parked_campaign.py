@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from campaign import cases, parked
 from campaign.__main__ import record, run, spread
 from campaign.summary import replay
+from campaign.twice import part, run_and_replay
 
 RUNS = 290
 CHUNKS = 10
@@ -80,15 +80,7 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_memory_is_there_once_and_nothing_else_is(chunk: int) -> None:
-    todo = sample()[chunk * RUNS // CHUNKS : (chunk + 1) * RUNS // CHUNKS]
-    results = run(todo, rooms=1)
-    assert len(results) == len(todo)
-    failed = {r["name"]: r for r in results if r["problems"]}
-    again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
-    for name in failed.keys() - {r["name"] for r in again if r["problems"]}:
-        warnings.warn(f"once: {replay(failed[name])}: {failed[name]['problems']}", stacklevel=1)
-    told = [f"{replay(r)}: {r['problems']}" for r in again if r["problems"]]
-    assert not told, "\n".join(told)
+    run_and_replay(part(sample(), chunk, CHUNKS))
 
 
 @pytest.mark.timeout(240)

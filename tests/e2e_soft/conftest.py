@@ -14,11 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from soft_node import Answer, Node, several
 from support import Reaper, Victim
 
@@ -129,21 +130,43 @@ class Soft(Node):
         finally:
             os.close(fd)
 
-    def later(self, verb: object, *arguments: object) -> subprocess.Popen[str]:
+    def limosa(self, *arguments: object, rc: int | None = 0, limit: float = 60, **options: Any) -> Answer:
+        """Runs the command line in the node, from a warm process where that can be."""
+        if not self._can_be_warm(arguments, options):
+            return super().limosa(*arguments, rc=rc, limit=limit, **options)
+        process = self.run_attached(*arguments, **options)
+        try:
+            answer = self.ends(process, limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"{arguments} did not end within {limit} s:\n{self.heard(process)}") from None
+        assert rc is None or answer.rc == rc, answer
+        return answer
+
+    @staticmethod
+    def _can_be_warm(arguments: Sequence[object], options: dict[str, Any]) -> bool:
+        """Not what becomes a job, nor what is started in some way that a test is about."""
+        return arguments[:1] != ("run",) and not options.keys() - {"env", "cwd"}
+
+    def later(self, verb: object, *arguments: object) -> Any:
         """Starts ``limosa VERB … -o json`` and does not wait for it."""
         return self.run_attached(verb, "-o", "json", *arguments)
 
-    def run_attached(self, *arguments: object) -> subprocess.Popen[str]:
-        """Starts ``limosa …`` and does not wait for it."""
-        argv = [sys.executable, "-m", "limosa", *arguments]
+    def run_attached(self, *arguments: object, env: dict[str, str] | None = None, cwd: Path | None = None) -> Any:
+        """Starts ``limosa …`` and does not wait for it: a ``Popen``, or what is needed of one."""
         words = self.place / f"stderr{len(self.words)}"
         with open(words, "w") as file:
-            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "text": True}
-            process: subprocess.Popen[str] = self.popen(argv, cwd=self.place, **streams)
+            if self._can_be_warm(arguments, {}):
+                whole = self.environment(env)
+                process: Any = warm.limosa(arguments, env=whole, cwd=cwd or self.place, node=self.pid, stderr=file)
+            else:
+                streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": file, "text": True}
+                argv = [sys.executable, "-m", "limosa", *arguments]
+                process = self.popen(argv, cwd=cwd or self.place, env=env, **streams)
         self.words[process.pid] = words
         return process
 
-    def reaches(self, process: subprocess.Popen[str], step: str, limit: float = 30) -> None:
+    def reaches(self, process: Any, step: str, limit: float = 30) -> None:
         """Waits until what was started has journalled a step ("lock done"), and is still at it."""
         end = time.monotonic() + limit
         while step not in (noted := journalled()):
@@ -152,7 +175,7 @@ class Soft(Node):
             time.sleep(0.002)
         assert process.poll() is None, f"it has ended with {step}"
 
-    def kill(self, who: str, process: subprocess.Popen[str] | None = None) -> None:
+    def kill(self, who: str, process: Any = None) -> None:
         """SIGKILL to a process of limosa's, or to each vault or mover; there has to be one."""
         victims = (
             [process.pid] if process and who == "limosa" else [pid for pid in self.processes() if name_of(pid) == who]
@@ -162,15 +185,15 @@ class Soft(Node):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def heard(self, process: subprocess.Popen[str]) -> str:
+    def heard(self, process: Any) -> str:
         """What a command that was not waited for has said on stderr so far."""
         return self.words[process.pid].read_text()
 
-    def ends(self, process: subprocess.Popen[str], limit: float = 30) -> Answer:
+    def ends(self, process: Any, limit: float = 30) -> Answer:
         """Waits for what ``later`` has started."""
         begin = time.monotonic()
         stdout, _ = process.communicate(timeout=limit)
-        words = list(map(str, process.args))  # type: ignore[arg-type]
+        words = list(map(str, process.args))
         return Answer(words, process.returncode, stdout, self.heard(process), time.monotonic() - begin)
 
 
@@ -185,3 +208,18 @@ def soft(tmp_path: Path, runtime: Path, reaper: Reaper) -> Iterator[Callable[...
 def node(soft: Callable[..., Soft]) -> Soft:
     """A node of two GPUs of one kind."""
     return soft()
+
+
+@pytest.fixture
+def parked(soft: Callable[..., Soft], monkeypatch: pytest.MonkeyPatch) -> Soft:
+    """A node for jobs under the shim; whoever holds their memory ends soon after the last of it."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    return soft(gpus=2, memory="512MiB")
+
+
+@pytest.fixture
+def slow(soft: Callable[..., Soft], monkeypatch: pytest.MonkeyPatch) -> Soft:
+    """The same, where the driver's steps and copies take long enough to be met."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    costs = [f"{step}=0.1" for step in ("lock", "checkpoint", "restore", "unlock")]
+    return soft(gpus=2, memory="512MiB", costs=costs, speeds=["copy=300MiB/s", "peer=300MiB/s"])

@@ -1,11 +1,53 @@
-"""Commands that are held in the middle of a driver call."""
+"""What tests of the parked way share: jobs under the shim, who holds their memory, commands held in a driver call."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from limosa.parking import LIBRARY
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+
+UNDER = {"LD_PRELOAD": str(LIBRARY)}
+
+
+def start(node: Any, *arguments: object, **env: str) -> Any:
+    """A job under the shim."""
+    return node.job(*arguments, env={**UNDER, **env})
+
+
+def pieces(job: Any) -> list[Any]:
+    """What the shim looks after in a job."""
+    with Shim(Identity.of(job.pid)) as shim:
+        return shim.memories()
+
+
+def used(node: Any) -> list[int]:
+    """Bytes in use on each GPU, as ``limosa gpus`` shows them."""
+    return [gpu["memory_used"] for gpu in node.limosa("gpus", "-o", "json").json["gpus"]]
+
+
+def named(node: Any, name: str) -> list[int]:
+    """The processes of a node with that name: "limosa-vault", "limosa-mover"."""
+    found = []
+    for pid in node.processes():
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                found.append(pid)
+    return found
+
+
+def kill(node: Any, name: str, number: int = signal.SIGKILL) -> None:
+    """Ends those."""
+    for pid in named(node, name):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def waits_for(node: Any, true: Callable[[], bool], limit: float = 15) -> None:

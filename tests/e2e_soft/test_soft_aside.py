@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -11,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import Held, waits_for
+from soft_command import Held, kill, named, start, used, waits_for
 
 from limosa.errors import FailedUndone
 from limosa.operation.journal import Member
 from limosa.operation.parked.gates import any_shut, refuse_shut
-from limosa.parking import LIBRARY
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -26,34 +24,9 @@ ONLY = "--release=memory-only"
 
 
 @pytest.fixture
-def parked(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+def parked(parked: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("LIMOSA_ANSWER_SECONDS", "1")
-    return soft(gpus=2, memory="512MiB")
-
-
-def start(node: Any, *arguments: object) -> Any:
-    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY)})
-
-
-def named(node: Any, name: str) -> list[int]:
-    """The processes of a node with that name."""
-    found = []
-    for pid in node.processes():
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == name:
-                found.append(pid)
-    return found
-
-
-def kill(node: Any, name: str, number: int = signal.SIGKILL) -> None:
-    for pid in named(node, name):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def used(node: Any) -> list[int]:
-    return [gpu["memory_used"] for gpu in node.limosa("gpus", "-o", "json").json["gpus"]]
+    return parked
 
 
 def arena(node: Any, *arguments: object) -> dict[str, Any]:
@@ -367,7 +340,7 @@ def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, comma
 
 def test_resumed_on_a_gpu_that_it_did_not_see(parked: Any) -> None:
     """It cannot import memory of that GPU, and makes it itself; what fails there leaves it suspended."""
-    job = parked.job("--mib", 64, env={"LD_PRELOAD": str(LIBRARY), "CUDA_VISIBLE_DEVICES": "0"})
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     parked.limosa("suspend", job.pid)
     for rule in (
         "function=cuMemCreate caller=job.py result=OUT_OF_MEMORY",

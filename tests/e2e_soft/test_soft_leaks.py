@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leaks import grown, seen, too_much
-
-from limosa.parking import LIBRARY
+from soft_command import start
 
 TURNS = 50
 MIB = 1 << 20
@@ -43,7 +42,7 @@ for turn in range(int(sys.argv[2])):
 
 def test_fifty_moves_leave_nothing(soft: Any) -> None:
     node = soft(gpus=2, memory="256MiB")
-    job = node.job("--mib", 8, env={"LD_PRELOAD": str(LIBRARY)})
+    job = start(node, "--mib", 8)
     said = node.python(MOVES, job.pid, TURNS, str(Path(__file__).parents[1]), limit=80)
     samples = [json.loads(line) for line in said.stdout.splitlines()]
     assert len(samples) == TURNS // 2

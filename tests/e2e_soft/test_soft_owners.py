@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import JOB, Job
-from soft_command import waits_for
-
-from limosa.parking import LIBRARY
+from soft_command import UNDER, start, waits_for
 
 USER = 4242
 # What root runs need not be readable for others (a Python in /root): all is imported before the user is changed.
@@ -69,7 +67,7 @@ def users_job(node: Any, place: Path) -> Job:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     argv = [sys.executable, "-c", _JOB, str(folder), "--mib", "40"]
-    job = Job(node, folder, argv, {"LD_PRELOAD": str(LIBRARY)})
+    job = Job(node, folder, argv, UNDER)
     node.reaper.watch(job.pid)
     job.wait_for("READY")
     job.goes_on(2)
@@ -86,7 +84,7 @@ def test_root_serves_a_user_with_that_users_vault_and_mover(node: Any, place: Pa
         assert groups.split()[1:] in ([], [str(USER)])
         capabilities = Path(f"/proc/{pid}/status").read_text().split("CapEff:")[1].split()[0]
         assert int(capabilities, 16) == 0
-    own = node.job("--mib", 40, "--gpu", 1, env={"LD_PRELOAD": str(LIBRARY)})
+    own = start(node, "--mib", 40, "--gpu", 1)
     node.limosa("suspend", own.pid)
     assert set(residents(node)) == {(f"limosa-{kind}", uid) for kind in ("vault", "mover") for uid in (0, USER)}
     shown = node.limosa("doctor", "-o", "json", rc=None).json["checks"]
@@ -128,7 +126,7 @@ except (PermissionError, ConnectionError, EOFError) as error:
 @pytest.mark.parametrize("kind", ["vault", "mover"])
 def test_who_is_not_the_owner_is_not_let_in(node: Any, place: Path, kind: str) -> None:
     """Also where the file's mode would let him: who connects is asked for."""
-    own = node.job("--mib", 40, env={"LD_PRELOAD": str(LIBRARY)})
+    own = start(node, "--mib", 40)
     node.limosa("suspend", own.pid)
     (path,) = [p for p in (place / "limosa" / "0" / kind).iterdir() if p.is_socket()]
     node.run([sys.executable, "-c", _CALLS, path])
@@ -178,7 +176,7 @@ sys.stdin.read()
 
 def test_a_job_that_calls_limosa_is_itself_alone(node: Any) -> None:
     """Vault and mover are nobody's children, and neither they nor its driver worker are told as a part of it."""
-    job = node.job("--mib", 24, env={"LD_PRELOAD": str(LIBRARY)})
+    job = start(node, "--mib", 24)
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     caller = node.popen([sys.executable, "-c", _CALLER, job.pid], **pipes)
     assert caller.stdout.readline() == "READY\n"

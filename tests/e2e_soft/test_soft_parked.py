@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -10,38 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soft_command import named, pieces, start, used
 
-from limosa.parking import LIBRARY
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def parked(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
-    return soft(gpus=2, memory="512MiB")
-
-
-def start(node: Any, *arguments: object) -> Any:
-    return node.job(*arguments, env={"LD_PRELOAD": str(LIBRARY)})
-
-
-def helpers(node: Any) -> list[str]:
-    """The vaults and movers of a node."""
-    found = []
-    for pid in node.processes():
-        with contextlib.suppress(OSError):
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name in ("limosa-vault", "limosa-mover"):
-                found.append(name)
-    return found
-
-
-def pieces(job: Any) -> list[Any]:
-    with Shim(Identity.of(job.pid)) as shim:
-        return shim.memories()
 
 
 def test_there_and_back_with_the_same_memory(parked: Any) -> None:
@@ -53,16 +26,16 @@ def test_there_and_back_with_the_same_memory(parked: Any) -> None:
         assert said["bytes"] >= 64 * MIB
         job.goes_on(2)
         assert all(m.imported and not m.away for m in pieces(job))
-        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-        assert used[1 - to] < 32 * MIB, "the source was let go of"
-        assert used[to] > 64 * MIB
-    assert helpers(parked).count("limosa-mover") == 1, "one, for all of them"
+        on = used(parked)
+        assert on[1 - to] < 32 * MIB, "the source was let go of"
+        assert on[to] > 64 * MIB
+    assert len(named(parked, "limosa-mover")) == 1, "one, for all of them"
     job.finish()
 
 
 def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> None:
     """It can import no memory of a GPU that it did not see when it began."""
-    job = parked.job("--mib", 64, env={"LD_PRELOAD": str(LIBRARY), "CUDA_VISIBLE_DEVICES": "0"})
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     for to in (1, 0, 1):
         said = parked.says(0, "", "move", job.pid, "--to", to)
         assert said["way"] == "parked"
@@ -74,8 +47,8 @@ def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> N
     parked.says(0, "", "move", job.pid, "--to", 0)  # there it imports
     parked.says(21, "", "move", job.pid, "--to", 1)
     job.goes_on(2)
-    used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-    assert used[0] > 64 * MIB > used[1]
+    on = used(parked)
+    assert on[0] > 64 * MIB > on[1]
     job.finish()
 
 
@@ -142,9 +115,9 @@ def test_memory_that_two_processes_share(parked: Any) -> None:
         assert said["way"] == "parked"
         assert 64 * MIB <= said["bytes"] < 96 * MIB, "what is shared is there once"
         job.goes_on(3)
-        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-        assert used[1 - to] < 32 * MIB, "the source was let go of"
-        assert used[to] < 112 * MIB, "what is shared is there once"
+        on = used(parked)
+        assert on[1 - to] < 32 * MIB, "the source was let go of"
+        assert on[to] < 112 * MIB, "what is shared is there once"
     with Shim(Identity.of(child)) as shim:
         (theirs,) = [m for m in shim.memories() if m.owner]
     (ours,) = [m for m in pieces(job) if m.share]
@@ -178,8 +151,8 @@ def test_shared_memory_stays_shared_when_it_was_aside(parked: Any, release: str)
         parked.says(13, "shared-memory", "checkpoint", job.pid, "--output", parked.place / "image")
         assert parked.says(0, "", "resume", job.pid, *(["--to", to] if to is not None else []))["way"] == "parked"
         job.goes_on(3)
-        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-        assert max(used) < 96 * MIB, "what is shared is there once"
+        on = used(parked)
+        assert max(on) < 96 * MIB, "what is shared is there once"
     time.sleep(0.5)
     parked.says(0, "", "move", job.pid, "--to", 1)
     job.goes_on(3)
@@ -204,8 +177,8 @@ def test_suspended_and_resumed_here_and_elsewhere(parked: Any) -> None:
     for to in ([], ["--to", 1], [], ["--to", 0]):
         assert parked.says(0, "", "suspend", job.pid)["way"] == "parked"
         assert all(m.away for m in pieces(job))
-        used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-        assert max(used) < 16 * MIB
+        on = used(parked)
+        assert max(on) < 16 * MIB
         assert parked.state(job) == "checkpointed"
         assert parked.says(0, "", "resume", job.pid, *to)["way"] == "parked"
         job.goes_on(2)
@@ -219,9 +192,9 @@ def test_a_suspended_job_is_written_to_disk_and_comes_back(parked: Any, tmp_path
     parked.limosa("checkpoint", job.pid, "--output", tmp_path / "image")
     job.until_gone()
     end = time.monotonic() + 15
-    while "limosa-vault" in helpers(parked) and time.monotonic() < end:
+    while named(parked, "limosa-vault") and time.monotonic() < end:
         time.sleep(0.1)
-    assert "limosa-vault" not in helpers(parked), "nobody comes back for what it held"
+    assert not named(parked, "limosa-vault"), "nobody comes back for what it held"
     parked.limosa("restore", tmp_path / "image", "--to", 1)
     job.goes_on(2)
     assert parked.says(0, "", "move", job.pid, "--to", 0)["way"] == "parked"
@@ -281,8 +254,8 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
     assert answer.rc in (0, 14, 21), answer
     there = answer.rc == 0
     job.goes_on(2)
-    used = [gpu["memory_used"] for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-    assert used[int(there)] > 32 * MIB > used[int(not there)]
+    on = used(parked)
+    assert on[int(there)] > 32 * MIB > on[int(not there)]
     assert parked.says(0, "", "move", job.pid, "--to", int(not there))["way"] == "parked"
     job.goes_on(2)
     job.finish()
@@ -295,43 +268,29 @@ MOMENTS = {
 }
 
 
-@pytest.fixture
-def slow(soft: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A node on which the driver's steps and copies take long enough to be met."""
-    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
-    costs = [f"{step}=0.1" for step in ("lock", "checkpoint", "restore", "unlock")]
-    return soft(gpus=2, memory="512MiB", costs=costs, speeds=["copy=300MiB/s", "peer=300MiB/s"])
-
-
-KILLS = [
-    (who, verb, moment)
-    for verb, steps in MOMENTS.items()
-    for moment in steps
-    for who in ("limosa", "limosa-mover", "limosa-vault")
-]
-
-
-@pytest.mark.parametrize(("who", "verb", "moment"), KILLS if "LIMOSA_LONG_TESTS" in os.environ else KILLS[::2])
-def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, moment: str, verb: str) -> None:
-    """SIGKILL when a step has been journalled, while it is at work; then one recover."""
-    parked = slow
-    job = start(parked, "--mib", 96)
-    if verb == "resume":
-        parked.limosa("suspend", job.pid)
-    moving = parked.later(verb, job.pid, *(["--to", 1] if verb == "move" else []))
-    parked.reaches(moving, moment)
-    parked.kill(who, moving)
-    moving.communicate(timeout=60)
-    assert (moving.returncode == -signal.SIGKILL) is (who == "limosa")
-    parked.limosa("recover", rc=None)
-    if parked.state(job) == "checkpointed":
-        assert verb in ("suspend", "resume")
-        parked.limosa("resume", job.pid)
-    job.goes_on(3)
-    used = [gpu["memory_used"] > 64 * MIB for gpu in parked.limosa("gpus", "-o", "json").json["gpus"]]
-    assert sorted(used) == [False, True]
-    assert parked.limosa("move", job.pid, "--to", int(not used[1]), "-o", "json").json["way"] == "parked"
-    job.goes_on(2)
+@pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
+@pytest.mark.parametrize("verb", list(MOMENTS))
+def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, verb: str) -> None:
+    """SIGKILL when a step has been journalled, while it is at work; then one recover. One job goes through all."""
+    job, here = start(slow, "--mib", 96), 0
+    for moment in MOMENTS[verb]:
+        if verb == "resume":
+            slow.limosa("suspend", job.pid)
+        moving = slow.later(verb, job.pid, *(["--to", 1 - here] if verb == "move" else []))
+        slow.reaches(moving, moment)
+        slow.kill(who, moving)
+        moving.communicate(timeout=60)
+        assert (moving.returncode == -signal.SIGKILL) is (who == "limosa"), moment
+        slow.limosa("recover", rc=None)
+        if slow.state(job) == "checkpointed":
+            assert verb in ("suspend", "resume"), moment
+            slow.limosa("resume", job.pid)
+        job.goes_on(3)
+        on = [size > 64 * MIB for size in used(slow)]
+        assert sorted(on) == [False, True], moment
+        here = int(on[0])
+        assert slow.says(0, "", "move", job.pid, "--to", here)["way"] == "parked", moment
+        job.goes_on(2)
     job.finish()
 
 

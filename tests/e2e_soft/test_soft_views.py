@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from limosa.parking import LIBRARY
+from soft_command import start
 
 MIB = 1 << 20
 
@@ -57,9 +57,9 @@ def test_ps_shows_what_runs_and_what_is_put_aside(node: Any) -> None:
 
 def test_ps_plan_and_results_say_which_way_and_what_the_other_costs(soft: Callable[..., Any]) -> None:
     node = soft(memory="512MiB")
-    under = node.job("--mib", 48, "--small", env={"LD_PRELOAD": str(LIBRARY)})
+    under = start(node, "--mib", 48, "--small")
     bare = node.job("--mib", 48)
-    off = node.job("--gpu", 1, env={"LD_PRELOAD": str(LIBRARY), "LIMOSA_SHIM": "off"})
+    off = start(node, "--gpu", 1, LIMOSA_SHIM="off")
     jobs = {j["pid"]: j for j in node.says(0, "", "ps")["jobs"]}
     assert [jobs[job.pid]["way"] for job in (under, bare, off)] == ["parked", "driver", "driver"]
     assert [jobs[job.pid]["parkable"] for job in (under, bare, off)] == [48 * MIB, 0, 0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
 import pytest
+from shim_turns import cycle
 from softgpu.far import Far
 
 from limosa.parking.protocol import Stand
@@ -59,18 +59,6 @@ def end_captures(n):
     until(lambda: len(rounds) == 1 + n)
     return [rounds[0], bad]
 """
-
-
-def cycle(shim: Shim, seconds: float = 5) -> None:
-    shim.close_gate(seconds)
-    ids = [memory.id for memory in shim.memories()]
-    fds = shim.export(ids)
-    shim.unmap()
-    if ids:
-        assert shim.map(ids, fds) == Stand.CLOSED
-    shim.open_gate()
-    for fd in fds:
-        os.close(fd)
 
 
 def test_threads_that_capture_again_and_again(job: Far, shim: Shim) -> None:

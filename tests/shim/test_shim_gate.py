@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shim_turns import cycled
 from soft_node import Node
 from softgpu.far import Far, until
 
@@ -31,29 +32,12 @@ def memory_held(pid: int) -> list[str]:
     return [link for link in links if "nvidia-soft/memory" in link]
 
 
-def cycle(shim: Shim) -> bool:
-    """Everything away and back; False where the gate did not close in time."""
-    try:
-        shim.close_gate(2)
-    except GateStaysOpen:
-        return False
-    ids = [memory.id for memory in shim.memories()]
-    fds = shim.export(ids)
-    shim.unmap()
-    if ids:
-        assert shim.map(ids, fds) == Stand.CLOSED
-    shim.open_gate()
-    for fd in fds:
-        os.close(fd)
-    return True
-
-
 def test_threads_that_allocate_launch_wait_and_exit_all_the_time(job: Far, shim: Shim) -> None:
     """Each piece of memory is compared with what was written before it is freed."""
     job("crowd(6)")
     closed = 0
     for _ in range(CYCLES):
-        closed += cycle(shim)
+        closed += cycled(shim)
         time.sleep(0.02)  # open for a moment
     freed, threads, bad = job("uncrowd()", 30)
     assert bad == []
@@ -73,7 +57,7 @@ def test_a_kernel_that_spins_keeps_it_open(job: Far, shim: Shim) -> None:
     assert shim.hello().stand == Stand.OPEN
     assert job("says('cuMemAlloc', 4 << 20)") == "SUCCESS"
     job("release()")
-    assert cycle(shim)
+    assert cycled(shim)
     assert job("intact()")
 
 
@@ -87,7 +71,7 @@ def test_a_thread_in_a_long_synchronise(job: Far, shim: Shim) -> None:
     assert job("says('cuCtxGetDevice')") == "SUCCESS"
     job("release()")
     assert pending.value() == "SUCCESS"
-    assert cycle(shim)
+    assert cycled(shim)
 
 
 def test_a_close_waits_for_work_that_ends_in_time(job: Far, shim: Shim) -> None:
@@ -147,7 +131,7 @@ def test_host_callbacks(new_node: Callable[..., Node], library: Path, compiled: 
 def test_a_child_that_was_forked(job: Far, shim: Shim) -> None:
     """It starts programs while the gate is closed, and has neither the parent's socket nor its memory."""
     job("large(4)")
-    assert cycle(shim)  # what was taken back is held by a descriptor too
+    assert cycled(shim)  # what was taken back is held by a descriptor too
     job("import subprocess, sys")
     shim.close_gate(5)
     ran = job("subprocess.run([sys.executable, '-c', 'print(5)'], capture_output=True, text=True).stdout")
@@ -166,7 +150,7 @@ def test_a_child_forked_from_a_crowd(job: Far, shim: Shim) -> None:
     code = "(lambda pid: os.waitpid(pid, 0)[1] if pid else os._exit(int(cu.cuDriverGetVersion()[0])))(os.fork())"
     for _ in range(20):
         assert job(code) == 0
-        assert cycle(shim)
+        assert cycled(shim)
     assert job("uncrowd()", 30)[-1] == []
 
 

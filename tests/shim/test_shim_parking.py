@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shim_turns import away, back
 from soft_node import Node
 from softgpu.far import Died, Far
 
@@ -16,24 +17,6 @@ from limosa.process.identity import Identity
 
 MIB = 1 << 20
 pytestmark = [pytest.mark.root, pytest.mark.timeout(90)]
-
-
-def away(shim: Shim) -> tuple[list[int], list[int]]:
-    """Close, put everything away: ids and descriptors."""
-    shim.close_gate(5)
-    ids = [memory.id for memory in shim.memories() if not memory.shared]
-    fds = shim.export(ids)
-    assert shim.unmap() == (Stand.AWAY if ids else Stand.CLOSED)
-    return ids, fds
-
-
-def back(shim: Shim, ids: list[int], fds: list[int]) -> None:
-    """Take it back and open."""
-    if ids:
-        assert shim.map(ids, fds) == Stand.CLOSED
-    shim.open_gate()
-    for fd in fds:
-        os.close(fd)
 
 
 def test_hello_and_list(job: Far, shim: Shim) -> None:
