@@ -79,8 +79,8 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_the_memory_is_there_once_and_nothing_else_is(chunk: int) -> None:
-    run_and_replay(part(sample(), chunk, CHUNKS))
+def test_the_memory_is_there_once_and_nothing_else_is(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
 
 
 @pytest.mark.timeout(240)

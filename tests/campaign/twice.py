@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
 
 from campaign.__main__ import run
 from campaign.cases import Case
 from campaign.summary import replay
+
+ONCE = 2
+"""How many of a session's runs may fail once and be right when repeated alone."""
 
 
 def part(picked: Sequence[tuple[Case, int]], chunk: int, chunks: int) -> list[tuple[Case, int]]:
@@ -15,16 +22,32 @@ def part(picked: Sequence[tuple[Case, int]], chunk: int, chunks: int) -> list[tu
     return list(picked[chunk * len(picked) // chunks : (chunk + 1) * len(picked) // chunks])
 
 
-def run_and_replay(todo: Sequence[tuple[Case, int]]) -> None:
+def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFactory) -> None:
     """Runs cases in one room, then once more, alone, what has failed; fails where that fails again.
 
-    A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's.
+    A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's;
+    more than ``ONCE`` of them in a session are no accident.
     """
     results = run(todo, rooms=1)
     assert len(results) == len(todo)
     failed = {r["name"]: r for r in results if r["problems"]}
     again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
-    for name in failed.keys() - {r["name"] for r in again if r["problems"]}:
-        warnings.warn(f"once: {replay(failed[name])}: {failed[name]['problems']}", stacklevel=2)
-    told = [f"{replay(r)}: {r['problems']}" for r in again if r["problems"]]
+    twice = [r for r in again if r["problems"]]
+    once = [failed[name] for name in sorted(failed.keys() - {r["name"] for r in twice})]
+    for result in once:
+        warnings.warn(f"once: {replay(result)}: {result['problems']}", stacklevel=2)
+    told = [f"{replay(r)}: {r['problems']}" for r in twice]
     assert not told, "\n".join(told)
+    all_once = _noted(session, [f"{replay(r)}: {r['problems']}" for r in once])
+    assert not once or len(all_once) <= ONCE, "right when repeated alone, but too many:\n" + "\n".join(all_once)
+
+
+def _noted(session: pytest.TempPathFactory, lines: list[str]) -> list[str]:
+    """Notes what has failed once, with what else has in this session, in whichever process; all of it."""
+    base = session.getbasetemp()
+    path: Path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "failed-once"
+    with open(path, "a+") as file:
+        file.write("".join(line.replace("\n", " ") + "\n" for line in lines))
+        file.flush()
+        file.seek(0)
+        return file.read().splitlines()
