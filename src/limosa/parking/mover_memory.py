@@ -81,6 +81,13 @@ def drop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     return {}
 
 
+def drop_all(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+    """Let go of all that this controller had made or taken."""
+    for key in list(session.pieces):
+        session.drop(key)
+    return {}
+
+
 class Streams:
     """Streams on several GPUs, taken in turns; at the end of the block all that was put on them is done."""
 
@@ -108,4 +115,4 @@ class Streams:
                 call("cuStreamDestroy", stream)
 
 
-VERBS = {"prepare": prepare, "take": take, "make": make, "copy": copy, "drop": drop}
+VERBS = {"prepare": prepare, "take": take, "make": make, "copy": copy, "drop": drop, "drop-all": drop_all}

@@ -108,7 +108,7 @@ class Residents:
     def close(self) -> None:
         """End the connections; what movers had mapped for us is let go of, what they hold is not."""
         for mover in self._movers.values():
-            mover.close()
+            mover.leave()
         for vault in self._vaults.values():
             vault.close()
         self._movers.clear()
