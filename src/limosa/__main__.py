@@ -1,6 +1,34 @@
-"""``python -m limosa`` is ``limosa``."""
+"""``python -m limosa`` is ``limosa``: loads the command line, and answers a Ctrl-C that comes meanwhile."""
 
-from limosa.cli.main import entry
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+CANCELLED = 22
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    try:
+        from limosa.cli.main import entry
+    except KeyboardInterrupt:
+        _interrupted(sys.argv[1:])
+    entry()
+
+
+def _interrupted(arguments: list[str]) -> NoReturn:
+    """What is left to say where nothing of Limosa may have been loaded; 22: no job was touched."""
+    message = "interrupted before it had begun; no job was touched"
+    words = f" {' '.join(arguments)} "
+    if any(f" {option} " in words for option in ("-o json", "-ojson", "--format json", "--format=json")):
+        error = {"id": "cancelled", "exit_code": CANCELLED, "message": message, "hint": "", "job_state": ""}
+        os.write(1, json.dumps({"schema": 1, "error": error, "warnings": []}).encode() + b"\n")
+    os.write(2, f"limosa: {message}\n".encode())
+    os._exit(CANCELLED)
+
 
 if __name__ == "__main__":
-    entry()
+    main()

@@ -113,3 +113,28 @@ def test_handlers_are_put_back():
     with cancelling(Report("move")):
         assert [signal.getsignal(n) for n in SIGNALS] != before
     assert [signal.getsignal(n) for n in SIGNALS] == before
+
+
+SAID = "limosa: interrupted before it had begun; no job was touched\n"
+EARLY = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "limosa.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+sys.argv = ["limosa", *sys.argv[1:]]
+from limosa.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["ps"], ["move", "1", "-o", "json", "--to", "1"]])
+def test_ctrl_c_while_limosa_is_loaded_is_a_cancel(environment, arguments):
+    """It was the interpreter's own end by the signal: a trace, and 130."""
+    words = [sys.executable, "-c", EARLY, *arguments]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (22, SAID)
+    if "json" in arguments:
+        error = json.loads(done.stdout)["error"]
+        assert (error["id"], error["exit_code"], error["job_state"]) == ("cancelled", 22, "")

@@ -80,7 +80,13 @@ def test_ps_plan_and_results_say_which_way_and_what_the_other_costs(soft: Callab
         assert 0 < ways["parked"]["pause_seconds"] <= ways["driver"]["pause_seconds"]
     assert any("from GPU to GPU" in step for step in fast["steps"])
     assert not any("from GPU to GPU" in step for step in slow["steps"])
-    assert "under limosa run it would stand still for about" in node.limosa("plan", "move", bare.pid, "--to", 1).stdout
+    text = "with the library of limosa run it would stand still for about"
+    assert text in node.limosa("plan", "move", bare.pid, "--to", 1).stdout
+    nothing = node.says(0, "", "plan", "move", bare.pid, "--to", 0)
+    assert (nothing["already"], nothing["steps"], nothing["other"]) == (True, [], None)
+    assert nothing["estimate"] == {"pause_seconds": 0.0, "seconds": 0.0, "bytes": 0}
+    said = node.limosa("plan", "move", bare.pid, "--to", 0).stdout
+    assert ("nothing to do" in said, "stand still" in said) == (True, False)
     for job, way, other in ((bare, "driver", "parked"), (under, "parked", "driver")):
         moved = node.says(0, "", "move", str(job.pid), "--to", "1")
         assert (moved["way"], moved["other"]["way"]) == (way, other)

@@ -460,8 +460,10 @@ def test_a_dead_operation_that_cannot_be_recovered_does_not_block_another(
         real(pid, *arguments, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(double, "restore", restore)
-    entries = {e.pid: e.exit_code for e in operation.recover()}
-    assert entries == {stuck: 40, other: 0}
+    found = operation.recover()
+    assert {e.pid: e.exit_code for e in found} == {stuck: 40, other: 0}
+    (said,) = [e.error for e in found if e.pid == stuck]
+    assert f"end the job (kill -KILL {stuck}): recover exits with 40 as long as it lives" in said
     assert double.states == {stuck: "checkpointed", other: "running"}
     assert [s.pids for s in journal.under_way()] == [[stuck]]
     monkeypatch.setattr(double, "restore", real)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from limosa import operation
 from limosa.cli.recover import _text
+from limosa.operation.journal import Header, Journal
 from limosa.operation.parked.holders import LostMemory
 from limosa.operation.recover import _lost
 from limosa.operation.results import Recovered
@@ -34,6 +35,18 @@ def test_an_image_that_is_not_there_is_not_named(tmp_path: Path) -> None:
     kept = Recovered(kind="operation", did="kept it", image=str(tmp_path))
     assert _text([gone]) == "operation: undid it"
     assert _text([kept]).endswith(f"image {tmp_path}")
+
+
+def test_an_image_that_was_removed_is_not_named_in_json_either(runtime: Path, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as gone:
+        who = Identity.of(gone.pid)
+        gone.kill()
+        gone.wait(10)
+    (tmp_path / "whole").mkdir()
+    for name in ("never", "whole"):
+        header = Header(id=f"restore-{name}", operation="restore", controller=who, image=str(tmp_path / name))
+        Journal.create(header).close()
+    assert sorted(one.image for one in operation.recover()) == ["", str(tmp_path / "whole")]
 
 
 def test_the_record_of_a_job_that_was_killed_while_suspended_is_removed(runtime: Path) -> None:

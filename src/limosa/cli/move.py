@@ -63,7 +63,9 @@ def command(
             raise UsageError(detail="--swap knows where to: leave out --to, --from and --map")
         if swap and len(jobs or ()) != 2:
             raise UsageError(detail="--swap takes two JOBs", hint="limosa move A B --swap")
-        if not swap and (to is None) == (gpu_map is None):
+        if to is not None and gpu_map is not None:
+            raise UsageError(detail="name a destination (--to) or a map (--map), not both")
+        if not swap and to is None and gpu_map is None:
             raise UsageError(detail="say where to: --to GPU, or --map A=B,..., or --swap")
         named = Selection(jobs, gpu, every)
         if gpu is not None and source is None and gpu_map is None:

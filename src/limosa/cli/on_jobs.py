@@ -125,7 +125,7 @@ def _by(result: JobResult) -> str:
     other = words.seconds(result.other.pause_seconds or result.other.seconds)
     if result.way == "parked":
         return f" (parked; the driver alone: about {other})"
-    return f" (by the driver alone; under limosa run: about {other})"
+    return f" (by the driver alone; with the library of limosa run: about {other})"
 
 
 def _plan_of(verb: str, outcome: Outcome) -> Plan:
@@ -160,7 +160,9 @@ def print_plans(report: Report, plans: Sequence[Plan]) -> None:
 def _plan_text(plan: Plan) -> str:
     who = words.job(plan.name, plan.pid)
     lines = [f"{plan.operation} of {who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
-    if plan.verdict == "ok":
+    if plan.already:
+        lines.append("  nothing to do: it is so already")
+    elif plan.verdict == "ok":
         pause = plan.estimate.pause_seconds
         if pause is not None:
             lines.append(f"  the job would stand still for about {words.seconds(pause)}")
@@ -168,7 +170,7 @@ def _plan_text(plan: Plan) -> str:
             f"  {words.size(plan.estimate.bytes)} to copy, about {words.seconds(plan.estimate.seconds)} in all"
         )
         if plan.other is not None:
-            what = {"parked": "under limosa run", "driver": "by the driver alone"}[plan.other.way]
+            what = {"parked": "with the library of limosa run", "driver": "by the driver alone"}[plan.other.way]
             other = words.seconds(plan.other.pause_seconds or plan.other.seconds)
             lines.append(f"  way: {plan.way}; {what} it would stand still for about {other}")
         moved = words.moves(plan.map)

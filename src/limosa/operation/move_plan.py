@@ -70,7 +70,7 @@ def look_at(
         extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
     prepared.reasons += apply_force(extra, force)
     if is_done(operation, prepared):
-        prepared.steps = []
+        prepared.steps, prepared.done = [], True
         # Nothing will be touched, so nothing can stand against it but not being allowed to look.
         prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
     else:

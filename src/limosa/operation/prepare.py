@@ -74,6 +74,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
+    done: bool = False  # it is as the verb wants it already
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
@@ -127,10 +128,11 @@ class Prepared(msgspec.Struct, kw_only=True):
             verdict="refused" if refused else "ok",
             reasons=sorted(self.reasons, key=lambda r: not r.refuses),
             steps=self.steps,
-            estimate=self.estimated(),
+            estimate=Estimate(pause_seconds=0.0) if self.done else self.estimated(),
             map=maps,
             way="parked" if self.by_parking else "driver" if self.members else "host",
-            other=self.other_way(),
+            other=None if self.done else self.other_way(),
+            already=self.done,
         )
 
 

@@ -91,6 +91,9 @@ def recover(
         found += left_closed.open_left(dry_run=dry_run)
     for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
+    for one in found:
+        if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
+            one.image = ""
     return found
 
 
@@ -225,10 +228,14 @@ def _failed(dead: Journal, error: Exception) -> Recovered:
     lost = _lost(error)
     if lost is not None:
         root = dead.header.roots[0].pid if dead.header.roots else lost.fields["pid"]
-        text = f"job {root}: {lost.message}; {lost.hint}"
+        text = f"job {root}: {lost.message}; {lost.hint} (kill -KILL {root}), recover exits with 40 as long as it lives"
         return _entry(dead, did="could not bring it back", state="unknown", error=text, exit_code=lost.exit_code)
     code = error.exit_code if isinstance(error, UndoFailed) else 40
-    return _entry(dead, did="could not bring it back", state="unknown", error=str(error), exit_code=code)
+    text = str(error)
+    if living := [root.pid for root in dead.header.roots if root.alive()]:
+        pids = " ".join(map(str, living))
+        text += f"; if it says so again, end the job (kill -KILL {pids}): recover exits with 40 as long as it lives"
+    return _entry(dead, did="could not bring it back", state="unknown", error=text, exit_code=code)
 
 
 def _lost(error: BaseException | None) -> holders.LostMemory | None:

@@ -48,6 +48,7 @@ class Plan(msgspec.Struct, kw_only=True):
         map: what each GPU (by UUID) becomes, full permutation; empty for jobs without CUDA state.
         way: how the job's state is held: "driver", "parked" or "host" (no CUDA state: CRIU alone).
         other: what the other way would cost, where there is another.
+        already: nothing would have to be done.
     """
 
     operation: str
@@ -60,6 +61,7 @@ class Plan(msgspec.Struct, kw_only=True):
     map: dict[str, str] = {}
     way: str = "driver"
     other: OtherWay | None = None
+    already: bool = False
 
     @property
     def exit_code(self) -> int:

@@ -110,7 +110,9 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
         found.append(Reason(id="context-stays", text=text, exit_code=13, hint=hint, pid=away[0].pid))
     awake = any(m.was == "running" and not m.away for m in members)
     if operation == "suspend" and release == MEMORY_ONLY and awake and not going and not away:
-        text = "it has no memory that could be given back alone: that needs a job started by limosa run"
+        text = (
+            "it has no memory that could be given back alone: that needs a job started by limosa run, without --no-shim"
+        )
         found.append(Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release"))
     if operation == "suspend":
         found += refusals(wanted)
