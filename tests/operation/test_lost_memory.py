@@ -44,7 +44,7 @@ def test_an_image_that_was_removed_is_not_named_in_json_either(runtime: Path, tm
         gone.wait(10)
     (tmp_path / "whole").mkdir()
     for name in ("never", "whole"):
-        header = Header(id=f"restore-{name}", operation="restore", controller=who, image=str(tmp_path / name))
+        header = Header(id=f"restore-{name}", operation="restore", roots=[], controller=who, image=str(tmp_path / name))
         Journal.create(header).close()
     assert sorted(one.image for one in operation.recover()) == ["", str(tmp_path / "whole")]
 
