@@ -339,7 +339,7 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     refuse_stale(work, prepared)
     parked = _park(work, prepared, members)
     halved = operation != "resume" and prepared[0].release == "all"
-    ready = Ready(members if halved else [], getattr(parked, "shims", {}))
+    ready = Ready(members if halved else [], parked.shims if parked is not None else {})
     work.push("ready", ready.let_go)
     with work.spent("ready"):
         ready.prepare()

@@ -16,17 +16,15 @@ from typing import NamedTuple
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone
-from limosa.operation import counting, driver_steps
-from limosa.operation.background import Background
+from limosa.operation import counting
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
+from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.holders import Held, close_all, key_of, note_of
-from limosa.operation.parked.pieces import copy_limit, export, put_back
-from limosa.operation.parked.stranded import strand
+from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
-from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory, Shim
 
 _BLIND = "its processes share device memory, and one did not see the GPU that it is to go to when it began"
@@ -42,7 +40,7 @@ class _Part:
         self.devices = shim.devices()
         self.known: dict[int, Memory] = {}
         self.later: list[_Later] = []
-        self.mapped_target = False
+        self.mapped = False
         self._sees: dict[str, bool] = {}
 
     def sees(self, gpu_: str) -> bool:
@@ -87,7 +85,7 @@ class _Later(NamedTuple):
     gpu: str
 
 
-class Moving:
+class Moving(Beside[_Part]):
     """The parked part of one move.
 
     Args:
@@ -97,22 +95,13 @@ class Moving:
     """
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
-        self._work = work
+        super().__init__(work)
         self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        self._residents = Residents()
-        self._gates = gates.Gates(work)
         self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
-        self._copying = Background("limosa-copy")
         self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it
-        self.bytes = 0
-
-    @property
-    def shims(self) -> dict[int, Shim]:
-        """The connections, by pid."""
-        return {part.member.pid: part.shim for part in self._parts}
 
     # -- before the pause ----------------------------------------------------------------------------------------
 
@@ -211,19 +200,11 @@ class Moving:
 
         self._copying.start(copy)
 
-    def wait_for_copy(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
-        self._copying.wait()
-
     def arrive(self) -> None:
         """Maps the destination's memory where the source's was."""
         for part in self._parts:
             self._work.note("map", "begin", part.member.pid)
-            part.mapped_target = True
+            part.mapped = True
             part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
         self._make_there()
         for part in self._parts:
@@ -262,14 +243,6 @@ class Moving:
         limit, movers = copy_limit(self.bytes), self._residents.mover
         together([partial(movers(owner).copy, some, limit) for owner, some in copies.items()])
 
-    def open(self) -> None:
-        """Opens the gates; from the first one on there is no way back.
-
-        Raises:
-            UndoFailed: one could not be opened: ``recover`` opens it.
-        """
-        self._gates.open([(part.member, part.shim) for part in self._parts])
-
     def let_go(self) -> None:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
         for part in self._parts:
@@ -285,8 +258,7 @@ class Moving:
         Raises:
             UndoFailed: a gate was opened: the job may run there, and ``recover`` opens the others.
         """
-        self._copying.settle()  # it reads what is about to be given back
-        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped_target])
+        self._leave([part for part in self._parts if part.mapped])
 
     def home(self) -> None:
         """Gives every process its own memory back and opens its gate; the driver has brought it home before.
@@ -298,18 +270,9 @@ class Moving:
         self.let_go()
 
     def _home(self, part: _Part) -> None:
-        stand = part.shim.hello().stand
-        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
-            ids = sorted(part.source)
-            pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in ids]
-            away = driver_steps.is_away(part.member, "checkpointed", self._work.journal)
-            strand(part.member, part.shim, pieces, [part.source[i] for i in ids], away=away)
-            return
-        if stand is Stand.AWAY:
-            pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in part.source]
-            stand = put_back(part.shim, pieces, list(part.source.values()))
-        if stand is Stand.CLOSED:
-            part.shim.open_gate()
+        ids = sorted(part.source)
+        pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in ids]
+        self._go_home(part, pieces, [part.source[i] for i in ids])
 
     def close(self) -> None:
         """Ends the connections."""

@@ -9,16 +9,14 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.operation.background import Background
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, aside_key, copy_all, parts_of
-from limosa.operation.parked.gates import Gates
+from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.holders import Held, key_of
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
-from limosa.parking.residents import Residents
 from limosa.parking.shim import Shim
 
 
@@ -61,22 +59,14 @@ class _Coming:
         self.shim.close()
 
 
-class Resuming:
+class Resuming(Beside[_Coming]):
     """The parked part of one resume."""
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
-        self._work = work
-        self._residents = Residents()
+        super().__init__(work)
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
         self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
-        self._gates = Gates(work)
-        self._copying = Background("limosa-copy")
         self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
-
-    @property
-    def shims(self) -> dict[int, Shim]:
-        """The connections, by pid."""
-        return {part.member.pid: part.shim for part in self._parts}
 
     def prepare(self) -> None:
         """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
@@ -109,14 +99,6 @@ class Resuming:
         limit = copy_limit(self.bytes)
         self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, limit))
 
-    def wait_for_copy(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
-        self._copying.wait()
-
     def arrive(self) -> None:
         """Maps the memory where it was; what the process must make itself is made and filled before."""
         for part in self._parts:
@@ -143,22 +125,13 @@ class Resuming:
             mover.host("in", part.copies(seen=False), copy_limit(self.bytes))
         return part.shim.map(ids)
 
-    def open(self) -> None:
-        """Opens the gates; from the first one on there is no way back.
-
-        Raises:
-            UndoFailed: one could not be opened: ``recover`` opens it.
-        """
-        self._gates.open([(part.member, part.shim) for part in self._parts])
-
     def leave_target(self) -> None:
         """Undoes :meth:`arrive`, before the driver puts the process aside again.
 
         Raises:
             UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
         """
-        self._copying.settle()
-        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped])
+        self._leave([part for part in self._parts if part.mapped])
 
     def stay(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""

@@ -10,19 +10,18 @@ import msgspec
 
 from limosa import gpu as gpus
 from limosa.errors import FailedUndone
-from limosa.operation import counting, driver_steps
+from limosa.operation import counting
 from limosa.operation.arena import arena_cap
-from limosa.operation.background import Background
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
+from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.holders import Held, key_of, note_of
-from limosa.operation.parked.pieces import copy_limit, export, put_back
-from limosa.operation.parked.stranded import let_arena_go, strand
+from limosa.operation.parked.pieces import copy_limit, export
+from limosa.operation.parked.stranded import let_arena_go
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
-from limosa.parking.residents import Residents
 from limosa.parking.segments import layout_file, sizes_for
 from limosa.parking.shim import Memory, Shim
 
@@ -51,20 +50,13 @@ class _Going:
         self.shim.close()
 
 
-class Suspending:
+class Suspending(Beside[_Going]):
     """The parked part of one suspend; used like :class:`limosa.operation.parked.moving.Moving`."""
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
-        self._work, self.release = work, release
-        self._residents = Residents()
+        super().__init__(work)
+        self.release = release
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
-        self._copying = Background("limosa-copy")
-        self.bytes = 0
-
-    @property
-    def shims(self) -> dict[int, Shim]:
-        """The connections, by pid."""
-        return {part.member.pid: part.shim for part in self._parts}
 
     def prepare(self) -> None:
         """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
@@ -142,14 +134,6 @@ class Suspending:
         limit = copy_limit(self.bytes)
         self._copying.start(lambda: copy_all(self._work, self._residents, "out", copies, limit))
 
-    def wait_for_copy(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
-        self._copying.wait()
-
     def keep(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
@@ -175,17 +159,10 @@ class Suspending:
         self.let_go()
 
     def _home(self, part: _Going) -> None:
-        stand = part.shim.hello().stand
-        if stand is Stand.AWAY and driver_steps.settled_state(self._work.driver, part.member.pid) == "checkpointed":
-            pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
-            strand(part.member, part.shim, pieces, [part.source[p.id] for p in part.layout], away=False)
-            return
-        if stand is Stand.AWAY:
-            pieces = [Held(p.id, p.bytes, p.gpu) for p in part.layout]
-            stand = put_back(part.shim, pieces, [part.source[p.id] for p in part.layout])
-        if stand is Stand.CLOSED:
-            part.shim.open_gate()
-        let_arena_go(part.member, part.shim)
+        there = [p for p in part.layout if p.id in part.source]  # others it has freed since, before its gate was closed
+        pieces = [Held(p.id, p.bytes, p.gpu) for p in there]
+        if self._go_home(part, pieces, [part.source[p.id] for p in there]):
+            let_arena_go(part.member, part.shim)
 
     def let_arenas_go(self) -> None:
         """Lets go of the segments that were to be filled: nothing is in them."""
