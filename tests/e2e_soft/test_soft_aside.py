@@ -42,8 +42,8 @@ def stand(job: Any) -> Stand:
 def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> None:
     job = start(parked, "--mib", 96)
     before = used(parked)[0]
-    plan = parked.says(0, "", "plan", "suspend", job.pid)
-    assert plan["verdict"] == "ok"
+    plan = parked.says(0, "", "plan", "suspend", job.pid, ONLY)
+    assert (plan["verdict"], plan["way"], plan["other"]) == ("ok", "parked", None)
     said = parked.says(0, "", "suspend", job.pid, ONLY)
     assert (said["state"], said["release"], said["way"], said["bytes"] >= 96 * MIB) == (
         "parked",
@@ -52,6 +52,7 @@ def test_the_memory_alone_is_given_back_and_the_context_stays(parked: Any) -> No
         True,
     )
     assert "checkpoint" not in said["timings"]
+    assert said["other"] is None
     assert 0 < used(parked)[0] <= before - 64 * MIB, "the context is there, the memory is not"
     shown = parked.limosa("ps", "-o", "json").json["jobs"][0]
     assert (shown["state"], shown["suspended"]["release"]) == ("parked", "memory-only")

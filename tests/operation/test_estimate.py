@@ -60,5 +60,12 @@ def test_a_rate_makes_a_checkpoint_longer_and_its_pause_no_longer() -> None:
     assert other.seconds > 60
 
 
+def test_memory_alone_has_no_other_way() -> None:
+    away = member(4e9)
+    away.away = True
+    assert estimate.other_way("resume", [away]) is None
+    assert estimate.other_way("suspend", [away], parked=int(4e9)) is None
+
+
 def test_what_the_driver_takes_instead() -> None:
     assert estimate.by_the_driver("suspend", [member(48e9)], int(48e9)) == "about 20.5 s instead of 1.0 s"

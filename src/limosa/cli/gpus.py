@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
     """List the GPUs of this machine and who holds memory on them.
 
-    Suspended jobs hold nothing on a GPU: limosa ps shows them. With
-    CUDA_VISIBLE_DEVICES set, all GPUs are listed all the same.
+    Suspended jobs hold nothing on a GPU, or with --release=memory-only their
+    context: limosa ps shows them. With CUDA_VISIBLE_DEVICES set, all GPUs
+    are listed all the same.
     """
     with reporting("gpus", fmt, quiet, verbose) as report:
         from limosa.gpu import inventory

@@ -53,8 +53,8 @@ def command(
 
     limosa move --gpu 3 --to 5    everything on GPU 3
 
-    A job that is suspended is resumed there. If anything fails, each job
-    runs on where it was.
+    A job that is suspended is resumed there. If anything fails, each job is
+    as it was.
     """
     with reporting("move", fmt, quiet, verbose) as report:
         from limosa.cli.on_jobs import Selection, act

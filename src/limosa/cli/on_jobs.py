@@ -171,8 +171,13 @@ def _plan_text(plan: Plan) -> str:
         )
         if plan.other is not None:
             what = {"parked": "with the library of limosa run", "driver": "by the driver alone"}[plan.other.way]
-            other = words.seconds(plan.other.pause_seconds or plan.other.seconds)
-            lines.append(f"  way: {plan.way}; {what} it would stand still for about {other}")
+            pause, whole = plan.other.pause_seconds, plan.other.seconds
+            cost = (
+                f"take about {words.seconds(whole)}"
+                if pause is None
+                else f"stand still for about {words.seconds(pause)}"
+            )
+            lines.append(f"  way: {plan.way}; {what} it would {cost}")
         moved = words.moves(plan.map)
         if moved:
             lines.append(f"  {moved}")

@@ -28,7 +28,7 @@ def command(
 
     limosa plan checkpoint train --output /data/train-1
 
-    Exit code 0: it would be done. Else the first refusal's.
+    Exit code 0: it would be done, or is so already. Else the first refusal's.
     """
     from limosa.cli import main
 

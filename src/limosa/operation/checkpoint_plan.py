@@ -17,7 +17,7 @@ from limosa.operation import estimate, room
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.move_plan import pause_reason
-from limosa.operation.prepare import Prepared, apply_force, as_reason, look
+from limosa.operation.prepare import Prepared, apply_force, as_reason, look, processes
 from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.criu.find import find as find_criu
@@ -113,14 +113,16 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
     prepared.reasons += apply_force(extra, options.force)
     awake = ", ".join(str(m.pid) for m in prepared.members if m.was != "checkpointed")
     pids = ", ".join(str(m.pid) for m in prepared.members)
-    steps = [f"lock {awake}", f"checkpoint {awake}: device memory to host memory"] if awake else []
+    what = "what is left of device memory" if prepared.parked else "device memory"
+    steps = [f"lock {awake}", f"checkpoint {awake}: {what} to host memory"] if awake else []
     if prepared.parked:
         size = room.gib(prepared.parked)
         steps = [f"copy {size} of device memory into the image while the job runs", "hold the job still", *steps]
-    steps.append(f"criu dump of {len(prepared.tree)} processes")
+    steps.append(f"criu dump of {processes(len(prepared.tree))}")
     tail = ["hash and sync", f"commit: rename to {options.output}"]
     if options.leave_running:
         back = [f"restore {pids}", f"unlock {pids}"] if awake else []
+        back += ["device memory is mapped where it was; the job goes on"] if prepared.parked else []
         prepared.steps = [*steps, *back, *tail]
     else:
         prepared.steps = [*steps, *tail, "end the job"]

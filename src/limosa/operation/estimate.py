@@ -60,7 +60,7 @@ def other_way(
     *,
     rate: float | None = None,
 ) -> OtherWay | None:
-    """What the way that is not taken would cost; None where there is but one.
+    """What the way that is not taken would cost; None where there is but one (memory alone is parked).
 
     Args:
         operation: the verb.
@@ -70,7 +70,7 @@ def other_way(
         parked: bytes that are not left to the driver; 0: the driver carries everything.
         rate: as for :func:`of`.
     """
-    if not members:
+    if not members or any(m.away for m in members):
         return None
     if parked:
         cost = of(operation, members, host_bytes, leave_running)

@@ -112,7 +112,7 @@ def _toggled(prepared: Prepared) -> str:
 def _first_resume(prepared: Prepared) -> Reason:
     """A refusal where what is suspended the parked way would have to come back in the middle of a move of others."""
     text = f"process {prepared.root.pid}, or one of its children, is suspended: its memory is in host memory"
-    hint = f"first: limosa resume {prepared.job.name or prepared.root.pid}"
+    hint = f"limosa resume {prepared.job.name or prepared.root.pid}, then this again"
     return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=prepared.root.pid)
 
 
@@ -163,5 +163,5 @@ def steps_of(operation: str, prepared: Prepared) -> list[str]:
         index = {g.uuid: g.index for g in prepared.inventory.gpus} if prepared.inventory else {}
         told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
         steps += [f"restore {pids}" + (f" with {told}" if told else ""), f"unlock {pids}"]
-        steps += [f"device memory is mapped where it was; {pids} go on"] if prepared.by_parking else []
+        steps += ["device memory is mapped where it was; the job goes on"] if prepared.by_parking else []
     return steps

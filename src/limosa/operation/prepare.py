@@ -89,6 +89,8 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     def other_way(self) -> OtherWay | None:
         """What the way that is not taken would cost."""
+        if self.release != "all":
+            return None  # the driver gives back all or nothing
         how = (self.host_bytes, self.leave_running, self.parked)
         return estimate.other_way(self.operation, self.members, *how, rate=self.rate)
 
@@ -432,6 +434,11 @@ def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reaso
         else:
             result.append(reason)
     return result
+
+
+def processes(number: int) -> str:
+    """So many processes, in words."""
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def as_reason(error: LimosaError) -> Reason:

@@ -20,7 +20,7 @@ from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import estimate, idle, room
 from limosa.operation.journal import Member, added_up
-from limosa.operation.prepare import Where, apply_force, as_reason
+from limosa.operation.prepare import Where, apply_force, as_reason, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
@@ -89,7 +89,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     pids = ", ".join(str(m.pid) for m in ready.members)
     steps = ["verify every hash"] if options.verify else []
     steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
-    steps.append(f"criu restore of {len(manifest.tree)} processes")
+    steps.append(f"criu restore of {processes(len(manifest.tree))}")
     steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
     host_bytes = _host_bytes(ready, manifest)
     return Plan(

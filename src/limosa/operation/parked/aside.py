@@ -122,7 +122,7 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
 def parked_reason(away: Sequence[Member]) -> Reason:
     """The refusal for a job of which the memory alone is suspended."""
     text = f"the memory of process {away[0].pid} is suspended, its context is not"
-    hint = f"first: limosa resume {away[0].root or away[0].pid}"
+    hint = f"limosa resume {away[0].root or away[0].pid}, then this again"
     return Reason(id="suspended-memory", text=text, exit_code=13, hint=hint, pid=away[0].pid)
 
 
