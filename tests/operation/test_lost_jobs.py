@@ -28,7 +28,7 @@ from limosa.process.records import SuspendRecord
 from limosa.progress import Progress
 
 GpuLike = Callable[..., int]
-MOVE = "limosa.operation.move"
+TRANSFER = "limosa.operation.transfer"
 GONE = Identity(1, 999)  # never alive: process 1 has another start time
 
 
@@ -47,7 +47,7 @@ def dead_journal(name: str) -> None:
 
 def before_claim(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Lets something happen once, between an operation's look at the job and its claim."""
-    module = sys.modules[MOVE]
+    module = sys.modules[TRANSFER]
     real = module.begin
     todo = [happens]
 

@@ -1,0 +1,322 @@
+"""``recover`` for the verbs with images: checkpoints and restores that were killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import CannotBeMoved, FailedUndone, LeftSuspended, LimosaError, UndoFailed
+from limosa.image import open_image, unfinished
+from limosa.image.manifest import LOG_NAME
+from limosa.image.read import partial_name
+from limosa.image.remove import remove as remove_folder
+from limosa.operation import driver_steps, room
+from limosa.operation.journal import Journal, Member
+from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.parked import holders, saving
+from limosa.operation.parked.recovering import bring_home
+from limosa.operation.remove_image import log_folder
+from limosa.operation.restore import end_tree, started_at
+from limosa.operation.results import Recovered
+from limosa.operation.rewind import Rewind
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, under_shim
+from limosa.process.criu import leftovers
+from limosa.process.criu.run import RESTORE_LOG
+from limosa.process.identity import Handle, Identity
+from limosa.process.records import EndedRecord, RunRecord
+from limosa.process.tree import job_tree
+from limosa.progress import Progress, ProgressFn
+
+CRIU_PATIENCE = 900.0  # seconds; a dump of hundreds of gigabytes to a slow disk takes minutes
+
+
+def entry_of(dead: Journal, **fields: object) -> Recovered:
+    """What is said of an operation that was recovered."""
+    header = dead.header
+    pid = header.roots[0].pid if header.roots else 0
+    return Recovered(
+        kind="operation",
+        id=header.id,
+        operation=header.operation,
+        pid=pid,
+        image=header.image,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+# --- checkpoint -----------------------------------------------------------------------------------------------
+
+
+def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+    """Brings a job back that was being written, where it has not ended with its image whole.
+
+    Raises:
+        LeftSuspended: there is no room for it on its GPU any more.
+        LimosaError: it could not be brought back: its journal stays.
+    """
+    header = dead.header
+    _wait_for_criu(dead, "dump", progress)
+    committed = _committed(dead)
+    if committed and header.roots:  # CRIU may have killed it, and a large tree takes a while to be gone
+        with contextlib.suppress(LimosaError), Handle(header.roots[0]) as handle:
+            handle.wait(2.0)
+    job_lives = bool(header.roots) and header.roots[0].alive()
+    did = []
+    if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it
+        _release_network(dead)
+    if job_lives:
+        with contextlib.suppress(OSError, LimosaError):
+            EndedRecord(root=header.roots[0], image="").forget()
+        try:
+            _its_memory_back(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
+        except LeftSuspended:
+            if not committed:
+                remove_drafts(dead)  # the job is there: nobody needs what was not finished
+            raise
+        did.append("the job runs on")
+    else:
+        if committed:
+            end_rest(header.tree)
+        holders.forget(header.id)
+        did.append("the job has ended")
+    if committed:
+        did.append(f"image {header.image} is whole and was kept")
+    elif not job_lives and dead.began("post-dump"):
+        # The dump was complete and the job is gone all the same: this may be the last copy.
+        did.append(f"kept {header.draft or header.image}, which was not committed: limosa rm removes it")
+    else:
+        did += remove_drafts(dead)
+    state = "running" if job_lives else "gone"
+    if job_lives and header.members and all(m.was == "checkpointed" for m in header.members):
+        state = "checkpointed"
+    return entry_of(dead, did="; ".join(did), state=state)
+
+
+def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
+    """Brings back what the driver carries, then what was taken away or let go of the parked way."""
+    if dead.began("park"):
+        bring_home(dead, driver_home)
+    else:
+        driver_home()
+    saving.keep_again(dead)
+
+
+def remove_drafts(dead: Journal) -> list[str]:
+    """Removes the unfinished folder of this operation."""
+    header = dead.header
+    did = []
+    with contextlib.suppress(OSError):
+        for folder in unfinished(Path(header.image).parent):
+            # Without a marker it died between making the folder and marking it; the name tells whose it was.
+            nameless = folder.state == "dead" and not folder.operation
+            ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))
+            if folder.operation == header.id or str(folder.path) == header.draft or ours:
+                try:
+                    remove_folder(folder.path)
+                    did.append(f"removed {folder.path}")
+                except (LimosaError, OSError) as error:
+                    did.append(f"could not remove {folder.path} ({error}): limosa rm removes it")
+    return did
+
+
+def _committed(dead: Journal) -> bool:
+    """Whether the image that the journal announced is there."""
+    record = dead.last("commit")
+    if record is None:
+        return False
+    with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
+        return image.id == record.data.get("image_id")
+    return False
+
+
+def _release_network(dead: Journal) -> None:
+    """A CRIU that was killed has left the job's connections shut: open them again."""
+    header = dead.header
+    for folder in (header.draft, header.image):
+        log_fd = log_folder(folder) if folder else -1
+        if log_fd >= 0:
+            break
+    try:
+        release_network(header.tree, log_fd, header.roots[0].pid)
+    finally:
+        if log_fd >= 0:
+            os.close(log_fd)
+
+
+def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
+    """Waits until the CRIU that the journal names has ended."""
+    notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
+    if not notes:
+        return
+    who = Identity.from_str(str(notes[-1].data["criu"]))
+    deadline = time.monotonic() + CRIU_PATIENCE
+    standstill = leftovers.Standstill(who.pid, began=True)
+    while who.alive():
+        if step == "criu-restore" and standstill():
+            with contextlib.suppress(LimosaError), Handle(who) as handle:
+                handle.signal(signal.SIGKILL)
+        if time.monotonic() > deadline:
+            raise CannotBeMoved(detail=f"CRIU (process {who.pid}) still runs", hint="wait for it, then limosa recover")
+        progress(Progress("recover", message=f"waiting for CRIU (process {who.pid})"))
+        time.sleep(0.05)
+
+
+# --- restore --------------------------------------------------------------------------------------------------
+
+
+def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+    """Lets a restored job run where all of it is there, else ends what there is of it: the image is the copy.
+
+    Raises:
+        LimosaError: neither can be done: its journal stays.
+    """
+    header = dead.header
+    _wait_for_criu(dead, "criu-restore", progress)
+    root = _restored_root(dead)
+    if root is None:
+        if not _criu_was_done(dead):  # else it ran, and has ended since: its files are its own
+            _end_half_made(dead)
+            _undo_rewinds(dead)
+        return entry_of(dead, did="nothing runs; the image is the copy", state="gone")
+    if not _criu_was_done(dead):
+        _still_an_image(dead)
+        end_tree(driver, root.pid, header.members, 0.0, root)
+        _end_half_made(dead)
+        _undo_rewinds(dead)
+        return entry_of(
+            dead, did="ended the half of a tree that CRIU had restored; the image is the copy", state="gone"
+        )
+    try:
+        members = _finish(dead, driver, root, progress)
+    except LimosaError as error:
+        _still_an_image(dead)
+        end_tree(driver, root.pid, header.members, 0.0, root)
+        _undo_rewinds(dead)
+        return entry_of(dead, did=f"ended the tree, the image is the copy ({error})", state="gone")
+    with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
+        job = image.manifest.job
+        if job.run or job.name:
+            name = job.name or f"restored-{root.pid}"
+            command = list(image.manifest.tree[0].command)
+            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd).save()
+    dead.header.roots = [root]
+    return entry_of(
+        dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"
+    )
+
+
+def _still_an_image(dead: Journal) -> None:
+    """The tree may be ended only where its image is there to be restored again.
+
+    Raises:
+        DamagedImage: it is not: the tree is left as it is.
+    """
+    with open_image(dead.header.image, trust=False):
+        pass
+
+
+def _end_half_made(dead: Journal) -> None:
+    """Ends what a CRIU that was killed has left half-made under the image's pids."""
+    notes = [r for r in dead.records if r.step == "criu-restore" and r.data.get("criu")]
+    if not notes:
+        return
+    pids: list[int] = []
+    with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
+        pids = [p.pid for p in image.manifest.tree]
+    leftovers.end_unfinished(Identity.from_str(str(notes[-1].data["criu"])), pids)
+
+
+def _restored_root(dead: Journal) -> Identity | None:
+    """The topmost restored process: as journalled, else whoever has its pid and began while CRIU was at work.
+
+    CRIU's log begins with its run and grows until it ends: a process that is older or younger is a stranger.
+    """
+    if dead.header.roots:
+        return dead.header.roots[0] if dead.header.roots[0].alive() else None
+    first = next((r for r in dead.records if r.step == "criu-restore" and r.phase == "begin"), None)
+    if first is None:
+        return None
+    try:
+        found = Identity.of(first.pid)
+        last_word = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
+    except (LimosaError, OSError):
+        return None
+    wall = started_at(found) + time.time() - time.monotonic()
+    return found if dead.header.since - 1 <= wall <= last_word + 1 else None
+
+
+def _criu_was_done(dead: Journal) -> bool:
+    """Whether CRIU had let the tree go: it says so last of all, and before that whatever is there is a half."""
+    if any(r.step == "criu-restore" and r.phase == "done" for r in dead.records):
+        return True
+    with contextlib.suppress(OSError), open(Path(dead.header.image, LOG_NAME, RESTORE_LOG), "rb") as log:
+        if os.fstat(log.fileno()).st_mtime >= dead.header.since:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
+            return b"Restore finished successfully" in log.read()
+    return False
+
+
+def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
+    members = dead.header.members
+    let_go_on(job_tree(root))
+    if not members:
+        return []
+    pids = {i.pid: i for i in job_tree(root)}
+    for member in members:
+        if member.pid not in pids:
+            raise UndoFailed(what="restore", detail="", undo_detail=f"process {member.pid} was not restored")
+        member.identity = pids[member.pid]
+    states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in members}
+    closed = _closed(members)
+    asleep = [m for m in members if states[m.pid] == "checkpointed"]
+    if asleep:
+        room.check(gpu.inventory(), asleep, dead.header.id)
+        for member in asleep:
+            driver_steps.restore_one(driver, member, member.map)
+    for member in members:
+        if driver_steps.settled_state(driver, member.pid, progress) == "locked":
+            driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
+    for shim in closed:
+        with shim:
+            shim.open_gate()
+    return members
+
+
+def _closed(members: Sequence[Member]) -> list[Shim]:
+    """The shims of those that have their memory and whose gate is closed; not where one's memory is not there yet.
+
+    Raises:
+        FailedUndone: the device memory of one of them has not come: the image is read again as a whole.
+    """
+    found: list[Shim] = []
+    for member in members:
+        try:
+            shim = Shim(member.identity)
+        except LimosaError as error:
+            if under_shim(member.pid):
+                raise FailedUndone(f"the shim of process {member.pid} does not answer ({error})") from error
+            continue
+        found.append(shim)
+        stand = shim.hello().stand
+        if stand is Stand.AWAY:
+            for one in found:
+                one.close()
+            raise FailedUndone(f"the device memory of process {member.pid} was not there yet")
+        if stand is Stand.OPEN:
+            found.pop().close()
+    return found
+
+
+def _undo_rewinds(dead: Journal) -> None:
+    for record in reversed(dead.records):
+        if record.step == "rewind" and record.phase == "begin":
+            data = record.data
+            msgspec.convert(data, Rewind).undo()
