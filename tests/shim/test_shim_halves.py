@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-from limosa.parking.shim import Shim
+from limosa.parking.protocol import Stand
+from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 
 MIB = 1 << 20
@@ -182,6 +183,22 @@ def test_a_usual_stack_limit_is_lower_while_the_gate_is_closed(job: Far, shim: S
         controller.resume(job.pid)
         shim.open_gate()
         assert pending.value() == job(STACK) == 1024
+
+
+@pytest.mark.parametrize("call", ["cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain", "cuDeviceGetCount"])
+def test_a_context_that_cannot_be_reached_keeps_the_gate_closed(node: Any, job: Far, shim: Shim, call: str) -> None:
+    """Its limit is the lower one still, so no kernel may come to it."""
+    shim.close_gate(5)
+    shim.stack(16)
+    rule = node.switches.add(f"function={call} every=1 result=NOT_PERMITTED")
+    for put_back in (lambda: shim.stack(0), shim.open_gate):
+        with pytest.raises(ShimError) as caught:
+            put_back()
+        assert caught.value.fields["result"] == 800
+        assert shim.hello().stand == Stand.CLOSED
+    node.switches.remove(rule)
+    shim.open_gate()
+    assert job(STACK) == 1024
 
 
 @pytest.mark.parametrize("mine", [4096, 2048, 512])

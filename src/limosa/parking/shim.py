@@ -6,6 +6,7 @@ Every answer is waited for with a limit: the shim's thread does not wait for the
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -58,6 +59,12 @@ def under_shim(pid: int) -> bool:
             return any(line.rstrip().removesuffix(b" (deleted)").endswith(name) for line in file)
     except OSError:
         return False
+
+
+def _users(pid: int) -> set[int]:
+    """All user ids that a process has: real, effective, saved, of the file system."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        return next({int(word) for word in line.split()[1:]} for line in file if line.startswith(b"Uid:"))
 
 
 class ShimError(LimosaError):
@@ -149,7 +156,7 @@ class Shim:
             try:
                 self._socket.connect(f"\0limosa/shim/{identity.pid}")
                 identity.check()
-                self.owner = peer(self._socket)[1]
+                self.owner = self._is_itself()
                 return
             except OSError as error:
                 self._socket.close()
@@ -162,6 +169,14 @@ class Shim:
                 self._socket.close()
                 raise
             time.sleep(0.02)
+
+    def _is_itself(self) -> int:
+        """Whose the process at the other end is, if it is this one: anybody may take a name that is free."""
+        pid, uid = peer(self._socket)
+        # What was brought back from an image listens as root.
+        if pid != self.identity.pid or uid not in {0, *_users(pid)}:
+            raise PermissionError(errno.EACCES, f"process {pid} of user {uid} has its name")
+        return uid
 
     def hello(self) -> Hello:
         """Return where it stands."""

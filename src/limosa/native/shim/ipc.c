@@ -20,7 +20,7 @@
 
 #define MAGIC 0x6c696d6f73614951ull
 #define LAZY_PEER_ACCESS 1
-#define ANSWER_SECONDS 60
+#define CONNECT_SECONDS 60
 
 struct handle { /* CUipcMemHandle has 64 bytes */
     char bytes[64];
@@ -74,7 +74,7 @@ static CUresult get(struct handle *handle, CUdeviceptr pointer)
     pthread_mutex_unlock(&memory_lock);
     if (!ours) {
         CUresult result = function ? function(handle, pointer) : CUDA_ERROR_NO_DEVICE;
-        if (!result)
+        if (!result && shim_ready())
             left_call(LEFT_IPC);
         return result;
     }
@@ -87,9 +87,49 @@ EXPORT CUresult cuIpcGetMemHandle(struct handle *handle, CUdeviceptr pointer)
 {
     CALLED(cuIpcGetMemHandle);
     struct reader *reader = gate_enter();
-    CUresult result = shim_ready() ? get(handle, pointer) : CUDA_ERROR_NO_DEVICE;
+    CUresult result = get(handle, pointer);
     gate_leave(reader);
     return result;
+}
+
+/* Whether that process is at the other end, or somebody whom we would believe anyway: anybody may take a name that is
+ * free. By its user where we do not see it by the number that it has for itself. */
+static bool answers_itself(int with, const struct said *said)
+{
+    struct ucred who;
+    socklen_t size = sizeof who;
+
+    return !getsockopt(with, SOL_SOCKET, SO_PEERCRED, &who, &size)
+        && (who.uid == 0 || who.uid == geteuid() || who.pid == said->pid);
+}
+
+/* What is told, and the descriptor with it. It is waited for without a limit: whoever works on that process, saving it while
+ * it runs, say, is served first. */
+static int32_t answer_of(int with, int *fd)
+{
+    struct message answer = {.result = 0};
+    union {
+        struct cmsghdr header;
+        char room[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {&answer, sizeof answer};
+    struct msghdr back = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    ssize_t got;
+
+    do {
+        poll(&(struct pollfd){.fd = with, .events = POLLIN}, 1, -1);
+        fds_begin();
+        got = recvmsg(with, &back, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+        struct cmsghdr *head = got == sizeof answer ? CMSG_FIRSTHDR(&back) : NULL;
+        if (head && head->cmsg_type == SCM_RIGHTS) {
+            memcpy(fd, CMSG_DATA(head), sizeof *fd);
+            fds_note(*fd);
+        }
+        fds_end();
+    } while (got < 0 && (errno == EINTR || errno == EAGAIN));
+    if (got != sizeof answer)
+        return -ENOENT;
+    return answer.result ? answer.result : *fd < 0 ? -EPROTO : 0;
 }
 
 /* Asks the shim of the process that made the handle. Returns what is told, and the connection: while it lasts nobody else
@@ -98,14 +138,7 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
 {
     struct message asked = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION, .verb = VERB_SHARE, .a = said->id,
                             .b = said->token, .c = said->share};
-    struct message answer = {.result = 0};
-    union {
-        struct cmsghdr header;
-        char room[CMSG_SPACE(sizeof(int))];
-    } control;
-    struct iovec part = {&answer, sizeof answer};
-    struct msghdr back = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
-    struct timeval limit = {ANSWER_SECONDS, 0};
+    struct timeval limit = {CONNECT_SECONDS, 0};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "limosa/shim/%d", said->pid);
     int with = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
@@ -113,19 +146,14 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
 
     if (with < 0)
         return -ENOMEM;
-    setsockopt(with, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
     setsockopt(with, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
-    if (!connect(with, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n))
-        && send(with, &asked, sizeof asked, MSG_NOSIGNAL) == sizeof asked
-        && recvmsg(with, &back, MSG_CMSG_CLOEXEC) == sizeof answer) {
-        struct cmsghdr *head = CMSG_FIRSTHDR(&back);
-        result = answer.result;
-        if (!result && head && head->cmsg_type == SCM_RIGHTS) {
-            memcpy(fd, CMSG_DATA(head), sizeof *fd);
-            *connection = with;
-            return 0;
-        }
-        result = result ? result : -EPROTO;
+    if (connect(with, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n)))
+        result = errno == EAGAIN || errno == EINTR ? -EAGAIN : -ENOENT; /* so many others wait there */
+    else if (answers_itself(with, said) && send(with, &asked, sizeof asked, MSG_NOSIGNAL) == sizeof asked)
+        result = answer_of(with, fd);
+    if (!result) {
+        *connection = with;
+        return 0;
     }
     close(with);
     return result;
@@ -217,7 +245,7 @@ no_address:
 no_import:
     free(mapping);
 no_mapping:
-    close(fd);
+    fds_close(fd);
     return result;
 }
 

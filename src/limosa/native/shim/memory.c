@@ -1,3 +1,4 @@
+#include "fds.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -176,7 +177,7 @@ CUhandle memory_let_go(struct memory *memory)
     if (memory->references || memory->mappings)
         return 0;
     if (memory->kept >= 0)
-        close(memory->kept);
+        fds_close(memory->kept);
     free(memory->sharers);
     size_t place = memory_place(memory->id);
     n_memories--;

@@ -92,7 +92,7 @@ CUresult park_unmap(void)
                 return result;
             memories[i]->driver = 0;
             if (memories[i]->kept >= 0)
-                close(memories[i]->kept);
+                fds_close(memories[i]->kept);
             memories[i]->kept = -1;
         }
     return CUDA_SUCCESS;
@@ -144,7 +144,7 @@ CUresult park_make(struct memory *memory, int *fd)
 CUresult park_map(struct memory *memory, int fd)
 {
     if (fd >= 0 && memory->driver) { /* it has not left: what was sent is not needed */
-        close(fd);
+        fds_close(fd);
         fd = -1;
     }
     if (fd >= 0)
@@ -163,7 +163,7 @@ CUresult park_map(struct memory *memory, int fd)
         if (driver && driver != memory->made)
             real(cuMemRelease)(driver);
         if (fd >= 0)
-            close(fd);
+            fds_close(fd);
         return result;
     }
     if (!result && !memory->driver) {

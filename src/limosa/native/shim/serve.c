@@ -23,9 +23,10 @@
 #define KEPT_MOST 4096
 
 #define NAME "limosa/shim/"
+#define WAITING 64 /* also those who open a legacy handle, while somebody works on the process */
 
 enum state state;
-static int listening = -1;
+static int listening = -1, client = -1;
 static int kept_aside[KEPT_MOST]; /* what holds the contents while the memory is away for longer */
 static size_t n_kept_aside;
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -79,13 +80,13 @@ static int keep(const int *fds, size_t n, bool more)
 {
     if (!more)
         while (n_kept_aside)
-            close(kept_aside[--n_kept_aside]);
+            fds_close(kept_aside[--n_kept_aside]);
     bool room = n_kept_aside + n <= KEPT_MOST;
     for (size_t i = 0; i < n; i++)
         if (room)
             kept_aside[n_kept_aside++] = fds_away(fds[i]);
         else
-            close(fds[i]);
+            fds_close(fds[i]);
     return room ? 0 : -ENOSPC;
 }
 
@@ -115,23 +116,27 @@ static bool answer_one(int client)
     while (poll(&(struct pollfd){.fd = client, .events = POLLIN}, 1, -1) < 0 && errno == EINTR)
         ;
     fds_more();
+    fds_begin();
     do
-        got = recvmsg(client, &packet, MSG_CMSG_CLOEXEC);
+        got = recvmsg(client, &packet, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
-    fds_as_before();
-    if (got <= 0)
-        return false;
     for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head))
         if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
             n_fds = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
             memcpy(fds, CMSG_DATA(head), n_fds * sizeof(int));
+            for (size_t i = 0; i < n_fds; i++)
+                fds_note(fds[i]);
         }
+    fds_end();
+    fds_as_before();
+    if (got <= 0)
+        return got < 0 && errno == EAGAIN;
     size_t n = (size_t)got > sizeof asked ? ((size_t)got - sizeof asked) / sizeof ids[0] : 0;
     bool wrong = (size_t)got < sizeof asked || asked.magic != PROTOCOL_MAGIC || asked.version != PROTOCOL_VERSION
         || packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
     if (wrong || (asked.verb != VERB_MAP && asked.verb != VERB_KEEP))
         while (n_fds)
-            close(fds[--n_fds]);
+            fds_close(fds[--n_fds]);
     answer.number = wrong ? 0 : asked.number;
     answer.verb = wrong ? 0 : asked.verb;
     if (wrong) {
@@ -185,7 +190,7 @@ static int named_socket(void)
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 
     socklen_t size = (socklen_t)address_of(&address);
-    if (fd >= 0 && (bind(fd, (struct sockaddr *)&address, size) || listen(fd, 8))) {
+    if (fd >= 0 && (bind(fd, (struct sockaddr *)&address, size) || listen(fd, WAITING))) {
         close(fd);
         fd = -1;
     }
@@ -199,19 +204,24 @@ static void *serve(void *nothing)
     prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
         /* A program that closes all descriptors that there are has closed this one, too. */
-        if (!is_ours(listening))
+        if (!is_ours(listening)) {
+            fds_begin();
+            fds_forget(listening);
+            fds_end();
             listening = fds_away(named_socket());
-        int client = listening < 0 ? -1 : accept4(listening, NULL, NULL, SOCK_CLOEXEC);
-        if (client < 0) {
-            poll(NULL, 0, 50);
+        }
+        int accepted = listening < 0 ? -1 : accept4(listening, NULL, NULL, SOCK_CLOEXEC);
+        if (accepted < 0) {
+            poll(NULL, 0, 50); /* also where somebody else has the name: he may end */
             continue;
         }
-        client = fds_away(client);
+        client = fds_away(accepted);
         if (welcome(client))
             while (answer_one(client))
                 ;
         shutdown(client, SHUT_RDWR); /* also for a child that was forked meanwhile and has it, too */
-        close(client);
+        fds_close(client);
+        client = -1;
         if (state == STATE_OPEN) /* who has asked for it has no use for it any more, or has been killed */
             bulk_prepare(0);
     }
@@ -233,19 +243,16 @@ static void begin(void)
     pthread_attr_t attributes;
     pthread_t thread;
     sigset_t all, before;
-    int fd = named_socket();
 
-    if (fd < 0)
-        return;
     read_switches();
-    listening = fds_away(fd);
+    listening = fds_away(named_socket());
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 512 << 10);
     if (pthread_create(&thread, &attributes, serve, NULL)) {
-        close(listening);
+        fds_close(listening);
         listening = -1;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -255,20 +262,19 @@ static void begin(void)
  * made in the driver: no driver lets it. */
 static void in_child(void)
 {
-    if (is_ours(listening))
-        close(listening);
-    listening = -1;
-    keep(NULL, 0, false);
+    /* What the program has closed, and may have the number of for something of its own, is not ours to close. */
+    if (!is_ours(listening))
+        fds_forget(listening);
+    if (!is_ours(client))
+        fds_forget(client);
+    listening = client = -1;
+    fds_in_child();
+    n_kept_aside = 0;
     state = STATE_OPEN;
     bulk_in_child();
     still_in_child();
     capture_in_child();
     pthread_mutex_init(&memory_lock, NULL);
-    for (size_t i = 0; i < n_memories; i++)
-        if (memories[i]->kept >= 0) {
-            close(memories[i]->kept);
-            memories[i]->kept = -1;
-        }
     n_memories = n_mappings = n_contexts = 0;
     left_begin_again();
     ipc_begin_again();
@@ -290,7 +296,7 @@ EXPORT CUresult cuInit(unsigned flags)
         if (pid != (int)getpid()) {
             static bool registered;
             if (!registered)
-                in_children(in_child);
+                around_forks(fds_before_fork, fds_after_fork, in_child);
             registered = true;
             pid = (int)getpid();
             tell_begin();

@@ -57,10 +57,15 @@ void find_begin(void);
 int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
 extern void *__dso_handle __attribute__((visibility("hidden")));
 
-static inline void in_children(void (*what)(void))
+static inline void around_forks(void (*before)(void), void (*after)(void), void (*in_child)(void))
 {
     if (__register_atfork)
-        __register_atfork(NULL, NULL, what, &__dso_handle);
+        __register_atfork(before, after, in_child, &__dso_handle);
+}
+
+static inline void in_children(void (*what)(void))
+{
+    around_forks(NULL, NULL, what);
 }
 
 #define DRIVER_NOT_THERE 100 /* CUDA_ERROR_NO_DEVICE */

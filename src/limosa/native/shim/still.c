@@ -194,14 +194,14 @@ int32_t still_map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
         int fd = i < n_fds ? fds[i] : -1;
         if (result || !memory || (fd < 0 && !memory->driver && !memory->made)) {
             if (fd >= 0)
-                close(fd);
+                fds_close(fd);
             result = result ? result : CUDA_ERROR_INVALID_HANDLE;
         } else {
             result = park_map(memory, fd);
         }
     }
     for (size_t i = n; i < n_fds; i++)
-        close(fds[i]);
+        fds_close(fds[i]);
     if (state == STATE_AWAY && all_there())
         state = STATE_CLOSED;
     return result;
@@ -212,19 +212,27 @@ int32_t still_map(const uint64_t *ids, const int *fds, size_t n, size_t n_fds)
 int32_t still_stack(size_t bytes)
 {
     int n = 0;
-    CUresult result = real(cuDeviceGetCount)(&n);
+    CUresult result = CUDA_SUCCESS;
 
     if (state == STATE_OPEN)
         return -EINVAL;
+    result = real(cuDeviceGetCount)(&n);
     for (int device = 0; device < n && device < MAX_DEVICES && !result; device++) {
         CUcontext context = NULL;
         unsigned flags;
         int active = 0;
         if (bytes ? still_keeps_stack || stack_before[device] : !stack_before[device])
             continue;
-        if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active
-            || real(cuDevicePrimaryCtxRetain)(&context, device))
+        if ((result = real(cuDevicePrimaryCtxGetState)(device, &flags, &active)) == 0 && !active) {
+            stack_before[device] = 0; /* it went with the context */
             continue;
+        }
+        if (result || (result = real(cuDevicePrimaryCtxRetain)(&context, device))) {
+            if (!bytes)
+                break; /* a context that cannot be reached has the low limit still */
+            result = CUDA_SUCCESS; /* one that is not lowered takes longer to save */
+            continue;
+        }
         if (!(result = real(cuCtxSetCurrent)(context))) {
             size_t now = 0;
             if (!bytes) {

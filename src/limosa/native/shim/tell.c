@@ -97,10 +97,13 @@ bool tell_descriptors(int client, struct message *answer, const uint64_t *ids, s
         struct memory *memory = memory_by_id(ids[done]);
         CUresult result = CUDA_ERROR_INVALID_HANDLE;
         fds[done] = -1;
+        fds_begin();
         if (memory && anew)
             result = park_make(memory, &fds[done]);
         else if (memory)
             fds[done] = park_descriptor(memory, &result);
+        fds_note(fds[done]);
+        fds_end();
         if (fds[done] < 0) {
             answer->result = result;
             answer->a = ids[done];
@@ -111,10 +114,10 @@ bool tell_descriptors(int client, struct message *answer, const uint64_t *ids, s
     pthread_mutex_unlock(&memory_lock);
     size_t given = answer->result ? 0 : done;
     for (size_t i = given; i < done; i++)
-        close(fds[i]);
+        fds_close(fds[i]);
     bool well = say(client, answer, NULL, 0, fds, given);
     for (size_t i = 0; i < given; i++)
-        close(fds[i]);
+        fds_close(fds[i]);
     return well;
 }
 
@@ -185,14 +188,17 @@ bool tell_share(int client, struct message *answer, const struct message *asked)
     else if (tables(answer)) {
         struct memory *memory = memory_by_id(asked->a);
         CUresult result = CUDA_ERROR_INVALID_VALUE;
-        if (memory && memory->share == asked->c && remember(memory, who.pid))
-            fd = park_descriptor(memory, &result);
+        if (memory && memory->share == asked->c && remember(memory, who.pid)) {
+            fds_begin();
+            fd = fds_note(park_descriptor(memory, &result));
+            fds_end();
+        }
         pthread_mutex_unlock(&memory_lock);
         answer->result = fd < 0 ? result : 0;
     }
     bool well = say(client, answer, NULL, 0, &fd, fd >= 0);
     if (fd >= 0)
-        close(fd);
+        fds_close(fd);
     return well;
 }
 
