@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from limosa.operation.move import resume as resume
     from limosa.operation.move import suspend as suspend
     from limosa.operation.move import toggle as toggle
-    from limosa.operation.prepare import plan as plan
-    from limosa.operation.prepare import plan_restore as plan_restore
+    from limosa.operation.plan import plan as plan
+    from limosa.operation.plan import plan_restore as plan_restore
     from limosa.operation.ps import ps as ps
     from limosa.operation.recover import recover as recover
     from limosa.operation.remove_image import remove_image as remove_image

@@ -10,7 +10,7 @@ from __future__ import annotations
 from limosa.operation.checkpoint import checkpoint
 from limosa.operation.jobs import Job, resolve
 from limosa.operation.move import move, resume, suspend, toggle, worst_exit_code
-from limosa.operation.prepare import plan, plan_restore
+from limosa.operation.plan import plan, plan_restore
 from limosa.operation.ps import ps
 from limosa.operation.recover import recover
 from limosa.operation.remove_image import remove_image

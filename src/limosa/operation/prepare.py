@@ -1,4 +1,4 @@
-"""``plan``: look at everything that could go wrong before anything is touched, and say it in words.
+"""Before an operation: look at everything that could go wrong, and say it in words.
 
 :func:`look` reads the job, the driver and NVML and returns a :class:`Prepared`: who the members are, their maps, every
 reason against the operation, its steps and its cost. All verbs start from it; ``plan`` shows it.
@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 
@@ -28,7 +27,7 @@ from limosa.errors import (
     UsageError,
 )
 from limosa.operation import claims, estimate, idle, room
-from limosa.operation.jobs import Job, JobLike, job
+from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, added_up, common_state
 from limosa.operation.parked import aside, parkable
 from limosa.operation.refusals import gpu_refusals
@@ -136,47 +135,6 @@ class Prepared(msgspec.Struct, kw_only=True):
             other=None if self.done else self.other_way(),
             already=self.done,
         )
-
-
-def plan(verb: str, like: JobLike, **options: Any) -> Plan:
-    """What a verb would do to a job, and what stands against it. Touches nothing.
-
-    Args:
-        verb: "move", "suspend", "resume", "toggle" or "checkpoint".
-        like: the job.
-        **options: the verb's own (``to``, ``source``, ``gpu_map``, ``force``; for checkpoint ``output``,
-            ``leave_running`` and CRIU's).
-
-    Raises:
-        NoSuchProcess: there is no such job.
-        UsageError: no such verb or option.
-    """
-    from limosa.operation.checkpoint_plan import Options
-    from limosa.operation.checkpoint_plan import look_at as look_at_checkpoint
-    from limosa.operation.move_plan import look_at
-
-    which = job(like)
-    driver = gpu.Driver()
-    try:
-        if verb == "checkpoint":
-            return look_at_checkpoint(which, driver, Options(**options)).as_plan()
-        if verb not in ("move", "suspend", "resume", "toggle"):
-            raise UsageError(detail=f"no plan for {verb!r}: move, suspend, resume, toggle or checkpoint")
-        where = Where(**{k: options.pop(k, None) for k in ("to", "source", "gpu_map")})
-        force, limit = options.pop("force", ()), options.pop("max_pause", None)
-        release = options.pop("release", "all") if verb == "suspend" else "all"
-        if options:
-            raise UsageError(detail=f"{verb} has no option {', '.join(options)}")
-        return look_at(verb, which, driver, where, force=force, max_pause=limit, release=release).as_plan()
-    finally:
-        driver.close()
-
-
-def plan_restore(image: str | os.PathLike[str], **options: Any) -> Plan:
-    """What restoring an image would do, and what stands against it."""
-    from limosa.operation.restore_plan import Options, look_at
-
-    return look_at(image, Options(**options))
 
 
 def look(
