@@ -18,7 +18,7 @@ help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
 	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
-	@echo "make test-long  every kill of the parked way (make test takes some of them): 90 tests, a quarter of an hour"
+	@echo "make test-long  every kill of the parked way, 90 of them (make test has two thirds): ten minutes"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"

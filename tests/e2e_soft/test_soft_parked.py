@@ -263,18 +263,18 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
 
 @pytest.mark.parametrize("also", [[], ["--child"]], ids=["one", "two"])
 def test_what_is_done_to_two_processes_is_done_at_once(soft: Any, monkeypatch: pytest.MonkeyPatch, also: Any) -> None:
-    """Gates, the driver's checkpoints and restores, copies: each takes 0.8 s, of one process and of two."""
+    """Gates, the driver's checkpoints and restores, copies: each takes 1 s, of one process and of two."""
     monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
-    node = soft(gpus=2, memory="512MiB", costs=["checkpoint=0.8", "restore=0.8"], speeds=["peer=60MiB/s"])
+    node = soft(gpus=2, memory="512MiB", costs=["checkpoint=1", "restore=1"], speeds=["peer=48MiB/s"])
     job = start(node, "--mib", 48, *also)
-    rule = node.switches.add("function=cuCtxSynchronize caller=job.py delay=0.8 every=1")
+    rule = node.switches.add("function=cuCtxSynchronize caller=job.py delay=1 every=1")
     said = node.says(0, "", "move", job.pid, "--to", 1)
     node.switches.remove(rule)
     assert said["way"] == "parked"
     assert said["bytes"] == (1 + len(also)) * 48 * MIB
     took = {step: said["timings"][step] for step in ("gate", "checkpoint", "restore", "copy")}
-    assert min(took.values()) >= 0.8, took
-    assert max(took.values()) < 1.4, took
+    assert min(took.values()) >= 0.99, took
+    assert max(took.values()) < 1.8, took
     assert node.where(job) == [1]
     job.goes_on(2)
     job.finish()
