@@ -175,6 +175,8 @@ def test_a_gate_that_somebody_left_closed_is_refused_and_opened_by_recover(parke
     assert (shown["movable"], "gate-closed" in {r["id"] for r in shown["reasons"]}) == (False, True)
     (would,) = parked.says(0, "", "recover", "--dry-run")["recovered"]
     assert (would["kind"], would["pid"], stand(job)) == ("gate", job.pid, Stand.CLOSED)
+    other = {"LIMOSA_RUNTIME_DIR": str(parked.place / "another")}
+    assert parked.says(0, "", "recover", env=other)["recovered"] == [], "its claims would not be seen"
     (did,) = parked.says(0, "", "recover")["recovered"]
     assert (did["kind"], did["pid"], stand(job)) == ("gate", job.pid, Stand.OPEN)
     job.goes_on(2)

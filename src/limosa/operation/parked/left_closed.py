@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 from limosa.errors import LimosaError, Reason
 from limosa.operation import claims
@@ -11,8 +12,9 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.candidates import candidates
 from limosa.process.identity import Identity
+from limosa.process.slurp import slurp
 
-_ANSWER = 2.0  # seconds
+_ANSWER, _PATIENCE = 2.0, 1.0  # seconds
 
 
 def closed_reason(pid: int) -> Reason:
@@ -29,10 +31,9 @@ def open_left(*, dry_run: bool = False) -> list[Recovered]:
     """
     found = []
     for pid in candidates():
-        if not under_shim(pid) or _is_claimed(pid):
+        if not under_shim(pid) or not _is_in_reach(pid) or _is_claimed(pid):
             continue
-        # One that cannot be reached at once is in another network namespace, or somebody asks it just now.
-        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER, 0.0) as shim:
+        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
             if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
                 continue
             entry = Recovered(kind="gate", pid=pid, state="running")
@@ -46,6 +47,22 @@ def open_left(*, dry_run: bool = False) -> list[Recovered]:
             except LimosaError as error:
                 entry.state, entry.error, entry.exit_code = "unknown", str(error), 40
     return found
+
+
+def _is_in_reach(pid: int) -> bool:
+    """Whether its socket has a name here, and claims on it would be seen.
+
+    In another network namespace nobody need wait for it. One that was started with another runtime folder is somebody
+    else's who keeps his claims there.
+    """
+    try:
+        if os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
+            return False
+        environment = slurp(f"/proc/{pid}/environ").split(b"\0")
+    except OSError:
+        return False
+    folders = [word.partition(b"=")[2] for word in environment if word.startswith(b"LIMOSA_RUNTIME_DIR=")]
+    return not folders or folders[0] == os.environb.get(b"LIMOSA_RUNTIME_DIR", b"")
 
 
 def _is_claimed(pid: int) -> bool:
