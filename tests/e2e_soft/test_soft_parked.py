@@ -287,6 +287,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("who", ["limosa", "limosa-mover", "limosa-vault"])
 @pytest.mark.parametrize("verb", list(MOMENTS))
 def test_whoever_is_killed_the_job_comes_back(slow: Any, who: str, verb: str) -> None:
