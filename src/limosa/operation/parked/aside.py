@@ -20,6 +20,7 @@ from limosa.gpu import Inventory
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
+from limosa.operation.parked.holders import aside_key
 from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
@@ -63,11 +64,6 @@ def read_layout(fd: int) -> Layout:
         return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Layout)
     except msgspec.MsgspecError as error:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
-
-
-def aside_key(member: Member) -> str:
-    """What the vault calls a process's arena."""
-    return f"aside/{member.identity.to_str()}"
 
 
 def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[int, int], list[Reason]]:

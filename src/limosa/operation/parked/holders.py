@@ -42,6 +42,11 @@ def key_of(operation: str, member: Member, side: str) -> str:
     return f"{operation}/{side}/{member.identity.to_str()}"
 
 
+def aside_key(member: Member) -> str:
+    """What the vault calls a process's arena."""
+    return f"aside/{member.identity.to_str()}"
+
+
 def note_of(pieces: Sequence[Memory], devices: Sequence[str]) -> bytes:
     """What is noted with descriptors of these pieces, in their order."""
     return msgspec.json.encode([Held(m.id, m.bytes, devices[m.device]) for m in pieces])
@@ -70,7 +75,7 @@ def forget(operation: str) -> None:
 
 def forget_arenas(members: Sequence[Member]) -> None:
     """Have vaults let go of arenas that these processes, which run, have no need of."""
-    keys = {f"aside/{member.identity.to_str()}" for member in members}
+    keys = {aside_key(member) for member in members}
     for vault in Vault.all():
         with contextlib.suppress(FailedUndone, *GONE), vault:
             for key in keys & vault.held().keys():

@@ -11,9 +11,9 @@ import msgspec
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import shares
-from limosa.operation.parked.aside import Copy, Placed, arena_of, aside_key, copy_all, parts_of
+from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
 from limosa.operation.parked.beside import Beside
-from limosa.operation.parked.holders import Held, key_of
+from limosa.operation.parked.holders import Held, aside_key, key_of
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand

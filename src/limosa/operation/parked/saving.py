@@ -26,8 +26,8 @@ from limosa.operation import counting
 from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.aside import arena_of, aside_key, parts_of
-from limosa.operation.parked.holders import Held, key_of
+from limosa.operation.parked.aside import arena_of, parts_of
+from limosa.operation.parked.holders import Held, aside_key, key_of
 from limosa.operation.parked.pieces import export, put_back
 from limosa.operation.results import Round
 from limosa.operation.work import Work
@@ -180,20 +180,13 @@ class Saving:
                 for uuid in sorted(set(part.gpus.values())):
                     places = [(p.id, p.bytes, p.offset) for p in part.layout if part.gpus[p.id] == uuid]
                     self._saver.aside(part.pid, places, uuid, part.segments)
-        self._refuse_outside()
+        shares.refuse_outside(self.shims)  # it would be somebody else's and the image's, and no more the same
         self._follow()
         changed = self.bytes if self._limit == 0 else self._copy_rounds() if running else self._copy_once()
         spare = host_memory()[1] // 4
         if running:
             self._weigh(running)
             self._saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
-
-    def _refuse_outside(self) -> None:
-        """Memory that somebody has who does not take part would be his and the image's, and not the same any more."""
-        shims = {part.pid: part.connected() for part in self._parts if not isinstance(part, _Suspended)}
-        found = shares.outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
-        if found:
-            raise CannotBeMoved(detail=found[0][1])
 
     def _weigh(self, running: Sequence[_Part]) -> None:
         """Note what the driver will carry."""
@@ -281,7 +274,7 @@ class Saving:
             gates.close([part.connected() for part in running])
             for part in running:
                 gates.lower_stack(part.connected())
-            self._refuse_outside()
+            shares.refuse_outside(self.shims)
             self._follow()
             for part in running:
                 if part.connected().unmap() is not Stand.AWAY and part.source:

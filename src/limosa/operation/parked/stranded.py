@@ -15,8 +15,8 @@ from limosa import gpu
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
-from limosa.operation.parked.aside import Layout, Placed, aside_key
-from limosa.operation.parked.holders import Held, close_all
+from limosa.operation.parked.aside import Layout, Placed
+from limosa.operation.parked.holders import Held, aside_key, close_all
 from limosa.operation.parked.pieces import copy_limit
 from limosa.parking.residents import Residents
 from limosa.parking.segments import layout_file

@@ -14,10 +14,10 @@ from limosa.operation import counting
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, aside_key, copy_all
+from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, copy_all
 from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.holders import Held, key_of, note_of
+from limosa.operation.parked.holders import Held, aside_key, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.parked.stranded import let_arena_go
 from limosa.operation.work import Work
