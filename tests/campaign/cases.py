@@ -271,6 +271,8 @@ def chosen(cases: list[Case], count: int, seed: int) -> list[Case]:
             random_.shuffle(keys)
         turns = sorted(groups)
         random_.shuffle(turns)
+        firsts = {kind: turn for turn in reversed(turns) for kind in turn}  # of each operation and each kind one
+        turns.sort(key=lambda turn: turn not in firsts.values())
         while turns and len(picked) < count:
             for turn in list(turns):
                 if len(picked) >= count:

@@ -120,6 +120,21 @@ class Job:
                 continue
         return found
 
+    def stands(self) -> set[str]:
+        """How the shims of its processes stand: "open", "closed", "away"; none where it has none."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim
+        from limosa.process.identity import Identity
+
+        found = set()
+        for pid in self.cuda_pids if self.known.shim and self.alive() else ():
+            try:
+                with Shim(Identity.of(pid)) as shim:
+                    found.add(shim.hello().stand.name.lower())
+            except LimosaError:
+                continue
+        return found
+
     def words(self) -> str:
         """Its state and what it has said."""
         states = {pid: stat_of(pid) for pid in self.session()}
@@ -150,6 +165,8 @@ class Job:
                 kind = target.split(":")[0] if ":" in target else target
                 if "/nvidia-soft/memory" in kind:
                     kind = "device memory"
+                if self.known.hidden and kind.startswith("/dev/nvidia"):
+                    kind = kind.rstrip("0123456789")  # it has open what it sees
                 found.append(f"{number} {kind}")
         return sorted(set(found) if REAL else found)
 

@@ -30,10 +30,16 @@ BROKEN = {
     "recover-kept": ("suspend", "after keep of the shim"),
     "recover-coming": ("resume", "after make of the mover"),
     "recover-back": ("resume", "before map of the shim"),
+    "recover-memory": ("suspend-memory", "after keep of the shim"),
+    "recover-memory-back": ("resume-memory", "before map of the shim"),
+    "recover-written": ("leave-running", "before note restore begin"),
+    "recover-restored": ("restore", "before note restore begin"),
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
 
-OPERATIONS = ("move", "exchange", "swap", "suspend", "resume", "resume-to", *BROKEN)
+MEMORY_ONLY = ("suspend-memory", "resume-memory")
+ON_DISK = ("leave-running", "restore")
+OPERATIONS = ("move", "exchange", "swap", "suspend", "resume", "resume-to", *MEMORY_ONLY, *ON_DISK, *BROKEN)
 
 POINTS = {
     "shim": ("export", "close_gate", "open_gate", "unmap", "make", "map", "keep", "kept"),
@@ -59,6 +65,7 @@ MOVER = (
     "cuMemHostRegister",
     "cuMemUnmap",
     "cuMemRelease",
+    "cuLaunchKernel",
 )
 """Calls of the mover that are made to fail."""
 JOB = (
@@ -111,6 +118,8 @@ def churns(victim: str) -> bool:
 def possible(operation: str, victim: str) -> bool:
     """Whether an operation can be done to that class of victim."""
     gpus = SHAPES[victim].gpus
+    if BROKEN.get(operation, (operation,))[0] in ON_DISK and SHAPES[victim].hidden:
+        return False  # CRIU does not bring such mounts back: it is refused
     if operation == "swap":
         return gpus == 1
     return operation != "exchange" or gpus == 2
@@ -131,21 +140,26 @@ def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
 
 
 def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    from campaign.cases import dashed
+    from campaign.cases import ASKED, dashed
 
+    restored = BROKEN.get(operation, (operation,))[0] == "restore"
     several = len(SHAPES[victim].processes) > 1
     between = False
     for name, n, living in steps["points"]:
+        if name.startswith(ASKED):
+            continue  # how often depends on CRIU
         step = f"point.{dashed(name)}.{n}"
         between = name == "before note restore begin" or (between and name != "before note restore done")
         for fault in AT_POINTS:
             if fault == "job-nofile" and churns(victim):
                 continue  # its own calls would fail
+            if restored and fault.startswith(("job-", "stop")):
+                continue  # there is nobody yet
             if operation.startswith("recover") and "vault-mover" in fault:
                 continue  # limosa has been killed before: nobody else has the memory
             if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
                 yield step, fault
-        if several:
+        if several and not restored:
             yield step, "member-killed"
             yield step, "member-killed+kill-both"
         # Not between the last look at the room and the restore: the driver poisons a job then.

@@ -255,7 +255,10 @@ class Room:
     # -- what is there -------------------------------------------------------------------------------------------
 
     def state(self, job: Job) -> str:
-        """ "gone", "running", "locked", "checkpointed", "mixed"; of a job without CUDA state "running"."""
+        """ "gone", "running", "locked", "checkpointed", "mixed"; of a job without CUDA state "running".
+
+        "away": the driver takes it for running, and its memory alone is aside.
+        """
         if not job.alive():
             return "gone"
         if not any(job.known.processes):
@@ -269,6 +272,8 @@ class Room:
                 states.add(str(driver.state(pid)))
             except LimosaError as error:
                 states.add("gone" if error.exit_code == 10 or not os.path.exists(f"/proc/{pid}") else str(error))
+        if states == {"running"} and job.stands() == {"away"}:
+            return "away"
         return states.pop() if len(states) == 1 else "mixed " + " ".join(sorted(states))
 
     def places(self, job: Job) -> list[int]:
@@ -333,7 +338,24 @@ class Room:
         self.count += 1
         job = Job(self.nursery(shape), shape, self.base / "jobs" / str(self.count), first)
         self.jobs[key] = job
+        if SHAPES[shape].hidden:
+            self.remember(job)
         return job
+
+    def remember(self, job: Job) -> None:
+        """Notes a job as ``limosa run --gpus`` does."""
+        from limosa.process.identity import Identity
+        from limosa.process.records import RunRecord
+
+        RunRecord(
+            root=Identity.of(job.pid),
+            name=f"job{self.count}",
+            command=["victim"],
+            log=str(job.folder / "log"),
+            cwd=str(job.folder),
+            supervisor=None,
+            hidden=True,
+        ).save()
 
     def end(self, key: str) -> None:
         """Ends a victim."""
@@ -387,6 +409,8 @@ class Room:
             "exchange": lambda: ["move", pid, f"--map={places[0]}={places[1]},{places[1]}={places[0]}"],
             "suspend": lambda: ["suspend", pid],
             "resume": lambda: ["resume", pid],
+            "suspend-memory": lambda: ["suspend", pid, "--release=memory-only"],
+            "resume-memory": lambda: ["resume", pid],
             "resume-to": lambda: ["resume", pid, self.there(places)],
             "toggle-down": lambda: ["toggle", pid],
             "toggle-up": lambda: ["toggle", pid],
@@ -423,6 +447,8 @@ class Room:
                 self.job("b", case.victim if case.parked else "one", there)
         if operation in ("resume", "resume-to", "toggle-up"):
             self.well(["suspend", str(job.pid), "-o", "json"])
+        elif operation == "resume-memory":
+            self.well(["suspend", str(job.pid), "--release=memory-only", "-o", "json"])
         return places
 
     def kill_a_restored_one(self) -> None:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from campaign.room import Room
 
 
+ASIDE = ("checkpointed", "away")
+"""States of a job that is suspended."""
+
+
 class Run(Fault):
     """One case under way.
 
@@ -75,6 +79,8 @@ class Run(Fault):
             for undo in self.undo:
                 undo()
         room.files_again()
+        if "limosa-nofile" in self.fault and "mover" in helper_pids():  # one that it has started may open no more
+            send_signal(helper_pids()["mover"], signal.SIGKILL)
         if self.record and case.parked:
             assert isinstance(room.ground, ground.Soft)
             counts = {name: room.ground.switches.count(rule) for name, rule in self.measure.items()}
@@ -143,6 +149,8 @@ class Run(Fault):
             "exchange": ("running", self.places),
             "suspend": ("checkpointed", []),
             "resume": ("running", self.places),
+            "suspend-memory": ("away", self.places),
+            "resume-memory": ("running", self.places),
             "resume-to": ("running", away),
             "toggle-down": ("checkpointed", []),
             "toggle-up": ("running", self.places),
@@ -222,10 +230,11 @@ class Run(Fault):
             wanted = [before[0], promised]
             if 41 in (rc, self.told.get("recovered")):
                 wanted.append(("checkpointed", []))
+                wanted.append(("away", self.places))
         elif rc == 0:
             wanted = [promised]
         elif rc == 41:
-            wanted = [("checkpointed", [])]
+            wanted = [("away", self.places) if self.operation in parked.MEMORY_ONLY else ("checkpointed", [])]
         else:
             wanted = [before[0]]
         if self.kills_job and now[0][0].startswith(("gone", "mixed")):
@@ -252,19 +261,19 @@ class Run(Fault):
         records = room.suspended_records()
         if now[0][0] == "running" and records:
             problems.append(f"the job runs and is noted as suspended: {records}")
-        if now[0][0] == "checkpointed" and not records and not self._excused(now[0]):
+        if now[0][0] in ASIDE and not records and not self._excused(now[0]):
             problems.append("the job is suspended and not noted as such")
         if self.case.parked:
             self._judge_parked(now[0][0])
         grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
-        if grown > 6:  # those of modules that were loaded on the way
+        if grown > (6 if rc != 40 else 12):  # those of modules that were loaded on the way; what is left to recover
             problems.append(f"limosa itself has left {grown} descriptors open")
 
     def _judge_parked(self, state: str) -> None:
         """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""
 
         def wrong() -> list[str]:
-            return [key for key in held() if not (key.startswith("aside/") and (state == "checkpointed" or rests(key)))]
+            return [key for key in held() if not (key.startswith("aside/") and (state in ASIDE or rests(key)))]
 
         def rests(key: str) -> bool:
             # Of a suspended job whose topmost process was ended the others stay suspended: it is their only copy.
@@ -335,9 +344,9 @@ class Run(Fault):
             driver.unlock(job.pid)
             state = room.state(job)
         for other in self.jobs[1:]:
-            if room.state(other) == "checkpointed":
+            if room.state(other) in ASIDE:
                 room.well(["resume", str(other.pid), "-o", "json"])
-        if state == "checkpointed":
+        if state in ASIDE:
             room.well(["resume", str(job.pid), "-o", "json"])
         elif state == "gone":
             job.kill()  # a child that it has left behind
@@ -420,7 +429,7 @@ class Run(Fault):
         again = self.operation
         places = room.prepare(Case(again, self.case.victim, "run", "none"))
         room.well(room.command(again, room.jobs["a"], places))
-        if again in ("suspend", "toggle-down"):
+        if again in ("suspend", "suspend-memory", "toggle-down"):
             room.well(["resume", str(room.jobs["a"].pid), "-o", "json"])
         elif again == "checkpoint":
             room.well(["restore", str(room.base / "images" / "image-new"), "-o", "json"])
@@ -450,7 +459,11 @@ class Run(Fault):
             _until(lambda: not self._snapshot()["blocks of device memory"], 3.0)
             now = self._snapshot()
         if room.ground.name == "soft":
-            if alone or self.image is not None or self.operation in ("resume", "resume-to", "toggle-up"):
+            if (
+                alone
+                or self.image is not None
+                or self.operation in ("resume", "resume-to", "resume-memory", "toggle-up")
+            ):
                 base = {"requests": []}
             else:
                 base = self.base if self.case.operation not in BROKEN else {"requests": []}

@@ -48,6 +48,7 @@ class Shape(NamedTuple):
         behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
         shim: whether it runs under the shim, as ``limosa run`` starts it.
         blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
+        hidden: whether the device nodes of the others are hidden from it, as by ``limosa run --gpus``.
     """
 
     processes: tuple[tuple[Part, ...], ...]
@@ -55,6 +56,7 @@ class Shape(NamedTuple):
     behaviour: str = ""
     shim: bool = False
     blind: bool = False
+    hidden: bool = False
 
     @property
     def gpus(self) -> int:
@@ -87,6 +89,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "parked-churn": Shape(((Part(0, plain=(2 * MiB, 100), churn=2 * MiB + 9),),), behaviour="busy", shim=True),
     "parked-blind": Shape(((Part(0, plain=(2 * MiB + 5, 300), own=(MiB,)),),), behaviour="busy", shim=True, blind=True),
+    "parked-hidden": Shape(
+        ((Part(0, plain=(2 * MiB + 9, 200), own=(MiB,)),),), behaviour="busy", shim=True, hidden=True
+    ),
     "parked-two": Shape(((Part(0, plain=(2 * MiB,)), Part(1, plain=(3 * MiB, 77))),), behaviour="busy", shim=True),
 }
 

@@ -26,6 +26,7 @@ PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
 BUSY_SECONDS = 1.7
+MOST_GPUS = 16
 SHIM = "liblimosa_shim" in os.environ.get("LD_PRELOAD", "")
 
 
@@ -324,6 +325,12 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
     known = SHAPES[shape]
     if known.blind:
         os.environ["CUDA_VISIBLE_DEVICES"], first = str(first), 0
+    if known.hidden:
+        from limosa.process import device_nodes
+
+        nodes = (device_nodes.node(minor) for minor in range(MOST_GPUS))
+        device_nodes.hide(minor for minor, path in enumerate(nodes) if minor != first and os.path.exists(path))
+        first = 0
     slot = 0
     for child in range(1, len(known.processes) + known.idle):
         if os.fork() == 0:

@@ -63,6 +63,15 @@ class Residents:
         if mover:
             self.mover(owner).put(key, fds, note)
 
+    def segments(self, owner: int, key: str, bytes_: int, cap: int) -> list[int]:
+        """Return segments of the arena, held as that key from now on; see :meth:`Vault.segments`.
+
+        Raises:
+            NoRoomOnHost: it may not grow so far.
+            FailedUndone: the vault does not answer.
+        """
+        return self._of_vault(owner, lambda vault: vault.segments(key, bytes_, cap))
+
     def get(self, owner: int, key: str) -> tuple[list[int], bytes]:
         """Return descriptors, which are the caller's to close, and the note, from whoever of the two has them.
 

@@ -47,7 +47,7 @@ def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int
     residents = Residents()
     held: list[int] = []
     try:
-        held += residents.vault(shim.owner).segments(aside_key(member), offset, arena_cap())
+        held += residents.segments(shim.owner, aside_key(member), offset, arena_cap())
         _copy_out(residents, shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
         held.append(layout_file(msgspec.json.encode(Layout(layout))))
         residents.put(shim.owner, aside_key(member), held, mover=False)

@@ -88,7 +88,7 @@ class Suspending(Beside[_Going]):
             for fd in part.segments:
                 os.close(fd)
             part.segments = []
-            part.segments = self._residents.vault(owner).segments(aside_key(part.member), total, arena_cap())
+            part.segments = self._residents.segments(owner, aside_key(part.member), total, arena_cap())
             part.sizes = sizes_for(total)
         if part.layout:
             with self._work.spent("pin"):
