@@ -202,16 +202,21 @@ class Mover:
             for fd in found:
                 os.close(fd)
             if isinstance(error, TimeoutError):
-                replace(socket_path("mover", self.uid), self.identity)
-                raise FailedUndone(
-                    f"the mover, which copies device memory, has not answered for {limit:g} s ({message['verb']}); "
-                    "it was ended"
-                ) from error
+                raise self.hung(f"has not answered for {limit:g} s ({message['verb']})") from error
             if isinstance(error, (EOFError, OSError, ValueError)):
                 text = str(error) or "it was killed"
                 raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
             raise
         return answer, found
+
+    def hung(self, how: str) -> FailedUndone:
+        """End it, and return what is to be raised.
+
+        Args:
+            how: what it has not done for how long.
+        """
+        replace(socket_path("mover", self.uid), self.identity)
+        return FailedUndone(f"the mover, which copies device memory, {how}; it was ended")
 
     @staticmethod
     def _raise(answer: dict[str, Any]) -> None:

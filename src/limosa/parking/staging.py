@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,10 @@ from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
 from limosa.parking.mover import Mover
 
 CALL_SECONDS = 60.0
+STALL_SECONDS = 300.0
+"""After so long in which not one more chunk was read or written a driver call hangs; a slow disk gets on."""
+MOST_THREADS = 16
+"""How many chunks may be under way at a time, at most, where a rate is to be kept."""
 SLOWEST_PIN = 0.5e9
 NICE = 10
 """What the threads that work beside a running job give way by."""
@@ -66,9 +71,9 @@ class _Staging:
             )
 
     def _ask(
-        self, verb: str, limit: float = CALL_SECONDS, fds: Sequence[int] = (), **message: Any
+        self, verb: str, limit: float | None = None, fds: Sequence[int] = (), **message: Any
     ) -> tuple[dict[str, Any], list[int]]:
-        return self._mover.ask({"verb": verb, **message}, limit, fds)
+        return self._mover.ask({"verb": verb, **message}, CALL_SECONDS if limit is None else limit, fds)
 
 
 class Saver(_Staging):
@@ -130,7 +135,8 @@ class Saver(_Staging):
             FailedUndone: something else did.
         """
         self._ask("save-start", what=what, rate=rate, nice=nice, threads=threads)
-        return _wait(self._mover, told, stop)
+        limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
+        return _wait(self._mover, told, stop, limit)
 
     def names(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[str]]:
         """The names of all chunks of these pieces: (pid, id, bytes)."""
@@ -197,10 +203,11 @@ class Loader(_Staging):
             FailedUndone: something else went wrong.
         """
         self._ask("load-start", threads=threads)
-        return _wait(self._mover, told, stop, self._image)
+        return _wait(self._mover, told, stop, STALL_SECONDS, self._image)
 
 
-def _wait(mover: Mover, told: Told, stop: Callable[[], bool], image: str = "") -> Done:
+def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, image: str = "") -> Done:
+    done, since = -1, time.monotonic()
     while True:
         said = mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0]
         told(said["done"], said["total"])
@@ -209,6 +216,10 @@ def _wait(mover: Mover, told: Told, stop: Callable[[], bool], image: str = "") -
             _raise(failed, image)
         if not said["running"]:
             return Done(said["chunks"], said["done"], said["seconds"])
+        if said["done"] != done:
+            done, since = said["done"], time.monotonic()
+        elif time.monotonic() - since > limit:
+            raise mover.hung(f"has copied nothing for {limit:g} s")
         if stop():
             mover.ask({"verb": "staging-stop"}, CALL_SECONDS)
             return Done(said["chunks"], said["done"], said["seconds"])
