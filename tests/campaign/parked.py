@@ -105,6 +105,7 @@ AT_POINTS = (
     "job-nofile",
     "vault-nofile",
 )
+WHILE_CRIU_ASKS = ("kill-limosa", "kill-vault", "kill-mover", "kill-vault-mover")
 BUSY = ("spin", "callback")
 FILLED = ("move", "exchange", "resume", "resume-to")
 MEASURED = "measured"
@@ -146,11 +147,12 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
     several = len(SHAPES[victim].processes) > 1
     between = False
     for name, n, living in steps["points"]:
-        if name.startswith(ASKED):
-            continue  # how often depends on CRIU
+        asked = name.startswith(ASKED)  # how often depends on CRIU
         step = f"point.{dashed(name)}.{n}"
         between = name == "before note restore begin" or (between and name != "before note restore done")
         for fault in AT_POINTS:
+            if asked and fault not in WHILE_CRIU_ASKS:
+                continue
             if fault == "job-nofile" and churns(victim):
                 continue  # its own calls would fail
             if restored and fault.startswith(("job-", "stop")):
@@ -159,7 +161,7 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
                 continue  # limosa has been killed before: nobody else has the memory
             if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
                 yield step, fault
-        if several and not restored:
+        if several and not restored and not asked:
             yield step, "member-killed"
             yield step, "member-killed+kill-both"
         # Not between the last look at the room and the restore: the driver poisons a job then.
