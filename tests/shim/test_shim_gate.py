@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from shim_turns import cycled
 from soft_node import Node
 from softgpu.far import Far, until
 
+from limosa.native.build import SHIM
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
 from limosa.process.identity import Identity
@@ -152,6 +154,13 @@ def test_a_child_forked_from_a_crowd(job: Far, shim: Shim) -> None:
         assert job(code) == 0
         assert cycled(shim)
     assert job("uncrowd()", 30)[-1] == []
+
+
+def test_a_signal_between_counting_and_looking(compiled: Callable[..., Path]) -> None:
+    """Its handler calls the driver: a thread that has not looked at the gate yet passes it for nobody."""
+    program = compiled("handler.c", SHIM / "gate.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stdout.splitlines() == ["closed 1", "through 0", "behind it 1", "inside 1", "outside 0"]
 
 
 def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:
