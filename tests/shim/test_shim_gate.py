@@ -76,6 +76,21 @@ def test_a_thread_in_a_long_synchronise(job: Far, shim: Shim) -> None:
     assert cycled(shim)
 
 
+def test_one_limit_for_the_wait_before_and_its_own(job: Far, shim: Shim) -> None:
+    """A wait that was given up on ends late: what is left of the limit is for the other GPU's work."""
+    job("spin()")
+    job("context(1); spin(); context(0)")
+    with pytest.raises(GateStaysOpen):
+        shim.close_gate(0.3)
+    begun = time.monotonic()
+    job.send("(time.sleep(1.8), release())")
+    with pytest.raises(GateStaysOpen):
+        shim.close_gate(2)
+    assert 1.9 < time.monotonic() - begun < 3.4
+    job("ctypes.c_uint32.from_address(_keep[1]).value = 1")
+    assert cycled(shim)
+
+
 def test_a_close_waits_for_work_that_ends_in_time(job: Far, shim: Shim) -> None:
     job("large(4)")
     job("spin()")
