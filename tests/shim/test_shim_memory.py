@@ -30,6 +30,7 @@ def same(both: Both, code: str) -> object:
     return ours
 
 
+NUMBERS = ["BUFFER_ID", "MEMORY_BLOCK_ID"]
 SIZES = [1, 4096, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 8 * MIB + 12345]
 
 
@@ -41,7 +42,7 @@ def test_attributes_and_ranges(both: Both, size: int) -> None:
         assert same(both, f"span(address + {offset})") == [-offset, size]
     ours, bare = (job("attributes(address)") for job in both)
     # What is a number of the process itself: address, context, identity.
-    for which in ("DEVICE_POINTER", "CONTEXT", "RANGE_START_ADDR", "BUFFER_ID"):
+    for which in ("DEVICE_POINTER", "CONTEXT", "RANGE_START_ADDR", "BUFFER_ID", "MEMORY_BLOCK_ID"):
         for found in (ours, bare):
             name = f"CU_POINTER_ATTRIBUTE_{which}"
             assert found[name][0] == "SUCCESS"
@@ -73,6 +74,8 @@ def test_pitch(both: Both, width: int, height: int) -> None:
     assert same(both, "span(int(address))") == [0, pitch * height]
     assert same(both, f"says('cuMemsetD2D8', address, pitch, 7, {width}, {height})") == "SUCCESS"
     assert same(both, "says('cuMemFree', address)") == "SUCCESS"
+    for job in both:  # asked again, and answered without the driver
+        assert job(f"ok(cu.cuMemAllocPitch({width}, {height}, 4))[1]") == pitch
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,8 @@ def test_pitch(both: Both, width: int, height: int) -> None:
         "says('cuMemAlloc', 0)",
         "says('cuMemAllocPitch', 0, 0, 4)",
         "says('cuMemAllocPitch', 4 * MIB, 4, 5)",
+        "says('cuMemAllocPitch', 1, (1 << 55) + 4096, 4)",
+        "says('cuMemAlloc', (1 << 64) - 4096)",
         "says('cuMemUnmap', address, 4 * MIB)",
         "says('cuMemSetAccess', address, 4 * MIB, [cu.CUmemAccessDesc()], 1)",
         "says('cuMemRetainAllocationHandle', address)",
@@ -185,6 +190,67 @@ def test_a_contexts_end_frees(both: Both) -> None:
     assert same(both, "says('cuMemFree', inside)") == "INVALID_VALUE"
     with Shim(Identity.of(both[0].pid)) as shim:
         assert shim.memories() == []
+
+
+OLD = """
+library = ctypes.CDLL("libcuda.so.1")
+def old(name, *arguments):
+    return word(cu.CUresult(getattr(library, name)(*arguments)))
+"""
+
+
+@pytest.mark.parametrize("how", ["cuCtxDestroy", "cuCtxDetach"])
+def test_a_contexts_end_by_old_functions(both: Both, how: str) -> None:
+    """With its last use; what was in it is freed, and whoever closes the gate does not ask it."""
+    for job in both:
+        job(OLD)
+        before = job("free()")
+        job("made = ok(cu.cuCtxCreate(None, 0, 0)); handle = ctypes.c_void_p(int(made)); again = ctypes.c_void_p()")
+        job("inside = int(ok(cu.cuMemAlloc(8 * MIB)))")
+        if how == "cuCtxDetach":
+            assert job("old('cuCtxAttach', ctypes.byref(again), 0)") == "SUCCESS"
+            assert job("old('cuCtxDetach', handle)") == "SUCCESS"
+            assert job("span(inside)") == [0, 8 * MIB]
+        assert job(f"old('{how}', handle)") == "SUCCESS"
+        job("context()")
+        assert job("free()") == before
+        assert job("says('cuMemFree', inside)") == "INVALID_VALUE"
+    with Shim(Identity.of(both[0].pid)) as shim:
+        assert shim.memories() == []
+        shim.close_gate(5)
+        shim.open_gate()
+
+
+@pytest.mark.parametrize("answer", [201, 709])
+def test_a_context_that_ended_unseen_keeps_no_gate_open(node: Node, job: Far, shim: Shim, answer: int) -> None:
+    job("made = ok(cu.cuCtxCreate(None, 0, 0)); context()")
+    rule = node.switches.add(f"function=cuCtxSynchronize every=1 caller={job.pid} result={answer}")
+    shim.close_gate(5)
+    node.switches.remove(rule)
+    shim.open_gate()
+
+
+def test_numbers_of_memory_stay(job: Far, shim: Shim) -> None:
+    """Whoever keeps registrations by them (UCX) finds the same memory, however often it has been away."""
+    job("plain_one = large(4); handle = ok(cu.cuMemCreate(4 * MIB, made_of(), 0))")
+    job("own = int(ok(cu.cuMemAddressReserve(8 * MIB, 0, 0, 0)))")
+    job("[ok(cu.cuMemMap(own + at, 4 * MIB, 0, handle, 0)) for at in (0, 4 * MIB)]")
+    which = "[int(ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_%s, one)))"
+    ask = " + ".join(f"{which % name} for one in (plain_one, plain_one + 5, own, own + 4 * MIB)]" for name in NUMBERS)
+    before = job(ask)
+    assert len(set(before[:4])) == 3
+    assert len(set(before[4:])) == 2
+    shim.close_gate(5)
+    ids = [memory.id for memory in {memory.id: memory for memory in shim.memories()}.values()]
+    fds = shim.export(ids)
+    shim.unmap()
+    shim.map(ids, fds)
+    shim.open_gate()
+    for fd in fds:
+        os.close(fd)
+    assert job(ask) == before
+    job("ok(cu.cuMemFree(plain_one)); plain_one = large(4)")
+    assert job(ask)[0] not in before
 
 
 @pytest.mark.parametrize("how", ["cuDevicePrimaryCtxRelease", "cuDevicePrimaryCtxReset"])

@@ -68,6 +68,40 @@ def test_a_program_that_calls_without_a_driver_is_told_so(library: Path, tmp_pat
     assert under(library, tmp_path / "weak") == "100 100\n"
 
 
+@pytest.mark.root
+def test_a_call_before_there_is_a_driver_decides_nothing(
+    new_node: Callable[..., Node], library: Path, tmp_path: Path
+) -> None:
+    """The program loads one later, and has it."""
+    source = tmp_path / "later.c"
+    source.write_text(
+        "#include <dlfcn.h>\n#include <stdio.h>\n__attribute__((weak)) int cuInit(unsigned);"
+        "__attribute__((weak)) int cuMemAlloc_v2(unsigned long *, unsigned long);\n"
+        "int main(void) { unsigned long p; int before = cuInit(0), alloc = cuMemAlloc_v2(&p, 4 << 20);"
+        'void *library = dlopen("libcuda.so.1", RTLD_NOW); int (*init)(unsigned) = dlsym(library, "cuInit");'
+        'void *context; int (*retain)(void **, int) = dlsym(library, "cuDevicePrimaryCtxRetain");'
+        'int (*current)(void *) = dlsym(library, "cuCtxSetCurrent"); int after = init(0);'
+        'retain(&context, 0); current(context); printf("%d %d %d %d\\n", before, alloc, after,'
+        "cuMemAlloc_v2(&p, 4 << 20)); }\n"
+    )
+    subprocess.run([*compilers()[0], "-w", "-o", tmp_path / "later", source, "-ldl"], check=True)
+    said = new_node().run([tmp_path / "later"], env={"LD_PRELOAD": str(library)})
+    assert said.stdout == "100 100 0 0\n"
+
+
+@pytest.mark.root
+def test_switched_off_it_hands_everything_on(new_node: Callable[..., Node], library: Path) -> None:
+    """A legacy handle, too, is the driver's own."""
+    code = """
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
+print(int(cu.cuIpcGetMemHandle(cu.cuMemAlloc(4 << 20)[1])[0]))
+"""
+    said = new_node().python(code, env={"LD_PRELOAD": str(library), "LIMOSA_SHIM": "off"})
+    assert said.stdout == "0\n"
+
+
 # --- built ------------------------------------------------------------------------------------------------------------
 
 

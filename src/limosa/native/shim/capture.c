@@ -1,6 +1,7 @@
 /* Streams that are being captured into a graph. While one is, the driver refuses a wait for its context, and may spoil the
  * capture for it: so nobody of ours may wait then, and whoever closes the gate lets captures finish first. */
 #include "capture.h"
+#include "late.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -184,6 +185,7 @@ BEGINS(cuStreamBeginCaptureToGraph_ptsz, PER_THREAD_STREAM)
         void *meant = stream ? stream : (usual);                                                                       \
         if (!result || (meant && ask && !ask(meant, &status) && !status))                                              \
             ended(meant, reader);                                                                                      \
+        late_free(LATE_LOOK);                                                                                          \
         gate_leave(reader);                                                                                            \
         return result;                                                                                                 \
     }
@@ -200,10 +202,10 @@ ENDS(cuStreamEndCapture_ptsz, PER_THREAD_STREAM)
             return CUDA_ERROR_NO_DEVICE;                                                                               \
         struct reader *reader = gate_enter();                                                                          \
         bool was = capture_any() && ended(stream, reader); /* before: its address may be another one's right after */  \
-            ended(stream, reader);                                                                                     \
         CUresult result = function(stream);                                                                            \
         if (result && was)                                                                                             \
             begun(stream, reader);                                                                                     \
+        late_free(LATE_LOOK);                                                                                          \
         gate_leave(reader);                                                                                            \
         return result;                                                                                                 \
     }

@@ -1,5 +1,6 @@
 /* Memory that is the driver's whatever its size: stream-ordered, managed, arrays, small pieces. It passes, and is counted
  * while it is there, so that whoever plans a move knows what the driver will have to copy. */
+#include "late.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -158,9 +159,12 @@ void left_counts(struct counts *counts)
         return result;                                                                                                 \
     }
 
-/* What it takes, what is to be done once it has succeeded. */
+/* What it takes, what is to be done once it has succeeded. Memory is short only when nothing waits to be let go of. */
 #define COUNTED(name, arguments, passed, then)                                                                         \
-    PASSED(name, arguments, CUresult result = function passed; if (!result) then;)
+    PASSED(name, arguments,                                                                                            \
+           CUresult result = function passed;                                                                          \
+           if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
+           if (!result) then;)
 
 static CUcontext current(void)
 {
@@ -227,6 +231,12 @@ COUNTED(cuExternalMemoryGetMappedBuffer, (CUdeviceptr * pointer, void *memory, c
         (pointer, memory, of), left_add(LEFT_FOREIGN, *pointer, of->size, current()))
 COUNTED(cuGraphAddMemAllocNode, (void **node, void *graph, const void *after, size_t n, void *parameters),
         (node, graph, after, n, parameters), left_call(LEFT_GRAPH))
+#define MEM_ALLOC_NODE 10 /* what a node is, is the first thing that its parameters say */
+COUNTED(cuGraphAddNode, (void **node, void *graph, const void *after, size_t n, const int *parameters),
+        (node, graph, after, n, parameters), *parameters == MEM_ALLOC_NODE ? left_call(LEFT_GRAPH) : (void)0)
+COUNTED(cuGraphAddNode_v2,
+        (void **node, void *graph, const void *after, const void *edges, size_t n, const int *parameters),
+        (node, graph, after, edges, n, parameters), *parameters == MEM_ALLOC_NODE ? left_call(LEFT_GRAPH) : (void)0)
 /* NVIDIA's libraries ask for tables of functions that have no name: what they call through them does not pass the gate. */
 COUNTED(cuGetExportTable, (const void **table, const void *which), (table, which), left_call(LEFT_TABLES))
 

@@ -118,19 +118,22 @@ bool find_is_driver(const void *address)
     return !strncmp(name ? name + 1 : info.dli_fname, driver, sizeof driver - 1);
 }
 
-void *find_in_driver(const char *symbol)
+void *find_driver(void)
 {
     static void *_Atomic handle;
     void *library = atomic_load(&handle);
 
-    find_begin();
-    if (!library) {
-        library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-        if (!library)
-            return NULL; /* not the program's, so not ours */
+    if (!library && (library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD)))
         atomic_store(&handle, library);
-    }
-    return ((dlsym_function *)shim_real_dlsym)(library, symbol);
+    return library;
+}
+
+void *find_in_driver(const char *symbol)
+{
+    void *library = find_driver();
+
+    find_begin();
+    return library ? ((dlsym_function *)shim_real_dlsym)(library, symbol) : NULL; /* not the program's, so not ours */
 }
 
 static void *ask(void *library, const char *symbol, const char *version)

@@ -1,4 +1,5 @@
 #include "fds.h"
+#include "late.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -14,7 +15,7 @@ size_t n_memories;
 void *real_functions[REAL_FUNCTIONS];
 
 static size_t room_mappings, room_memories;
-static uint64_t last_id;
+static uint64_t last_id, last_number;
 
 #define GIVEN ((CUhandle)0x4c694d6f << 32) /* what numbers of ours begin with: drivers give addresses of their own heap */
 
@@ -40,6 +41,8 @@ bool shim_ready(void)
 
     if (UNLIKELY(!known)) {
         const char *off = getenv("LIMOSA_SHIM");
+        if (!find_driver())
+            return false; /* not yet: the program may load one later */
         known = real_find() && !(off && !strcmp(off, "off")) ? 1 : 2;
         atomic_store(&ready, known);
     }
@@ -94,6 +97,7 @@ bool mapping_add(struct mapping *mapping)
         return false;
     memmove(&mappings[place + 1], &mappings[place], (n_mappings - place) * sizeof *mappings);
     mappings[place] = mapping;
+    mapping->number = ++last_number;
     n_mappings++;
     mapping->memory->mappings++;
     return true;
@@ -103,6 +107,7 @@ CUhandle mapping_remove(size_t place)
 {
     struct mapping *mapping = mappings[place];
 
+    late_taken(mapping);
     n_mappings--;
     memmove(&mappings[place], &mappings[place + 1], (n_mappings - place) * sizeof *mappings);
     mapping->memory->mappings--;
@@ -115,9 +120,11 @@ void mapping_take_away(size_t place)
 {
     CUdeviceptr at = mappings[place]->at;
     size_t bytes = mappings[place]->bytes;
+    void *event = mappings[place]->event;
     CUhandle driver = mapping_remove(place);
 
     pthread_mutex_unlock(&memory_lock);
+    late_forget(event);
     real(cuMemUnmap)(at, bytes);
     memory_release(driver);
     real(cuMemAddressFree)(at, bytes);

@@ -37,13 +37,18 @@ struct memory {
 
 struct mapping {
     CUdeviceptr at;
+    uint64_t number; /* of this mapping, never used twice */
     size_t bytes, offset;
     struct memory *memory;
     unsigned char access[MAX_DEVICES];
     bool away; /* unmapped by us: the application must not see that */
     bool plain; /* cuMemAlloc: the range is reserved by us */
     bool opened; /* by a legacy handle: the range is reserved by us, too */
-    bool freeing; /* plain: somebody waits for its work, and takes it away after */
+    bool freeing; /* plain: the application has freed it; somebody waits for its work, and takes it away after */
+    bool late; /* freeing: nobody waits; late.c takes it away */
+    bool ordered; /* late: freed in the order of a stream */
+    void *event; /* late: its work is over when this is; NULL: when that of its context is */
+    CUcontext recorded; /* late: the event is of it */
     size_t asked; /* plain: bytes the application asked for */
     CUcontext context; /* plain, opened: goes with it */
     int times; /* opened */
@@ -79,6 +84,7 @@ extern size_t n_contexts;
 struct mapping *mapping_at(CUdeviceptr address); /* the one that has this byte */
 size_t mapping_place(CUdeviceptr address); /* the first that ends behind it */
 bool mapping_add(struct mapping *mapping);
+void late_taken(struct mapping *mapping); /* late.c: it is not among those that wait any longer */
 /* Frees it, and its memory where nothing else holds it: then a handle of the driver's comes back, which the caller
  * releases without memory_lock; else 0. */
 CUhandle mapping_remove(size_t place);
@@ -103,6 +109,8 @@ void left_begin_again(void); /* in a child after fork */
 void left_counts(struct counts *counts); /* with memory_lock held */
 bool ipc_is_ours(uint64_t token); /* whether a handle with it was made by this process */
 void ipc_begin_again(void); /* in a child after fork */
+CUcontext context_owner(CUcontext current, CUdevice device); /* contexts.c: whose memory is made there */
+void peers_context_gone(CUcontext context); /* plain.c; with memory_lock held */
 bool shim_ready(void); /* whether memory is to be taken over at all */
 
 #endif

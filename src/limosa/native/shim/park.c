@@ -31,6 +31,17 @@ int park_descriptor(struct memory *memory, CUresult *result)
     return fd;
 }
 
+/* A context that has ended has no work. One that ended in a way that nobody saw is dropped so. */
+static CUresult wait_in(CUcontext context, const _Atomic bool *enough)
+{
+    CUresult result = real(cuCtxSetCurrent)(context);
+
+    if (!result && !atomic_load(enough))
+        result = real(cuCtxSynchronize)();
+    real(cuCtxSetCurrent)(NULL);
+    return result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED ? CUDA_SUCCESS : result;
+}
+
 CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *enough)
 {
     /* cuCtxSynchronize waits for the current context alone: each primary one that is active, and each that
@@ -48,15 +59,11 @@ CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *eno
             continue;
         if ((result = real(cuDevicePrimaryCtxRetain)(&context, device)))
             break;
-        if (!(result = real(cuCtxSetCurrent)(context)) && !atomic_load(enough))
-            result = real(cuCtxSynchronize)();
-        real(cuCtxSetCurrent)(NULL);
+        result = wait_in(context, enough);
         real(cuDevicePrimaryCtxRelease_v2)(device);
     }
     for (size_t i = 0; i < n_made && !result && !atomic_load(enough); i++)
-        if (!(result = real(cuCtxSetCurrent)(made[i])) && !atomic_load(enough))
-            result = real(cuCtxSynchronize)();
-    real(cuCtxSetCurrent)(NULL);
+        result = wait_in(made[i], enough);
     return result;
 }
 

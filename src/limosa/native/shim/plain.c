@@ -1,19 +1,11 @@
 /* cuMemAlloc and what belongs to it, for pieces of 2 MiB and more: virtual memory that can be given away and taken back
  * at the same address. What cannot be had that way is the driver's, as if the shim were not there. */
-#include "capture.h"
+#include "late.h"
 #include "memory.h"
 #include "shim.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-#define GATE(call)                                                                                                     \
-    do {                                                                                                               \
-        struct reader *reader_ = gate_enter();                                                                         \
-        CUresult result_ = (call);                                                                                     \
-        gate_leave(reader_);                                                                                           \
-        return result_;                                                                                                \
-    } while (0)
 
 /* Which contexts may use whose memory: enabled by cuCtxEnablePeerAccess. */
 struct peer {
@@ -23,37 +15,11 @@ struct peer {
 static struct peer *peers;
 static size_t n_peers;
 
-/* What was freed while a stream was being captured, and waits until the device may be waited for. */
-static uint64_t *later; /* by their memory's number: addresses are used again */
-static size_t n_later, room_later;
-
 static int device_of_current(void)
 {
     CUdevice device;
 
     return real(cuCtxGetDevice)(&device) ? -1 : device;
-}
-
-/* Waits for the work of the context that some memory is of (NULL: of the current one). Without memory_lock. */
-static CUresult wait_for_work(CUcontext owner)
-{
-    int mode = CAPTURE_MODE_RELAXED;
-    CUcontext mine = NULL;
-    CUresult result;
-
-    if (capture_any()) /* the driver would refuse, and might spoil the capture */
-        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    real(cuThreadExchangeStreamCaptureMode)(&mode);
-    result = real(cuCtxGetCurrent)(&mine);
-    bool other = !result && owner && owner != mine;
-    if (other)
-        result = real(cuCtxSetCurrent)(owner);
-    if (!result)
-        result = real(cuCtxSynchronize)();
-    if (other)
-        real(cuCtxSetCurrent)(mine);
-    real(cuThreadExchangeStreamCaptureMode)(&mode);
-    return result;
 }
 
 /* With memory_lock held: the devices that may use memory of one. */
@@ -77,12 +43,15 @@ static CUresult make(CUdeviceptr *pointer, size_t bytes)
     prop.location = (CUmemLocation){LOCATION_DEVICE, device_of_current()};
     if (prop.location.id < 0 || prop.location.id >= MAX_DEVICES || real(cuCtxGetCurrent)(&context))
         return CUDA_ERROR_NOT_SUPPORTED;
+    context = context_owner(context, prop.location.id);
     prop.allocFlags.gpuDirectRDMACapable = 1; /* as plain memory is */
     if (real(cuMemGetAllocationGranularity)(&granularity, &prop, 0)) {
         prop.allocFlags.gpuDirectRDMACapable = 0;
         if (real(cuMemGetAllocationGranularity)(&granularity, &prop, 0))
             return CUDA_ERROR_NOT_SUPPORTED;
     }
+    if (bytes > (size_t)-1 - granularity)
+        return CUDA_ERROR_OUT_OF_MEMORY;
     whole = (bytes + granularity - 1) / granularity * granularity;
     result = real(cuMemCreate)(&handle, whole, &prop, 0);
     if (result && prop.allocFlags.gpuDirectRDMACapable && result != CUDA_ERROR_OUT_OF_MEMORY) {
@@ -134,29 +103,6 @@ no_address:
     return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* What waits to be freed, if the device may be waited for by now. */
-static void free_later(void)
-{
-    pthread_mutex_lock(&memory_lock);
-    size_t n = n_later;
-    uint64_t last = n ? later[n - 1] : 0;
-    pthread_mutex_unlock(&memory_lock);
-    if (!n || wait_for_work(NULL))
-        return;
-    pthread_mutex_lock(&memory_lock);
-    for (n = n_later; n && later[n - 1] != last; n--) /* what came after is for the next time */
-        ;
-    for (size_t i = 0; i < n; i++)
-        for (size_t place = 0; place < n_mappings; place++)
-            if (mappings[place]->memory->id == later[i]) {
-                mapping_take_away(place);
-                break;
-            }
-    n_later -= n;
-    memmove(later, later + n, n_later * sizeof *later);
-    pthread_mutex_unlock(&memory_lock);
-}
-
 static void count(enum left kind, CUdeviceptr pointer, size_t bytes)
 {
     CUcontext context = NULL;
@@ -175,24 +121,24 @@ static CUresult let_go_of_theirs(CUdeviceptr pointer)
     return result;
 }
 
-static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
+static CUresult alloc_once(CUdeviceptr *pointer, size_t bytes)
 {
-    CUresult result = CUDA_ERROR_NOT_SUPPORTED;
+    bool small = bytes < LARGE || !pointer;
+    CUresult result = small ? CUDA_ERROR_NOT_SUPPORTED : make(pointer, bytes);
 
-    if (bytes < LARGE || !pointer) {
-        result = real(cuMemAlloc_v2)(pointer, bytes);
-        if (!result)
-            count(LEFT_SMALL, *pointer, bytes);
-        return result;
-    }
-    free_later();
-    result = make(pointer, bytes);
     if (result == CUDA_ERROR_NOT_SUPPORTED) {
         result = real(cuMemAlloc_v2)(pointer, bytes);
         if (!result)
-            count(LEFT_FAILED, *pointer, bytes);
+            count(small ? LEFT_SMALL : LEFT_FAILED, *pointer, bytes);
     }
     return result;
+}
+
+static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
+{
+    late_free(bytes < LARGE ? LATE_LOOK : LATE_MARK);
+    CUresult result = alloc_once(pointer, bytes);
+    return result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL) ? alloc_once(pointer, bytes) : result;
 }
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes)
@@ -203,23 +149,61 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes)
     GATE(alloc(pointer, bytes));
 }
 
+/* Pitches that the driver has told: asked again, it would make a row again, and letting go of that waits for the device. */
+static struct told {
+    size_t width, pitch;
+    int device;
+    unsigned element;
+} told[64];
+static size_t n_told;
+
+static size_t pitch_of(size_t width, int device, unsigned element)
+{
+    size_t pitch = 0;
+
+    pthread_mutex_lock(&memory_lock);
+    for (size_t i = 0; i < sizeof told / sizeof told[0] && !pitch; i++)
+        if (told[i].width == width && told[i].device == device && told[i].element == element)
+            pitch = told[i].pitch;
+    pthread_mutex_unlock(&memory_lock);
+    return pitch;
+}
+
+/* The pitch is the driver's business: it is asked with one row. */
+static CUresult ask_pitch(size_t *pitch, size_t width, unsigned element)
+{
+    int device = device_of_current();
+    CUdeviceptr row = 0;
+
+    if (device >= 0 && (*pitch = pitch_of(width, device, element)))
+        return CUDA_SUCCESS;
+    CUresult result = real(cuMemAllocPitch_v2)(&row, pitch, width, 1, element);
+    if (result)
+        return result;
+    real(cuMemFree_v2)(row);
+    pthread_mutex_lock(&memory_lock);
+    told[n_told++ % (sizeof told / sizeof told[0])] = (struct told){width, *pitch, device, element};
+    pthread_mutex_unlock(&memory_lock);
+    return CUDA_SUCCESS;
+}
+
 static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
 {
-    /* The pitch is the driver's business: it is asked with one row. */
-    CUdeviceptr row = 0;
+    size_t bytes;
     CUresult result;
 
     if (!pointer || !pitch || !height || width > (size_t)-1 / height || width * height < LARGE) {
         result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
+        if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL))
+            result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
         if (!result)
             count(LEFT_SMALL, *pointer, *pitch * height);
         return result;
     }
-    result = real(cuMemAllocPitch_v2)(&row, pitch, width, 1, element);
-    if (result)
-        return result;
-    real(cuMemFree_v2)(row);
-    return alloc(pointer, *pitch * height);
+    result = ask_pitch(pitch, width, element);
+    if (!result && __builtin_mul_overflow(*pitch, height, &bytes))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    return result ? result : alloc(pointer, bytes);
 }
 
 EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
@@ -231,17 +215,38 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t w
     GATE(pitched(pointer, pitch, width, height, element));
 }
 
+/* With memory_lock held: memory of ours that begins there and is not being freed. */
+static struct mapping *ours_at(CUdeviceptr pointer, CUresult *wrong)
+{
+    struct mapping *mapping = mapping_at(pointer);
+
+    *wrong = mapping ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+    return mapping && mapping->plain && mapping->at == pointer && !mapping->freeing ? mapping : NULL;
+}
+
+/* With memory_lock held: the same as before, while others may have let go of it and used its address again. */
+static struct mapping *still(CUdeviceptr pointer, uint64_t id, size_t *place)
+{
+    *place = mapping_place(pointer);
+    if (*place >= n_mappings || mappings[*place]->at != pointer || !mappings[*place]->freeing
+        || mappings[*place]->memory->id != id)
+        return NULL;
+    return mappings[*place];
+}
+
 static CUresult let_go(CUdeviceptr pointer)
 {
-    struct mapping *mapping;
+    CUresult wrong;
 
+    late_free(LATE_LOOK);
     pthread_mutex_lock(&memory_lock);
-    mapping = mapping_at(pointer);
-    if (!mapping || !mapping->plain || mapping->at != pointer || mapping->freeing) {
+    struct mapping *mapping = ours_at(pointer, &wrong);
+    if (!mapping) {
         pthread_mutex_unlock(&memory_lock);
-        return mapping ? CUDA_ERROR_INVALID_VALUE : let_go_of_theirs(pointer);
+        return wrong ? wrong : let_go_of_theirs(pointer);
     }
     CUcontext owner = mapping->context, mine = NULL;
+    uint64_t id = mapping->memory->id;
     if (real(cuCtxGetCurrent)(&mine) || !mine) {
         pthread_mutex_unlock(&memory_lock);
         return CUDA_ERROR_INVALID_CONTEXT;
@@ -250,19 +255,12 @@ static CUresult let_go(CUdeviceptr pointer)
     pthread_mutex_unlock(&memory_lock);
     /* cuMemFree waits for what uses the memory. Without the lock: nobody else shall have to wait for that. */
     CUresult result = wait_for_work(owner);
+    size_t place;
     pthread_mutex_lock(&memory_lock);
-    size_t place = mapping_place(pointer);
-    if (place >= n_mappings || mappings[place]->at != pointer) {
+    if (!(mapping = still(pointer, id, &place))) {
         result = CUDA_ERROR_INVALID_VALUE; /* its context has ended meanwhile */
     } else if (result >= 900 && result < 910) { /* a stream is being captured */
-        if (n_later == room_later) {
-            size_t more = room_later ? 2 * room_later : 64;
-            uint64_t *bigger = realloc(later, more * sizeof *later);
-            if (bigger)
-                later = bigger, room_later = more;
-        }
-        if (n_later < room_later)
-            later[n_later++] = mappings[place]->memory->id;
+        late_add(mapping, NULL, NULL, false);
         result = CUDA_SUCCESS;
     } else {
         mapping_take_away(place);
@@ -279,8 +277,48 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
     GATE(let_go(pointer));
 }
 
-/* Of memory that cuMemAlloc has made this waits, too: longer than it has to, never less. */
-static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *entry)
+/* In the order of a stream: nothing waits here, since what the stream waits for may be this thread's to do. */
+static CUresult let_go_in_order(CUdeviceptr pointer, void *stream, bool per_thread)
+{
+    CUcontext recorded = NULL;
+    void *event = NULL;
+    CUresult result;
+    size_t place;
+
+    late_free(LATE_LOOK);
+    pthread_mutex_lock(&memory_lock);
+    struct mapping *mapping = ours_at(pointer, &result);
+    if (!mapping) {
+        pthread_mutex_unlock(&memory_lock);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    uint64_t id = mapping->memory->id;
+    mapping->freeing = true;
+    pthread_mutex_unlock(&memory_lock);
+    result = late_record(stream, per_thread, &event, &recorded);
+    if (!result && !event) {
+        typedef CUresult synchronize(void *);
+        synchronize *wait = (synchronize *)entry_real(&entries[per_thread ? AT_cuStreamSynchronize_ptsz
+                                                                          : AT_cuStreamSynchronize]);
+        result = wait ? wait(stream) : CUDA_ERROR_NOT_SUPPORTED;
+    }
+    pthread_mutex_lock(&memory_lock);
+    mapping = still(pointer, id, &place);
+    if (!mapping)
+        result = CUDA_ERROR_INVALID_VALUE; /* its context has ended meanwhile */
+    else if (result)
+        mapping->freeing = false;
+    else if (event)
+        late_add(mapping, event, recorded, true);
+    else
+        mapping_take_away(place);
+    pthread_mutex_unlock(&memory_lock);
+    if (!mapping)
+        late_forget(event);
+    return result;
+}
+
+static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *entry, bool per_thread)
 {
     typedef CUresult type(CUdeviceptr, void *);
     type *function = (type *)entry_real(entry);
@@ -293,7 +331,7 @@ static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *en
     bool ours = mapping && mapping->plain;
     pthread_mutex_unlock(&memory_lock);
     if (ours)
-        return let_go(pointer);
+        return let_go_in_order(pointer, stream, per_thread);
     struct left_piece *piece = left_take(pointer);
     CUresult result = function(pointer, stream);
     result ? left_again(piece) : left_gone(piece);
@@ -303,23 +341,30 @@ static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *en
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, void *stream)
 {
     CALLED(cuMemFreeAsync);
-    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync]));
+    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync], false));
 }
 
 EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr pointer, void *stream)
 {
     CALLED(cuMemFreeAsync_ptsz);
-    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync_ptsz]));
+    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync_ptsz], true));
 }
 
 /* --------------------------------------------------------------------------------------------------- questions --- */
 
-enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_IS_LEGACY_IPC = 10, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12,
-       ATTRIBUTE_HANDLE_TYPES = 14, ATTRIBUTE_MAPPING_SIZE = 18, ATTRIBUTE_MAPPING_BASE = 19 };
+enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_BUFFER = 7, ATTRIBUTE_IS_LEGACY_IPC = 10, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12,
+       ATTRIBUTE_HANDLE_TYPES = 14, ATTRIBUTE_MAPPING_SIZE = 18, ATTRIBUTE_MAPPING_BASE = 19, ATTRIBUTE_BLOCK = 20 };
 
-/* Answers as for memory that the driver has allocated itself. With memory_lock held. */
+#define OURS (1ull << 62) /* numbers of ours are none that a driver counts to */
+
+/* Answers as for memory that the driver has allocated itself, and that does not change when it has been away. With
+ * memory_lock held. */
 static void put_right(const struct mapping *mapping, int attribute, void *data)
 {
+    if (attribute == ATTRIBUTE_BUFFER || attribute == ATTRIBUTE_BLOCK)
+        *(uint64_t *)data = OURS | (attribute == ATTRIBUTE_BUFFER ? mapping->number : mapping->memory->id);
+    if (!mapping->plain && !mapping->opened)
+        return;
     switch (attribute) {
     case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
     case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = mapping->plain; break;
@@ -334,6 +379,7 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
 
 static CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 {
+    late_free(LATE_LOOK); /* what was freed is not there */
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
     bool ours = mapping && (mapping->plain || mapping->opened) && pointer < mapping->at + mapping->asked;
@@ -356,11 +402,12 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
 
 static CUresult attribute(void *data, int which, CUdeviceptr pointer)
 {
+    late_free(LATE_LOOK);
     CUresult result = real(cuPointerGetAttribute)(data, which, pointer);
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    if (data && mapping && (mapping->plain || mapping->opened) && (result == CUDA_SUCCESS || which == ATTRIBUTE_CONTEXT)) {
+    if (data && mapping && (!result || (which == ATTRIBUTE_CONTEXT && (mapping->plain || mapping->opened)))) {
         put_right(mapping, which, data);
         result = CUDA_SUCCESS;
     }
@@ -379,11 +426,12 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr pointer
 
 static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
 {
+    late_free(LATE_LOOK);
     CUresult result = real(cuPointerGetAttributes)(n, which, data, pointer);
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
-    if (result == CUDA_SUCCESS && mapping && (mapping->plain || mapping->opened))
+    if (result == CUDA_SUCCESS && mapping)
         for (unsigned i = 0; i < n; i++)
             put_right(mapping, which[i], data[i]);
     pthread_mutex_unlock(&memory_lock);
@@ -397,6 +445,22 @@ EXPORT CUresult cuPointerGetAttributes(unsigned n, int *which, void **data, CUde
         return real_functions[REAL_cuPointerGetAttributes]
             ? real(cuPointerGetAttributes)(n, which, data, pointer) : CUDA_ERROR_NO_DEVICE;
     GATE(attributes(n, which, data, pointer));
+}
+
+/* What was freed is free: what can be let go of is, before anybody counts. */
+EXPORT CUresult cuMemGetInfo_v2(size_t *now, size_t *all)
+{
+    typedef CUresult type(size_t *, size_t *);
+    CALLED(cuMemGetInfo_v2);
+    type *function = (type *)entry_real(&entries[AT_cuMemGetInfo_v2]);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    if (shim_ready())
+        late_free(LATE_FREED);
+    CUresult result = function(now, all);
+    gate_leave(reader);
+    return result;
 }
 
 /* ------------------------------------------------------------------------------------------------ peer access --- */
@@ -490,143 +554,9 @@ EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
     GATE(disable(peer));
 }
 
-/* ------------------------------------------------------------------------------------------- end of a context --- */
-
-CUcontext *contexts;
-size_t n_contexts;
-
-static CUresult made(CUresult result, CUcontext *context)
+void peers_context_gone(CUcontext context)
 {
-    if (result)
-        return result;
-    pthread_mutex_lock(&memory_lock);
-    CUcontext *more = realloc(contexts, (n_contexts + 1) * sizeof *more);
-    if (more) {
-        contexts = more;
-        contexts[n_contexts++] = *context;
-    }
-    pthread_mutex_unlock(&memory_lock);
-    if (!more) { /* its work could not be waited for */
-        real(cuCtxDestroy_v2)(*context);
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    return CUDA_SUCCESS;
-}
-
-EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
-{
-    CALLED(cuCtxCreate_v2);
-    if (!shim_ready())
-        return real_functions[REAL_cuCtxCreate_v2] ? real(cuCtxCreate_v2)(context, flags, device)
-                                                   : CUDA_ERROR_NO_DEVICE;
-    GATE(made(real(cuCtxCreate_v2)(context, flags, device), context));
-}
-
-EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
-{
-    CALLED(cuCtxCreate_v3);
-    if (!shim_ready())
-        return real_functions[REAL_cuCtxCreate_v3] ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
-                                                   : CUDA_ERROR_NO_DEVICE;
-    GATE(made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
-}
-
-/* From CUDA 12.5 on; drivers before it do not have it. */
-EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned flags, CUdevice device)
-{
-    CALLED(cuCtxCreate_v4);
-    typedef CUresult create(CUcontext *, void *, unsigned, CUdevice);
-    create *function = (create *)entry_real(entry_of("cuCtxCreate_v4"));
-
-    if (!function)
-        return CUDA_ERROR_NO_DEVICE;
-    if (!shim_ready())
-        return function(context, parameters, flags, device);
-    GATE(made(function(context, parameters, flags, device), context));
-}
-
-/* With memory_lock held: its memory goes with it. */
-static void context_gone(CUcontext context)
-{
-    for (size_t i = 0; i < n_mappings;)
-        if ((mappings[i]->plain || mappings[i]->opened) && mappings[i]->context == context) {
-            mapping_take_away(i);
-            i = 0; /* the table was let go of */
-        } else {
-            i++;
-        }
-    for (size_t i = n_contexts; i-- > 0;)
-        if (contexts[i] == context)
-            contexts[i] = contexts[--n_contexts];
     for (size_t i = n_peers; i-- > 0;)
         if (peers[i].from == context || peers[i].to == context)
             peers[i] = peers[--n_peers];
-    left_context_gone(context);
-    capture_context_ends(context);
 }
-
-static CUresult destroy(CUcontext context)
-{
-    CUresult result = real(cuCtxDestroy_v2)(context);
-
-    if (!result) {
-        pthread_mutex_lock(&memory_lock);
-        context_gone(context);
-        pthread_mutex_unlock(&memory_lock);
-    }
-    return result;
-}
-
-EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
-{
-    CALLED(cuCtxDestroy_v2);
-    if (!shim_ready())
-        return real_functions[REAL_cuCtxDestroy_v2] ? real(cuCtxDestroy_v2)(context) : CUDA_ERROR_NO_DEVICE;
-    GATE(destroy(context));
-}
-
-/* Primary contexts keep their address when they end: it is asked for before. */
-static CUcontext primary_of(CUdevice device)
-{
-    CUcontext context = NULL;
-    unsigned flags;
-    int active = 0;
-
-    if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active)
-        return NULL;
-    if (real(cuDevicePrimaryCtxRetain)(&context, device))
-        return NULL;
-    real(cuDevicePrimaryCtxRelease_v2)(device);
-    return context;
-}
-
-static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
-{
-    CUcontext context = primary_of(device);
-    CUresult result = how(device);
-    unsigned flags;
-    int active = 1;
-
-    if (!result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active) {
-        pthread_mutex_lock(&memory_lock);
-        context_gone(context);
-        pthread_mutex_unlock(&memory_lock);
-    }
-    return result;
-}
-
-#define PRIMARY_ENDS(name)                                                                                             \
-    EXPORT CUresult name(CUdevice device)                                                                              \
-    {                                                                                                                  \
-        CALLED(name);                                                                                                  \
-        CUresult (*function)(CUdevice) = (CUresult (*)(CUdevice))entry_real(&entries[AT_##name]);                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        if (!shim_ready())                                                                                             \
-            return function(device);                                                                                   \
-        GATE(primary_ends(device, function));                                                                          \
-    }
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease)
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2)

@@ -5,6 +5,7 @@
 #include "bulk.h"
 #include "capture.h"
 #include "fds.h"
+#include "late.h"
 #include "park.h"
 #include "serve.h"
 #include "shim.h"
@@ -274,6 +275,7 @@ static void in_child(void)
     bulk_in_child();
     still_in_child();
     capture_in_child();
+    late_in_child();
     pthread_mutex_init(&memory_lock, NULL);
     n_memories = n_mappings = n_contexts = 0;
     left_begin_again();

@@ -48,8 +48,18 @@ void *entry_real(struct entry *entry);
 /* What the application is to have instead of a function of libcuda that is really at that address. */
 void *entry_instead(const char *symbol, void *real);
 
+/* Returns what a call of the driver answers that is made inside the gate. */
+#define GATE(call)                                                                                                     \
+    do {                                                                                                               \
+        struct reader *reader_ = gate_enter();                                                                         \
+        CUresult result_ = (call);                                                                                     \
+        gate_leave(reader_);                                                                                           \
+        return result_;                                                                                                \
+    } while (0)
+
 /* find.c: the way past ourselves. */
 void *find_in_driver(const char *symbol);
+void *find_driver(void); /* the program's own libcuda; NULL before it has loaded one */
 bool find_is_driver(const void *address); /* whether it lies in libcuda */
 void find_begin(void);
 

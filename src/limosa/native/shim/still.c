@@ -1,6 +1,7 @@
 /* Holds the process still, takes its memory away and gives it back. */
 #include "bulk.h"
 #include "capture.h"
+#include "late.h"
 #include "park.h"
 #include "serve.h"
 #include "shim.h"
@@ -148,6 +149,7 @@ int32_t still_close(uint64_t milliseconds)
         return result;
     }
     state = STATE_CLOSED;
+    late_at_rest(); /* what was freed need not be put away */
     bulk_gate(true);
     return 0;
 }

@@ -1,5 +1,6 @@
 /* The application's own virtual memory (PyTorch's expandable segments, XLA's): it goes on using its calls, and what it
  * makes can be put away, too. It holds numbers of ours for the driver's handles, because those change. */
+#include "late.h"
 #include "memory.h"
 #include "shim.h"
 
@@ -38,7 +39,7 @@ static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CU
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
+static CUresult create_once(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
 {
     CUhandle driver = 0;
 
@@ -55,6 +56,13 @@ static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAlloca
         result = real(cuMemCreate)(&driver, bytes, prop, flags);
     }
     return result ? result : number(handle, driver, bytes, prop, stays, LEFT_FOREIGN, 0);
+}
+
+static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
+{
+    late_free(LATE_LOOK);
+    CUresult result = create_once(handle, bytes, prop, flags);
+    return result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL) ? create_once(handle, bytes, prop, flags) : result;
 }
 
 EXPORT CUresult cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)

@@ -462,6 +462,32 @@ EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
     RETURN(destroy(context));
 }
 
+/* The old way to hold a context: it ends with its last use. */
+EXPORT CUresult cuCtxAttach(CUcontext *handle, unsigned int flags)
+{
+    ENTER(CALL_MANAGE | CALL_CONTEXT);
+    if (!handle || flags)
+        RETURN(CUDA_ERROR_INVALID_VALUE);
+    driver_lock();
+    call_.context->attaches++;
+    driver_unlock();
+    *handle = (CUcontext)call_.context;
+    RETURN(CUDA_SUCCESS);
+}
+
+EXPORT CUresult cuCtxDetach(CUcontext handle)
+{
+    ENTER(CALL_MANAGE);
+    driver_lock();
+    struct context *context = context_of_handle(handle);
+    bool known = context && !context->primary && !context->destroyed;
+    bool last = known && !context->attaches;
+    if (known && !last)
+        context->attaches--;
+    driver_unlock();
+    RETURN(last ? destroy(handle) : known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT);
+}
+
 /* ------------------------------------------------------------------------------------------------------ current --- */
 
 /* A handle that may be made current; a primary context may be so before it is retained again. */

@@ -137,6 +137,7 @@ struct context {
     bool primary;
     int references;    /* of a primary context */
     int attached;      /* times current in some thread */
+    int attaches;      /* cuCtxAttach, less cuCtxDetach */
     uint64_t block;    /* the device memory that the context itself takes (NODE_CONTEXT) */
     void *holder;      /* what keeps it (block.h); NULL while the context has none */
     uint32_t peers;    /* ordinals whose memory it has enabled */

@@ -230,6 +230,37 @@ EXPORT CUresult cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsi
     RETURN(record(call_.context, event, PER_THREAD(stream), flags));
 }
 
+/* Behind all that the context has to do now, in whatever stream. */
+EXPORT CUresult cuCtxRecordEvent(CUcontext handle, CUevent to)
+{
+    ENTER(CALL_MANAGE);
+    driver_lock();
+    struct context *context = context_of_handle(handle);
+    bool known = context && !context->destroyed;
+    driver_unlock();
+    struct mark *mark = calloc(1, sizeof *mark);
+    if (!mark)
+        RETURN(CUDA_ERROR_OUT_OF_MEMORY);
+    mark->references = 2; /* the event's and the work's */
+    streams_lock();
+    struct event *event = known ? event_find(to) : NULL;
+    CUresult result = !known ? CUDA_ERROR_INVALID_CONTEXT
+                      : !event || event->context != context || event->shared ? CUDA_ERROR_INVALID_HANDLE
+                                                                             : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS)
+        result = streams_mark(context, mark);
+    else
+        mark_drop(mark);
+    if (result == CUDA_SUCCESS) {
+        mark_drop(event->mark);
+        event->mark = mark;
+    } else {
+        mark_drop(mark);
+    }
+    streams_unlock();
+    RETURN(result);
+}
+
 /* Whether what it marks now is still to be reached, in whatever process it was recorded. */
 static bool pending(const struct event *event)
 {

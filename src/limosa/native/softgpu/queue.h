@@ -58,6 +58,8 @@ bool stream_forbids(const struct stream *stream);
 /* With the lock held, and a reference: wait until a mark is reached (the lock is let go meanwhile). */
 void mark_wait(struct mark *mark);
 void mark_drop(struct mark *mark);
+/* With the lock held: a mark behind all that a context's streams have to do now (one reference passes over). */
+CUresult streams_mark(struct context *context, struct mark *mark);
 
 /* With the lock held: forget a context's events. */
 void events_context_gone(struct context *context);

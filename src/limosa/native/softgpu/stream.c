@@ -276,6 +276,57 @@ CUresult stream_append(struct stream *stream, void (*run)(void *), void *argumen
     return CUDA_SUCCESS;
 }
 
+/* A mark that several streams have to come to. */
+struct together {
+    int left;
+    struct mark *mark;
+};
+
+/* With the lock held. */
+static void arrive(struct together *together)
+{
+    if (--together->left)
+        return;
+    together->mark->reached = true;
+    together->mark->time = node_now();
+    mark_drop(together->mark);
+    free(together);
+    tell_change();
+}
+
+static void run_arrive(void *argument)
+{
+    streams_lock();
+    arrive(argument);
+    streams_unlock();
+}
+
+CUresult streams_mark(struct context *context, struct mark *mark)
+{
+    struct together *together = malloc(sizeof *together);
+    CUresult result = together ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        if (stream->context == context && stream_spoil(stream))
+            result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (result != CUDA_SUCCESS) {
+        free(together);
+        mark_drop(mark);
+        return result;
+    }
+    *together = (struct together){1, mark};
+    for (struct stream *stream = streams; stream; stream = stream->next)
+        if (stream->context == context && stream->head) {
+            together->left++;
+            if (stream_append(stream, run_arrive, together, true, NULL, NULL) != CUDA_SUCCESS) {
+                result = CUDA_ERROR_OUT_OF_MEMORY;
+                together->left--;
+            }
+        }
+    arrive(together);
+    return result;
+}
+
 CUresult stream_submit(struct context *context, CUstream handle, void (*run)(void *), void *argument)
 {
     CUresult result;

@@ -1,0 +1,237 @@
+/* Contexts that end, and what ends with them: memory that was allocated in them, captures, peer access. */
+#include "capture.h"
+#include "late.h"
+#include "memory.h"
+#include "shim.h"
+
+#include <stdlib.h>
+
+CUcontext *contexts;
+size_t n_contexts;
+static unsigned *uses; /* of each: cuCtxAttach and cuCtxDetach count them */
+
+static CUresult made(CUresult result, CUcontext *context)
+{
+    if (result)
+        return result;
+    pthread_mutex_lock(&memory_lock);
+    CUcontext *more = realloc(contexts, (n_contexts + 1) * sizeof *more);
+    contexts = more ? more : contexts;
+    unsigned *more_uses = more ? realloc(uses, (n_contexts + 1) * sizeof *uses) : NULL;
+    uses = more_uses ? more_uses : uses;
+    if (more_uses) {
+        uses[n_contexts] = 1;
+        contexts[n_contexts++] = *context;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    if (!more_uses) { /* its work could not be waited for */
+        real(cuCtxDestroy_v2)(*context);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
+{
+    CALLED(cuCtxCreate_v2);
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxCreate_v2] ? real(cuCtxCreate_v2)(context, flags, device)
+                                                   : CUDA_ERROR_NO_DEVICE;
+    GATE(made(real(cuCtxCreate_v2)(context, flags, device), context));
+}
+
+EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
+{
+    CALLED(cuCtxCreate_v3);
+    if (!shim_ready())
+        return real_functions[REAL_cuCtxCreate_v3] ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
+                                                   : CUDA_ERROR_NO_DEVICE;
+    GATE(made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
+}
+
+/* From CUDA 12.5 on; drivers before it do not have it. */
+EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned flags, CUdevice device)
+{
+    CALLED(cuCtxCreate_v4);
+    typedef CUresult create(CUcontext *, void *, unsigned, CUdevice);
+    create *function = (create *)entry_real(entry_of("cuCtxCreate_v4"));
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(context, parameters, flags, device);
+    GATE(made(function(context, parameters, flags, device), context));
+}
+
+/* With memory_lock held: its memory goes with it. */
+static void context_gone(CUcontext context)
+{
+    late_context_gone(context); /* before: their events are gone already */
+    for (size_t i = 0; i < n_mappings;)
+        if ((mappings[i]->plain || mappings[i]->opened) && mappings[i]->context == context) {
+            mapping_take_away(i);
+            i = 0; /* the table was let go of */
+        } else {
+            i++;
+        }
+    for (size_t i = n_contexts; i-- > 0;)
+        if (contexts[i] == context) {
+            contexts[i] = contexts[--n_contexts];
+            uses[i] = uses[n_contexts];
+        }
+    peers_context_gone(context);
+    left_context_gone(context);
+    capture_context_ends(context);
+}
+
+typedef CUresult ends(CUcontext);
+
+static CUresult destroy(CUcontext context, ends *function)
+{
+    CUresult result = function(context);
+
+    if (!result) {
+        pthread_mutex_lock(&memory_lock);
+        context_gone(context);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+#define DESTROYS(name)                                                                                                 \
+    EXPORT CUresult name(CUcontext context)                                                                            \
+    {                                                                                                                  \
+        CALLED(name);                                                                                                  \
+        ends *function = (ends *)entry_real(&entries[AT_##name]);                                                      \
+        if (!function)                                                                                                 \
+            return CUDA_ERROR_NO_DEVICE;                                                                               \
+        if (!shim_ready())                                                                                             \
+            return function(context);                                                                                  \
+        GATE(destroy(context, function));                                                                              \
+    }
+DESTROYS(cuCtxDestroy)
+DESTROYS(cuCtxDestroy_v2)
+
+/* With memory_lock held: one use more or less of a context that the application has made. Whether it was the last. */
+static bool used(CUcontext context, int more)
+{
+    for (size_t i = 0; i < n_contexts; i++)
+        if (contexts[i] == context)
+            return !(uses[i] += (unsigned)more);
+    return false;
+}
+
+typedef CUresult attaches(CUcontext *, unsigned);
+
+static CUresult attach(CUcontext *context, unsigned flags, attaches *function)
+{
+    CUresult result = function(context, flags);
+
+    if (!result && context) {
+        pthread_mutex_lock(&memory_lock);
+        used(*context, 1);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+EXPORT CUresult cuCtxAttach(CUcontext *context, unsigned flags)
+{
+    CALLED(cuCtxAttach);
+    attaches *function = (attaches *)entry_real(&entries[AT_cuCtxAttach]);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(context, flags);
+    GATE(attach(context, flags, function));
+}
+
+static CUresult detach(CUcontext context, ends *function)
+{
+    CUresult result = function(context);
+
+    if (!result) {
+        pthread_mutex_lock(&memory_lock);
+        if (used(context, -1))
+            context_gone(context);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+EXPORT CUresult cuCtxDetach(CUcontext context)
+{
+    CALLED(cuCtxDetach);
+    ends *function = (ends *)entry_real(&entries[AT_cuCtxDetach]);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(context);
+    GATE(detach(context, function));
+}
+
+/* Primary contexts keep their address when they end: it is asked for before. */
+static CUcontext primary_of(CUdevice device)
+{
+    CUcontext context = NULL;
+    unsigned flags;
+    int active = 0;
+
+    if (real(cuDevicePrimaryCtxGetState)(device, &flags, &active) || !active)
+        return NULL;
+    if (real(cuDevicePrimaryCtxRetain)(&context, device))
+        return NULL;
+    real(cuDevicePrimaryCtxRelease_v2)(device);
+    return context;
+}
+
+/* Memory of a green context is the primary one's that it was made of, and stays when the green one is destroyed. What
+ * neither the application has made nor is a primary one is green. */
+CUcontext context_owner(CUcontext current, CUdevice device)
+{
+    static _Atomic(CUcontext) primary[MAX_DEVICES]; /* as last seen */
+    bool made_by_it = false;
+
+    if (device < 0 || device >= MAX_DEVICES || atomic_load(&primary[device]) == current)
+        return current;
+    pthread_mutex_lock(&memory_lock);
+    for (size_t i = 0; i < n_contexts; i++)
+        made_by_it |= contexts[i] == current;
+    pthread_mutex_unlock(&memory_lock);
+    CUcontext of_device = made_by_it ? NULL : primary_of(device);
+    if (!of_device)
+        return current;
+    atomic_store(&primary[device], of_device);
+    return of_device;
+}
+
+static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
+{
+    CUcontext context = primary_of(device);
+    CUresult result = how(device);
+    unsigned flags;
+    int active = 1;
+
+    if (!result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active) {
+        pthread_mutex_lock(&memory_lock);
+        context_gone(context);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
+}
+
+#define PRIMARY_ENDS(name)                                                                                             \
+    EXPORT CUresult name(CUdevice device)                                                                              \
+    {                                                                                                                  \
+        CALLED(name);                                                                                                  \
+        CUresult (*function)(CUdevice) = (CUresult (*)(CUdevice))entry_real(&entries[AT_##name]);                      \
+        if (!function)                                                                                                 \
+            return CUDA_ERROR_NO_DEVICE;                                                                               \
+        if (!shim_ready())                                                                                             \
+            return function(device);                                                                                   \
+        GATE(primary_ends(device, function));                                                                          \
+    }
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease)
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2)

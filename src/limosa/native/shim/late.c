@@ -1,0 +1,257 @@
+/* Frees that cannot be done at once. cuMemFree waits for the work of a context, which nobody may do while a stream is being
+ * captured; cuMemFreeAsync must not wait at all, since what the stream waits for may be the calling thread's to do. Such
+ * memory is let go of once an event says that its work is over: looked at whenever memory is allocated, freed, or asked for,
+ * when the last capture has ended, and when the gate is closed; waited for only where memory is short. */
+#include "late.h"
+#include "capture.h"
+#include "shim.h"
+
+#define BATCH 64
+#define LEGACY_STREAM ((void *)1)
+#define PER_THREAD_STREAM ((void *)2)
+#define NO_TIMING 2
+#define NOT_READY 600
+
+struct one {
+    CUdeviceptr at;
+    uint64_t id; /* addresses are used again */
+    CUcontext owner, recorded;
+    void *event;
+    bool ordered;
+};
+
+typedef CUresult event_create(void **, unsigned);
+typedef CUresult event_record(void *, void *);
+typedef CUresult context_record(CUcontext, void *);
+typedef CUresult event_call(void *);
+typedef CUresult stream_context(void *, CUcontext *);
+typedef CUresult is_capturing(void *, int *);
+#define driver_of(type, name) ((type *)entry_real(&entries[AT_##name]))
+
+CUresult wait_for_work(CUcontext owner)
+{
+    int mode = CAPTURE_MODE_RELAXED;
+    CUcontext mine = NULL;
+    CUresult result;
+
+    if (capture_any()) /* the driver would refuse, and might spoil the capture */
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    result = real(cuCtxGetCurrent)(&mine);
+    bool other = !result && owner && owner != mine;
+    if (other)
+        result = real(cuCtxSetCurrent)(owner);
+    if (!result)
+        result = real(cuCtxSynchronize)();
+    if (other)
+        real(cuCtxSetCurrent)(mine);
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    return result;
+}
+
+void late_forget(void *event)
+{
+    event_call *destroy = (event_call *)atomic_load(&entries[AT_cuEventDestroy_v2].real);
+
+    if (event && destroy)
+        destroy(event);
+}
+
+/* An event of a context; NULL where there is none to be had. */
+static void *event_in(CUcontext context)
+{
+    event_create *create = driver_of(event_create, cuEventCreate);
+    CUcontext mine = NULL;
+    void *event = NULL;
+
+    if (!create || !driver_of(event_call, cuEventDestroy_v2) || !driver_of(event_call, cuEventQuery)
+        || !driver_of(event_call, cuEventSynchronize) || real(cuCtxGetCurrent)(&mine))
+        return NULL;
+    if (mine != context && real(cuCtxSetCurrent)(context))
+        return NULL;
+    if (create(&event, NO_TIMING))
+        event = NULL;
+    if (mine != context)
+        real(cuCtxSetCurrent)(mine);
+    return event;
+}
+
+CUresult late_record(void *stream, bool per_thread, void **event, CUcontext *context)
+{
+    stream_context *context_of = per_thread ? driver_of(stream_context, cuStreamGetCtx_ptsz)
+                                            : driver_of(stream_context, cuStreamGetCtx);
+    is_capturing *captured = per_thread ? driver_of(is_capturing, cuStreamIsCapturing_ptsz)
+                                        : driver_of(is_capturing, cuStreamIsCapturing);
+    event_record *record = per_thread ? driver_of(event_record, cuEventRecord_ptsz)
+                                      : driver_of(event_record, cuEventRecord);
+    CUresult result;
+    int status = 0, mode = CAPTURE_MODE_RELAXED;
+
+    *event = NULL;
+    if (!record || !context_of)
+        return CUDA_SUCCESS;
+    if (!stream || stream == LEGACY_STREAM || stream == PER_THREAD_STREAM)
+        result = real(cuCtxGetCurrent)(context);
+    else
+        result = context_of(stream, context);
+    if (result || !*context)
+        return result ? result : CUDA_ERROR_INVALID_CONTEXT;
+    if (capture_any() && captured && !captured(stream, &status) && status)
+        return CUDA_ERROR_INVALID_VALUE; /* a graph frees what graphs have allocated, and nothing else */
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    void *made = event_in(*context);
+    result = made ? record(made, stream) : CUDA_SUCCESS;
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    if (result)
+        late_forget(made);
+    else
+        *event = made;
+    return result;
+}
+
+static _Atomic size_t n_late; /* for those who only look */
+
+void late_add(struct mapping *mapping, void *event, CUcontext recorded, bool ordered)
+{
+    mapping->late = true;
+    mapping->ordered = ordered;
+    mapping->event = event;
+    mapping->recorded = recorded;
+    atomic_fetch_add(&n_late, 1);
+}
+
+void late_taken(struct mapping *mapping)
+{
+    if (mapping->late)
+        atomic_fetch_sub(&n_late, 1);
+    mapping->late = false;
+}
+
+/* Some of them, from an address on: taken out of the list for as long as they are looked at, so that nobody else does. */
+static size_t some(struct one *all, CUdeviceptr from)
+{
+    size_t n = 0;
+
+    pthread_mutex_lock(&memory_lock);
+    for (size_t place = mapping_place(from); place < n_mappings && n < BATCH; place++) {
+        struct mapping *mapping = mappings[place];
+        if (!mapping->late)
+            continue;
+        all[n++] = (struct one){mapping->at, mapping->memory->id, mapping->context, mapping->recorded, mapping->event,
+                                mapping->ordered};
+        late_taken(mapping);
+        mapping->event = NULL;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return n;
+}
+
+/* It was freed while a stream was being captured: what its context has to do now is marked, where the driver can do that. */
+static void mark(struct one *one)
+{
+    context_record *record = driver_of(context_record, cuCtxRecordEvent);
+
+    if (!record || !(one->event = event_in(one->owner)))
+        return;
+    one->recorded = one->owner;
+    if (record(one->owner, one->event)) {
+        late_forget(one->event);
+        one->event = NULL;
+    }
+}
+
+static CUresult ask(struct one *one, enum late wait)
+{
+    if (!one->event && wait < LATE_FREED)
+        mark(one);
+    if (!one->event)
+        return wait == LATE_LOOK ? NOT_READY : wait_for_work(one->owner);
+    if (wait == LATE_ALL || (wait == LATE_FREED && !one->ordered))
+        return driver_of(event_call, cuEventSynchronize)(one->event);
+    return driver_of(event_call, cuEventQuery)(one->event);
+}
+
+/* The work is over too where it has failed: the context is of no use any more, and what was freed is not used by it. */
+static bool under_way(CUresult result)
+{
+    return result == NOT_READY || (result >= 900 && result < 910);
+}
+
+/* With memory_lock held: where it is now, if it is still there. */
+static struct mapping *found(const struct one *one, size_t *place)
+{
+    *place = mapping_place(one->at);
+    if (*place >= n_mappings)
+        return NULL;
+    struct mapping *mapping = mappings[*place];
+    return mapping->at == one->at && mapping->freeing && mapping->memory->id == one->id ? mapping : NULL;
+}
+
+bool late_free(enum late wait)
+{
+    struct one all[BATCH];
+    CUdeviceptr from = 0;
+    size_t n = BATCH, place;
+    bool any = false;
+
+    if (!atomic_load_explicit(&n_late, memory_order_relaxed) || (wait < LATE_ALL && capture_any()))
+        return false;
+    while (n == BATCH && (n = some(all, from))) {
+        CUcontext waited = NULL; /* for all that was freed before now */
+        int mode = CAPTURE_MODE_RELAXED;
+        real(cuThreadExchangeStreamCaptureMode)(&mode);
+        for (size_t i = 0; i < n; i++) {
+            bool known = !all[i].event && waited && waited == all[i].owner;
+            CUresult result = known ? CUDA_SUCCESS : ask(&all[i], wait);
+            if (!result && !all[i].event)
+                waited = all[i].owner;
+            pthread_mutex_lock(&memory_lock);
+            struct mapping *mapping = found(&all[i], &place);
+            bool again = mapping && under_way(result);
+            if (again) {
+                late_add(mapping, all[i].event, all[i].recorded, all[i].ordered);
+            } else if (mapping) {
+                mapping_take_away(place);
+                any = true;
+            }
+            pthread_mutex_unlock(&memory_lock);
+            if (mapping && !again) /* with its context it has gone itself */
+                late_forget(all[i].event);
+        }
+        real(cuThreadExchangeStreamCaptureMode)(&mode);
+        from = all[n - 1].at + 1;
+    }
+    return any;
+}
+
+void late_at_rest(void)
+{
+    if (!atomic_load(&n_late))
+        return;
+    pthread_mutex_lock(&memory_lock);
+    for (size_t place = 0; place < n_mappings;)
+        if (mappings[place]->late) {
+            mapping_take_away(place);
+            place = 0; /* the table was let go of */
+        } else {
+            place++;
+        }
+    pthread_mutex_unlock(&memory_lock);
+}
+
+void late_context_gone(CUcontext context)
+{
+    for (size_t place = 0; place < n_mappings;)
+        if (mappings[place]->late && mappings[place]->recorded == context) {
+            mappings[place]->event = NULL; /* it went with the context */
+            mapping_take_away(place);
+            place = 0;
+        } else {
+            place++;
+        }
+}
+
+void late_in_child(void)
+{
+    atomic_store(&n_late, 0);
+}
