@@ -16,7 +16,10 @@ import pytest
 from conftest import JOB, Job
 from soft_command import UNDER, start, waits_for
 
+from limosa.parking.resident import socket_path
+
 USER = 4242
+_CAP_SYS_RESOURCE = 24
 # What root runs need not be readable for others (a Python in /root): all is imported before the user is changed.
 _BECOME = f"""
 import array, ctypes, os, sys
@@ -107,6 +110,45 @@ def test_root_serves_a_user_with_that_users_vault_and_mover(node: Any, place: Pa
         one.finish()
 
 
+@pytest.mark.criu
+@pytest.mark.parametrize("how", ["running", "suspended"])
+def test_root_writes_and_restores_a_users_job(node: Any, place: Path, how: str) -> None:
+    """Root's mover works in root's folder; the vault that holds the job's memory meanwhile is the job's owner's."""
+    job = users_job(node, place)
+    small = ["--chunk", "4MiB"]
+    if how == "suspended":
+        node.limosa("suspend", job.pid)
+    may = may_be_dumped()
+    said = node.limosa("checkpoint", "-o", "json", job.pid, "--output", place / "kept", "-R", *small, rc=None)
+    there = residents(node)
+    assert ("limosa-mover", 0) in there, "the chunks were written before CRIU was asked"
+    assert ("limosa-vault", 0) not in there
+    if how == "suspended":
+        assert ("limosa-vault", USER) in there
+        node.limosa("resume", job.pid)
+    job.goes_on(2)
+    if may:
+        assert (said.rc, said.json["way"]) == (0, "parked")
+        node.limosa("checkpoint", job.pid, "--output", place / "image", *small)
+        job.until_gone()
+        assert node.limosa("restore", "-o", "json", place / "image", "--to", 1).json["way"] == "parked"
+        job.goes_on(2)
+        assert os.stat(f"/proc/{job.pid}").st_uid == USER
+    else:  # all but CRIU's own part, and the way back from there
+        assert (said.rc, said.json["error"]["id"], "rlimit" in said.stderr) == (21, "criu-failed", True), said
+    assert node.limosa("move", "-o", "json", job.pid, "--to", int(not may)).json["results"][0]["way"] == "parked"
+    job.goes_on(2)
+    assert ("limosa-vault", USER) in residents(node)
+    assert ("limosa-vault", 0) not in residents(node)
+    job.finish()
+
+
+def may_be_dumped() -> bool:
+    """Whether CRIU can ask for another user's limits here: root has that right, but not in every container."""
+    capabilities = Path("/proc/self/status").read_text().split("CapEff:")[1].split()[0]
+    return bool(int(capabilities, 16) >> _CAP_SYS_RESOURCE & 1)
+
+
 _CALLS = f"""{_BECOME}
 import socket
 from limosa.parking.packets import receive, send
@@ -151,8 +193,9 @@ def test_a_socket_that_is_another_users_is_not_believed(node: Any, place: Path) 
         "import socket, sys, time; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
         "s.bind(sys.argv[1]); s.listen(); time.sleep(60)"
     )
-    node.popen([sys.executable, "-c", listen, folder / "vault" / "socket"])
-    waits_for(node, (folder / "vault" / "socket").exists)
+    path = socket_path("vault", USER)
+    node.popen([sys.executable, "-c", listen, path])
+    waits_for(node, path.exists)
     said = node.limosa("suspend", "-o", "json", job.pid, rc=None)
     assert (said.rc, said.json.get("way")) in ((21, None), (0, "driver")), said
     node.limosa("resume", job.pid)

@@ -8,6 +8,7 @@ import pytest
 
 from limosa.errors import FailedUndone
 from limosa.operation import idle
+from limosa.parking.resident import Greeting
 from limosa.process.identity import Identity
 
 
@@ -18,7 +19,7 @@ class Known:
     uid = 0
 
     def __init__(self, sessions: int, keys: dict[str, int] | None):
-        self.said = {"sessions": sessions, "gpus": ["GPU-1"]}
+        self.said = Greeting(sessions=sessions, gpus=["GPU-1"])
         self.keys, self.told = keys, False
 
     def held(self) -> dict[str, int]:

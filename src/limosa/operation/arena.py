@@ -21,6 +21,7 @@ from limosa.parking.segments import exactly
 from limosa.parking.vault import Vault, no_room
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.identity import Identity
+from limosa.process.limits import many_descriptors
 from limosa.process.memory import grow_host_memory, host_memory
 
 KEEP_SECONDS = 3600.0
@@ -124,11 +125,12 @@ def _wait_for_mover(*, end: bool) -> None:
         time.sleep(0.02)
 
 
+@many_descriptors()
 def _reserve(bytes_: int, keep: float) -> None:
     bytes_ = sum(exactly(bytes_))
     with Vault() as vault:
         said = vault.arena()
-        short = host_room(max(0, bytes_ - said["used"] - said["free"]))
+        short = host_room(max(0, bytes_ - said.used - said.free))
         if short:
             raise NoRoomOnHost(detail=short, hint="end something that uses host memory, or ask for less")
         fds = vault.reserve(bytes_, keep, arena_cap())
@@ -190,21 +192,21 @@ def shown(uid: int) -> Arena:
     """What there is of a user's arena, and who looks after it; starts nothing."""
     cap = arena_cap()
     found = Arena(cap=None if cap == 1 << 62 else cap)
-    with contextlib.suppress(LimosaError, OSError, EOFError):
+    with contextlib.suppress(LimosaError):
         one = look_for("vault", uid)
         if one is not None:
             with Vault(uid, found=one) as vault:
                 said = vault.arena()
             found.vault = one.identity.pid
-            found.used, found.free = said["used"], said["free"]
-            found.reserved, found.seconds = said["reserved"], said["seconds"]
-            found.held_by = {Identity.from_str(key.rpartition("/")[2]).pid: n for key, n in said["by"].items()}
-    with contextlib.suppress(LimosaError, OSError, EOFError):
+            found.used, found.free = said.used, said.free
+            found.reserved, found.seconds = said.reserved, said.seconds
+            found.held_by = {Identity.from_str(key.rpartition("/")[2]).pid: n for key, n in said.by.items()}
+    with contextlib.suppress(LimosaError):
         one = look_for("mover", uid)
         if one is not None:
             with Mover(uid, found=one) as mover:
                 found.pinned = mover.pinned()
-            found.mover, found.mover_ends_in = one.identity.pid, one.said["ends_in"]
+            found.mover, found.mover_ends_in = one.identity.pid, one.said.ends_in
             found.mover_memory = gpu.inventory().held({one.identity.pid})
     return found
 

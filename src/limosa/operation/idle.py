@@ -46,7 +46,7 @@ def _owner(pid: int) -> int:
 def _is_idle(mover: Mover) -> bool:
     """Whether nobody needs it: one that holds something may be the last that does, and ``recover`` has to find it."""
     with contextlib.suppress(LimosaError):
-        return not mover.said.get("sessions") and not mover.held()
+        return not mover.said.sessions and not mover.held()
     return False
 
 
@@ -55,7 +55,7 @@ def end_idle(gpus: Collection[str]) -> bool:
     told = []
     for mover in Mover.all():
         with mover, contextlib.suppress(LimosaError):
-            if set(mover.said.get("gpus", [])) & set(gpus) and _is_idle(mover):
+            if set(mover.said.gpus) & set(gpus) and _is_idle(mover):
                 mover.end()
                 told.append(mover.identity)
     end = time.monotonic() + END_SECONDS

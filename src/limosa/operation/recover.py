@@ -31,12 +31,14 @@ from limosa.operation.parked.recovering import all_in_arenas, bring_home
 from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
 from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
+from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
 
 _FOR_USERS = frozenset({"PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH"})
 
 
+@many_descriptors()
 def recover(
     folders: Sequence[str | os.PathLike[str]] = (),
     *,

@@ -40,6 +40,7 @@ from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, common_state
 from limosa.process import records
 from limosa.process.identity import Identity
+from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
 
 _NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
@@ -138,6 +139,7 @@ class Work(Clock):
         self.made: dict[str, int] = {}  # bytes by GPU that are there already for what is to be restored
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver: gpu.Driver | None = None
+        self._limits = contextlib.ExitStack()
 
     # -- time --------------------------------------------------------------------------------------------------
 
@@ -251,6 +253,7 @@ class Work(Clock):
                 return
 
     def __enter__(self) -> Work:
+        self._limits.enter_context(many_descriptors())
         return self
 
     def __exit__(
@@ -281,6 +284,7 @@ class Work(Clock):
             if raised is not error:
                 raise raised from error
         finally:
+            self._limits.close()
             if self._driver is not None:
                 self._driver.close()
 

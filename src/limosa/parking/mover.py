@@ -8,20 +8,58 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from limosa.errors import FailedUndone, NoRoomOnGpu
 from limosa.parking import resident
-from limosa.parking.packets import MOST, peer, receive, send
-from limosa.parking.resident import Found, connect, replace, residents, socket_path
+from limosa.parking.packets import peer, receive_all, send, send_all
+from limosa.parking.resident import (
+    Count,
+    Found,
+    Holding,
+    Seconds,
+    all_of,
+    connect,
+    replace,
+    residents,
+    understood,
+)
 
 CALL_SECONDS = 60.0
 SLOWEST_PIN = 0.5e9
 """Bytes a second; 2.2 to 2.6e9 were measured."""
 
+_T = TypeVar("_T")
+_WHO = "the mover, which copies device memory,"
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class _Time(msgspec.Struct):
+    seconds: Seconds
+
+
+class _Copied(msgspec.Struct):
+    bytes: Count
+
+
+class _Number(msgspec.Struct):
+    n: int
+
+
+class _Note(msgspec.Struct):
+    there: bool
+    note: bytes = b""
+
 
 class Mover:
     """A connection to a user's mover, which is started where there is none.
+
+    What it says is its user's word: whatever that is, nothing but a :class:`LimosaError` comes of it.
 
     Args:
         uid: whose; the caller's own, or, for root, anybody's.
@@ -34,19 +72,30 @@ class Mover:
     def __init__(self, uid: int | None = None, *, found: Found | None = None) -> None:
         self.uid = os.geteuid() if uid is None else uid
         self._connection, self.identity, self.said = found or connect("mover", self.uid)
+        self._sizes: dict[str, int] = {}  # what is to be copied is known here as well
 
     @classmethod
     def all(cls) -> list[Mover]:
         """Return connections to the movers that live: the caller's own; for root, everybody's."""
         return [cls(peer(found.connection)[1], found=found) for found in residents("mover")]
 
+    @classmethod
+    def all_of(cls, uid: int) -> list[Mover]:
+        """Return connections to all movers of a user that may hold something, also those that are about to end.
+
+        Raises:
+            FailedUndone: one does not answer.
+        """
+        return [cls(uid, found=found) for found in all_of("mover", uid)]
+
     def prepare(self, gpus: Sequence[str]) -> None:
         """Have contexts on these GPUs (UUIDs) ready."""
-        self.ask({"verb": "prepare", "gpus": list(gpus)})
+        self._tell({"verb": "prepare", "gpus": list(gpus)}, _Nothing)
 
     def take(self, key: str, fds: Sequence[int], sizes: Sequence[int], gpu: str) -> None:
         """Have it map memory, to be used from a GPU; the descriptors stay ours."""
-        self.ask({"verb": "take", "key": key, "sizes": list(sizes), "gpu": gpu}, fds=fds)
+        self._tell({"verb": "take", "key": key, "sizes": list(sizes), "gpu": gpu}, _Nothing, fds=fds)
+        self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
 
     def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
@@ -54,18 +103,27 @@ class Mover:
         Raises:
             NoRoomOnGpu: there is none.
         """
-        return self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu})[1]
+        fds = self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu})[1]
+        if len(fds) != len(sizes):
+            for fd in fds:
+                os.close(fd)
+            raise FailedUndone(f"the mover made {len(fds)} of {len(sizes)} pieces of memory")
+        self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
+        return fds
 
-    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> float:
-        """Have it copy, all at once, what keys hold to what others hold; returns seconds.
+    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> int:
+        """Have it copy, all at once, what keys hold to what others hold; returns how many bytes.
 
         Args:
             copies: source's key, target's key, the GPU that copies.
             limit: seconds after which it counts as hung.
             rate: bytes a second; 0: as fast as it goes.
+
+        Raises:
+            FailedUndone: not all of it was copied.
         """
         message = {"verb": "copy", "copies": [list(one) for one in copies], "rate": rate}
-        return float(self.ask(message, limit)[0]["seconds"])
+        return self._all(self._tell(message, _Copied, limit).bytes, [source for source, _, _ in copies])
 
     def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
         """Have it map segments of the arena, as one piece of memory; the descriptors stay ours.
@@ -81,28 +139,37 @@ class Mover:
             Seconds.
         """
         message = {"verb": "hold", "key": key, "bytes": bytes_, "gpu": gpu, "pin": pin}
-        return float(self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds)[0]["seconds"])
+        return self._tell(message, _Time, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def warm(self, fds: Sequence[int], bytes_: int, gpu: str, keep: float) -> float:
         """Have it pin segments that nobody uses yet, and not end for so many seconds; returns what it took."""
         message = {"verb": "warm", "gpu": gpu, "seconds": keep}
-        return float(self.ask(message, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds)[0]["seconds"])
+        return self._tell(message, _Time, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def pinned(self) -> int:
         """Return how many bytes of the arena it has pinned."""
-        return int(self.ask({"verb": "pinned"})[0]["bytes"])
+        return self._tell({"verb": "pinned"}, _Copied).bytes
 
-    def host(self, way: str, copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0) -> float:
-        """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns seconds.
+    def host(self, way: str, copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0) -> int:
+        """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns how many bytes.
 
         Args:
             way: "out" or "in".
             copies: key, the arena's key, where in it, the GPU that copies.
             limit: seconds after which it counts as hung.
             rate: bytes a second; 0: as fast as it goes.
+
+        Raises:
+            FailedUndone: not all of it was copied.
         """
         message = {"verb": "host", "way": way, "copies": [list(one) for one in copies], "rate": rate}
-        return float(self.ask(message, limit)[0]["seconds"])
+        return self._all(self._tell(message, _Copied, limit).bytes, [key for key, _, _, _ in copies])
+
+    def _all(self, done: int, keys: Sequence[str]) -> int:
+        wanted = sum(self._sizes.get(key, 0) for key in keys)
+        if done != wanted:
+            raise FailedUndone(f"the mover copied {done} of {wanted} bytes")
+        return done
 
     def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
         """Have it hold descriptors, also when we have ended; ours stay ours.
@@ -110,37 +177,44 @@ class Mover:
         Raises:
             FailedUndone: it does not hold all of them.
         """
-        answer, _ = self.ask({"verb": "put", "key": key, "note": note}, fds=fds)
-        if answer.get("n") != len(fds):
-            raise FailedUndone(f"the mover holds {answer.get('n')} of {len(fds)} descriptors of {key}")
+        n = self._tell({"verb": "put", "key": key, "note": note}, _Number, fds=fds).n
+        if n != len(fds):
+            raise FailedUndone(f"the mover holds {n} of {len(fds)} descriptors of {key}")
 
     def get(self, key: str) -> tuple[list[int], bytes]:
         """Return what it holds so; descriptors are the caller's to close.
 
         Raises:
             KeyError: nothing under that key.
+            FailedUndone: it does not say.
         """
         answer, fds = self.ask({"verb": "get", "key": key})
-        if not answer["there"]:
-            raise KeyError(key)
-        return fds, answer["note"]
+        try:
+            said = understood(answer, _Note, _WHO)
+            if not said.there:
+                raise KeyError(key)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return fds, said.note
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors it holds so, by key."""
-        found: dict[str, int] = self.ask({"verb": "keys"})[0]["keys"]
-        return found
+        return self._tell({"verb": "keys"}, Holding).keys
 
     def unput(self, key: str) -> None:
         """Have it no longer hold what it held so."""
-        self.ask({"verb": "unput", "key": key})
+        self._tell({"verb": "unput", "key": key}, _Number)
 
     def drop(self, key: str) -> None:
         """Have it let go of a key."""
-        self.ask({"verb": "drop", "key": key})
+        self._tell({"verb": "drop", "key": key}, _Nothing)
+        self._sizes.pop(key, None)
 
     def end(self) -> None:
         """Have it end as soon as nobody needs it."""
-        self.ask({"verb": "end"})
+        self._tell({"verb": "end"}, _Nothing)
 
     def leave(self) -> None:
         """Have it let go of what it had made or taken for us, and end the connection.
@@ -151,7 +225,7 @@ class Mover:
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)
             send(self._connection, {"verb": "drop-all"})
-            for fd in receive(self._connection)[1]:
+            for fd in receive_all(self._connection, resident.ANSWER_SECONDS)[1]:
                 os.close(fd)
         except (OSError, EOFError, ValueError):
             pass
@@ -188,15 +262,8 @@ class Mover:
         found: list[int] = []
         try:
             self._connection.settimeout(limit)
-            for start in range(0, len(fds) - MOST, MOST):
-                send(self._connection, {"more": True}, fds[start : start + MOST])
-            rest = fds[(len(fds) - 1) // MOST * MOST :] if fds else ()
-            send(self._connection, message, rest)
-            while True:
-                answer, some = receive(self._connection)
-                found += some
-                if not answer.get("more"):
-                    break
+            send_all(self._connection, message, fds)
+            answer, found = receive_all(self._connection, limit)
             self._raise(answer)
         except BaseException as error:
             for fd in found:
@@ -215,8 +282,16 @@ class Mover:
         Args:
             how: what it has not done for how long.
         """
-        replace(socket_path("mover", self.uid), self.identity)
+        replace("mover", self.uid, self.identity)
         return FailedUndone(f"the mover, which copies device memory, {how}; it was ended")
+
+    def _tell(
+        self, message: dict[str, Any], type_: type[_T], limit: float | None = None, fds: Sequence[int] = ()
+    ) -> _T:
+        answer, given = self.ask(message, limit, fds)
+        for fd in given:
+            os.close(fd)
+        return understood(answer, type_, _WHO)
 
     @staticmethod
     def _raise(answer: dict[str, Any]) -> None:

@@ -149,13 +149,13 @@ def look_after(shared: Shared) -> None:
     if not segments.any():
         return
     known: list[int] = []
-    with contextlib.suppress(LimosaError, OSError, EOFError):
+    with contextlib.suppress(LimosaError):
         found = look_for("vault", os.geteuid())
         if found is not None:
             with Vault(found=found) as vault:
                 said = vault.arena()
-                known = said["inodes"]
-                shared.stay_until = time.monotonic() + said["seconds"]
+                known = said.inodes
+                shared.stay_until = time.monotonic() + said.seconds
     segments.trim(known, shared.contexts)
 
 
@@ -219,8 +219,8 @@ def host(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     work: list[tuple[str, list[tuple[int, int, int]]]] = []
     slow: list[tuple[str, int, int, int]] = []
     for key, arena, begin, gpu in asked["copies"]:
-        held, spans, offset = session.pieces[arena][0], [], begin
-        for piece in session.pieces.get(key, []):
+        held, spans, offset = session.held(arena)[0], [], begin
+        for piece in session.held(key):
             at = piece.at
             for there, size, is_pinned in held.spans(offset, piece.bytes, chunk):
                 if is_pinned:

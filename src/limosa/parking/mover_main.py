@@ -23,8 +23,8 @@ from typing import Any
 from limosa.gpu import binding
 from limosa.parking import mover_arena, mover_chunks, mover_holding, mover_loading, mover_memory, mover_saving
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
-from limosa.parking.packets import peer
-from limosa.parking.resident import look_for, socket_path
+from limosa.parking.packets import VERSION, peer
+from limosa.parking.resident import holder_path, look_for, socket_path
 from limosa.parking.resident_main import begin, listens
 
 GROUPS = (mover_memory, mover_arena, mover_holding, mover_chunks, mover_saving, mover_loading)
@@ -40,7 +40,7 @@ def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     with shared.lock:
         n = len(shared.sessions) - 1
     left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
-    said = {"pid": os.getpid(), "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
+    said = {"pid": os.getpid(), "version": VERSION, "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
     return {**said, "retiring": shared.retiring}
 
 
@@ -55,15 +55,9 @@ class Mover:
 
     def __init__(self, path: str, verbs: dict[str, Verb]):
         self.path, self.verbs, self.shared = path, verbs, Shared()
-        self.listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         # Bound elsewhere and renamed: whoever connects finds this mover or the one before, never none.
         part = f"{path}.{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
-        self.listening.bind(part)
-        os.chmod(part, 0o600)
-        self.listening.listen(64)
-        self.listening.setblocking(False)
+        self.listening = listen(part)
         self._inode = os.stat(part).st_ino
         os.rename(part, path)
 
@@ -74,7 +68,7 @@ class Mover:
             ready.register(self.listening, selectors.EVENT_READ)
             while not shared.retiring:
                 ready.select(LOOK_SECONDS)
-                self.accept()
+                self.accept(self.listening)
                 mover_holding.look(shared)
                 if time.monotonic() - looked > ARENA_SECONDS and not looking.is_alive():
                     looking = threading.Thread(target=mover_arena.look_after, args=(shared,), daemon=True)
@@ -85,10 +79,26 @@ class Mover:
         if self.has_name():
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
-        self.accept()  # who has connected already is served
+        self.accept(self.listening)  # who has connected already is served
         self.listening.close()
-        while (shared.sessions or shared.resident) and not shared.stuck():
+        self.hold_on()
+
+    def hold_on(self) -> None:
+        """Wait until the last session has ended, or hangs; and, as long as something is held here, for who wants it."""
+        shared = self.shared
+        path, listening = holder_path(self.path), None
+        while shared.resident or (shared.sessions and not shared.stuck()):
+            if shared.resident and listening is None:
+                with contextlib.suppress(OSError):
+                    listening = listen(path)
+            if listening is not None:
+                self.accept(listening)
+            mover_holding.look(shared)
             time.sleep(LOOK_SECONDS / 10)
+        if listening is not None:
+            listening.close()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     def idle(self) -> float:
         """Return for how many seconds nobody has needed it."""
@@ -109,11 +119,11 @@ class Mover:
         except OSError:
             return False
 
-    def accept(self) -> None:
+    def accept(self, listening: socket.socket) -> None:
         """Take in those that have connected, if they are the owner or root."""
         while True:
             try:
-                connection, _ = self.listening.accept()
+                connection, _ = listening.accept()
             except OSError:
                 return
             if peer(connection)[1] not in (0, os.geteuid()):
@@ -124,6 +134,26 @@ class Mover:
             with self.shared.lock:
                 self.shared.sessions.add(session)
             threading.Thread(target=session.run, daemon=True).start()
+
+
+def listen(path: str) -> socket.socket:
+    """Return a socket that listens at a path and does not wait.
+
+    Raises:
+        OSError: it cannot.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        found.bind(path)
+        os.chmod(path, 0o600)
+        found.listen(64)
+        found.setblocking(False)
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 @contextlib.contextmanager

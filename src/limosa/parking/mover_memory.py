@@ -61,7 +61,7 @@ def copy(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work = []
     for source, target, gpu in asked["copies"]:
-        pairs = zip(session.pieces.get(source, []), session.pieces.get(target, []), strict=True)
+        pairs = zip(session.held(source), session.held(target), strict=True)
         spans = [(b.at + i, a.at + i, min(chunk, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, chunk)]
         work.append((gpu, spans))
     with Streams(session) as streams:

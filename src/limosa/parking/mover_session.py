@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from limosa.errors import DriverError, LimosaError
+from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts
-from limosa.parking.packets import MOST, receive, send
+from limosa.parking.packets import receive, send_all
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0
@@ -48,7 +48,7 @@ class Shared:
     def stuck(self) -> bool:
         """Return whether a call of each session that is left has been under way for longer than it may."""
         with self.lock:
-            return all(session.until < time.monotonic() for session in self.sessions)
+            return bool(self.sessions) and all(session.until < time.monotonic() for session in self.sessions)
 
 
 class Session:
@@ -85,6 +85,16 @@ class Session:
                 self.shared.sessions.discard(self)
                 self.shared.last = time.monotonic()
 
+    def held(self, key: str) -> list[Any]:
+        """Return what it has had made or taken under a key.
+
+        Raises:
+            FailedUndone: nothing, ever: to copy it would seem to succeed.
+        """
+        if key not in self.pieces:
+            raise FailedUndone(f"nothing was made or taken as {key}")
+        return self.pieces[key]
+
     def drop(self, key: str) -> None:
         """Let go of a key."""
         for piece in self.pieces.pop(key, []):
@@ -100,9 +110,7 @@ class Session:
             fds, self._coming = self._coming, []
             said, given = self._do(asked, fds)
             try:
-                for start in range(0, max(1, len(given)), MOST):
-                    part = given[start : start + MOST]
-                    send(self._connection, {**said, "more": start + MOST < len(given)}, part)
+                send_all(self._connection, said, given)
             finally:
                 for fd in given:
                     os.close(fd)

@@ -11,19 +11,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.parking.packets import peer, receive, send
+from limosa.parking.packets import VERSION, peer, receive_all, send
 from limosa.parking.resident_main import TELLS
+from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
 from limosa.process.runtime import own_folder, runtime_dir
+from limosa.process.slurp import slurp
 
 _SEARCH_PATH = "LIMOSA_RESIDENT_SYS_PATH"
 _BOOT = f"""
@@ -49,27 +56,72 @@ _WHAT = {
 }
 
 
+_T = TypeVar("_T")
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_MOST_HOLDERS = 16
+
+
+class Greeting(msgspec.Struct):
+    """What a resident says of itself.
+
+    Attributes:
+        version: of what it understands (``packets.VERSION``).
+        sessions: how many others a mover serves.
+        gpus: UUIDs of those on which a mover has contexts.
+        ends_in: seconds until a mover ends by itself; None while it is in use.
+        retiring: it is about to end, and another is to be started.
+    """
+
+    version: int = 0
+    sessions: Count = 0
+    gpus: list[str] = []
+    ends_in: Seconds | None = None
+    retiring: bool = False
+
+
+class Holding(msgspec.Struct):
+    """What a resident holds: how many descriptors by key."""
+
+    keys: dict[str, Count]
+
+
 class Found(NamedTuple):
     """A resident that answers: the connection to it, who it is, and what it said of itself."""
 
     connection: socket.socket
     identity: Identity
-    said: dict[str, Any]
+    said: Greeting
+
+
+def understood(message: dict[str, Any], type_: type[_T], who: str) -> _T:
+    """Return what a resident said as what it should be: it is its user's, and may say anything.
+
+    Raises:
+        FailedUndone: it is something else.
+    """
+    try:
+        return msgspec.convert(message, type_)
+    except msgspec.ValidationError as error:
+        raise FailedUndone(f"{who} says something that cannot be understood ({error})") from error
 
 
 def socket_path(kind: str, uid: int) -> Path:
     """Return where a user's vault or mover listens.
 
-    Who sees another /dev sees other GPUs, so there is a mover for each.
+    Who sees another /dev sees other GPUs, so there is a mover for each; who sees other processes (a container that
+    shares the folder) would not know for whom they hold something, and whether that one has ended.
     """
     folder = own_folder(kind) if uid == os.geteuid() else runtime_dir().path / str(uid) / kind
-    return folder / ("socket" if kind == "vault" else f"socket-{os.stat('/dev').st_dev}")
+    name = f"socket-{os.stat('/proc/self/ns/pid').st_ino}"
+    return folder / (name if kind == "vault" else f"{name}-{os.stat('/dev').st_dev}")
 
 
 def connect(kind: str, uid: int) -> Found:
     """Return a connection to a user's resident, which is started where there is none.
 
-    A mover that does not answer is ended and replaced: nothing is lost with it. A vault never is.
+    A mover that does not answer is ended and replaced: nothing is lost with it. A vault never is. One of another
+    version makes way for one of ours, if it holds nothing.
 
     Raises:
         FailedUndone: it does not answer, or cannot be started.
@@ -79,9 +131,14 @@ def connect(kind: str, uid: int) -> Found:
     while True:
         found = look_for(kind, uid)
         if found is not None:
-            return found
-        if started is None:
-            started = start(kind, uid)
+            if found.said.version == VERSION:
+                return found
+            _make_way(kind, uid, found)
+        elif started is None:
+            try:
+                started = start(kind, uid)
+            except OSError as error:
+                raise FailedUndone(f"{_WHAT[kind]} cannot be started for uid {uid} ({error})") from error
         elif started.poll() not in (None, 0):
             raise FailedUndone(f"{_WHAT[kind]} cannot be started for uid {uid} (it ended with {started.returncode})")
         if time.monotonic() > end:
@@ -89,29 +146,68 @@ def connect(kind: str, uid: int) -> Found:
         time.sleep(0.01)
 
 
-def look_for(kind: str, uid: int) -> Found | None:
-    """Return a connection to a user's resident, or None where there is none that answers."""
-    path = socket_path(kind, uid)
+def _make_way(kind: str, uid: int, found: Found) -> None:
+    """Has one of another version end, which holds nothing.
+
+    Raises:
+        FailedUndone: it holds something, which only who speaks its language may move.
+    """
+    with found.connection as connection:
+        try:
+            send(connection, {"verb": "keys"})
+            message, fds = receive_all(connection, ANSWER_SECONDS)
+            _close(fds)
+            if understood(message, Holding, _WHAT[kind]).keys:
+                text = f"{_WHAT[kind]} is of another version of Limosa (process {found.identity.pid}) and holds memory"
+                raise FailedUndone(f"{text} of jobs: that version is to resume or end them first")
+            if kind == "mover":
+                send(connection, {"verb": "end"})
+                _close(receive_all(connection, ANSWER_SECONDS)[1])
+        except (OSError, EOFError, ValueError):
+            return  # it has ended by itself
+    if kind == "vault":  # it holds nothing when it ends: what it is given meanwhile keeps it
+        _signal(found.identity, uid, signal.SIGTERM)
+
+
+def look_for(kind: str, uid: int, path: Path | None = None, *, replaces: bool = True) -> Found | None:
+    """Return a connection to a user's resident, or None where there is none that answers.
+
+    Args:
+        kind: "vault" or "mover".
+        uid: whose.
+        path: where it listens; one that is retiring counts as well then.
+        replaces: whether a mover that hangs is ended.
+
+    Raises:
+        FailedUndone: it does not answer, or not as it should.
+    """
+    where = path or socket_path(kind, uid)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.settimeout(ANSWER_SECONDS)
     identity: Identity | None = None
     try:
-        connection.connect(str(path))
+        connection.connect(str(where))
         pid, owner = peer(connection)
         if owner != uid:
-            raise FailedUndone(f"{path} is not uid {uid}'s {kind}")
+            raise FailedUndone(f"{where} is not uid {uid}'s {kind}")
         identity = Identity.of(pid)
         send(connection, {"verb": "ping"})
-        said, _ = receive(connection)
-        if not said.get("retiring"):
+        message, fds = receive_all(connection, ANSWER_SECONDS)
+        _close(fds)
+        said = understood(message, Greeting, _WHAT[kind])
+        if path is not None or not said.retiring:
+            connection.settimeout(ANSWER_SECONDS)
             return Found(connection, identity, said)
     except (FileNotFoundError, NotADirectoryError, ConnectionError, EOFError):
         pass
     except (TimeoutError, BlockingIOError):  # the latter: so many wait that connecting would
-        if kind == "vault":
+        if kind == "vault" or not replaces:
             connection.close()
             raise FailedUndone(f"{_WHAT[kind]} does not answer (process {identity.pid if identity else '?'})") from None
-        replace(path, identity)
+        replace(kind, uid, identity)
+    except (OSError, ValueError) as error:
+        connection.close()
+        raise FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})") from error
     except BaseException as error:
         connection.close()
         if isinstance(error, LimosaError) and not isinstance(error, FailedUndone):
@@ -121,14 +217,61 @@ def look_for(kind: str, uid: int) -> Found | None:
     return None
 
 
-def replace(path: Path, identity: Identity | None) -> None:
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def replace(kind: str, uid: int, identity: Identity | None) -> None:
     """End a mover that hangs, by pid and start time, and let its name be another's."""
     if identity is not None:
-        with contextlib.suppress(LimosaError, OSError), Handle(identity) as handle:
-            handle.signal(9)
-            handle.wait(1.0)
+        _signal(identity, uid, signal.SIGKILL)
     with contextlib.suppress(OSError):
-        os.unlink(path)
+        _unlink(kind, uid)
+
+
+def _signal(identity: Identity, uid: int, number: signal.Signals) -> None:
+    """Signals a user's resident and waits a moment for its end.
+
+    Who listens at a socket need not be whose pid the socket has: that is of whoever made it listen, and may be
+    another's by now. So it is looked at once more, while a pidfd holds it.
+    """
+    with contextlib.suppress(LimosaError, OSError), Handle(identity) as handle:
+        if owners_of(identity.pid) == {uid} and is_own(identity.pid):
+            handle.signal(number)
+            handle.wait(1.0)
+
+
+def owners_of(pid: int) -> set[int]:
+    """Return the uids that a process runs with (real, effective, saved, of the file system).
+
+    Raises:
+        OSError: it is gone.
+    """
+    for line in slurp(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return {int(word) for word in line.split()[1:]}
+    raise ProcessLookupError(pid)
+
+
+def _unlink(kind: str, uid: int) -> None:
+    """Removes a socket in a folder that its user may change meanwhile: no link in it leads elsewhere.
+
+    Raises:
+        OSError: it could not be removed, or is something else.
+    """
+    path, flags = socket_path(kind, uid), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    folder = os.open(path.parent.parent.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in (path.parent.parent.name, path.parent.name):
+            inner = os.open(name, flags, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISSOCK(found.st_mode) and os.fstat(folder).st_uid == uid:
+            os.unlink(path.name, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
@@ -167,7 +310,44 @@ def residents(kind: str) -> list[Found]:
         with contextlib.suppress(OSError):
             uids |= {int(p.name) for p in runtime_dir().path.iterdir() if p.name.isascii() and p.name.isdigit()}
     for uid in sorted(uids):
-        with contextlib.suppress(FailedUndone, OSError):
+        with contextlib.suppress(LimosaError, OSError):
             if (one := look_for(kind, uid)) is not None:
                 found.append(one)
+        for path in _holders(kind, uid):
+            with contextlib.suppress(LimosaError, OSError):
+                if (one := look_for(kind, uid, path, replaces=False)) is not None:
+                    found.append(one)
     return found
+
+
+def all_of(kind: str, uid: int) -> list[Found]:
+    """Return connections to all residents of a user that may hold something; ends none.
+
+    Raises:
+        FailedUndone: one is there and does not answer: nobody knows what it holds.
+    """
+    found: list[Found] = []
+    try:
+        for path in (socket_path(kind, uid), *_holders(kind, uid)):
+            if (one := look_for(kind, uid, path, replaces=False)) is not None:
+                found.append(one)
+    except BaseException:
+        for one in found:
+            one.connection.close()
+        raise
+    return found
+
+
+def holder_path(path: Path | str) -> str:
+    """Return where a mover listens that has given its name away, or is about to end, and still holds something."""
+    return f"{path}.{os.getpid()}.holds"
+
+
+def _holders(kind: str, uid: int) -> list[Path]:
+    if kind != "mover":
+        return []
+    try:
+        path = socket_path(kind, uid)
+        return sorted(path.parent.glob(f"{path.name}.*.holds"))[:_MOST_HOLDERS]
+    except (LimosaError, OSError):
+        return []

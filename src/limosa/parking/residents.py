@@ -14,8 +14,6 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.mover import Mover
 from limosa.parking.vault import Vault
 
-GONE = (OSError, EOFError, ValueError)
-"""What is raised where the other end of a connection has gone, or says half of something."""
 _T = TypeVar("_T")
 
 
@@ -76,18 +74,36 @@ class Residents:
         """Return descriptors, which are the caller's to close, and the note, from whoever of the two has them.
 
         Raises:
-            KeyError: neither has.
+            KeyError: both have said that they hold nothing so.
+            FailedUndone: one could not be asked, and the other has nothing.
         """
-        with contextlib.suppress(KeyError, FailedUndone):
+        unasked: LimosaError | None = None
+        try:
             return self._of_vault(owner, lambda vault: vault.get(key))
-        for mover in Mover.all():
-            with contextlib.suppress(KeyError, FailedUndone), mover:
-                if mover.uid == owner:
-                    return mover.get(key)
+        except KeyError:
+            pass
+        except LimosaError as error:
+            unasked = error
+        try:
+            with contextlib.ExitStack() as open_:
+                for mover in [open_.enter_context(one) for one in Mover.all_of(owner)]:
+                    try:
+                        return mover.get(key)
+                    except KeyError:
+                        pass
+                    except LimosaError as error:
+                        unasked = error
+        except LimosaError as error:
+            unasked = error
+        if unasked is not None:
+            raise unasked
         raise KeyError(key)
 
     def drop(self, owner: int, key: str, *, again: bool = False) -> None:
-        """Have both let go of a key; who is not there holds nothing. ``again`` as :meth:`Vault.drop` has it."""
+        """Have both let go of a key; who is not there holds nothing. ``again`` as :meth:`Vault.drop` has it.
+
+        Never raises: what they hold of a process that has ended they let go of themselves.
+        """
         with contextlib.suppress(LimosaError):
             self.mover(owner).unput(key)
         with contextlib.suppress(LimosaError):
@@ -105,14 +121,22 @@ class Residents:
     def _of_vault(self, owner: int, call: Callable[[Vault], _T]) -> _T:
         try:
             return call(self.vault(owner))
-        except GONE as first:
-            self._vaults.pop(owner).close()
-            try:
-                return call(self.vault(owner))
-            except GONE as error:
-                self._vaults.pop(owner).close()
-                text = str(error) or str(first) or "it was killed"
-                raise FailedUndone(f"the vault, which holds a job's memory, does not answer ({text})") from error
+        except FailedUndone:
+            if not self._lost(owner):
+                raise
+        try:
+            return call(self.vault(owner))
+        except FailedUndone:
+            self._lost(owner)
+            raise
+
+    def _lost(self, owner: int) -> bool:
+        """Whether the connection to a vault is of no use any more; it is closed then."""
+        vault = self._vaults.get(owner)
+        if vault is None or not vault.lost:
+            return False
+        self._vaults.pop(owner).close()
+        return True
 
     def close(self) -> None:
         """End the connections; what movers had mapped for us is let go of, what they hold is not."""

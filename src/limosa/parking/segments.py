@@ -86,16 +86,20 @@ class Pool:
         if used + sum(sizes) > cap:
             raise NoRoom
         found: list[int] = []
-        for size in sizes:
-            # The smallest that does (all but the last must have their size), and of these the latest used.
-            fit = [entry for entry in self.free if entry[1] >= size]
-            if fit:
-                entry = min(fit, key=lambda e: (e[1], -e[2]))
-                self.free.remove(entry)
-                found.append(entry[0])
-            else:
-                found.append(make(size))
-        used += sum(os.fstat(fd).st_size for fd in found)
+        try:
+            for size in sizes:
+                # The smallest that does (all but the last must have their size), and of these the latest used.
+                fit = [entry for entry in self.free if entry[1] >= size]
+                if fit:
+                    entry = min(fit, key=lambda e: (e[1], -e[2]))
+                    self.free.remove(entry)
+                    found.append(entry[0])
+                else:
+                    found.append(make(size))
+            used += sum(os.fstat(fd).st_size for fd in found)
+        except BaseException:
+            self.give_back(found)
+            raise
         while self.free and used + self.bytes() > cap:
             self._close(min(self.free, key=lambda e: e[2]))
         if self.reserved:  # it is to be so large, and what did not fit would come on top of that
@@ -126,7 +130,8 @@ class Pool:
             else:
                 self._close(entry)
         now = time.monotonic()
-        self.free += [(make(size), size, now) for size in exactly(room)]
+        for size in exactly(room):  # each counts as soon as it is there
+            self.free.append((make(size), size, now))
 
     def trim(self, used: int, idle: float) -> None:
         """Let go of what has not been used for so many seconds and is not reserved."""
@@ -145,7 +150,11 @@ class Pool:
 def make(size: int) -> int:
     """Return a new segment; no memory is taken before it is touched."""
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
-    os.ftruncate(fd, size)
+    try:
+        os.ftruncate(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 

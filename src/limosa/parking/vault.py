@@ -8,22 +8,71 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from limosa.errors import FailedUndone, NoRoomOnHost
-from limosa.parking.packets import MOST, peer, receive, send
-from limosa.parking.resident import Found, connect, residents
+import msgspec
+
+from limosa.errors import FailedUndone, LimosaError, NoRoomOnHost
+from limosa.parking.packets import peer, receive_all, send_all
+from limosa.parking.resident import Count, Found, Holding, Seconds, connect, residents, understood
 from limosa.parking.segments import room_for, sizes_for
 from limosa.process.memory import gib
+
+_T = TypeVar("_T")
+NO_ROOM = "no room in the arena"
+_WHO = "the vault, which holds a job's memory,"
+
+
+class Arena(msgspec.Struct):
+    """What there is of the arena.
+
+    Attributes:
+        used: bytes that are in use.
+        free: bytes that nobody uses.
+        reserved: bytes that are to be there.
+        seconds: for how long.
+        by: bytes in use by key.
+        inodes: of all segments.
+    """
+
+    used: Count
+    free: Count
+    reserved: Count
+    seconds: Seconds
+    by: dict[str, Count]
+    inodes: list[int]
+
+
+class _Number(msgspec.Struct):
+    n: int
+
+
+class _Nothing(msgspec.Struct):
+    pass
+
+
+class _Note(msgspec.Struct):
+    note: bytes
+
+
+class _Refusal(msgspec.Struct):
+    error: str = ""
+    used: Count = 0
+    there: bool = True
 
 
 class Vault:
     """A connection to a user's vault.
 
+    What it says is its user's word: whatever that is, nothing but a :class:`LimosaError` comes of it.
+
     Args:
         uid: whose; the caller's own, or, for root, anybody's.
         limit: seconds for an answer.
         found: one that was looked for; else it is started where it is not there.
+
+    Attributes:
+        lost: whether the connection is of no use any more; another may be.
 
     Raises:
         FailedUndone: it is not there and cannot be started.
@@ -32,7 +81,8 @@ class Vault:
     def __init__(self, uid: int | None = None, limit: float = 10.0, *, found: Found | None = None):
         self.uid = os.geteuid() if uid is None else uid
         self._connection, self.identity, self.said = found or connect("vault", self.uid)
-        self._connection.settimeout(limit)
+        self._limit = limit
+        self.lost = False
 
     @classmethod
     def all(cls) -> list[Vault]:
@@ -40,26 +90,28 @@ class Vault:
         return [cls(peer(found.connection)[1], found=found) for found in residents("vault")]
 
     def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
-        """Have descriptors held under a key, instead of what it held; ours stay ours."""
-        for start in range(0, max(1, len(fds)), MOST):
-            part = fds[start : start + MOST]
-            more = start + MOST < len(fds)
-            send(self._connection, {"verb": "put", "key": key, "note": note, "more": more}, part)
-        answer = self._answer()[0]
-        if answer.get("n") != len(fds):
-            raise FailedUndone(f"the vault holds {answer.get('n')} of {len(fds)} descriptors of {key}")
+        """Have descriptors held under a key, instead of what it held; ours stay ours.
+
+        Raises:
+            FailedUndone: it does not hold all of them.
+        """
+        n = self._tell({"verb": "put", "key": key, "note": note}, _Number, fds).n
+        if n != len(fds):
+            raise FailedUndone(f"the vault holds {n} of {len(fds)} descriptors of {key}")
 
     def get(self, key: str) -> tuple[list[int], bytes]:
         """Return descriptors, which are the caller's to close, and the note.
 
         Raises:
             KeyError: nothing is held under that key.
+            FailedUndone: it does not say.
         """
-        send(self._connection, {"verb": "get", "key": key})
-        message, fds = self._answer_in_parts()
-        if "error" in message:
-            raise KeyError(key)
-        return fds, message["note"]
+        said, fds = self._ask({"verb": "get", "key": key}, _Note)
+        if isinstance(said, _Refusal):
+            if not said.there:
+                raise KeyError(key)
+            raise FailedUndone(f"vault: {said.error}")
+        return fds, said.note
 
     def drop(self, key: str, *, again: bool = False) -> int:
         """Let go of a key; returns how many descriptors it held.
@@ -68,7 +120,7 @@ class Vault:
             key: what it is held as.
             again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
         """
-        return int(self._ask({"verb": "drop", "key": key, "again": again})["n"])
+        return self._tell({"verb": "drop", "key": key, "again": again}, _Number).n
 
     def segments(self, key: str, bytes_: int, cap: int) -> list[int]:
         """Return segments of the arena for so many bytes, held as that key from now on; ours to close.
@@ -81,10 +133,10 @@ class Vault:
         Raises:
             NoRoomOnHost: it may not grow so far.
         """
-        send(self._connection, {"verb": "segments", "key": key, "sizes": sizes_for(bytes_), "cap": cap, "again": True})
-        message, fds = self._answer_in_parts()
-        if "error" in message:
-            raise no_room(bytes_, message.get("used", 0), cap)
+        message = {"verb": "segments", "key": key, "sizes": sizes_for(bytes_), "cap": cap, "again": True}
+        said, fds = self._ask(message, _Nothing)
+        if isinstance(said, _Refusal):
+            raise self._no_room(said, bytes_, cap)
         return fds
 
     def reserve(self, bytes_: int, seconds: float, cap: int) -> list[int]:
@@ -93,21 +145,22 @@ class Vault:
         Raises:
             NoRoomOnHost: it may not be so large.
         """
-        send(self._connection, {"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap})
-        message, _ = self._answer_in_parts()
-        if "error" in message:
-            raise no_room(bytes_, message.get("used", 0), cap)
-        send(self._connection, {"verb": "arena", "with_free": True})
-        return self._answer_in_parts()[1]
+        said, fds = self._ask({"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap}, _Nothing)
+        _close(fds)
+        if isinstance(said, _Refusal):
+            raise self._no_room(said, bytes_, cap)
+        said, fds = self._ask({"verb": "arena", "with_free": True}, _Nothing)
+        if isinstance(said, _Refusal):
+            raise FailedUndone(f"vault: {said.error}")
+        return fds
 
-    def arena(self) -> dict[str, Any]:
-        """Return what there is of the arena: bytes ``used``, ``free``, ``reserved`` (for ``seconds``), ``inodes``."""
-        return self._ask({"verb": "arena"})
+    def arena(self) -> Arena:
+        """Return what there is of the arena."""
+        return self._tell({"verb": "arena"}, Arena)
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors are held, by key."""
-        found: dict[str, int] = self._ask({"verb": "keys"})["keys"]
-        return found
+        return self._tell({"verb": "keys"}, Holding).keys
 
     def close(self) -> None:
         """End the connection; what is held stays held."""
@@ -121,23 +174,42 @@ class Vault:
     ) -> None:
         self.close()
 
-    def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        send(self._connection, message)
-        return self._answer()[0]
+    def _tell(self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = ()) -> _T:
+        said, given = self._ask(message, type_, fds)
+        _close(given)
+        if isinstance(said, _Refusal):
+            raise FailedUndone(f"vault: {said.error}")
+        return said
 
-    def _answer_in_parts(self) -> tuple[dict[str, Any], list[int]]:
-        found: list[int] = []
-        while True:
-            message, fds = receive(self._connection)
-            found += fds
-            if not message.get("more"):
-                return message, found
+    def _ask(
+        self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = ()
+    ) -> tuple[_T | _Refusal, list[int]]:
+        """What it answers, or that it refuses; descriptors, which are the caller's to close, come with an answer."""
+        try:
+            self._connection.settimeout(self._limit)
+            send_all(self._connection, message, fds)
+            answer, given = receive_all(self._connection, self._limit)
+        except (OSError, EOFError, ValueError) as error:
+            self.lost = True
+            raise FailedUndone(f"{_WHO} does not answer ({str(error) or 'it was killed'})") from error
+        try:
+            if "error" not in answer:
+                return understood(answer, type_, _WHO), given
+            said = understood(answer, _Refusal, _WHO)
+        except BaseException:
+            _close(given)
+            raise
+        _close(given)
+        return said, []
 
-    def _answer(self) -> tuple[dict[str, Any], list[int]]:
-        message, fds = receive(self._connection)
-        if "error" in message:
-            raise FailedUndone(f"vault: {message['error']}")
-        return message, fds
+    @staticmethod
+    def _no_room(said: _Refusal, bytes_: int, cap: int) -> LimosaError:
+        return no_room(bytes_, said.used, cap) if said.error == NO_ROOM else FailedUndone(f"vault: {said.error}")
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def no_room(bytes_: int, used: int, cap: int) -> NoRoomOnHost:

@@ -4,9 +4,10 @@ Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Dev
 a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
 a while.
 
-What it is asked (``packets.py``): ``put`` key, note, more; ``get`` key; ``drop`` key; ``keys``; ``ping``; and of the
+What it is asked (``packets.py``): ``put`` key, note; ``get`` key; ``drop`` key; ``keys``; ``ping``; and of the
 arena (``segments.py``) ``segments`` key, sizes, cap: makes them that key's; ``reserve`` bytes, seconds, cap; ``arena``:
 what there is, and the free ones. A key is there as a whole or not at all: a put that is broken off is forgotten.
+What it cannot do it says (``error``), and goes on: others' memory is held here.
 Segments that are let go of are kept for the next, unless the process that had them has ended.
 """
 
@@ -23,10 +24,11 @@ import time
 from typing import Any
 
 from limosa.errors import LimosaError
-from limosa.parking.packets import MOST, peer, receive, send
+from limosa.parking.packets import VERSION, peer, receive, send_all
 from limosa.parking.resident import socket_path
 from limosa.parking.resident_main import begin, listens
 from limosa.parking.segments import NoRoom, Pool, is_segment
+from limosa.parking.vault import NO_ROOM
 from limosa.process.identity import Identity
 
 LOOK_SECONDS = 2.0
@@ -71,7 +73,7 @@ class Vault:
 
     def __init__(self) -> None:
         self.held: dict[str, Entry] = {}
-        self.unfinished: dict[socket.socket, tuple[str, Entry]] = {}
+        self.coming: dict[socket.socket, list[int]] = {}
         self.pool = Pool()
 
     def used(self) -> int:
@@ -93,57 +95,67 @@ class Vault:
             entry.close()
         return n
 
-    def answer(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
-        """Do what is asked and say so; descriptors that came with it are the vault's."""
-        verb, key = asked.get("verb"), asked.get("key", "")
-        if verb == "put":
-            name, entry = self.unfinished.pop(client, (key, Entry(asked.get("note", b""))))
-            entry.fds += fds
-            if name != key:
-                entry.close()
-                send(client, {"error": f"{key} in the middle of {name}"})
-            elif asked.get("more"):
-                self.unfinished[client] = (name, entry)
-            else:
-                before, self.held[key] = self.held.get(key), entry
-                if before is not None:
-                    before.close()
-                send(client, {"n": len(entry.fds)})
+    def take(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
+        """Do what a packet asks once the last of a message is there, and say so; its descriptors are the vault's.
+
+        Raises:
+            OSError: the client cannot be told.
+        """
+        coming = self.coming.setdefault(client, [])
+        coming += fds
+        if asked.get("more"):
             return
-        for fd in fds:
-            os.close(fd)
+        del self.coming[client]
+        try:
+            said, given = self.answer(asked, coming)
+        except NoRoom:
+            said, given = {"error": NO_ROOM, "used": self.used()}, []
+        except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
+            said, given = {"error": f"{type(error).__name__}: {error}"}, []
+        finally:
+            for fd in coming:
+                os.close(fd)
+        send_all(client, said, given)
+
+    def answer(self, asked: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
+        """Do what is asked; what is taken of the descriptors is taken out of the list.
+
+        Returns:
+            What is said, and descriptors to go with it, which stay the vault's.
+
+        Raises:
+            NoRoom: the arena may not grow so far.
+        """
+        verb, key = asked.get("verb"), str(asked.get("key", ""))
+        if verb == "put":
+            entry = Entry(bytes(asked.get("note", b"")))
+            entry.fds, fds[:] = fds[:], []
+            before, self.held[key] = self.held.get(key), entry
+            if before is not None:
+                before.close()
+            return {"n": len(entry.fds)}, []
         if verb == "get":
             found = self.held.get(key)
             if found is None:
-                send(client, {"error": f"nothing is held as {key}"})
-                return
-            for start in range(0, max(1, len(found.fds)), MOST):
-                part = found.fds[start : start + MOST]
-                send(client, {"note": found.note, "more": start + MOST < len(found.fds)}, part)
-        elif verb == "drop":
-            send(client, {"n": self.let_go(key, bool(asked.get("again")))})
-        elif verb == "keys":
-            send(client, {"keys": {name: len(entry.fds) for name, entry in self.held.items()}})
-        elif verb == "ping":
-            send(client, {"pid": os.getpid()})
-        elif verb == "segments":
+                return {"error": f"nothing is held as {key}", "there": False}, []
+            return {"note": found.note}, found.fds
+        if verb == "drop":
+            return {"n": self.let_go(key, bool(asked.get("again")))}, []
+        if verb == "keys":
+            return {"keys": {name: len(entry.fds) for name, entry in self.held.items()}}, []
+        if verb == "ping":
+            return {"pid": os.getpid(), "version": VERSION}, []
+        if verb == "segments":
             self.let_go(key, bool(asked.get("again")))  # what it has counts no more
-            try:
-                taken = self.pool.take(asked["sizes"], self.used(), asked["cap"])
-            except NoRoom:
-                send(client, {"error": "no room in the arena", "used": self.used()})
-                return
+            taken = self.pool.take(asked["sizes"], self.used(), asked["cap"])
             self.held[key] = Entry()
             self.held[key].fds = taken
-            self._send_all(client, taken, {})
-        elif verb == "reserve":
+            return {}, taken
+        if verb == "reserve":
             until = time.monotonic() + asked["seconds"]
-            try:
-                self.pool.reserve(asked["bytes"], until, self.used(), asked["cap"])
-                send(client, {})
-            except NoRoom:
-                send(client, {"error": "no room in the arena", "used": self.used()})
-        elif verb == "arena":
+            self.pool.reserve(asked["bytes"], until, self.used(), asked["cap"])
+            return {}, []
+        if verb == "arena":
             free = [fd for fd, _, _ in self.pool.free]
             there = [fd for name, entry in self.held.items() if name.startswith(ARENA) for fd in entry.fds]
             said = {
@@ -154,14 +166,8 @@ class Vault:
                 "by": {name: entry.segments() for name, entry in self.held.items() if name.startswith(ARENA)},
                 "inodes": [os.fstat(fd).st_ino for fd in (*there, *free)],
             }
-            self._send_all(client, free if asked.get("with_free") else [], said)
-        else:
-            send(client, {"error": f"the vault knows no {verb}"})
-
-    @staticmethod
-    def _send_all(client: socket.socket, fds: list[int], said: dict[str, Any]) -> None:
-        for start in range(0, max(1, len(fds)), MOST):
-            send(client, {**said, "more": start + MOST < len(fds)}, fds[start : start + MOST])
+            return said, free if asked.get("with_free") else []
+        return {"error": f"the vault knows no {verb}"}, []
 
     def look(self) -> None:
         """Let go of what is held for processes that have ended, and of what of the arena has long been free."""
@@ -170,8 +176,8 @@ class Vault:
 
     def forget(self, client: socket.socket) -> None:
         """A client has gone: what it had not finished is forgotten."""
-        _, entry = self.unfinished.pop(client, ("", Entry()))
-        entry.close()
+        for fd in self.coming.pop(client, []):
+            os.close(fd)
 
 
 def serve(path: str, told: threading.Event) -> None:
@@ -219,7 +225,7 @@ def serve(path: str, told: threading.Event) -> None:
                     continue
                 client = key.fileobj  # type: ignore[assignment]
                 try:
-                    vault.answer(client, *receive(client))
+                    vault.take(client, *receive(client))
                 except (EOFError, OSError, ValueError):
                     vault.forget(client)
                     ready.unregister(client)

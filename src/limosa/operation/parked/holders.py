@@ -12,7 +12,7 @@ import msgspec
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member
 from limosa.parking.mover import Mover
-from limosa.parking.residents import GONE, Residents
+from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory
 from limosa.parking.vault import Vault
 from limosa.process import records
@@ -56,7 +56,8 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     """Return what vault or mover hold under a key; the descriptors are the caller's to close.
 
     Raises:
-        LostMemory: neither has it.
+        LostMemory: both have said that they do not have it.
+        FailedUndone: one of them could not be asked, or says something else.
     """
     residents = Residents()
     try:
@@ -65,7 +66,17 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
         raise LostMemory(pid=member.pid) from None
     finally:
         residents.close()
-    return fds, msgspec.json.decode(note, type=list[Held])
+    try:
+        pieces = msgspec.json.decode(note, type=list[Held])
+        if len(pieces) != len(fds):
+            raise FailedUndone(f"what is held of process {member.pid} are {len(fds)} of {len(pieces)} pieces")
+    except msgspec.MsgspecError as error:
+        close_all(fds)
+        raise FailedUndone(f"what is held of process {member.pid} cannot be understood ({error})") from error
+    except BaseException:
+        close_all(fds)
+        raise
+    return fds, pieces
 
 
 def forget(operation: str) -> None:
@@ -77,7 +88,7 @@ def forget_arenas(members: Sequence[Member]) -> None:
     """Have vaults let go of arenas that these processes, which run, have no need of."""
     keys = {aside_key(member) for member in members}
     for vault in Vault.all():
-        with contextlib.suppress(FailedUndone, *GONE), vault:
+        with contextlib.suppress(LimosaError), vault:
             for key in keys & vault.held().keys():
                 vault.drop(key)
 
@@ -90,11 +101,11 @@ def forget_finished() -> None:
 
 def _forget(meant: Callable[[str], bool]) -> None:
     for mover in Mover.all():
-        with contextlib.suppress(FailedUndone, *GONE), mover:
+        with contextlib.suppress(LimosaError), mover:
             for key in _keys(mover.held(), meant):
                 mover.unput(key)
     for vault in Vault.all():
-        with contextlib.suppress(FailedUndone, *GONE), vault:
+        with contextlib.suppress(LimosaError), vault:
             for key in _keys(vault.held(), meant):
                 vault.drop(key)
 

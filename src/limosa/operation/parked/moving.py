@@ -9,7 +9,6 @@ mover and here, so that any of the three may be killed.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -97,8 +96,6 @@ class Moving(Beside[_Part]):
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         super().__init__(work)
         self._parts = [_Part(m, shims[m.pid]) for m in members if m.pid in shims]
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._n = 0
         self._copies: dict[int, list[tuple[str, str, str]]] = {}
         self._shared: dict[int, int] = {}  # memory that several processes have: a descriptor of what was made for it

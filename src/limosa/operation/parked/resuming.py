@@ -145,13 +145,13 @@ class Resuming(Beside[_Coming]):
             with contextlib.suppress(LimosaError):
                 part.shim.keep()
                 again = True
-            with contextlib.suppress(LimosaError, OSError, EOFError):  # the job runs, whoever was killed
+            with contextlib.suppress(LimosaError):  # the job runs, whoever was killed
                 self._residents.drop(part.shim.owner, aside_key(part.member), again=again)
         self._close()
 
     def _close(self) -> None:
         for part in self._parts:
-            with contextlib.suppress(LimosaError, OSError, EOFError):
+            with contextlib.suppress(LimosaError):
                 self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "target"))
             part.close()
         self._residents.close()

@@ -1,0 +1,470 @@
+"""What vault and mover hold is found again however much it is, and whatever one of them says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from limosa.errors import FailedUndone, LimosaError
+from limosa.operation import idle
+from limosa.operation.journal import Member
+from limosa.operation.parked import holders
+from limosa.parking import mover_main, mover_memory, packets, resident, vault_main
+from limosa.parking.mover import Mover
+from limosa.parking.mover_session import Session, Shared
+from limosa.parking.residents import Residents
+from limosa.parking.segments import Pool, make
+from limosa.parking.vault import Vault
+from limosa.process.identity import Handle, Identity
+from limosa.process.limits import many_descriptors
+
+ME = Identity.of(os.getpid())
+KEY = f"move-1-a/source/{ME.to_str()}"
+
+
+@pytest.fixture
+def place(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A runtime folder; the vault that was started in it is ended."""
+    monkeypatch.setattr(resident, "ANSWER_SECONDS", 2.0)
+    yield runtime
+    for found in vaults():
+        with Handle(found) as handle:
+            handle.signal(9)
+            handle.wait(5)
+
+
+def vaults() -> list[Identity]:
+    found = None
+    with contextlib.suppress(LimosaError):
+        found = resident.look_for("vault", os.geteuid())
+    if found is None or found.identity == ME:
+        return []
+    found.connection.close()
+    return [found.identity]
+
+
+@pytest.fixture
+def many() -> Iterator[list[int]]:
+    """Ten thousand descriptors, as of 200 GB in pieces of 20 MiB."""
+    with many_descriptors():
+        found = [make(0) for _ in range(10_000)]
+        yield found
+        for fd in found:
+            os.close(fd)
+
+
+def note(n: int) -> bytes:
+    return msgspec.json.encode(
+        [holders.Held(i, 20 << 20, "GPU-00000000-0000-0000-0000-000000000000") for i in range(n)]
+    )
+
+
+def open_here() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def closed(answer: object) -> None:
+    """Closes the descriptors that came with an answer, where some did."""
+    found = answer[0] if isinstance(answer, tuple) else answer
+    holders.close_all(found if isinstance(found, list) else [])
+
+
+def assert_closed(before: int) -> None:
+    """Descriptors that came are closed, once whoever sent them has seen that nobody is there."""
+    end = time.monotonic() + 5
+    while open_here() > before:
+        assert time.monotonic() < end, f"{open_here() - before} more than before"
+        time.sleep(0.01)
+
+
+def inodes(fds: list[int]) -> list[int]:
+    return [os.fstat(fd).st_ino for fd in fds]
+
+
+def test_ten_thousand_pieces_are_held_in_order(place: Path, many: list[int]) -> None:
+    """A note of so many went whole into every packet, and no packet is so large."""
+    residents, wanted, open_before = Residents(), inodes(many), open_here()
+    residents.vault(os.geteuid())
+    begun = time.monotonic()
+    residents.put(os.geteuid(), KEY, many, note(len(many)), mover=False)
+    held = time.monotonic()
+    holders.close_all(many)  # as many again may not be open everywhere
+    many.clear()
+    closed_at = time.monotonic()
+    found, said = residents.get(os.geteuid(), KEY)
+    seconds = time.monotonic() - closed_at + held - begun
+    try:
+        assert inodes(found) == wanted
+        assert said == note(len(wanted))
+        assert seconds < 2, "some hundredths of a second"
+    finally:
+        holders.close_all(found)
+    residents.close()
+    assert open_here() == open_before - len(wanted)
+
+
+def test_too_few_descriptors_are_no_lost_memory(place: Path, many: list[int]) -> None:
+    """``recover`` said of a healthy job that nothing can bring it back: as many as may be open are not enough."""
+    residents, uid = Residents(), os.geteuid()
+    residents.put(uid, KEY, many[:2000], note(2000), mover=False)
+    residents.close()
+    limit, before = resource.getrlimit(resource.RLIMIT_NOFILE), open_here()
+    member = Member(identity=ME)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 1000, limit[1]))
+    try:
+        with pytest.raises(FailedUndone) as error:
+            holders.get(member, uid, KEY)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert "Too many open files" in str(error.value)
+    assert open_here() == before
+    fds, pieces = holders.get(member, uid, KEY)
+    holders.close_all(fds)
+    assert len(pieces) == 2000
+
+
+def test_memory_that_both_say_they_have_not_is_lost(place: Path) -> None:
+    with pytest.raises(holders.LostMemory):
+        holders.get(Member(identity=ME), os.geteuid(), KEY)
+
+
+def test_the_limit_is_the_callers_again() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        with many_descriptors():
+            with many_descriptors():
+                pass
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before[1]
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+# -- what may be said ------------------------------------------------------------------------------------------------
+
+
+class Says:
+    """Somebody at a resident's name who says what he likes, to each verb."""
+
+    def __init__(self, kind: str, said: Callable[[dict[str, Any]], object], fds: int = 0):
+        path = resident.socket_path(kind, os.geteuid())
+        self.asked: list[Any] = []
+        self._said, self._fds = said, fds
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(str(path))
+        self._listening.listen(8)
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listening.accept()
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        given = [os.open("/dev/null", os.O_RDONLY) for _ in range(self._fds)]
+        with contextlib.suppress(OSError, EOFError, ValueError), connection:
+            while True:
+                asked, fds = packets.receive(connection)
+                holders.close_all(fds)
+                if asked.get("more"):
+                    continue
+                self.asked.append(asked["verb"])
+                answer = {"version": packets.VERSION} if asked["verb"] == "ping" else self._said(asked)
+                if isinstance(answer, bytes):
+                    connection.send(answer)
+                else:
+                    packets.send(connection, answer, given)  # type: ignore[arg-type]
+        holders.close_all(given)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+
+ODD: list[Any] = [
+    {},
+    {"keys": 7, "n": "x", "note": 5, "there": "no", "bytes": -1, "seconds": float("nan"), "inodes": {}, "by": []},
+    {"keys": {1: 2}, "n": None, "there": None},
+    {"keys": {"a": -1}, "used": "x"},
+    {"error": 7, "used": "much"},
+    {"error": ["x"]},
+    b"\xc1",
+    b"\x91" * 100_000,
+    b"\x93\x01\x02\x03",
+    msgspec.msgpack.encode({"its message is beside it": True}),
+    msgspec.msgpack.encode("text"),
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_whatever_a_vault_says_is_an_error_in_words(place: Path, odd: Any) -> None:
+    one = Says("vault", lambda asked: odd, fds=3)
+    asked: list[Callable[[Vault], object]] = [
+        lambda vault: vault.put(KEY, [0]),
+        lambda vault: vault.get(KEY),
+        lambda vault: vault.drop(KEY),
+        lambda vault: vault.segments(KEY, 1, 1 << 30),
+        lambda vault: vault.reserve(0, 1.0, 1 << 30),
+        lambda vault: vault.arena(),
+        lambda vault: vault.held(),
+    ]
+    before = open_here()
+    try:
+        for ask in asked:
+            with contextlib.suppress(LimosaError, KeyError), Vault(limit=0.5) as vault:
+                closed(ask(vault))
+        holders.forget("move-1-a")
+        holders.forget_arenas([Member(identity=ME)])
+    finally:
+        one.close()
+    assert_closed(before)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_whatever_a_mover_says_is_an_error_in_words(place: Path, odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limosa.parking.mover.CALL_SECONDS", 0.5)
+    one = Says("mover", lambda asked: odd, fds=3)
+    asked: list[Callable[[Mover], object]] = [
+        lambda mover: mover.put(KEY, [0]),
+        lambda mover: mover.get(KEY),
+        lambda mover: mover.unput(KEY),
+        lambda mover: mover.held(),
+        lambda mover: mover.pinned(),
+        lambda mover: mover.make(KEY, [1], "GPU-1"),
+        lambda mover: mover.hold(KEY, [0], 0, "GPU-1", pin=False),
+    ]
+    before = open_here()
+    try:
+        for ask in asked:
+            with contextlib.suppress(LimosaError, KeyError), Mover() as mover:
+                closed(ask(mover))
+        idle.end_idle(["GPU-1"])
+        holders.forget("move-1-a")
+    finally:
+        one.close()
+    assert_closed(before)
+
+
+def test_what_was_not_copied_is_missed(place: Path) -> None:
+    """A key that the mover does not know was copied in no time."""
+    answers = {"copy": {"bytes": 0, "seconds": 0.0}, "host": {"bytes": 5, "seconds": 0.0}}
+    one = Says("mover", lambda asked: answers.get(asked["verb"], {}))
+    try:
+        with Mover() as mover:
+            mover.take("a", [0], [7], "GPU-1")
+            with pytest.raises(FailedUndone, match="0 of 7 bytes"):
+                mover.copy([("a", "b", "GPU-1")], 5)
+            with pytest.raises(FailedUndone, match="5 of 7 bytes"):
+                mover.host("out", [("a", "b", 0, "GPU-1")], 5)
+    finally:
+        one.close()
+
+
+def test_an_unknown_key_is_not_copied() -> None:
+    ends = socket.socketpair()
+    session = Session(ends[0], Shared(), {})
+    with pytest.raises(FailedUndone, match="nothing was made or taken as a"):
+        mover_memory.copy(session, {"copies": [("a", "b", "GPU-1")]}, [])
+    for end in ends:
+        end.close()
+
+
+def test_the_vault_goes_on_after_what_it_cannot_do(place: Path) -> None:
+    """One message that nobody expected ended it, with all that it held."""
+    with Vault() as vault, Vault() as other:
+        pid = vault.identity
+        vault.put(KEY, [0], b"note")
+        for message in (
+            {"verb": "segments", "key": "aside/1@1", "sizes": [1, "x"], "cap": 1 << 40},
+            {"verb": "reserve", "bytes": None, "seconds": "x", "cap": 0},
+            {"verb": "put", "key": "other", "note": "x"},
+            {"verb": 7},
+            {"verb": ["x"], "key": {}},
+            {"key": 7},
+        ):
+            connection = other._connection
+            packets.send_all(connection, message)
+            answer, fds = packets.receive_all(connection, 5)
+            holders.close_all(fds)
+            assert "error" in answer, message
+        assert vault.held() == {KEY: 1}
+        arena = vault.arena()
+        assert (arena.used, arena.free, arena.inodes) == (0, 0, [])
+    assert vaults() == [pid]
+
+
+def test_segments_that_are_not_all_there_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, left = Pool(), [2]
+
+    def fails(size: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("no more")
+        return make(0)
+
+    monkeypatch.setattr("limosa.parking.segments.make", fails)
+    before = open_here()
+    with pytest.raises(OSError, match="no more"):
+        pool.take([32 << 20] * 3, 0, 1 << 40)
+    assert open_here() - before == len(pool.free) == 2
+    holders.close_all(fd for fd, _, _ in pool.free)
+
+
+# -- who it is -------------------------------------------------------------------------------------------------------
+
+
+def test_one_of_another_version_makes_way_if_it_holds_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "VERSION", packets.VERSION)
+    with Vault() as vault:
+        old = vault.identity
+        vault.put(KEY, [0])
+    monkeypatch.setattr(resident, "VERSION", packets.VERSION + 1)
+    with pytest.raises(FailedUndone, match="another version"):
+        Vault()
+    assert old.alive()
+    with Vault(found=resident.look_for("vault", os.geteuid())) as vault:
+        vault.drop(KEY)
+    monkeypatch.setattr(resident, "START_SECONDS", 3.0)
+    with pytest.raises(FailedUndone):
+        Vault()  # the next one is no newer here
+    assert not old.alive()
+
+
+def test_nobody_else_is_ended_in_a_movers_place(place: Path) -> None:
+    """Whose pid a socket has need not be who listens: who has called listen() may have left, and pids come again."""
+    with subprocess.Popen(["sleep", "60"]) as bystander:
+        resident.replace("mover", os.geteuid(), Identity.of(bystander.pid))
+        assert bystander.poll() is None
+        bystander.kill()
+
+
+def test_a_name_in_a_folder_that_leads_elsewhere_is_not_removed(place: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    path = resident.socket_path("mover", os.geteuid())
+    for inside in (elsewhere / path.name, path):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+            one.bind(str(inside))
+    resident.replace("mover", os.geteuid(), None)
+    assert not path.exists()
+    shutil.rmtree(path.parent)
+    path.parent.symlink_to(elsewhere)
+    path = path.parent / path.name
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resident, "socket_path", lambda kind, uid: path)
+        resident.replace("mover", os.geteuid(), None)
+    assert (elsewhere / path.name).exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace is made by root")
+def test_who_sees_other_processes_has_another_vault(place: Path) -> None:
+    """It would let go of what is held for processes that it does not see."""
+    text = "import os\nfrom limosa.parking.resident import socket_path\nprint(socket_path('vault', os.geteuid()).name)"
+    apart = ["unshare", "--pid", "--fork", "--mount-proc"]
+    names = [
+        subprocess.run([*before, sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=30)
+        for before in ([], apart)
+    ]
+    assert len({one.stdout for one in names}) == 2
+
+
+def test_letting_go_never_fails(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", fails)
+    residents = Residents()
+    residents.drop(os.geteuid(), KEY)
+    with pytest.raises(FailedUndone, match="no more processes"):
+        residents.put(os.geteuid(), KEY, [])
+    residents.close()
+
+
+# -- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_mover_that_is_to_end_keeps_what_it_holds(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody was connected, so "all of them hang" was true, and what it held was gone."""
+    monkeypatch.setattr(mover_main, "LOOK_SECONDS", 0.05)
+    path = resident.socket_path("mover", os.geteuid())
+    verbs = {"ping": mover_main.ping, "end": mover_main.end, **mover_main.mover_holding.VERBS}
+    one = mover_main.Mover(str(path), verbs)
+    thread = threading.Thread(target=one.serve, daemon=True)
+    thread.start()
+    with Mover() as mover:
+        mover.put(KEY, [0], note(1))
+        mover.end()
+    end = time.monotonic() + 5
+    while path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert thread.is_alive()
+    fds, pieces = holders.get(Member(identity=ME), os.geteuid(), KEY)
+    holders.close_all(fds)
+    assert len(pieces) == 1
+    holders.forget("move-1-a")
+    thread.join(5)
+    assert not thread.is_alive()
+    assert [p.name for p in path.parent.iterdir() if p.is_socket()] == []
+
+
+def test_what_has_no_end_is_not_waited_for(place: Path) -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def talk() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                packets.send(ends[1], {"more": True})
+                time.sleep(0.01)
+
+    threading.Thread(target=talk, daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        packets.receive_all(ends[0], 0.3)
+    assert time.monotonic() - begun < 3
+    for end in ends:
+        end.close()
+
+
+def test_what_is_not_sealed_is_not_read() -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    fd = make(10)
+    data = msgspec.msgpack.encode({"its message is beside it": True})
+    socket.send_fds(ends[1], [data], [fd])
+    with pytest.raises(ValueError, match="no message"):
+        packets.receive(ends[0])
+    big = {"text": "x" * (1 << 20)}
+    packets.send(ends[1], big, [fd])
+    said, fds = packets.receive(ends[0])
+    assert said == big
+    assert inodes(fds) == inodes([fd])
+    for one in (*fds, fd):
+        os.close(one)
+    for end in ends:
+        end.close()
+
+
+def test_what_was_not_finished_is_forgotten() -> None:
+    """A put that breaks off in the middle leaves neither key nor descriptors."""
+    vault, ends, before = vault_main.Vault(), socket.socketpair(), open_here()
+    vault.take(ends[0], {"more": True}, [os.dup(0), os.dup(0)])
+    vault.forget(ends[0])
+    assert (vault.held, vault.coming, open_here()) == ({}, {}, before)
+    for end in ends:
+        end.close()
