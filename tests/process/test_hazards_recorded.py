@@ -168,6 +168,19 @@ def test_ncclss_shared_memory_tells_ranks_without_pytorch():
     assert everything(job(*ranks)) == {"nccl-ranks": 13}
 
 
+@pytest.mark.parametrize("path", ["/dev/infiniband/uverbs0", "/dev/infiniband/uverbs12", "/dev/gdrdrv"])
+def test_memory_that_a_network_adapter_may_have(path):
+    obs = job(cuda())
+    assert hazards.cuda_hazards(obs) == []
+    obs.processes[0].fds.append(FdObservation(fd=21, target=path, kind="device", device="231:192"))
+    (found,) = hazards.cuda_hazards(obs)
+    assert (found.id, found.exit_code, found.forceable, found.pid) == ("rdma", 13, True, obs.processes[0].pid)
+    assert path in found.text
+    assert hazards.cuda_hazards(obs, cuda_pids=[]) == []
+    obs.processes[0].fds[-1].target = "/dev/infiniband/rdma_cm"  # asks who is there, registers nothing
+    assert hazards.cuda_hazards(obs) == []
+
+
 def test_an_mps_client_is_known_by_its_pipe_and_suspected_by_its_environment():
     pipe = SocketObservation(fd=5, inode=3, remote="/tmp/nvidia-mps/control", peer_inode=4, peer_pids=[7])
     assert ids(hazards.cuda_hazards(job(cuda(sockets=[pipe])))) == {"mps": 12}

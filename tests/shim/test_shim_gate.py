@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from shim_turns import cycled
 from soft_node import Node
 from softgpu.far import Far, until
 
+from limosa.native.build import SHIM
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
 from limosa.process.identity import Identity
@@ -71,6 +73,21 @@ def test_a_thread_in_a_long_synchronise(job: Far, shim: Shim) -> None:
     assert job("says('cuCtxGetDevice')") == "SUCCESS"
     job("release()")
     assert pending.value() == "SUCCESS"
+    assert cycled(shim)
+
+
+def test_one_limit_for_the_wait_before_and_its_own(job: Far, shim: Shim) -> None:
+    """A wait that was given up on ends late: what is left of the limit is for the other GPU's work."""
+    job("spin()")
+    job("context(1); spin(); context(0)")
+    with pytest.raises(GateStaysOpen):
+        shim.close_gate(0.3)
+    begun = time.monotonic()
+    job.send("(time.sleep(1.8), release())")
+    with pytest.raises(GateStaysOpen):
+        shim.close_gate(2)
+    assert 1.9 < time.monotonic() - begun < 3.4
+    job("ctypes.c_uint32.from_address(_keep[1]).value = 1")
     assert cycled(shim)
 
 
@@ -152,6 +169,13 @@ def test_a_child_forked_from_a_crowd(job: Far, shim: Shim) -> None:
         assert job(code) == 0
         assert cycled(shim)
     assert job("uncrowd()", 30)[-1] == []
+
+
+def test_a_signal_between_counting_and_looking(compiled: Callable[..., Path]) -> None:
+    """Its handler calls the driver: a thread that has not looked at the gate yet passes it for nobody."""
+    program = compiled("handler.c", SHIM / "gate.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stdout.splitlines() == ["closed 1", "through 0", "behind it 1", "inside 1", "outside 0"]
 
 
 def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:

@@ -120,6 +120,15 @@ def test_the_application_gets_its_own(left: Far, shim: Shim) -> None:
     left("m.close()")
 
 
+def test_the_application_gets_what_it_asks_for(left: Far, shim: Shim) -> None:
+    """Memory of that kind and size, but low: what is ready is somewhere else."""
+    shim.bulk(300 * MIB)
+    left("import mmap")
+    left("m = mmap.mmap(-1, 200 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE | 0x40)")
+    assert left("ctypes.addressof(ctypes.c_char.from_buffer(m))") < 1 << 31
+    assert shim.bulk(0) == 0
+
+
 def test_a_child_does_not_inherit_it(left: Far, shim: Shim) -> None:
     """And goes on by itself, whatever was ready in its parent."""
     shim.bulk(300 * MIB)

@@ -74,3 +74,40 @@ def test_a_function_that_nobody_knows_is_told(
             assert known.not_known(shim.called()) == ["cuMemAllocOfTheYearAfter"]
     finally:
         job.communicate("", timeout=10)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("by_handle", "by_address"),
+    [
+        ("cuMulticastBindMem_v2", "cuMulticastBindAddr_v2"),
+        ("cuLogicalEndpointBindMem", "cuLogicalEndpointBindAddr"),
+    ],
+)
+def test_newer_functions_get_the_drivers_handles(
+    library: Path, compiled: Callable[..., Path], by_handle: str, by_address: str
+) -> None:
+    """The program has a number of ours; what it binds is seen by somebody from then on, so it stays."""
+    newer = compiled("newer_driver.c", f"-I{SHIM}", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
+    program = compiled("binding.c", f"-I{SHIM}", "-ldl")
+    env = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(newer.parent)}
+    argv = [program, by_handle, by_address]
+    job = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout
+        assert job.stdout.readline() == "0 0 0\n"
+        with Shim(Identity.of(job.pid)) as shim:
+            assert [piece.shared for piece in shim.memories()] == [True]
+            assert known.not_known(shim.called()) == []
+    finally:
+        job.communicate("", timeout=10)
+
+
+@pytest.mark.timeout(60)
+def test_children_find_functions_that_nobody_knows(library: Path, compiled: Callable[..., Path]) -> None:
+    """Forked while another thread is looking one up."""
+    newer = compiled("newer_driver.c", f"-I{SHIM}", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", name="libcuda.so.1")
+    program = compiled("looking.c", "-ldl", "-lpthread")
+    env = {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": str(newer.parent)}
+    ran = subprocess.run([program], env=env, capture_output=True, text=True, timeout=40, check=True)
+    assert ran.stdout == "400 of 400\n"

@@ -78,7 +78,7 @@ def build_softgpu(folder: Path = SOFTGPU) -> str | None:
 
 
 def build_shim(folder: Path = SHIM) -> str | None:
-    """Compile the shim, unless it is newer than its sources and the list of the driver's functions.
+    """Compile the shim, unless it is newer than its sources and the lists of the driver's functions.
 
     Args:
         folder: where it is put, whole or not at all.
@@ -88,7 +88,7 @@ def build_shim(folder: Path = SHIM) -> str | None:
     """
     hooks = SHIM / _HOOKS
     sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
-    depends = [*sources, hooks, *SHIM.glob("*.h"), SOFTGPU / "functions.list"]
+    depends = [*sources, hooks, *SHIM.glob("*.h"), *SHIM.glob("*.list"), SOFTGPU / "functions.list"]
     return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=[(hooks, _HOOKS_FLAGS)])
 
 

@@ -213,7 +213,9 @@ def look(
         branch = prepared.inventory.driver_major if prepared.inventory is not None else None
         against = hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
         # From outside shared events look like shared memory. The shim knows what is shared.
-        reasons += [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
+        against = [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
+        # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
+        reasons += [r for r in against if r.id != "rdma" or operation != "resume"]
         if operation != "resume":
             needed = {m.pid: m.bytes for m in prepared.members if m.was != "checkpointed" and not m.away}
             left = {

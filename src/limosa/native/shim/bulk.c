@@ -183,9 +183,9 @@ static void *answer(void *address, size_t bytes, int protection, int flags, int 
     char *mine = NULL;
     size_t had = 0;
 
-    if (address || bytes < SMALLEST || protection != (PROT_READ | PROT_WRITE) || !(flags & MAP_POPULATE)
-        || (flags & (MAP_PRIVATE | MAP_ANONYMOUS)) != (MAP_PRIVATE | MAP_ANONYMOUS)
-        || flags & (MAP_FIXED | MAP_HUGETLB | MAP_SHARED))
+    /* Any other flag (locked, low, growing, huge pages) asks for something that what is ready is not. */
+    if (address || bytes < SMALLEST || protection != (PROT_READ | PROT_WRITE)
+        || (flags & ~MAP_NORESERVE) != (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE))
         return system_mmap(address, bytes, protection, flags, fd, offset);
     pthread_mutex_lock(&one);
     bool drivers = closed || bytes >= ready_bytes / 2;

@@ -17,6 +17,7 @@ bool gate_fence = true;
 
 static struct reader *_Atomic readers; /* only ever grows at its head; what is not used is used again */
 static pthread_key_t key;
+static bool has_key; /* a program may have used up all of them: then what a thread had when it ended is not used again */
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static TLS struct reader own; /* of a thread that is exempt */
 
@@ -31,13 +32,14 @@ static void thread_ends(void *value)
 
     capture_thread_ends(reader);
     gate_reader = NULL; /* a later destructor of this thread may still call the driver: it gets another one */
+    atomic_store_explicit(&reader->passed, 0, memory_order_relaxed);
     atomic_store_explicit(&reader->inside, 0, memory_order_release);
     atomic_store_explicit(&reader->used, false, memory_order_release);
 }
 
 static void begin(void)
 {
-    pthread_key_create(&key, thread_ends);
+    has_key = !pthread_key_create(&key, thread_ends);
     in_children(gate_after_fork); /* calls that other threads were in do not go on in a child */
     gate_fence = membarrier(MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED) != 0;
 }
@@ -69,13 +71,15 @@ struct reader *gate_new_reader(void)
         while (!atomic_compare_exchange_weak(&readers, &head, page));
         reader = page;
     }
-    pthread_setspecific(key, reader);
+    if (has_key)
+        pthread_setspecific(key, reader);
     gate_reader = reader;
     errno = before;
     return reader;
 }
 
-void gate_wait(struct reader *reader)
+/* None of this thread's calls has passed, so it is not in the driver whatever the depth is. */
+void gate_wait(struct reader *reader, uint32_t depth)
 {
     int before = errno;
 
@@ -83,7 +87,7 @@ void gate_wait(struct reader *reader)
         atomic_store_explicit(&reader->inside, 0, memory_order_release);
         while (atomic_load_explicit(&gate_closed, memory_order_relaxed))
             syscall(SYS_futex, &gate_closed, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
-        atomic_store_explicit(&reader->inside, 1, memory_order_relaxed);
+        atomic_store_explicit(&reader->inside, depth, memory_order_relaxed);
         atomic_thread_fence(memory_order_seq_cst);
     } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));
     errno = before;
@@ -131,6 +135,7 @@ void gate_open(void)
 void gate_exempt(void)
 {
     atomic_store_explicit(&own.inside, 1, memory_order_relaxed); /* not in the list: nobody waits for it */
+    atomic_store_explicit(&own.passed, 1, memory_order_relaxed);
     gate_reader = &own;
 }
 
@@ -139,6 +144,7 @@ void gate_after_fork(void)
     for (struct reader *reader = atomic_load(&readers); reader; reader = reader->next)
         if (reader != gate_reader) {
             atomic_store(&reader->inside, 0);
+            atomic_store(&reader->passed, 0);
             atomic_store(&reader->used, false);
         }
     atomic_store(&gate_closed, 0);

@@ -16,6 +16,8 @@
 
 struct reader {
     _Atomic uint32_t inside; /* calls of this thread that are in the driver, one within the other */
+    _Atomic uint32_t passed; /* which of them, by its depth, has found the gate open: those inside it need not look. 0 where
+                              * none has: a signal may come between counting and looking */
     _Atomic bool used;
     struct reader *next;
 } __attribute__((aligned(64)));
@@ -25,7 +27,7 @@ extern _Atomic uint32_t gate_closed;
 extern bool gate_fence; /* no membarrier on this kernel: each thread makes its own */
 
 struct reader *gate_new_reader(void);
-void gate_wait(struct reader *reader);
+void gate_wait(struct reader *reader, uint32_t depth);
 
 static inline struct reader *gate_enter(void)
 {
@@ -38,14 +40,21 @@ static inline struct reader *gate_enter(void)
         atomic_thread_fence(memory_order_seq_cst);
     else
         atomic_signal_fence(memory_order_seq_cst); /* the order of store and look: membarrier does the rest */
-    if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_relaxed)) && inside == 0)
-        gate_wait(reader);
+    if (atomic_load_explicit(&reader->passed, memory_order_relaxed) == 0) {
+        if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_relaxed)))
+            gate_wait(reader, inside + 1);
+        atomic_store_explicit(&reader->passed, inside + 1, memory_order_relaxed);
+    }
+    atomic_signal_fence(memory_order_seq_cst);
     return reader;
 }
 
 static inline void gate_leave(struct reader *reader)
 {
     uint32_t inside = atomic_load_explicit(&reader->inside, memory_order_relaxed);
+    if (atomic_load_explicit(&reader->passed, memory_order_relaxed) == inside)
+        atomic_store_explicit(&reader->passed, 0, memory_order_release);
+    atomic_signal_fence(memory_order_seq_cst);
     atomic_store_explicit(&reader->inside, inside - 1, memory_order_release);
 }
 

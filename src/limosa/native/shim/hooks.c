@@ -45,6 +45,7 @@ static inline __attribute__((always_inline)) word pass(struct entry *entry, WORD
 #define HOOK_OWN(symbol) extern word symbol(WORDS);
 #define FUNCTION(symbol, base, version, per_thread, what) HOOK_##what(symbol)
 #include "../softgpu/functions.list"
+#include "newer.list"
 #undef FUNCTION
 
 #define SPARE_1(x)                                                                                                     \
@@ -66,12 +67,24 @@ SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
 struct entry entries[LISTED + SPARE] = {
 #define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)symbol, .role = ROLE_##what},
 #include "../softgpu/functions.list"
+#include "newer.list"
 #undef FUNCTION
     HOOK_16(0) HOOK_16(1) HOOK_16(2) HOOK_16(3) HOOK_16(4) HOOK_16(5) HOOK_16(6) HOOK_16(7) HOOK_16(8) HOOK_16(9)
         HOOK_16(a) HOOK_16(b) HOOK_16(c) HOOK_16(d) HOOK_16(e) HOOK_16(f)
 };
 static _Atomic int n_spare;
 static _Atomic int guard; /* held for a few instructions, never across a call that may wait */
+
+/* A child has no thread that would let go of it. */
+static void in_child(void)
+{
+    atomic_store(&guard, 0);
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    in_children(in_child);
+}
 
 int n_entries(void)
 {
@@ -142,6 +155,7 @@ void *entry_instead(const char *symbol, void *real)
             return entries[at].hook;
         }
     void *hook = NULL;
+    char *copy = strdup(symbol); /* before: another thread may fork, or a signal come, in the allocator */
     while (atomic_exchange_explicit(&guard, 1, memory_order_acquire))
         ;
     int known = atomic_load(&n_spare);
@@ -150,8 +164,8 @@ void *entry_instead(const char *symbol, void *real)
             hook = entries[LISTED + at].hook;
     if (!hook && known < SPARE) {
         struct entry *new = &entries[LISTED + known];
-        char *copy = strdup(symbol);
         new->symbol = new->base = copy ? copy : "?";
+        copy = NULL;
         atomic_store(&new->asked_for, 1);
         new->role = of_graphics(symbol) ? ROLE_USES : ROLE_UNKNOWN;
         atomic_store(&new->real, real);
@@ -159,5 +173,6 @@ void *entry_instead(const char *symbol, void *real)
         atomic_store(&n_spare, known + 1);
     }
     atomic_store_explicit(&guard, 0, memory_order_release);
+    free(copy);
     return hook ? hook : real;
 }

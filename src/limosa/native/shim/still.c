@@ -64,7 +64,8 @@ static void *wait_for_device(void *data)
 static CUresult device_done(uint64_t milliseconds)
 {
     struct wait *wait = calloc(1, sizeof *wait + n_contexts * sizeof wait->made[0]);
-    struct timespec end;
+    uint64_t last = now_ms() + milliseconds;
+    struct timespec end = {(time_t)(last / 1000), (long)(last % 1000) * 1000000};
     pthread_attr_t attributes;
     pthread_condattr_t clock;
     pthread_t thread;
@@ -72,8 +73,8 @@ static CUresult device_done(uint64_t milliseconds)
 
     if (!wait)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    for (uint64_t begun = now_ms(); atomic_load(&waiting); poll(NULL, 0, 1))
-        if (now_ms() - begun >= milliseconds) {
+    for (; atomic_load(&waiting); poll(NULL, 0, 1))
+        if (now_ms() >= last) {
             free(wait);
             return NOT_READY;
         }
@@ -84,11 +85,6 @@ static CUresult device_done(uint64_t milliseconds)
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&wait->done, &clock);
-    clock_gettime(CLOCK_MONOTONIC, &end);
-    end.tv_sec += (time_t)(milliseconds / 1000);
-    end.tv_nsec += (long)(milliseconds % 1000) * 1000000;
-    if (end.tv_nsec >= 1000000000)
-        end.tv_sec++, end.tv_nsec -= 1000000000;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     if (pthread_create(&thread, &attributes, wait_for_device, wait)) {

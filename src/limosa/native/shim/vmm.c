@@ -381,6 +381,54 @@ EXPORT CUresult cuMulticastBindAddr(CUhandle object, size_t at, CUdeviceptr poin
     return result;
 }
 
+/* Newer ones, which name the device. An endpoint is a number of the driver's own, not a handle. */
+EXPORT CUresult cuMulticastBindMem_v2(CUhandle object, CUdevice device, size_t at, CUhandle handle, size_t offset,
+                                      size_t bytes, unsigned long long flags)
+{
+    REAL_OF(cuMulticastBindMem_v2, CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long);
+    struct memory *held, *memory;
+    CUresult result = function(theirs(object, &held), device, at, theirs(handle, &memory), offset, bytes, flags);
+    and_stays(memory, !result);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+EXPORT CUresult cuMulticastBindAddr_v2(CUhandle object, CUdevice device, size_t at, CUdeviceptr pointer, size_t bytes,
+                                       unsigned long long flags)
+{
+    REAL_OF(cuMulticastBindAddr_v2, CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long);
+    struct memory *held;
+    CUresult result = function(theirs(object, &held), device, at, pointer, bytes, flags);
+    if (!result)
+        range_stays(pointer, bytes);
+    and_stays(held, false);
+    gate_leave(reader);
+    return result;
+}
+
+EXPORT CUresult cuLogicalEndpointBindMem(uint32_t endpoint, CUdevice device, uint64_t at, CUhandle handle,
+                                         uint64_t offset, uint64_t bytes, unsigned long long flags)
+{
+    REAL_OF(cuLogicalEndpointBindMem, uint32_t, CUdevice, uint64_t, CUhandle, uint64_t, uint64_t, unsigned long long);
+    struct memory *memory;
+    CUresult result = function(endpoint, device, at, theirs(handle, &memory), offset, bytes, flags);
+    and_stays(memory, !result);
+    gate_leave(reader);
+    return result;
+}
+
+EXPORT CUresult cuLogicalEndpointBindAddr(uint32_t endpoint, CUdevice device, uint64_t at, CUdeviceptr pointer,
+                                          uint64_t bytes, unsigned long long flags)
+{
+    REAL_OF(cuLogicalEndpointBindAddr, uint32_t, CUdevice, uint64_t, CUdeviceptr, uint64_t, unsigned long long);
+    CUresult result = function(endpoint, device, at, pointer, bytes, flags);
+    if (!result)
+        range_stays(pointer, bytes);
+    gate_leave(reader);
+    return result;
+}
+
 EXPORT CUresult cuMulticastUnbind(CUhandle object, CUdevice device, size_t at, size_t bytes)
 {
     REAL_OF(cuMulticastUnbind, CUhandle, CUdevice, size_t, size_t);

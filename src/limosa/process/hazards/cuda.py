@@ -10,6 +10,7 @@ from limosa.process.observation import JobObservation, ProcessObservation
 
 _IPC = re.compile(r"^/dev/shm/cuda\.shm\.[^.]*\.([0-9a-f]+)\.")
 _NCCL_MEMORY = "/dev/shm/nccl-"  # noqa: S108
+_RDMA = re.compile(r"^/dev/(infiniband/uverbs\d+|gdrdrv)$")
 _MPS = re.compile(r"nvidia-(cuda-)?mps|nvidia_mps")
 IPC_DRIVER = 610  # the first branch that checkpoints CUDA IPC
 
@@ -25,8 +26,8 @@ def cuda_hazards(
         driver_branch: the driver's first number (580), where known.
 
     Returns:
-        ``managed-memory``, ``cuda-ipc``, ``nccl-ranks`` (13), ``mps`` (12) and warnings ``nccl-peers-unknown``,
-        ``mps-environment``.
+        ``managed-memory``, ``cuda-ipc``, ``nccl-ranks``, ``rdma`` (13), ``mps`` (12) and warnings
+        ``nccl-peers-unknown``, ``mps-environment``.
     """
     holders = [p for p in obs.processes if p.has_libcuda and (cuda_pids is None or p.pid in cuda_pids)]
     return [
@@ -34,6 +35,7 @@ def cuda_hazards(
         *(_ipc(holders) if driver_branch is None or driver_branch < IPC_DRIVER else ()),
         *_nccl(obs, holders),
         *_mps(holders),
+        *_rdma(holders),
     ]
 
 
@@ -151,4 +153,21 @@ def _mps(holders: list[ProcessObservation]) -> Iterator[Reason]:
                 text=f"process {process.title} was started with CUDA_MPS_PIPE_DIRECTORY="
                 f"{process.env['CUDA_MPS_PIPE_DIRECTORY']}; as a client of MPS it could not be checkpointed",
                 pid=process.pid,
+            )
+
+
+def _rdma(holders: list[ProcessObservation]) -> Iterator[Reason]:
+    """Whether GPU memory may be registered with a network adapter, or mapped by GDRCopy, which nobody can look up."""
+    for process in holders:
+        open_ones = [fd for fd in process.fds if _RDMA.match(fd.target)]
+        if open_ones:
+            fd = open_ones[0]
+            yield Reason(
+                id="rdma",
+                text=f"process {process.title} has {fd.target} open (descriptor {fd.fd}): a network adapter may go on "
+                "with the place that its GPU memory has now",
+                exit_code=13,
+                hint="let it close its connections first; --force=rdma where it has registered host memory only",
+                pid=process.pid,
+                forceable=True,
             )
