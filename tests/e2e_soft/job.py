@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--event", help="that of an event which is shared beside it, as PyTorch does")
     parser.add_argument("--child", action="store_true", help="a child with CUDA state of its own")
     parser.add_argument("--child-without", metavar="NAME", help="a variable that the child does not have")
+    parser.add_argument("--partner", action="store_true", help="a child that opens our memory once there is `share`")
+    parser.add_argument("--waits", action="store_true", help="be that child")
     parser.add_argument("--still", action="store_true", help="compute, and change nothing")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
     options = parser.parse_args()
@@ -161,6 +163,8 @@ def main() -> None:
         env = {k: v for k, v in os.environ.items() if k != options.child_without}
         more = ["--still"] if options.still else []
         child = subprocess.Popen([*own, *more], stdout=subprocess.DEVNULL, env=env)
+    if options.partner:
+        child = subprocess.Popen([*own, "--waits"], stdout=subprocess.DEVNULL)
     if options.spin:
         flag = int(do(cu.cuMemHostAlloc(4096, 0)))
         held[0].run("spin", (flag, c_void_p), (1, c_uint32))
@@ -170,6 +174,21 @@ def main() -> None:
         time.sleep(0.02)
         if options.spin:
             continue  # every further call on its stream would wait for the kernel
+        if options.waits and seen is None and (options.folder / "handle").exists():
+            handle = cu.CUipcMemHandle()
+            ctypes.memmove(handle.getPtr(), (options.folder / "handle").read_bytes(), 64)
+            held[0].use()
+            seen = Seen(int(do(cu.cuIpcOpenMemHandle(handle, 1))))
+            (options.folder / "shared").touch()
+        if options.partner and (options.folder / "share").exists():
+            (options.folder / "share").unlink()
+            name = ctypes.string_at(do(cu.cuIpcGetMemHandle(held[0].at)).getPtr(), 64)
+            (options.folder / "handle.new").write_bytes(name)
+            (options.folder / "handle.new").rename(options.folder / "handle")
+        if (options.folder / "grow").exists():
+            (options.folder / "grow").unlink()
+            held.append(Memory(options.gpu, options.mib << 20))
+            (options.folder / "grown").touch()
         if seen is not None:
             seen.look()
         if (options.folder / "rest").exists():

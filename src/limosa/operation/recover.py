@@ -225,7 +225,7 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
         return entry_of(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
     record = SuspendRecord.of(header.roots[0]) if header.roots and header.operation == "suspend" else None
-    if record is not None and record.since >= header.since and _is_suspended(record, alive, states):
+    if record is not None and record.since >= header.since and _is_suspended(header.id, record, alive, states):
         state = "checkpointed" if record.release == "all" else "parked"
         return entry_of(dead, did="it was suspended: finished", state=state)
     if dead.began("park") or dead.began("map") or any_waits(alive):
@@ -249,8 +249,8 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     return entry_of(dead, did="undid it", state=journal.common_state(alive))
 
 
-def _is_suspended(record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
+def _is_suspended(operation: str, record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
     """Whether all is as the record says, which is written last: when vault and job have the arena."""
-    if record.release != "all":
-        return any_waits(alive)
-    return all(state == "checkpointed" for state in states.values()) and all_in_arenas(alive)
+    if not all_in_arenas(operation, alive):
+        return False
+    return any_waits(alive) if record.release != "all" else all(s == "checkpointed" for s in states.values())

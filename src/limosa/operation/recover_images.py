@@ -21,13 +21,15 @@ from limosa.operation import driver_steps, room
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.parked import holders, saving
+from limosa.operation.parked.gates import gate_was_opened
+from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.recovering import bring_home
 from limosa.operation.remove_image import log_folder
 from limosa.operation.restore import end_tree, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Shim, under_shim
+from limosa.parking.shim import Shim
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Handle, Identity
@@ -197,6 +199,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     try:
         members = _finish(dead, driver, root, progress)
     except LimosaError as error:
+        if dead.began("open"):  # it may run: forward, or not at all
+            raise gate_was_opened("restore", str(error)) from error
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
         _undo_rewinds(dead)
@@ -270,6 +274,8 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
     if not members:
         return []
     pids = {i.pid: i for i in job_tree(root)}
+    if dead.began("open"):  # it may have run, and a process of it have ended since
+        members = [m for m in members if m.pid in pids]
     for member in members:
         if member.pid not in pids:
             raise UndoFailed(what="restore", detail="", undo_detail=f"process {member.pid} was not restored")
@@ -284,8 +290,12 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
     for member in members:
         if driver_steps.settled_state(driver, member.pid, progress) == "locked":
             driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
-    for shim in closed:
-        with shim:
+    with contextlib.ExitStack() as stack:
+        for shim in closed:
+            stack.enter_context(shim)
+        for shim in closed:
+            dead.note("open", "begin", shim.identity.pid)
+        for shim in closed:
             shim.open_gate()
     return members
 
@@ -295,23 +305,24 @@ def _closed(members: Sequence[Member]) -> list[Shim]:
 
     Raises:
         FailedUndone: the device memory of one of them has not come: the image is read again as a whole.
+        CannotBeMoved: the shim of one does not answer.
     """
     found: list[Shim] = []
-    for member in members:
-        try:
-            shim = Shim(member.identity)
-        except LimosaError as error:
-            if under_shim(member.pid):
-                raise FailedUndone(f"the shim of process {member.pid} does not answer ({error})") from error
-            continue
-        found.append(shim)
-        stand = shim.hello().stand
-        if stand is Stand.AWAY:
-            for one in found:
-                one.close()
-            raise FailedUndone(f"the device memory of process {member.pid} was not there yet")
-        if stand is Stand.OPEN:
-            found.pop().close()
+    try:
+        for member in members:
+            answer = hello_of(member)
+            if answer is None:
+                continue
+            shim, said = answer
+            found.append(shim)
+            if said.stand is Stand.AWAY:
+                raise FailedUndone(f"the device memory of process {member.pid} was not there yet")
+            if said.stand is Stand.OPEN:
+                found.pop().close()
+    except BaseException:
+        for one in found:
+            one.close()
+        raise
     return found
 
 

@@ -36,7 +36,7 @@ from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
-from limosa.operation.parked.gates import any_waits
+from limosa.operation.parked.gates import any_waits, gate_was_opened
 from limosa.operation.parked.loading import Loading
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
@@ -184,14 +184,15 @@ class _Restore:
         self._criu()
         if self.members:
             self._device_memory()
-        if self.loading is not None:
-            work.drop("chunks")
-            self.loading.close()
-        work.check()
-        self._keep_record()
+        # It runs: nothing that comes now, and nobody who cancels, is a reason to end it.
         work.drop("tree")
         for _ in self.ready.rewind:
             work.drop("rewind")
+        if self.loading is not None:
+            work.drop("chunks")
+            with contextlib.suppress(LimosaError, OSError, EOFError):
+                self.loading.close()
+        self._keep_record()
         assert self.root is not None
         return RestoreResult(
             pid=self.root.pid,
@@ -320,6 +321,8 @@ class _Restore:
         return f"the tree was ended again; {self.image.path} is the copy"
 
     def _end_tree(self) -> None:
+        if self.loading is not None and self.loading.opened:
+            raise gate_was_opened("restore")
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended
         if self.root is not None:

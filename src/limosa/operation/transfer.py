@@ -14,7 +14,7 @@ from limosa.errors import (
 )
 from limosa.operation import driver_steps, estimate, idle, room
 from limosa.operation.claims import Claim
-from limosa.operation.holding import Grew, refuse_stale, stand_still
+from limosa.operation.holding import Grew, refuse_growth, refuse_stale, stand_still
 from limosa.operation.journal import Header, Member
 from limosa.operation.parked.aside import aside_shims
 from limosa.operation.parked.gates import refuse_shut
@@ -48,6 +48,9 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
             work.pause_begins()
             with work.spent("park"):
                 parked.hold_still()
+            if prepared[0].release != "all":
+                for p in prepared:
+                    refuse_growth(work.driver, p)
             parked.start_copy()
         if prepared[0].release == "all":
             stand_still(work, prepared, members)

@@ -48,10 +48,12 @@ class Layout(msgspec.Struct, frozen=True):
         pieces: in their order.
         saw: the GPUs that the process saw when it initialised the driver: of others it cannot import memory. Where that
             is not known there is none: it makes its memory itself then, which always works.
+        operation: the id of the operation that filled it: another one's has what the process held at another time.
     """
 
     pieces: list[Placed]
     saw: list[str] = []
+    operation: str = ""
 
 
 def read_layout(fd: int) -> Layout:
@@ -110,6 +112,12 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
             "it has no memory that could be given back alone: that needs a job started by limosa run, without --no-shim"
         )
         found.append(Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release"))
+    elif operation == "suspend" and release == MEMORY_ONLY:
+        for member in members:
+            if member.was == "running" and not member.away and member.pid not in going:
+                text = f"process {member.pid} has no memory that could be given back alone, and would run on"
+                hint = "limosa suspend, without --release"
+                found.append(Reason(id="runs-on", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
     if operation == "suspend":
         found += refusals(wanted)
     return going, found

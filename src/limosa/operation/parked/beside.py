@@ -89,7 +89,7 @@ class Beside(Generic[P]):
         if stand is Stand.AWAY:
             if driver_steps.settled_state(self._work.driver, member.pid) == "checkpointed":
                 away = driver_steps.is_away(member, "checkpointed", self._work.journal)
-                strand(member, shim, pieces, fds, away=away)
+                strand(member, shim, pieces, fds, away=away, operation=self._work.id)
                 return False
             stand = put_back(shim, pieces, fds)
         if stand is Stand.CLOSED:

@@ -44,7 +44,7 @@ class Gates:
     """The gates of one operation: from the first one that is to open there is no way back."""
 
     def __init__(self, work: Work):
-        self._work, self._opened = work, False
+        self._work, self.opened = work, False
 
     def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
         """Notes it and opens them.
@@ -52,7 +52,7 @@ class Gates:
         Raises:
             UndoFailed: one does not open.
         """
-        self._opened = True
+        self.opened = True
         for member, _ in parts:
             self._work.try_note("open", "begin", member.pid)
 
@@ -71,7 +71,7 @@ class Gates:
         Raises:
             UndoFailed: one was opened, and the job may run.
         """
-        if self._opened:
+        if self.opened:
             raise gate_was_opened(self._work.operation)
         leave(parts)
 

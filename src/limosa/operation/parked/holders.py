@@ -94,9 +94,11 @@ def forget_arenas(members: Sequence[Member]) -> None:
 
 
 def forget_finished() -> None:
-    """Have everybody let go of what they hold for operations that have no journal any more: those are over."""
-    there = {path.stem for _, folder in records.folders(_JOURNALS) for path in folder.glob("*.jsonl")}
-    _forget(lambda id_: id_ not in there)
+    """Have everybody let go of what they hold for operations that have no journal any more: those are over.
+
+    The journals are looked at after what is held was listed: an operation has a journal before it has anything held.
+    """
+    _forget(lambda id_: not any((folder / f"{id_}.jsonl").exists() for _, folder in records.folders(_JOURNALS)))
 
 
 def _forget(meant: Callable[[str], bool]) -> None:

@@ -19,6 +19,7 @@ from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
+from limosa.operation.parked.gates import Gates
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -76,7 +77,13 @@ class Loading:
         self._loader: Loader | None = None
         self._reading = Background("limosa-chunks")
         self._leave = threading.Event()
+        self._gates = Gates(work)
         self.done = Done()
+
+    @property
+    def opened(self) -> bool:
+        """Whether a gate was opened: the job may run."""
+        return self._gates.opened
 
     @property
     def bytes(self) -> int:
@@ -179,15 +186,12 @@ class Loading:
                 raise FailedUndone(f"process {member.pid} could not be given its device memory back")
 
     def open(self) -> None:
-        """Open the gates."""
-        for part in self._parts:
-            self._work.try_note("open", "begin", part.member.pid)
-            assert part.shim is not None
-            part.shim.open_gate()
-        for part in self._parts:
-            assert part.shim is not None
-            if part.shim.hello().stand is not Stand.OPEN:
-                raise FailedUndone(f"process {part.member.pid} does not go on")
+        """Open the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+        self._gates.open([(part.member, part.connected()) for part in self._parts])
 
     def close(self) -> None:
         """Let go of everything that is not the job's own."""

@@ -9,7 +9,7 @@ mover and here, so that any of the three may be killed.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -176,8 +176,10 @@ class Moving(Beside[_Part]):
             for part in self._parts:
                 gates.lower_stack(part.shim)
         shares.refuse_outside(self.shims)
-        for part in self._parts:
-            now = {m.id: m for m in part.pieces()}
+        now_of = [(part, {m.id: m for m in part.pieces()}) for part in self._parts]
+        for part, now in now_of:  # of all, before one of them is given what another shares since
+            self._note_shares(part, now.values())
+        for part, now in now_of:
             if set(now) == set(part.source):
                 continue
             for gone in set(part.source) - set(now):
@@ -187,6 +189,19 @@ class Moving(Beside[_Part]):
         for part in self._parts:
             if part.shim.unmap() is not Stand.AWAY and part.source:
                 raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+    def _note_shares(self, part: _Part, pieces: Iterable[Memory]) -> None:
+        """Has what is shared since it was made on the other side be the one for all that have it.
+
+        Raises:
+            CannotBeMoved: its process makes it itself, and the others could not have that.
+        """
+        for piece in pieces:
+            if not piece.share or piece.share in self._shared or piece.id not in part.source:
+                continue
+            if piece.id not in part.target:
+                raise CannotBeMoved(detail=_BLIND)
+            self._shared[piece.share] = os.dup(part.target[piece.id])
 
     def start_copy(self) -> None:
         """Copies in the background; the driver's checkpoint runs meanwhile."""

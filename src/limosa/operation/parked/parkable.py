@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 
 from limosa import gpu
-from limosa.errors import LimosaError, Reason
+from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.operation import claims, counting, idle, room
 from limosa.operation.journal import Member
 from limosa.operation.parked import shares
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Memory, Shim
+from limosa.parking.shim import Hello, Memory, Shim, under_shim
 
 LARGE = 512 << 20
 """Bytes of an allocation that the driver was seen not to restore where GPUs have peer access (``refusals``)."""
@@ -22,19 +22,44 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
 
     Returns:
         Connections by pid; the caller closes them.
+
+    Raises:
+        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
     """
     found: dict[int, Shim] = {}
-    for member in members:
-        try:
-            shim = Shim(member.identity)
-        except LimosaError:
-            continue
-        hello = shim.hello()
-        if hello.bytes and hello.stand is Stand.OPEN:
-            found[member.pid] = shim
-        else:
+    try:
+        for member in members:
+            hello = hello_of(member)
+            if hello is None:
+                continue
+            shim, said = hello
+            if said.bytes and said.stand is Stand.OPEN:
+                found[member.pid] = shim
+            else:
+                shim.close()
+    except BaseException:
+        for shim in found.values():
             shim.close()
+        raise
     return found
+
+
+def hello_of(member: Member) -> tuple[Shim, Hello] | None:
+    """Connects to a process and asks where it stands; None where it does not run under the shim, or has ended.
+
+    Raises:
+        CannotBeMoved: it runs under the shim and does not answer: the driver might lose its memory.
+    """
+    shim: Shim | None = None
+    try:
+        shim = Shim(member.identity)
+        return shim, shim.hello()
+    except LimosaError as error:
+        if shim is not None:
+            shim.close()
+        if under_shim(member.pid) and member.identity.alive():
+            raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+        return None
 
 
 def look(
@@ -86,8 +111,7 @@ def look(
         aside = _aside(members)
         total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
         if operation == "checkpoint" and shares.several({**all_of, **aside}):
-            text = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
-            found.append(Reason(id="shared-memory", text=text, exit_code=13, pid=members[0].pid))
+            found.append(Reason(id="shared-memory", text=shares.SEVERAL, exit_code=13, pid=members[0].pid))
     return total, found, {*shims, *aside}, small
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from limosa.errors import LeftSuspended
+from limosa.errors import FailedUndone, LeftSuspended, LimosaError
 from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member
 from limosa.operation.parked import holders
@@ -16,6 +16,9 @@ from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
+
+_DRIVER = "driver"
+"""The undo that comes after what was mapped there was taken away, and before any gate opens."""
 
 
 def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
@@ -32,14 +35,17 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
         LeftSuspended: there is no room for it at home any more; it stays suspended.
     """
     members = [m for m in dead.header.members if m.identity.alive() and under_shim(m.pid)]
-    stands = {m.pid: stand_of(m) for m in members}
-    # One that runs with what was mapped there would be lost by the driver on the way back.
-    ran = any(stands[m.pid] is Stand.OPEN and dead.began("map", m.pid) for m in members)
+    # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
+    # away again it is the other way round: whoever runs has come home.
+    ran = not _undone(dead) and any(dead.began("map", m.pid) and _runs(m) for m in members)
     if dead.began("open") or ran:
         each([(m, partial(_go_on, dead, m)) for m in members])
+        _refuse_lost(dead, members)
         holders.forget(dead.header.id)
         return True
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
+    if dead.began("map"):
+        dead.note("undo", "begin", name=_DRIVER)  # gates may be open soon, and we killed
     left: LeftSuspended | None = None
     try:
         driver_home()
@@ -48,20 +54,49 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     # What was suspended before lies in its arena, and stays there.
     mine = [m for m in members if m.was == "running" and not m.away]
     each([(m, partial(_give_back, dead, m, stays=left is not None)) for m in mine])
+    _refuse_lost(dead, mine)
     holders.forget(dead.header.id)
     if left is not None:
         raise left
     return False
 
 
-def all_in_arenas(members: Sequence[Member]) -> bool:
-    """Whether what is away of each of these lies in an arena: then nobody needs what an operation held of it."""
+def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
+    """Whether what is away of each of these lies in an arena: then nobody needs what an operation held of it.
+
+    What was not suspended before lies there since that operation: an older arena has what it held at another time.
+    """
     for member in members:
         if under_shim(member.pid):
+            before = member.was != "running" or member.away
             with Shim(member.identity) as shim:
-                if shim.hello().stand is not Stand.OPEN and not has_arena(member, shim):
+                stand = shim.hello().stand
+                if stand is not Stand.OPEN and not has_arena(shim, "" if before else operation):
                     return False
     return True
+
+
+def _undone(dead: Journal) -> bool:
+    """Whether an undo was past taking away what had been mapped there."""
+    return any(r.step == "undo" and r.phase == "begin" and r.data.get("name") == _DRIVER for r in dead.records)
+
+
+def _runs(member: Member) -> bool:
+    """Whether its gate is open; one that does not say so is stuck, and does not run."""
+    try:
+        return stand_of(member) is Stand.OPEN
+    except LimosaError:
+        return False
+
+
+def _refuse_lost(dead: Journal, members: Sequence[Member]) -> None:
+    """What was held is let go of where everybody has his memory.
+
+    Raises:
+        FailedUndone: somebody's is away, and in no arena.
+    """
+    if not all_in_arenas(dead.header.id, [m for m in members if m.identity.alive()]):
+        raise FailedUndone("a process of it has not got its device memory back, which is still held")
 
 
 def _leave(member: Member) -> None:
@@ -79,10 +114,12 @@ def _go_on(dead: Journal, member: Member) -> None:
 def _give_back(dead: Journal, member: Member, *, stays: bool) -> None:
     with Shim(member.identity) as shim:
         if stays and shim.hello().stand is Stand.AWAY:
-            if not has_arena(member, shim):
-                fds, pieces = holders.get(member, shim.owner, key_of(dead.header.id, member, "source"))
+            id_ = dead.header.id
+            if not has_arena(shim, id_):
+                fds, pieces = holders.get(member, shim.owner, key_of(id_, member, "source"))
+                away = driver_steps.is_away(member, "checkpointed", dead)
                 try:
-                    strand(member, shim, pieces, fds, away=driver_steps.is_away(member, "checkpointed", dead))
+                    strand(member, shim, pieces, fds, away=away, operation=id_)
                 finally:
                     holders.close_all(fds)
             return
@@ -100,3 +137,6 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
             holders.close_all(fds)
     if stand is Stand.CLOSED:
         shim.open_gate()
+        stand = shim.hello().stand
+    if stand is not Stand.OPEN:
+        raise FailedUndone(f"process {member.pid} has not got all of its device memory back ({side})")

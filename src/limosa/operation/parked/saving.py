@@ -22,19 +22,21 @@ from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
-from limosa.operation import counting
+from limosa.operation import counting, driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, parts_of
 from limosa.operation.parked.holders import Held, aside_key, key_of
+from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.pieces import export, put_back
+from limosa.operation.parked.stranded import strand
 from limosa.operation.results import Round
 from limosa.operation.work import Work
 from limosa.parking.hashes import Key
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
-from limosa.parking.shim import Shim, under_shim
+from limosa.parking.shim import Shim
 from limosa.parking.staging import NICE, Saver
 from limosa.parking.vault import Vault
 from limosa.process.memory import host_memory
@@ -188,6 +190,15 @@ class Saving:
             self._weigh(running)
             self._saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
 
+    def _refuse_shared(self) -> None:
+        """Looks again at what was looked at when it was planned: the rounds take minutes, and now nothing changes.
+
+        Raises:
+            CannotBeMoved: processes of the job share memory by now.
+        """
+        if shares.several({part.pid: part.connected().memories() for part in self._parts}):
+            raise CannotBeMoved(detail=shares.SEVERAL)
+
     def _weigh(self, running: Sequence[_Part]) -> None:
         """Note what the driver will carry."""
         inventory = gpu.inventory()
@@ -236,11 +247,12 @@ class Saving:
                 continue
             shim = part.connected()
             now = {m.id: m for m in shim.memories() if not m.shared}
+            part.share.update({i: m.share for i, m in now.items() if i in part.source})
             gone = sorted(set(part.source) - set(now))
             self._saver.drop(part.pid, gone)
             for id_ in gone:
                 os.close(part.source.pop(id_))
-                del part.bytes[id_], part.gpus[id_]
+                del part.bytes[id_], part.gpus[id_], part.share[id_]
             new = [m for i, m in sorted(now.items()) if i not in part.source]
             if new:
                 new, fds = export(shim, new)
@@ -275,6 +287,7 @@ class Saving:
             for part in running:
                 gates.lower_stack(part.connected())
             shares.refuse_outside(self.shims)
+            self._refuse_shared()
             self._follow()
             for part in running:
                 if part.connected().unmap() is not Stand.AWAY and part.source:
@@ -338,7 +351,8 @@ class Saving:
     def home(self) -> None:
         """Give every process what is its own back and open its gate; the driver has brought it home before.
 
-        What a checkpoint does that leaves the job running, and every undo.
+        What a checkpoint does that leaves the job running, and every undo. Where the driver could not, for want of
+        room, its memory goes into an arena and it stays suspended.
         """
         self._copying.settle()  # it reads what is about to be given back
         for part in self._parts:
@@ -361,7 +375,11 @@ class Saving:
         stand = shim.hello().stand
         if stand is Stand.AWAY:
             pieces = [Held(i, part.bytes[i], part.gpus[i]) for i in part.source]
-            stand = put_back(shim, pieces, list(part.source.values()))
+            fds = list(part.source.values())
+            if driver_steps.settled_state(self._work.driver, part.pid) == "checkpointed":
+                strand(part.member, shim, pieces, fds, away=False, operation=self._work.id)
+                return
+            stand = put_back(shim, pieces, fds)
         if stand is Stand.CLOSED:
             shim.open_gate()
         if shim.hello().stand is not Stand.OPEN:
@@ -410,13 +428,10 @@ def look_for(members: Sequence[Member]) -> Found:
     found = Found()
     try:
         for member in members:
-            try:
-                shim = Shim(member.identity)
-                hello = shim.hello()
-            except LimosaError as error:
-                if under_shim(member.pid) and member.identity.alive():
-                    raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+            answer = hello_of(member)
+            if answer is None:
                 continue
+            shim, hello = answer
             if hello.stand is Stand.AWAY and member.was == "checkpointed":
                 found.asleep.append((member, shim))
                 found.only_so = True

@@ -16,6 +16,8 @@ from limosa.parking.shim import Memory, Shim, under_shim
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 2.0
+SEVERAL = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
+"""Why no image can be written of them."""
 
 
 def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> list[tuple[int, str]]:

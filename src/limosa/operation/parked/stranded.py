@@ -6,26 +6,28 @@ goes into an arena in host memory, as after a suspend, so that ``resume`` finds 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from limosa import gpu
-from limosa.errors import FailedUndone, LimosaError
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
-from limosa.operation.parked.aside import Layout, Placed
+from limosa.operation.parked.aside import Layout, Placed, read_layout
 from limosa.operation.parked.holders import Held, aside_key, close_all
 from limosa.operation.parked.pieces import copy_limit
+from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
-from limosa.parking.segments import layout_file
+from limosa.parking.segments import is_segment, layout_file
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
 
-def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int], *, away: bool) -> None:
+def strand(
+    member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int], *, away: bool, operation: str
+) -> None:
     """Puts a suspended process's memory into an arena that vault and process hold, and notes it as suspended with it.
 
     Args:
@@ -34,6 +36,7 @@ def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int
         pieces: its memory.
         fds: what leads to each of them.
         away: whether the driver knows the process on its destination.
+        operation: the id of the operation that it is of.
 
     Raises:
         FailedUndone: no GPU has room for a context that could copy.
@@ -48,8 +51,8 @@ def strand(member: Member, shim: Shim, pieces: Sequence[Held], fds: Sequence[int
     held: list[int] = []
     try:
         held += residents.segments(shim.owner, aside_key(member), offset, arena_cap())
-        _copy_out(residents, shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
-        held.append(layout_file(msgspec.json.encode(Layout(layout))))
+        _copy_out(shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
+        held.append(layout_file(msgspec.json.encode(Layout(layout, operation=operation))))
         residents.put(shim.owner, aside_key(member), held, mover=False)
         shim.keep(held)
     finally:
@@ -71,32 +74,41 @@ def _note(member: Member, layout: Sequence[Placed], there: Mapping[str, str]) ->
     record.save()
 
 
-def _copy_out(residents: Residents, owner: int, pieces: Sequence[tuple[Held, int]], arena: Sequence[int]) -> None:
+def _copy_out(owner: int, pieces: Sequence[tuple[Held, int]], arena: Sequence[int]) -> None:
     """Copies by any GPU that has room for a context: the one that the memory is on is full."""
     errors = []
     sizes, fds = [piece.bytes for piece, _ in pieces], [fd for _, fd in pieces]
     total = sum(sizes)
     inventory = gpu.inventory()
     for one in sorted(inventory.gpus, key=lambda g: -g.memory_free):
-        mover = residents.mover(owner)
         try:
-            mover.take("stranded", fds, sizes, one.uuid)
-            mover.hold("stranded/arena", arena, total, one.uuid, pin=False)
-            mover.host("out", [("stranded", "stranded/arena", 0, one.uuid)], copy_limit(total))
+            with Mover(owner) as mover:  # the one before may have died of the try
+                mover.take("stranded", fds, sizes, one.uuid)
+                mover.hold("stranded/arena", arena, total, one.uuid, pin=False)
+                mover.host("out", [("stranded", "stranded/arena", 0, one.uuid)], copy_limit(total))
+                mover.drop("stranded")
+                mover.drop("stranded/arena")
             return
-        except LimosaError as error:
+        except (LimosaError, OSError, EOFError) as error:
             errors.append(f"GPU {one.index}: {error}")
-        for key in ("stranded", "stranded/arena"):
-            with contextlib.suppress(LimosaError):
-                mover.drop(key)
     raise FailedUndone(f"its memory cannot be copied into host memory: {'; '.join(errors)}")
 
 
-def has_arena(member: Member, shim: Shim) -> bool:
-    """Whether its memory lies in an arena already, by what the process itself holds."""
+def has_arena(shim: Shim, operation: str = "") -> bool:
+    """Whether its memory lies in an arena already, by what the process itself holds.
+
+    Args:
+        shim: a connection to it.
+        operation: the one that has to have filled it; "": any.
+    """
     fds = shim.kept()
-    close_all(fds)
-    return bool(fds)
+    try:
+        layouts = [read_layout(fd) for fd in fds if not is_segment(fd)]
+    except CannotBeMoved:
+        return False
+    finally:
+        close_all(fds)
+    return len(layouts) == 1 and operation in ("", layouts[0].operation)
 
 
 def let_arena_go(member: Member, shim: Shim) -> None:

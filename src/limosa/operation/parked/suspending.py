@@ -66,7 +66,7 @@ class Suspending(Beside[_Going]):
             self._ready(part, pieces)
             counting.note_beside(counted, part.member, part.devices, pieces)
 
-    def _ready(self, part: _Going, pieces: Sequence[Memory]) -> None:
+    def _ready(self, part: _Going, pieces: Sequence[Memory], *, pin: bool = True) -> None:
         pid, owner, mover = part.member.pid, part.shim.owner, self._residents.mover(part.shim.owner)
         new, fds = export(part.shim, [m for m in pieces if m.id not in part.source])
         part.source.update(zip((m.id for m in new), fds, strict=True))
@@ -92,7 +92,7 @@ class Suspending(Beside[_Going]):
             part.sizes = sizes_for(total)
         if part.layout:
             with self._work.spent("pin"):
-                mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=True)
+                mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=pin)
         self.bytes += total
 
     def _hold(self, part: _Going, pieces: Sequence[Memory]) -> None:
@@ -117,7 +117,7 @@ class Suspending(Beside[_Going]):
             if [m.id for m in now] != [p.id for p in part.layout]:
                 for gone in set(part.source) - {m.id for m in now}:
                     os.close(part.source.pop(gone))
-                self._ready(part, now)
+                self._ready(part, now, pin=False)  # the job stands still: what is new is copied more slowly
         with self._work.spent("unmap"):
             for part in self._parts:
                 if part.shim.unmap() is not Stand.AWAY and part.source:
@@ -137,7 +137,7 @@ class Suspending(Beside[_Going]):
     def keep(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
-            layout = layout_file(msgspec.json.encode(Layout(part.layout, part.saw)))
+            layout = layout_file(msgspec.json.encode(Layout(part.layout, part.saw, self._work.id)))
             try:
                 held = [*part.segments, layout]
                 self._residents.put(part.shim.owner, aside_key(part.member), held, mover=False)
