@@ -250,6 +250,21 @@ def test_get_access(device: int, flags: int, mapped: int, work: Job) -> None:
     assert work.do("cuMemGetAccess", {"s": "CUmemLocation", "f": {**LOCATION, "id": device}}, mapped) == flags
 
 
+@pytest.mark.parametrize("shown", [False, True])
+@pytest.mark.parametrize("call", ["cuMemcpy", "cuMemcpyDtoD", "cuMemcpyPeer"])
+def test_a_copy_to_the_other_gpu(call: str, shown: bool, mapped: int, work: Job) -> None:
+    """Without peer access: what names no context finds virtual memory only where it was shown."""
+    other = work.do("cuDevicePrimaryCtxRetain", 1)
+    place = work.do("cuMemAddressReserve", SPAN, 0, 0, 0)
+    work.do("cuMemMap", place, SPAN, 0, work.do("cuMemCreate", SPAN, prop(1), 0), 0)
+    for device in (0, 1):
+        for at in (mapped, place):
+            if shown or device == (at == place):
+                work.do("cuMemSetAccess", at, SPAN, access(device), 1)
+    args = (place, other, mapped, work.context, 4096) if call == "cuMemcpyPeer" else (place, mapped, 4096)
+    assert work.says(call, *args) == ("SUCCESS" if shown or call == "cuMemcpyPeer" else "INVALID_VALUE")
+
+
 def test_read_only_access(mapped: int, work: Job) -> None:
     work.do("cuMemSetAccess", mapped, SPAN, access(write=False), 1)
     assert work.do("cuMemGetAccess", {"s": "CUmemLocation", "f": {**LOCATION, "id": 0}}, mapped) == 1

@@ -180,6 +180,73 @@ def test_peer_access_before_and_after(both: Both) -> None:
     assert same(both, "says('cuCtxDisablePeerAccess', second)") == "PEER_ACCESS_NOT_ENABLED"
 
 
+ACROSS = """
+def on_each(bytes_here, bytes_there):
+    global here, mine
+    here = int(ok(cu.cuMemAlloc(bytes_here)))
+    ok(cu.cuCtxSetCurrent(second))
+    mine = int(ok(cu.cuMemAlloc(bytes_there)))
+    ok(cu.cuCtxSetCurrent(first))
+
+def across(call, size=MIB // 2):
+    ok(cu.cuMemsetD8(here, 77, size)); ok(cu.cuCtxSynchronize())
+    ok(cu.cuCtxSetCurrent(second)); ok(cu.cuMemsetD8(mine, 9, 2 * size)); ok(cu.cuCtxSynchronize())
+    ok(cu.cuCtxSetCurrent(first))
+    stream = ok(cu.cuStreamCreate(1))
+    flat, deep = cu.CUDA_MEMCPY2D(), cu.CUDA_MEMCPY3D()
+    for copy in (flat, deep):
+        copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcDevice, copy.dstDevice, copy.srcPitch, copy.dstPitch = here, mine, 1024, 1024
+        copy.WidthInBytes, copy.Height = 1024, size // 1024
+    deep.srcHeight = deep.dstHeight = size // 1024
+    deep.Depth = 1
+    arguments = (flat,) if "2D" in call else (deep,) if "3D" in call else (mine, here, size)
+    found = says(call, *arguments, *([stream] if call.endswith("Async") else []))
+    ok(cu.cuCtxSynchronize()); ok(cu.cuStreamSynchronize(stream))
+    ok(cu.cuCtxSetCurrent(second))
+    end = get(mine + size - 8, 16)
+    ok(cu.cuCtxSetCurrent(first))
+    return [found, end]
+"""
+COPIED = ["SUCCESS", "4d" * 8 + "09" * 8]
+
+
+@pytest.mark.parametrize(("here", "there"), [(4, 4), (4, 1), (1, 4)])
+@pytest.mark.parametrize("how", ["", "Async"])
+@pytest.mark.parametrize("call", ["cuMemcpy", "cuMemcpyDtoD", "cuMemcpy2D", "cuMemcpy3D"])
+def test_copies_between_gpus_need_no_peer_access(both: Both, call: str, how: str, here: int, there: int) -> None:
+    """Either end may be what is left to the driver."""
+    for job in both:
+        job(PEER + ACROSS)
+        job(f"peers(); on_each({here} * MIB, {there} * MIB)")
+    assert same(both, f"across({call + how!r})") == COPIED
+
+
+def test_a_copy_that_cannot_be_right_is_not_made_right(both: Both) -> None:
+    for job in both:
+        job(PEER)
+        job("peers(); here = int(ok(cu.cuMemAlloc(4 * MIB)))")
+    assert same(both, "says('cuMemcpyDtoD', mine, here, 5 * MIB)") == "INVALID_VALUE"
+    assert same(both, "says('cuMemcpyDtoD', here, 4096, 64)") == "INVALID_VALUE"
+
+
+def test_what_another_gpu_has_copied_from_is_found_there_after_it_was_parked(start: Callable[..., Far]) -> None:
+    job = start()
+    job(PEER + ACROSS)
+    job("peers(); on_each(4 * MIB, 4 * MIB)")
+    assert job("across('cuMemcpyDtoD')") == COPIED
+    with Shim(Identity.of(job.pid)) as shim:
+        shim.close_gate(5)
+        ids = [piece.id for piece in shim.memories()]
+        fds = shim.export(ids)
+        shim.unmap()
+        shim.map(ids, fds)
+        shim.open_gate()
+    for fd in fds:
+        os.close(fd)
+    assert job("across('cuMemcpyDtoD')") == COPIED
+
+
 def test_a_contexts_end_frees(both: Both) -> None:
     for job in both:
         before = job("free()")

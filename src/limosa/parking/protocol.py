@@ -55,6 +55,7 @@ class Role(enum.IntEnum):
     HOST = 3
     OLD = 4
     OWN = 5
+    COPY = 6
 
 
 class Stand(enum.IntEnum):

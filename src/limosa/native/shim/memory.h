@@ -5,8 +5,8 @@
  * of the driver's handle, because the driver's changes each time the memory has been away.
  *
  * memory_lock guards all of it. An application's thread takes it only inside the gate, so whoever has closed the gate
- * has it to himself. It is not held across a call of the driver that may wait (cuMemSetAccess for all memory at once, when
- * peer access begins or ends, is the one exception): a process that the driver has locked still answers. */
+ * has it to himself. It is not held across a call of the driver that may wait (cuMemSetAccess, when peer access
+ * begins or ends and when a copy is to reach another GPU, is the one exception): a process that the driver has locked still answers. */
 #ifndef LIMOSA_MEMORY_H
 #define LIMOSA_MEMORY_H
 

@@ -11,7 +11,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* What becomes of a function: ../softgpu/functions.list and newer.list say it of each. */
-enum role { ROLE_UNKNOWN, ROLE_PASS, ROLE_USES, ROLE_HOST, ROLE_OLD, ROLE_OWN };
+enum role { ROLE_UNKNOWN, ROLE_PASS, ROLE_USES, ROLE_HOST, ROLE_OLD, ROLE_OWN, ROLE_COPY };
 
 /* An entry of the driver: what the application gets instead of it, and where the real one is. */
 struct entry {
@@ -80,5 +80,6 @@ static inline void in_children(void (*what)(void))
 }
 
 #define DRIVER_NOT_THERE 100 /* CUDA_ERROR_NO_DEVICE */
+#define DRIVER_INVALID_VALUE 1 /* CUDA_ERROR_INVALID_VALUE */
 
 #endif

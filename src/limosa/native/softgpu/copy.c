@@ -20,6 +20,7 @@ struct copy {
     struct side to, from;
     size_t width, height, depth;
     double fixed, rate;
+    bool peer; /* the caller names the contexts of both ends */
     char staged[]; /* what was at `from` when the copy was submitted */
 };
 
@@ -99,6 +100,12 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
     if (result != CUDA_SUCCESS)
         return result;
     int to = place(copy.to.at, &to_pageable), from = place(copy.from.at, &from_pageable);
+    /* Between two GPUs virtual memory is found only if the one that copies was given access to it; a call that names both
+     * contexts needs none (measured). */
+    int by = copy.context->ordinal;
+    if (to >= 0 && from >= 0 && to != from && !copy.peer &&
+        !(memory_reached(copy.to.at, by) && memory_reached(copy.from.at, by)))
+        return CUDA_ERROR_INVALID_VALUE;
     const struct node_rates *rates = &driver.node->rates;
     copy.fixed = to < 0 && from < 0 ? 0 : rates->copy_fixed;
     copy.rate = to < 0 && from < 0 ? 0
@@ -148,8 +155,11 @@ static CUresult peer(struct context *current, CUstream stream, CUdeviceptr to, C
                      CUcontext from_handle, size_t bytes, bool synchronous)
 {
     CUresult result = peer_begin(current, to_handle, from_handle, synchronous);
-    if (result == CUDA_SUCCESS)
-        result = start(current, stream, line(to, true, from, true, bytes), synchronous);
+    if (result == CUDA_SUCCESS) {
+        struct copy copy = line(to, true, from, true, bytes);
+        copy.peer = true;
+        result = start(current, stream, copy, synchronous);
+    }
     return result == CUDA_SUCCESS && synchronous ? stream_wait(current, stream) : result;
 }
 
@@ -198,11 +208,11 @@ static CUresult copy_2d(struct context *current, CUstream stream, const CUDA_MEM
     return result == CUDA_SUCCESS ? start(current, stream, copy, synchronous) : result;
 }
 
-static CUresult copy_3d(struct context *current, CUstream stream, const CUDA_MEMCPY3D *c, bool synchronous)
+static CUresult boxes(struct context *current, CUstream stream, const CUDA_MEMCPY3D *c, bool peer, bool synchronous)
 {
     if (!c || c->srcLOD || c->dstLOD)
         return CUDA_ERROR_INVALID_VALUE;
-    struct copy copy = {.width = c->WidthInBytes, .height = c->Height, .depth = c->Depth};
+    struct copy copy = {.width = c->WidthInBytes, .height = c->Height, .depth = c->Depth, .peer = peer};
     const size_t extent[3] = {c->WidthInBytes, c->Height, c->Depth};
     CUresult result = side_of(&copy.to, c->dstMemoryType, c->dstHost, c->dstDevice, c->dstPitch, c->dstHeight,
                               c->dstXInBytes, c->dstY, c->dstZ, extent);
@@ -210,6 +220,11 @@ static CUresult copy_3d(struct context *current, CUstream stream, const CUDA_MEM
         result = side_of(&copy.from, c->srcMemoryType, c->srcHost, c->srcDevice, c->srcPitch, c->srcHeight,
                          c->srcXInBytes, c->srcY, c->srcZ, extent);
     return result == CUDA_SUCCESS ? start(current, stream, copy, synchronous) : result;
+}
+
+static CUresult copy_3d(struct context *current, CUstream stream, const CUDA_MEMCPY3D *c, bool synchronous)
+{
+    return boxes(current, stream, c, false, synchronous);
 }
 
 static CUresult copy_3d_peer(struct context *current, CUstream stream, const CUDA_MEMCPY3D_PEER *c, bool synchronous)
@@ -239,7 +254,7 @@ static CUresult copy_3d_peer(struct context *current, CUstream stream, const CUD
                           .Height = c->Height,
                           .Depth = c->Depth};
     if (result == CUDA_SUCCESS)
-        result = copy_3d(current, stream, &copy, synchronous);
+        result = boxes(current, stream, &copy, true, synchronous);
     return result == CUDA_SUCCESS && synchronous ? stream_wait(current, stream) : result;
 }
 

@@ -184,6 +184,8 @@ bool memory_find(CUdeviceptr address, struct range *found);
 /* Whether a whole range may be read or written by a copy or kernel: device, managed, pinned, or (device_only false) any
  * host memory. CUDA_SUCCESS, INVALID_VALUE. */
 CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only);
+/* Whether a device has access to what is at an address: virtual memory knows to whom it was given. */
+bool memory_reached(CUdeviceptr address, int ordinal);
 
 /* For checkpoint.c, all called by the restore thread with the gate closed and all work done, in this order.
  * Sizes are bytes of device memory to be saved. */

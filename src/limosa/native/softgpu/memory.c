@@ -396,6 +396,16 @@ CUresult memory_check(CUdeviceptr address, size_t bytes, bool device_only)
     return allowed ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
+bool memory_reached(CUdeviceptr address, int ordinal)
+{
+    struct vmm_place place;
+
+    driver_lock();
+    bool reached = allocation_at(address) || !vmm_find(address, &place) || !place.start || place.access[ordinal];
+    driver_unlock();
+    return reached;
+}
+
 /* ------------------------------------------------------------------------------------------------ a checkpoint --- */
 
 static bool any_of(enum memory_kind kind, size_t at_least)
