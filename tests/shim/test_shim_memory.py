@@ -222,6 +222,20 @@ def test_copies_between_gpus_need_no_peer_access(both: Both, call: str, how: str
     assert same(both, f"across({call + how!r})") == COPIED
 
 
+def test_copies_of_the_other_gpus_memory(both: Both) -> None:
+    """Another GPU's context is current: with the host, and within that memory."""
+    for job in both:
+        job(PEER + ACROSS)
+        job("peers(); on_each(4 * MIB, 4 * MIB); back = bytearray(64)")
+    assert same(both, "says('cuMemcpyDtoH', back, mine, 64)") == "SUCCESS"
+    for job in both:
+        job("on_each(4 * MIB, 4 * MIB)")
+    assert same(both, "says('cuMemcpyHtoD', mine, b'x' * 64, 64)") == "SUCCESS"
+    for job in both:
+        job("on_each(4 * MIB, 4 * MIB)")
+    assert same(both, "says('cuMemcpyDtoD', mine + MIB, mine, 64)") == "SUCCESS"
+
+
 def test_a_copy_that_cannot_be_right_is_not_made_right(both: Both) -> None:
     for job in both:
         job(PEER)

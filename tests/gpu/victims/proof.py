@@ -44,5 +44,5 @@ def digest(*buffers):
 
 def done():
     """The last word; contexts that were moved need not be taken down, which is not what is tested."""
-    print("DONE", flush=True)
+    os.write(1, b"DONE\n")  # whole, beside other ranks' lines
     os._exit(0)

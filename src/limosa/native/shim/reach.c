@@ -68,7 +68,7 @@ static void addresses(const char *base, const uint64_t *words, with_address *eac
         of_3d(words[1], each, what);
     else if (!strcmp(base, "cuGraphExecMemcpyNodeSetParams"))
         of_3d(words[2], each, what);
-    else { /* a copy: to, from; a memset: where, and a number that is no address of ours */
+    else { /* to, from */
         each(words[0], what);
         each(words[1], what);
     }

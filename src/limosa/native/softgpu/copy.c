@@ -100,11 +100,10 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
     if (result != CUDA_SUCCESS)
         return result;
     int to = place(copy.to.at, &to_pageable), from = place(copy.from.at, &from_pageable);
-    /* Between two GPUs virtual memory is found only if the one that copies was given access to it; a call that names both
-     * contexts needs none (measured). */
+    /* Virtual memory is found only if the GPU that copies was given access to it; a call that names both contexts needs
+     * none (measured). */
     int by = copy.context->ordinal;
-    if (to >= 0 && from >= 0 && to != from && !copy.peer &&
-        !(memory_reached(copy.to.at, by) && memory_reached(copy.from.at, by)))
+    if (!copy.peer && ((to >= 0 && !memory_reached(copy.to.at, by)) || (from >= 0 && !memory_reached(copy.from.at, by))))
         return CUDA_ERROR_INVALID_VALUE;
     const struct node_rates *rates = &driver.node->rates;
     copy.fixed = to < 0 && from < 0 ? 0 : rates->copy_fixed;
