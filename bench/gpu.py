@@ -131,6 +131,7 @@ def run(chosen: list[str], bench: Bench, writer: Writer) -> None:
         else:
             begun = time.monotonic()
             try:
+                bench.rest()
                 for row in measure(bench):
                     seen.append(row.key)
                     writer.add(row)

@@ -76,6 +76,12 @@ class Job:
         self.until(lambda: self.text().count(f"HELD {self.orders}\n") >= len(self.parts), limit, "HELD")
         self.goes_on(20)
 
+    def rest(self, limit: float = 60) -> None:
+        """Has it check what it held, let go of it and compute nothing until it is to hold something again."""
+        self.orders += 1
+        self._tell("rest")
+        self.until(lambda: self.text().count(f"RESTS {self.orders}\n") >= len(self.parts), limit, "RESTS")
+
     def finish(self, limit: float = 60) -> None:
         """Has it check everything and end; a page that is wrong fails here."""
         self.orders += 1

@@ -150,6 +150,12 @@ class Bench:
         self.jobs[name].up()
         return self.jobs[name]
 
+    def rest(self) -> None:
+        """Nobody computes beside what is measured next; those who are part of it are told what to hold."""
+        for job in self.jobs.values():
+            if job.orders and job.alive():
+                job.rest()
+
     def end_job(self, name: str) -> None:
         """Ends it for sure."""
         if name in self.jobs:
@@ -238,11 +244,11 @@ def moves(bench: Bench) -> Iterator[Row]:
             rates = [run["bytes"] / run["timings"]["copy"] / GB for run in runs[64] if run["timings"].get("copy")]
             rate = statistics.median(rates) if rates else None
             yield LIMITS["copy"].of(rate, f"{rate:.0f} GB/s" if rate else "no copy was made by the parked way")
-    job.hold(0.1)
+    job.rest()
     plain = bench.job("plain")
     plain.hold(64)
     stock = bench.stock("plain", "stock 64 GB")
-    plain.hold(0.1)
+    plain.rest()
     pause, long = median(runs[64], "gap"), stock["gap"]
     text = f"{pause:.3f} s; stock {long:.1f} s: {long / pause:.0f} ×{parked(runs[64][0])}"
     yield LIMITS["move"].of(pause, text, long / pause >= 40, steps_of(runs[64]))
@@ -325,8 +331,8 @@ def aside(bench: Bench) -> Iterator[Row]:
     plain = bench.job("plain")
     plain.hold(32)
     stock = bench.stock("plain", "stock 32 GB")
-    plain.hold(0.1)
-    job.hold(0.1)
+    plain.rest()
+    job.rest()
     warm(bench, 0)
     for key, verb, least, long in (
         ("out", "suspend", 12, stock["lock"] + stock["checkpoint"]),

@@ -3,7 +3,8 @@
     python victim.py FOLDER [--pair] [--contexts] [--device cuda:0]
 
 FOLDER/order holds ``<number> <GB that change> <GB that nobody writes>``; when it does, the job checks what it holds,
-lets go of it, holds that much (in tensors of 1 GB) and says ``HELD <number>``; ``stop`` in place of sizes ends it.
+lets go of it, holds that much (in tensors of 1 GB) and says ``HELD <number>``; ``rest`` in place of sizes
+has it wait for the next order, ``stop`` ends it.
 After each step CLOCK_MONOTONIC goes to FOLDER/ticks. ``--pair``: a second process does the same on the next GPU.
 ``--contexts``: it has a context on the second GPU, too, and nothing else there.
 """
@@ -27,6 +28,7 @@ class Held:
     """What it holds: memory that changes, in turns, and memory that stays as it is."""
 
     def __init__(self, device, changing, still):
+        self.pages = 0  # no two are alike: what is alike is written to disk once
         self.changing = self._tensors(device, changing)
         self.still = self._tensors(device, still)
         self.turn = 0
@@ -36,7 +38,9 @@ class Held:
     def _tensors(self, device, gigabytes):
         left, made = int(gigabytes * GB), []
         while left > 0:
-            made.append(Pages(device, min(left, TENSOR), window=64 << 20))
+            pages = Pages(device, min(left, TENSOR), window=64 << 20, first=self.pages)
+            self.pages += pages.count
+            made.append(pages)
             left -= TENSOR
         return made
 
@@ -92,6 +96,10 @@ def main():
                     held.check()
                     held = None
                     torch.cuda.empty_cache()
+                if words == ["rest"]:
+                    heard = time.monotonic()
+                    print(f"RESTS {last}", flush=True)
+                    continue
                 if words == ["stop"]:
                     if second is not None and second.wait(60) != 0:
                         raise Stale("the second process ended badly")

@@ -11,10 +11,14 @@ WORDS = PAGE // 8
 
 
 class Pages:
-    """``size`` bytes on ``device``; a step verifies and stamps one window, the next step the next one."""
+    """``size`` bytes on ``device``; a step verifies and stamps one window, the next step the next one.
 
-    def __init__(self, device, size, window=128 << 20):
+    ``first`` is the number of its first page: memory that must not hold what other memory holds begins elsewhere.
+    """
+
+    def __init__(self, device, size, window=128 << 20, first=0):
         self.device = device
+        self.first = first
         self.count = max(1, int(size) // PAGE)
         self.per_window = min(self.count, max(1, window // PAGE))
         self.memory = torch.empty((self.count, WORDS), dtype=torch.int64, device=device)
@@ -26,7 +30,7 @@ class Pages:
     def _part(self, number):
         first = number * self.per_window
         last = min(self.count, first + self.per_window)
-        ids = torch.arange(first, last, dtype=torch.int64, device=self.device)
+        ids = torch.arange(self.first + first, self.first + last, dtype=torch.int64, device=self.device)
         return first, self.memory[first:last], ((self.epochs[number] << 32) + ids).unsqueeze(1)
 
     def stamp(self, number):
