@@ -3,11 +3,12 @@
     python bench/cost.py [--quads 9] [--only call,loop,training] [--json FILE]
 
 call: nanoseconds that passing the gate adds to the cheapest call of the driver. loop: a launch of a small kernel, one
-after the other, in PyTorch. training: a step of a GPT (12 layers of 768, bf16, AdamW) in PyTorch. Two processes live
-side by side, one under the shim; only one works at a time. They are asked with, without, without, with: of such a quad
-the two sums are compared, so that what drifts evenly is on both sides; the median of all quads counts. What waits for
-the processor (call, loop) does so on one and the same core, after as many turns as it takes until both are steady. Exit
-code 0 where all is within the limits, 1 where not, 3 where something could not be measured.
+after the other, in PyTorch. training: a step of a GPT (12 layers of 768, bf16, AdamW, 24 × 1024 tokens: the GPU is what
+it waits for) in PyTorch. Two processes live side by side, one under the shim; only one works at a time. They are asked
+with, without, without, with: of such a quad the two sums are compared, so that what drifts evenly is on both sides; the
+median of all quads counts. What waits for the processor (call, loop) does so on one and the same core, after as many
+turns as it takes until both are steady. Exit code 0 where all is within the limits, 1 where not, 3 where something could
+not be measured.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def training(device: str) -> Any:
     from torch import nn
 
     tiny = device == "cpu"
-    width, depth, heads, tokens, batch, words = (64, 2, 2, 32, 2, 256) if tiny else (768, 12, 12, 1024, 8, 50304)
+    width, depth, heads, tokens, batch, words = (64, 2, 2, 32, 2, 256) if tiny else (768, 12, 12, 1024, 24, 50304)
     torch.manual_seed(1)
     torch.set_float32_matmul_precision("high")
 
@@ -235,8 +236,8 @@ def cost(quads: int = 9, only: str = "call,loop,training", device: str = "cuda")
     rows: list[dict[str, Any]] = []
     part = 20 if device == "cpu" else 1
     # What is asked for at a time takes some tens of milliseconds: what the machine does beside it spoils few of many.
-    amounts = {"call": ("2000000", 3 * quads), "loop": (f"loop {6000 // part}", 4 * quads)}
-    amounts["training"] = (f"training {max(1, 3 // part)}", 5 * quads)
+    amounts = {"call": ("2000000", 3 * quads), "loop": (f"loop {6000 // part}", 11 * quads)}
+    amounts["training"] = (f"training {max(1, 2 // part)}", 4 * quads)
     torch = [sys.executable, __file__, "--work", device]
     kept: list[Side] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -485,7 +485,7 @@ GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]]
     "disk": (to_disk, 75, ("disk",)),
     "driver": (by_the_driver, 60, ("pool", "pool-plain")),
     "hash": (hash_rate, 20, ()),
-    "cost": (cost, 75, ()),
+    "cost": (cost, 90, ()),
 }
 """Name → what measures it, seconds that it may need, the jobs that it uses."""
 ROWS = {
