@@ -7,8 +7,8 @@ after the other, in PyTorch. training: a step of a GPT (12 layers of 768, bf16, 
 it waits for) in PyTorch. Two processes live side by side, one under the shim; only one works at a time. They are asked
 with, without, without, with: of such a quad the two sums are compared, so that what drifts evenly is on both sides; the
 median of all quads counts. What waits for the processor (call, loop) does so on one and the same core, after as many
-turns as it takes until both are steady. Exit code 0 where all is within the limits, 1 where not, 3 where something could
-not be measured.
+turns as it takes until both are steady. Exit code 0 where all is within the limits, 1 where not, 3 where something
+could not be measured.
 """
 
 from __future__ import annotations
