@@ -313,7 +313,7 @@ class Run(Fault):
     def _excused(self, now: tuple[str, list[int]]) -> bool:
         """A driver that says a wrong state or has lost a GPU may be believed: the job has to be whole all the same."""
         if "member-killed" in self.fault and self.case.parked:  # the rest is where it was, or where it was to go
-            return now[0] == "running" and bool(now[1])
+            return now[0] in ("running", "away") and bool(now[1])
         lies = (
             self.hazard is None
             and not self.case.step.startswith("mover.")

@@ -178,6 +178,10 @@ def test_another_build_or_kernel_or_right_is_tried_anew(criu, counted, monkeypat
     monkeypatch.setattr(find, "build_identity", lambda _: "another")
     find.find(folder)
     assert len(counted) == 3
+    # A "no" that was said under a limit is not kept for who has none.
+    monkeypatch.setattr(find.resource, "getrlimit", lambda _: (1 << 16, 1 << 16))
+    find.find(folder)
+    assert len(counted) == 4
 
 
 @pytest.mark.criu

@@ -159,7 +159,9 @@ def test_memory_is_out_of_reach_until_access_is_given(job: Far) -> None:
     job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(), 1)); put(a, b'12345678')")
     job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(NONE), 1))")
     assert job("says('cuMemcpyHtoD', a, b'12345678', 8)") == "INVALID_VALUE"
-    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(device=1), 1))")  # of any device
+    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(device=1), 1))")  # not the one that would copy
+    assert job("says('cuMemcpyHtoD', a, b'12345678', 8)") == "INVALID_VALUE"
+    job("ok(cu.cuMemSetAccess(a, 2 * MIB, access(), 1))")
     assert job("text(a, 8)") == "12345678"
 
 

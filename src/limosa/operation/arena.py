@@ -193,7 +193,7 @@ def shown(uid: int) -> Arena:
     cap = arena_cap()
     found = Arena(cap=None if cap == 1 << 62 else cap)
     with contextlib.suppress(LimosaError):
-        one = look_for("vault", uid)
+        one = look_for("vault", uid, replaces=False)
         if one is not None:
             with Vault(uid, found=one) as vault:
                 said = vault.arena()
@@ -202,7 +202,7 @@ def shown(uid: int) -> Arena:
             found.reserved, found.seconds = said.reserved, said.seconds
             found.held_by = {Identity.from_str(key.rpartition("/")[2]).pid: n for key, n in said.by.items()}
     with contextlib.suppress(LimosaError):
-        one = look_for("mover", uid)
+        one = look_for("mover", uid, replaces=False)
         if one is not None:
             with Mover(uid, found=one) as mover:
                 found.pinned = mover.pinned()

@@ -138,8 +138,9 @@ class Save(Staging):
         Only one at a time.
         """
         self.stop()
-        threads = threads or default_threads()
-        hands = self._hands(threads)
+        most = default_threads(beside=False)
+        threads = threads or (most if what == "keep" else default_threads())  # that is in the pause
+        hands = self._hands(max(threads, most))
         if rate != self._rate.bytes_per_second:  # else round after round counts as one
             self._rate = Rate(rate)
         if what == "copy":

@@ -311,7 +311,7 @@ def residents(kind: str) -> list[Found]:
             uids |= {int(p.name) for p in runtime_dir().path.iterdir() if p.name.isascii() and p.name.isdigit()}
     for uid in sorted(uids):
         with contextlib.suppress(LimosaError, OSError):
-            if (one := look_for(kind, uid)) is not None:
+            if (one := look_for(kind, uid, replaces=False)) is not None:  # it may hold a last copy
                 found.append(one)
         for path in _holders(kind, uid):
             with contextlib.suppress(LimosaError, OSError):

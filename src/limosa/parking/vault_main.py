@@ -62,8 +62,8 @@ def let_ended_go(held: dict[str, Entry]) -> None:
     for key in list(held):
         try:
             alive = Identity.from_str(key.rpartition("/")[2]).alive()
-        except LimosaError:
-            continue  # not of a process: until it is told to let go
+        except (LimosaError, OSError):
+            continue  # not of a process: until it is told to let go; or nobody can be looked at now
         if not alive:
             held.pop(key).close()
 
@@ -216,7 +216,11 @@ def serve(path: str, told: threading.Event) -> None:
             for key, _ in ready.select(1.0):
                 last = time.monotonic()
                 if key.fileobj is listening:
-                    client, _ = listening.accept()
+                    try:
+                        client, _ = listening.accept()
+                    except OSError:  # no descriptor left for it
+                        time.sleep(0.05)
+                        continue
                     if peer(client)[1] in (0, os.geteuid()):
                         client.settimeout(10)
                         ready.register(client, selectors.EVENT_READ)

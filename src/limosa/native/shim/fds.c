@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdint.h>
 #include <sys/resource.h>
 #include <time.h>
@@ -12,23 +13,52 @@
 
 #define HIGHEST 65536 /* a table of descriptors as long as the largest is the kernel's to keep */
 #define NOTED (1 << 20) /* the kernel's own limit where nobody has raised it */
-#define FORK_MS 500
+#define LOCK_MS 500
 
 /* The limit, the notes, and what is between fds_begin and fds_end: also of application threads, outside of the gate. */
 static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
-static TLS bool forking; /* this thread has the lock for a fork */
+static TLS int forks; /* that this thread is in: a handler may fork in the middle of one */
+static TLS bool locked; /* this thread has the lock */
+static TLS sigset_t signals;
+static TLS int cancelled;
 static struct rlimit before;
 static bool raised;
 static uint64_t noted[NOTED / 64]; /* a bit for each number; pages that are not needed are not there */
 
+/* Whoever is in a fork may wait for somebody at the closed gate: nobody waits for the lock longer than this. Without it a
+ * child may get a descriptor of ours, which costs memory, but no life. */
+static bool lock(void)
+{
+    struct timespec end;
+
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_nsec += LOCK_MS * 1000000;
+    if (end.tv_nsec >= 1000000000)
+        end.tv_sec++, end.tv_nsec -= 1000000000;
+    return !pthread_mutex_timedlock(&one, &end);
+}
+
+/* No handler runs with the lock: it might call the driver and sleep at the closed gate. */
 void fds_begin(void)
 {
-    pthread_mutex_lock(&one);
+    sigset_t all;
+
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &signals);
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelled);
+    locked = lock();
 }
 
 void fds_end(void)
 {
-    pthread_mutex_unlock(&one);
+    int errno_before = errno;
+
+    if (locked)
+        pthread_mutex_unlock(&one);
+    locked = false;
+    pthread_setcancelstate(cancelled, NULL);
+    pthread_sigmask(SIG_SETMASK, &signals, NULL);
+    errno = errno_before;
 }
 
 int fds_note(int fd)
@@ -125,26 +155,25 @@ bool fds_room(size_t more)
 void fds_before_fork(void)
 {
     int errno_before = errno;
-    struct timespec end;
 
-    clock_gettime(CLOCK_REALTIME, &end);
-    end.tv_nsec += FORK_MS * 1000000;
-    if (end.tv_nsec >= 1000000000)
-        end.tv_sec++, end.tv_nsec -= 1000000000;
-    forking = !pthread_mutex_timedlock(&one, &end);
+    if (!forks++)
+        locked = lock();
     errno = errno_before;
 }
 
 void fds_after_fork(void)
 {
-    if (forking)
+    if (--forks)
+        return;
+    if (locked)
         pthread_mutex_unlock(&one);
-    forking = false;
+    locked = false;
 }
 
 void fds_in_child(void)
 {
-    forking = false;
+    forks = 0;
+    locked = false;
     pthread_mutex_init(&one, NULL);
     lower();
     for (int word = 0; word < NOTED / 64; word++)

@@ -11,7 +11,7 @@
 void fds_more(void);
 void fds_as_before(void);
 /* Whoever holds device memory by a descriptor holds the memory: a child that was forked must not. What makes or receives
- * one does so between these two, and notes it there: nobody forks meanwhile (a fork waits half a second for it at most).
+ * one does so between these two, and notes it there: nobody forks meanwhile (everybody waits half a second for it at most).
  * Nothing that may wait for long is done in between. */
 void fds_begin(void);
 void fds_end(void);

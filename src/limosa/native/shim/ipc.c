@@ -2,6 +2,7 @@
  * process and the memory. Whoever opens one asks that process's shim for a descriptor, and from then on both have the
  * same memory under one number (`share`): it is put away in all of them, and comes back as one. */
 #include "fds.h"
+#include "late.h"
 #include "memory.h"
 #include "protocol.h"
 #include "shim.h"
@@ -141,9 +142,11 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
     struct timeval limit = {CONNECT_SECONDS, 0};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "limosa/shim/%d", said->pid);
-    int with = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     int32_t result = -ENOENT;
 
+    fds_begin(); /* a child that had it would keep the shim at the other end waiting */
+    int with = fds_note(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    fds_end();
     if (with < 0)
         return -ENOMEM;
     setsockopt(with, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
@@ -155,7 +158,8 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
         *connection = with;
         return 0;
     }
-    close(with);
+    shutdown(with, SHUT_RDWR);
+    fds_close(with);
     return result;
 }
 
@@ -168,7 +172,7 @@ static bool again(CUdeviceptr *pointer, const struct said *said)
     real(cuCtxGetCurrent)(&context);
     pthread_mutex_lock(&memory_lock);
     for (size_t i = 0; i < n_mappings && !found; i++)
-        if (mappings[i]->opened && mappings[i]->memory->share == said->share && mappings[i]->context == context) {
+        if (mappings[i]->opened && !mappings[i]->freeing && mappings[i]->memory->share == said->share && mappings[i]->context == context) {
             mappings[i]->times++;
             *pointer = mappings[i]->at;
             found = true;
@@ -277,7 +281,7 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
     CUresult result = import(pointer, said, fd);
     gate_leave(reader);
     shutdown(connection, SHUT_RDWR); /* also for a child that was forked meanwhile and has it, too */
-    close(connection);
+    fds_close(connection);
     return result;
 }
 
@@ -319,8 +323,9 @@ static CUresult close_any(CUdeviceptr pointer)
 
     pthread_mutex_lock(&memory_lock);
     struct mapping *mapping = mapping_at(pointer);
-    bool ours = mapping && mapping->opened && mapping->at == pointer && mapping->times > 0;
+    bool ours = mapping && mapping->opened && mapping->at == pointer && mapping->times > 0 && !mapping->freeing;
     int times = ours ? --mapping->times : 0;
+    CUcontext context = ours ? mapping->context : NULL;
     pthread_mutex_unlock(&memory_lock);
     if (!ours) {
         struct left_piece *piece = left_take(pointer);
@@ -330,11 +335,18 @@ static CUresult close_any(CUdeviceptr pointer)
     }
     if (times > 0)
         return CUDA_SUCCESS;
-    CUresult result = real(cuCtxSynchronize)();
+    CUresult result = wait_for_work(context);
     pthread_mutex_lock(&memory_lock);
     size_t place = mapping_place(pointer);
-    if (place < n_mappings && mappings[place]->at == pointer && mappings[place]->opened && !mappings[place]->times)
-        mapping_take_away(place);
+    if (place < n_mappings && mappings[place]->at == pointer && mappings[place]->opened && !mappings[place]->times) {
+        if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) { /* later: nobody may wait now */
+            mappings[place]->freeing = true;
+            late_add(mappings[place], NULL, NULL, false);
+            result = CUDA_SUCCESS;
+        } else {
+            mapping_take_away(place);
+        }
+    }
     pthread_mutex_unlock(&memory_lock);
     return result;
 }

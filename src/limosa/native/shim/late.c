@@ -41,7 +41,10 @@ CUresult wait_for_work(CUcontext owner)
     bool other = !result && owner && owner != mine;
     if (other)
         result = real(cuCtxSetCurrent)(owner);
-    if (!result)
+    bool gone = other && (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_CONTEXT_IS_DESTROYED);
+    if (gone)
+        result = CUDA_SUCCESS; /* and its work with it */
+    else if (!result)
         result = real(cuCtxSynchronize)();
     if (other)
         real(cuCtxSetCurrent)(mine);
@@ -151,6 +154,8 @@ static void mark(struct one *one)
 {
     context_record *record = driver_of(context_record, cuCtxRecordEvent);
 
+    if (capture_any()) /* one that has begun while we were at others: it would be spoiled */
+        return;
     if (!record || !(one->event = event_in(one->owner)))
         return;
     one->recorded = one->owner;

@@ -8,7 +8,6 @@ resume reads them back, on any GPU of that chip.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -179,10 +178,18 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
 
     Raises:
         CannotBeMoved: nobody holds anything.
+        FailedUndone: the process does not, and the vault does not say.
     """
-    with contextlib.suppress(KeyError):
+    unsaid: LimosaError | None = None
+    try:
         return residents.get(shim.owner, aside_key(member))[0]
+    except KeyError:
+        pass
+    except LimosaError as error:
+        unsaid = error
     fds = shim.kept()  # the vault was killed meanwhile
+    if not fds and unsaid is not None:
+        raise unsaid
     if not fds:
         raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
     residents.put(shim.owner, aside_key(member), fds, mover=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
+from limosa.errors import FailedUndone
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
@@ -94,4 +95,6 @@ class Beside(Generic[P]):
             stand = put_back(shim, pieces, fds)
         if stand is Stand.CLOSED:
             shim.open_gate()
+        elif stand is not Stand.OPEN:
+            raise FailedUndone(f"not all of the memory of process {member.pid} came back to it")
         return True

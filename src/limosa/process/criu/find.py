@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import resource
 import stat
 import tempfile
 import time
@@ -118,6 +119,8 @@ def _key(criu: Criu) -> str:
                 system.version,
                 build_identity(criu),
                 f"uid {os.geteuid()} caps {effective_capabilities():x}",
+                # CRIU truncates a memory file in the process that it dumps, which has our limit.
+                f"file size {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}",
                 *(os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid")),
             ]
         )
