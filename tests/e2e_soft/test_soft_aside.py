@@ -190,7 +190,12 @@ def test_the_memory_of_several_processes_and_gpus_alone(parked: Any) -> None:
     job = start(parked, "--mib", 24, "--also", 1, "--child")
     pids = [job.pid, *(int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())]
     assert len(pids) == 2
-    before = used(parked)
+    end = time.monotonic() + 30
+    while (
+        sum(before := used(parked)) < 3 * 24 * MIB + 3 * 8 * MIB
+    ):  # three pieces and three contexts: the child has its own
+        assert time.monotonic() < end, before
+        time.sleep(0.05)
     said = parked.says(0, "", "suspend", job.pid, ONLY)
     assert said["bytes"] >= 3 * 24 * MIB
     for pid in pids:
