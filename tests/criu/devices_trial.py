@@ -95,7 +95,8 @@ def main() -> dict:
         again = []
         for _ in range(2):  # twice: nothing may pile up
             restore(criu, images, work)
-            again.append(last_of_child(before[1]))
+            # Not the first line: the dump may have come between its reading of the descriptors and its writing.
+            again.append(last_of_child(before[1] + 1))
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             zeroes = Path(f"/proc/{children[0]}/maps").read_text().count("/dev/zero")
             os.killpg(process.pid, signal.SIGKILL)
