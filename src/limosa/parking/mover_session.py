@@ -78,7 +78,10 @@ class Session:
         finally:
             self._connection.close()
             for key in list(self.pieces):
-                self.drop(key)
+                try:
+                    self.drop(key)
+                except Exception:  # a GPU that is lost, say: what is still mapped goes with this process
+                    self.shared.retiring = True
             for fd in self._coming:
                 os.close(fd)
             with self.shared.lock:

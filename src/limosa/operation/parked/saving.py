@@ -27,7 +27,7 @@ from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, parts_of
-from limosa.operation.parked.holders import Held, aside_key, key_of
+from limosa.operation.parked.holders import Held, LostMemory, aside_key, key_of
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.pieces import export, put_back
 from limosa.operation.parked.stranded import strand
@@ -38,7 +38,6 @@ from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
 from limosa.parking.shim import Shim
 from limosa.parking.staging import NICE, Saver
-from limosa.parking.vault import Vault
 from limosa.process.memory import host_memory
 from limosa.progress import Progress
 
@@ -315,6 +314,8 @@ class Saving:
         """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
         for part in self._parts:
             if isinstance(part, _Suspended):
+                # The job has it no more from here on: the mover has it in its place, as long as this lasts.
+                self._residents.put(part.owner, key_of(self._work.id, part.member, "arena"), part.arena)
                 self._work.note("unkeep", "begin", part.pid)
                 part.let_go = True
                 part.connected().keep()
@@ -397,7 +398,8 @@ class Saving:
         """Have the vault let go; one that was killed has."""
         for part in self._parts:
             with contextlib.suppress(LimosaError, OSError, EOFError):
-                self._residents.drop(part.owner, key_of(self._work.id, part.member, "source"))
+                side = "arena" if isinstance(part, _Suspended) else "source"
+                self._residents.drop(part.owner, key_of(self._work.id, part.member, side))
 
     def undo(self) -> None:
         """Both."""
@@ -448,17 +450,29 @@ def look_for(members: Sequence[Member]) -> Found:
 
 
 def keep_again(dead: Journal) -> None:
-    """What ``recover`` does for suspended jobs: the arenas that they let go of for CRIU are theirs again."""
+    """What ``recover`` does for suspended jobs: the arenas that they let go of for CRIU are theirs again.
+
+    Raises:
+        LostMemory: nobody has one any more.
+        FailedUndone: somebody could not be asked.
+    """
     for member in dead.header.members:
         if not dead.began("unkeep", member.pid) or not member.identity.alive():
             continue
-        with Shim(member.identity) as shim, Vault(shim.owner) as vault:
+        with Shim(member.identity) as shim, contextlib.closing(Residents()) as residents:
+            fds = _arena_again(residents, shim, member, dead.header.id)
             try:
-                fds, _ = vault.get(aside_key(member))
-            except KeyError:
-                continue
-            try:
+                residents.put(shim.owner, aside_key(member), fds, mover=False)
                 shim.keep(fds)
             finally:
                 for fd in fds:
                     os.close(fd)
+
+
+def _arena_again(residents: Residents, shim: Shim, member: Member, operation: str) -> list[int]:
+    for key in (aside_key(member), key_of(operation, member, "arena")):
+        with contextlib.suppress(KeyError):
+            return residents.get(shim.owner, key)[0]
+    if fds := shim.kept():
+        return fds
+    raise LostMemory(pid=member.pid)
