@@ -279,9 +279,16 @@ class Run(Fault):
             # Of a suspended job whose topmost process was ended the others stay suspended: it is their only copy.
             from limosa.errors import LimosaError
             from limosa.gpu import driver
+            from limosa.parking.protocol import Stand
+            from limosa.parking.shim import Shim
+            from limosa.process.identity import Identity
 
+            pid = int(key[6:].partition("@")[0])
             with contextlib.suppress(LimosaError):
-                return state == "gone" and str(driver.state(int(key[6:].partition("@")[0]))) == "checkpointed"
+                if state == "gone" and str(driver.state(pid)) == "checkpointed":
+                    return True
+                with Shim(Identity.of(pid)) as shim:
+                    return state == "gone" and shim.hello().stand is Stand.AWAY
             return False
 
         _until(lambda: not wrong(), 3.0)  # they look now and then who has ended

@@ -131,13 +131,21 @@ class Work:
         stream = check(cu.cuStreamCreate(1))
         while True:
             round_ += 1
-            address = int(check(cu.cuMemAlloc(8 * words)))
+            address = self._allocated(8 * words)
             self.launch("fill", stream, (address, words, round_), (u64,) * 3)
             check(cu.cuStreamSynchronize(stream))
             if self._read(address + 8 * (words - 1), 8) != struct.pack("<Q", round_):
                 raise RuntimeError(f"what came and goes is not what was written in round {round_}")
             check(cu.cuMemFree(address))
             time.sleep(PAUSE)
+
+    def _allocated(self, size: int) -> int:
+        """Waits where the GPU has no room: somebody else may fill it while this process holds nothing."""
+        result, address = self.cu.cuMemAlloc(size)
+        while result == self.cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            time.sleep(PAUSE)
+            result, address = self.cu.cuMemAlloc(size)
+        return int(check((result, address)))
 
     def busy(self, how: str, seconds: float) -> None:
         """Has work on the GPU that does not end for so long: a kernel, or a function of the host."""

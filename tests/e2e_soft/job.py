@@ -101,7 +101,7 @@ class Seen:
     """Another process's memory: its rounds are seen to go on, and never to go back."""
 
     def __init__(self, at: int):
-        self.at, self.round, self.since = at, 0, time.monotonic()
+        self.at, self.round, self.since, self.looked = at, 0, time.monotonic(), time.monotonic()
 
     def look(self) -> None:
         word = bytearray(8)
@@ -109,9 +109,11 @@ class Seen:
         shown = int.from_bytes(word, "little") * pow(0x9E3779B97F4A7C15, -1, MASK + 1) & MASK
         if not self.round <= shown < 1 << 32:
             raise SystemExit(f"round {shown} is seen after {self.round}")
-        if shown > self.round:
-            self.round, self.since = shown, time.monotonic()
-        if time.monotonic() - self.since > STALE_SECONDS:
+        now = time.monotonic()
+        if shown > self.round or now - self.looked > 1:  # or both were held still
+            self.round, self.since = shown, now
+        self.looked = now
+        if now - self.since > STALE_SECONDS:
             raise SystemExit(f"the other's memory has stood at round {shown} for too long")
 
 

@@ -75,3 +75,10 @@ class Held:
     def let_go(self) -> Any:
         self.node.switches.remove(self.rule)
         return self.process
+
+
+def importer_of(job: Any) -> int:
+    """The child that has opened the job's memory, once it has."""
+    noted = job.folder / "pid-importer"
+    job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
+    return int(noted.read_text())

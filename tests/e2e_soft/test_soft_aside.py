@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import Held, kill, named, start, used, waits_for
+from soft_command import Held, importer_of, kill, named, start, used, waits_for
 
 from limosa.errors import FailedUndone
 from limosa.operation.journal import Member
@@ -343,6 +343,23 @@ def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, comma
     job.goes_on(2)
     parked.limosa("move", job.pid, "--to", 0)
     job.goes_on(2)
+    job.finish()
+
+
+def test_shared_memory_that_cannot_go_home_is_shared_afterwards(parked: Any) -> None:
+    job = start(parked, "--mib", 24, "--export")
+    importer_of(job)
+    held = Held(parked, "cuMemcpyDtoDAsync", "move", "--to", 1, job.pid)
+    waits_for(parked, lambda: parked.state(job) == "checkpointed")
+    with parked.switches.fill(0, leave=4 * MIB):
+        kill(parked, "limosa-mover")
+        parked.judge(parked.ends(held.process, 60), 41, "")
+        parked.switches.remove(held.rule)
+        assert stand(job) is Stand.AWAY
+        parked.limosa("resume", job.pid, "--to", 1)
+    job.goes_on(3)
+    assert max(used(parked)) < 96 * MIB, "what is shared is there once"
+    time.sleep(0.5)
     job.finish()
 
 

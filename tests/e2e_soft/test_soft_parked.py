@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import named, pieces, start, used
+from soft_command import importer_of, named, pieces, start, used
 
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -97,13 +97,6 @@ def test_a_job_of_two_processes(parked: Any) -> None:
     assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
     job.goes_on(3)
     job.finish()
-
-
-def importer_of(job: Any) -> int:
-    """The child that has opened the job's memory, once it has."""
-    noted = job.folder / "pid-importer"
-    job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
-    return int(noted.read_text())
 
 
 def test_memory_that_two_processes_share(parked: Any) -> None:

@@ -28,7 +28,7 @@ def torchrun() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TORCH[1:]]
 
 
-@pytest.mark.parametrize("kind", ["compile", "graphs", "workers", "adamw", "amp", "inference"])
+@pytest.mark.parametrize("kind", ["compile", "graphs", "workers", "adamw", "amp", "inference", "cudnn"])
 def test_pytorch(prover: Prover, kind: str) -> None:
     """Moved twenty times."""
     job = prover.start([*TORCH, "--kind", kind], limit=200)
@@ -68,6 +68,14 @@ def test_torchrun(prover: Prover) -> None:
 def test_jax(prover: Prover) -> None:
     job = prover.start([sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"], {"CUDA_VISIBLE_DEVICES": "0"})
     prover.moves(job, 5, GB)
+    prover.twins_agree(job)
+
+
+def test_jax_with_virtual_memory_of_its_own(prover: Prover) -> None:
+    """XLA's vmm allocator."""
+    env = {"CUDA_VISIBLE_DEVICES": "0", "XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"}
+    job = prover.start([sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"], env)
+    prover.moves(job, 5, GB // 4)
     prover.twins_agree(job)
 
 

@@ -9,6 +9,7 @@ import pytest
 from soft_node import Node
 from softgpu.far import Died, Far
 
+from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
@@ -244,7 +245,11 @@ def test_a_copy_that_cannot_be_right_is_not_made_right(both: Both) -> None:
     assert same(both, "says('cuMemcpyDtoD', here, 4096, 64)") == "INVALID_VALUE"
 
 
-def test_what_another_gpu_has_copied_from_is_found_there_after_it_was_parked(start: Callable[..., Far]) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_another_gpu_has_copied_from_is_found_there_after_it_was_parked(
+    node: Node, start: Callable[..., Far], lost: bool
+) -> None:
+    """Or, where it has come to GPUs that do not reach one another, it is back all the same."""
     job = start()
     job(PEER + ACROSS)
     job("peers(); on_each(4 * MIB, 4 * MIB)")
@@ -254,7 +259,9 @@ def test_what_another_gpu_has_copied_from_is_found_there_after_it_was_parked(sta
         ids = [piece.id for piece in shim.memories()]
         fds = shim.export(ids)
         shim.unmap()
-        shim.map(ids, fds)
+        if lost:  # one piece's own access, another's, then what a copy has added to that
+            node.switches.add(f"function=cuMemSetAccess nth=3 caller={job.pid} result=1")
+        assert shim.map(ids, fds) == Stand.CLOSED
         shim.open_gate()
     for fd in fds:
         os.close(fd)

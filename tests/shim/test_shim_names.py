@@ -214,3 +214,24 @@ def test_children_that_are_forked_while_descriptors_are_in_flight(node: Node, li
     print(f"{len(codes)} children")
     assert {code for code in codes if code} == set(), [codes.count(code) for code in (0, 1, 2, 3)]
     assert job("intact()")
+
+
+def test_what_the_program_has_closed_is_not_taken_for_what_is_kept(node: Node, library: Path) -> None:
+    """A suspended job's host threads run on; one that closes all that it does not know has other files there after."""
+    job = Far(node, env={"LD_PRELOAD": str(library)})
+    job((Path(__file__).parent / "words.py").read_text())
+    job("start()")
+    job("path = '/proc/self/fd/{}'.format")
+    both = [os.memfd_create(name) for name in ("first", "second")]
+    with Shim(Identity.of(job.pid)) as shim:
+        shim.keep(both)
+        there = job("[[n, os.readlink(path(n))] for n in os.listdir('/proc/self/fd') if os.path.lexists(path(n))]")
+        first, second = (int(n) for name in ("first", "second") for n, link in there if f"memfd:{name}" in link)
+        job(f"os.dup2(os.open('/dev/null', os.O_RDONLY), {first})")
+        kept = shim.kept()
+        assert [os.fstat(fd).st_ino for fd in kept] == [os.fstat(both[1]).st_ino]
+        shim.keep()
+        assert job(f"os.readlink(path({first}))") == "/dev/null"
+        assert job(f"os.path.lexists(path({second}))") is False
+    for fd in [*both, *kept]:
+        os.close(fd)

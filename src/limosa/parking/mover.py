@@ -32,7 +32,7 @@ SLOWEST_PIN = 0.5e9
 """Bytes a second; 2.2 to 2.6e9 were measured."""
 
 _T = TypeVar("_T")
-_WHO = "the mover, which copies device memory,"
+WHO = "the mover, which copies device memory,"
 
 
 class _Nothing(msgspec.Struct):
@@ -190,7 +190,7 @@ class Mover:
         """
         answer, fds = self.ask({"verb": "get", "key": key})
         try:
-            said = understood(answer, _Note, _WHO)
+            said = understood(answer, _Note, WHO)
             if not said.there:
                 raise KeyError(key)
         except BaseException:
@@ -291,7 +291,7 @@ class Mover:
         answer, given = self.ask(message, limit, fds)
         for fd in given:
             os.close(fd)
-        return understood(answer, type_, _WHO)
+        return understood(answer, type_, WHO)
 
     @staticmethod
     def _raise(answer: dict[str, Any]) -> None:

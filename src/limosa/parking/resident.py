@@ -346,8 +346,16 @@ def holder_path(path: Path | str) -> str:
 def _holders(kind: str, uid: int) -> list[Path]:
     if kind != "mover":
         return []
+    """Movers of other views of /dev, and those that have given their name away: each may hold something."""
     try:
         path = socket_path(kind, uid)
-        return sorted(path.parent.glob(f"{path.name}.*.holds"))[:_MOST_HOLDERS]
+        found = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*"))
+        return [one for one in found if one != path and _may_live(one.name)][:_MOST_HOLDERS]
     except (LimosaError, OSError):
         return []
+
+
+def _may_live(name: str) -> bool:
+    """Not one whose name says that it was left behind by a process that has ended (:func:`holder_path`)."""
+    parts = name.split(".")
+    return len(parts) == 1 or (len(parts) == 3 and parts[1].isdigit() and os.path.exists(f"/proc/{parts[1]}"))

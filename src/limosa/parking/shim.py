@@ -61,10 +61,10 @@ def under_shim(pid: int) -> bool:
         return False
 
 
-def _users(pid: int) -> set[int]:
-    """All user ids that a process has: real, effective, saved, of the file system."""
+def _users(pid: int) -> list[int]:
+    """The user ids that a process has: real, effective, saved, of the file system."""
     with open(f"/proc/{pid}/status", "rb") as file:
-        return next({int(word) for word in line.split()[1:]} for line in file if line.startswith(b"Uid:"))
+        return next([int(word) for word in line.split()[1:]] for line in file if line.startswith(b"Uid:"))
 
 
 class ShimError(LimosaError):
@@ -173,10 +173,10 @@ class Shim:
     def _is_itself(self) -> int:
         """Whose the process at the other end is, if it is this one: anybody may take a name that is free."""
         pid, uid = peer(self._socket)
-        # What was brought back from an image listens as root.
-        if pid != self.identity.pid or uid not in {0, *_users(pid)}:
+        users = _users(pid)
+        if pid != self.identity.pid or uid not in {0, *users}:
             raise PermissionError(errno.EACCES, f"process {pid} of user {uid} has its name")
-        return uid
+        return uid if uid in users else users[0]  # what root brought back from an image listens as root
 
     def hello(self) -> Hello:
         """Return where it stands."""
@@ -285,18 +285,18 @@ class Shim:
 
     def devices(self) -> list[str]:
         """Return the UUIDs of its GPUs, by its own numbers, as they are now."""
-        return self._gpus()[0]
+        return self._gpus(0)[0]
 
     def sees(self, uuid: str) -> bool:
         """Return whether it saw a GPU when it initialised the driver: of others it cannot import memory."""
         return uuid in self.saw()
 
     def saw(self) -> list[str]:
-        """Return the UUIDs of the GPUs that it saw when it initialised the driver."""
-        return self._gpus()[1]
+        """Return the UUIDs of the GPUs that it saw when it initialised the driver, which is not asked for it."""
+        return self._gpus(1)[1]
 
-    def _gpus(self) -> tuple[list[str], list[str]]:
-        self._send(Verb.DEVICES)
+    def _gpus(self, first: int) -> tuple[list[str], list[str]]:
+        self._send(Verb.DEVICES, first)
         (_, n, first, _, _), data, _ = self._receive(Verb.DEVICES)
         uuids = [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n + first)]
         return uuids[:n], uuids[n:]

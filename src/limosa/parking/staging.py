@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
-from limosa.parking.mover import Mover
+from limosa.parking.mover import WHO, Mover
+from limosa.parking.resident import understood
 
 CALL_SECONDS = 60.0
 STALL_SECONDS = 300.0
@@ -39,6 +40,28 @@ class Changed(msgspec.Struct, frozen=True):
     changed: int
     bytes: int
     seconds: float
+
+
+class _Failed(msgspec.Struct, frozen=True):
+    text: str = ""
+    kind: str = ""
+    errno: int = 0
+    result: str = ""
+
+
+class _Poll(msgspec.Struct, frozen=True):
+    """How far the mover is."""
+
+    done: int
+    total: int
+    running: bool
+    chunks: int = 0
+    seconds: float = 0.0
+    failed: _Failed | None = None
+
+
+class _Names(msgspec.Struct, frozen=True):
+    names: bytes
 
 
 Told = Callable[[int, int], None]
@@ -108,7 +131,7 @@ class Saver(_Staging):
 
     def differ(self) -> Changed:
         """Hash all of it where it is; what is not what was copied is copied by the next :meth:`run`."""
-        return msgspec.convert(self._ask("save-differ")[0], Changed, strict=False)
+        return understood(self._ask("save-differ")[0], Changed, WHO)
 
     def run(
         self,
@@ -142,9 +165,8 @@ class Saver(_Staging):
         """The names of all chunks of these pieces: (pid, id, bytes)."""
         found: list[list[str]] = [[] for _ in pieces]
         for parts in _parts(pieces, self.chunk):
-            raw = self._ask("save-names", parts=[(*pieces[n][:2], start, count) for n, start, count in parts])[0][
-                "names"
-            ]
+            wanted = [(*pieces[n][:2], start, count) for n, start, count in parts]
+            raw = understood(self._ask("save-names", parts=wanted)[0], _Names, WHO).names
             at = 0
             for n, _, count in parts:
                 found[n] += [raw[i : i + 32].hex() for i in range(at, at + 32 * count, 32)]
@@ -209,31 +231,30 @@ class Loader(_Staging):
 def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, image: str = "") -> Done:
     done, since = -1, time.monotonic()
     while True:
-        said = mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0]
-        told(said["done"], said["total"])
-        failed = said["failed"]
-        if failed is not None:
-            _raise(failed, image)
-        if not said["running"]:
-            return Done(said["chunks"], said["done"], said["seconds"])
-        if said["done"] != done:
-            done, since = said["done"], time.monotonic()
+        said = understood(mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0], _Poll, WHO)
+        told(said.done, said.total)
+        if said.failed is not None:
+            _raise(said.failed, image)
+        if not said.running:
+            return Done(said.chunks, said.done, said.seconds)
+        if said.done != done:
+            done, since = said.done, time.monotonic()
         elif time.monotonic() - since > limit:
             raise mover.hung(f"has copied nothing for {limit:g} s")
         if stop():
             mover.ask({"verb": "staging-stop"}, CALL_SECONDS)
-            return Done(said["chunks"], said["done"], said["seconds"])
+            return Done(said.chunks, said.done, said.seconds)
 
 
-def _raise(failed: dict[str, Any], image: str) -> None:
-    if failed["kind"] == "OSError" and failed["errno"]:
-        raise OSError(failed["errno"], failed["text"])
-    if failed["kind"] == "Damaged":
+def _raise(failed: _Failed, image: str) -> None:
+    if failed.kind == "OSError" and failed.errno:
+        raise OSError(failed.errno, failed.text)
+    if failed.kind == "Damaged":
         hint = f"limosa verify {shlex.quote(image)} names all that is damaged; restore another image"
-        raise DamagedImage(path=image, detail=failed["text"], hint=hint)
-    if failed["result"] == "CUDA_ERROR_OUT_OF_MEMORY":
+        raise DamagedImage(path=image, detail=failed.text, hint=hint)
+    if failed.result == "CUDA_ERROR_OUT_OF_MEMORY":
         raise NoRoomOnGpu(detail="the GPU filled up in the middle")
-    raise FailedUndone(f"the mover: {failed['text']}")
+    raise FailedUndone(f"the mover: {failed.text}")
 
 
 def _parts(pieces: Sequence[tuple[int, int, int]], chunk: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -1,6 +1,6 @@
 """PyTorch at work, in the ways people use it: a small GPT that is trained, or only asked.
 
-    python proof_torch.py FOLDER --kind adamw|amp|compile|graphs|inference|workers [--gb 1] [--hold N]
+    python proof_torch.py FOLDER --kind adamw|amp|compile|cudnn|graphs|inference|workers [--gb 1] [--hold N]
     torchrun --nproc-per-node=2 proof_torch.py FOLDER --kind torchrun      (DDP over gloo, all ranks on one GPU)
 
 Every step's loss is traced, and with every hundredth the parameters' own bits. ``--gb`` more lies there untouched, and
@@ -52,6 +52,24 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+class Cudnn(nn.Module):
+    """What cuDNN does: convolutions, normalising a batch, an LSTM with dropout."""
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.word = nn.Embedding(WORDS, width)
+        self.flat = nn.Conv1d(width, 2 * width, 5, padding=2)
+        self.norm = nn.BatchNorm1d(2 * width)
+        self.square = nn.Conv2d(1, 8, 3, padding=1)
+        self.lstm = nn.LSTM(2 * width, width, 2, batch_first=True, dropout=0.1)
+        self.head = nn.Linear(width, WORDS)
+
+    def forward(self, words):
+        x = functional.relu(self.norm(self.flat(self.word(words).transpose(1, 2))))
+        x = self.square(x.unsqueeze(1)).mean(1).transpose(1, 2)
+        return self.head(self.lstm(x)[0])
 
 
 def loss_of(model, words):
@@ -166,7 +184,8 @@ def main():
     trace = Trace(options.folder, options.hold, f"trace-{rank}" if rank else "trace")
     torch.manual_seed(7)
     large = options.kind == "inference"
-    model = Gpt(1024, 12).to(options.device) if large else Gpt().to(options.device)
+    model = Gpt(1024, 12) if large else Cudnn() if options.kind == "cudnn" else Gpt()
+    model = model.to(options.device)
     if options.kind == "torchrun":
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)

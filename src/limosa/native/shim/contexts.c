@@ -10,11 +10,58 @@ CUcontext *contexts;
 size_t n_contexts;
 static unsigned *uses; /* of each: cuCtxAttach and cuCtxDetach count them */
 
+/* Contexts that threads are destroying now, on their stacks: nobody looks at what has to do with them, and one that the
+ * driver makes in the place of one is that place's only when all of the old one is forgotten. */
+struct ending {
+    CUcontext context;
+    struct ending *next;
+};
+static struct ending *endings;
+static pthread_cond_t ended = PTHREAD_COND_INITIALIZER;
+
+bool context_ending(CUcontext context)
+{
+    for (const struct ending *one = endings; one; one = one->next)
+        if (context && one->context == context)
+            return true;
+    return false;
+}
+
+static void begin_to_end(struct ending *one, CUcontext context)
+{
+    pthread_mutex_lock(&memory_lock);
+    *one = (struct ending){context, endings};
+    endings = one;
+    if (context)
+        late_nobody_looks(context);
+    pthread_mutex_unlock(&memory_lock);
+}
+
+/* With memory_lock held. */
+static void has_ended(struct ending *one)
+{
+    struct ending **at = &endings;
+
+    while (*at != one)
+        at = &(*at)->next;
+    *at = one->next;
+    pthread_cond_broadcast(&ended);
+}
+
+void contexts_in_child(void)
+{
+    endings = NULL;
+    pthread_cond_init(&ended, NULL);
+    n_contexts = 0;
+}
+
 static CUresult made(CUresult result, CUcontext *context)
 {
     if (result)
         return result;
     pthread_mutex_lock(&memory_lock);
+    while (context_ending(*context))
+        pthread_cond_wait(&ended, &memory_lock);
     CUcontext *more = realloc(contexts, (n_contexts + 1) * sizeof *more);
     contexts = more ? more : contexts;
     unsigned *more_uses = more ? realloc(uses, (n_contexts + 1) * sizeof *uses) : NULL;
@@ -88,13 +135,15 @@ typedef CUresult ends(CUcontext);
 
 static CUresult destroy(CUcontext context, ends *function)
 {
-    CUresult result = function(context);
+    struct ending here;
 
-    if (!result) {
-        pthread_mutex_lock(&memory_lock);
+    begin_to_end(&here, context);
+    CUresult result = function(context);
+    pthread_mutex_lock(&memory_lock);
+    if (!result)
         context_gone(context);
-        pthread_mutex_unlock(&memory_lock);
-    }
+    has_ended(&here);
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 
@@ -148,14 +197,15 @@ EXPORT CUresult cuCtxAttach(CUcontext *context, unsigned flags)
 
 static CUresult detach(CUcontext context, ends *function)
 {
-    CUresult result = function(context);
+    struct ending here;
 
-    if (!result) {
-        pthread_mutex_lock(&memory_lock);
-        if (used(context, -1))
-            context_gone(context);
-        pthread_mutex_unlock(&memory_lock);
-    }
+    begin_to_end(&here, context);
+    CUresult result = function(context);
+    pthread_mutex_lock(&memory_lock);
+    if (!result && used(context, -1))
+        context_gone(context);
+    has_ended(&here);
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 
@@ -208,15 +258,18 @@ CUcontext context_owner(CUcontext current, CUdevice device)
 static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
 {
     CUcontext context = primary_of(device);
-    CUresult result = how(device);
+    struct ending here;
     unsigned flags;
     int active = 1;
 
-    if (!result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active) {
-        pthread_mutex_lock(&memory_lock);
+    begin_to_end(&here, context);
+    CUresult result = how(device);
+    bool over = !result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active;
+    pthread_mutex_lock(&memory_lock);
+    if (over)
         context_gone(context);
-        pthread_mutex_unlock(&memory_lock);
-    }
+    has_ended(&here);
+    pthread_mutex_unlock(&memory_lock);
     return result;
 }
 

@@ -2,6 +2,7 @@
  * while it is there, so that whoever plans a move knows what the driver will have to copy. */
 #include "late.h"
 #include "memory.h"
+#include "reach.h"
 #include "shim.h"
 
 #include <stdlib.h>
@@ -232,11 +233,24 @@ COUNTED(cuExternalMemoryGetMappedBuffer, (CUdeviceptr * pointer, void *memory, c
 COUNTED(cuGraphAddMemAllocNode, (void **node, void *graph, const void *after, size_t n, void *parameters),
         (node, graph, after, n, parameters), left_call(LEFT_GRAPH))
 #define MEM_ALLOC_NODE 10 /* what a node is, is the first thing that its parameters say */
-COUNTED(cuGraphAddNode, (void **node, void *graph, const void *after, size_t n, const int *parameters),
-        (node, graph, after, n, parameters), *parameters == MEM_ALLOC_NODE ? left_call(LEFT_GRAPH) : (void)0)
-COUNTED(cuGraphAddNode_v2,
-        (void **node, void *graph, const void *after, const void *edges, size_t n, const int *parameters),
-        (node, graph, after, edges, n, parameters), *parameters == MEM_ALLOC_NODE ? left_call(LEFT_GRAPH) : (void)0)
+/* Whether a node that copies may be made once more. */
+static bool reached(const int *parameters)
+{
+    const uint64_t words[REACH_WORDS] = {[4] = (uint64_t)(uintptr_t)parameters};
+
+    return reach("cuGraphAddNode", words);
+}
+#define NODE(name, arguments, passed)                                                                                  \
+    PASSED(name, arguments,                                                                                            \
+           CUresult result = function passed;                                                                          \
+           if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
+           if (result == CUDA_ERROR_INVALID_VALUE && reached(parameters)) result = function passed;                    \
+           if (!result && *parameters == MEM_ALLOC_NODE) left_call(LEFT_GRAPH);)
+NODE(cuGraphAddNode, (void **node, void *graph, const void *after, size_t n, const int *parameters),
+     (node, graph, after, n, parameters))
+NODE(cuGraphAddNode_v2,
+     (void **node, void *graph, const void *after, const void *edges, size_t n, const int *parameters),
+     (node, graph, after, edges, n, parameters))
 /* NVIDIA's libraries ask for tables of functions that have no name: what they call through them does not pass the gate. */
 COUNTED(cuGetExportTable, (const void **table, const void *which), (table, which), left_call(LEFT_TABLES))
 

@@ -41,7 +41,7 @@ static inline __attribute__((always_inline)) word copy(struct entry *entry, WORD
     struct reader *reader = gate_enter();
     word result = real(PASSED);
     if (UNLIKELY((int)result == DRIVER_INVALID_VALUE)) {
-        const word words[REACH_WORDS] = {a, b, c, d, e};
+        const word words[REACH_WORDS] = {a, b, c, d, e, f};
         if (reach(entry->base, words))
             result = real(PASSED);
     }

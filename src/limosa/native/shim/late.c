@@ -135,18 +135,69 @@ static size_t some(struct one *all, CUdeviceptr from)
 {
     size_t n = 0;
 
-    pthread_mutex_lock(&memory_lock);
     for (size_t place = mapping_place(from); place < n_mappings && n < BATCH; place++) {
         struct mapping *mapping = mappings[place];
-        if (!mapping->late)
+        if (!mapping->late || context_ending(mapping->context) || context_ending(mapping->recorded))
             continue;
         all[n++] = (struct one){mapping->at, mapping->memory->id, mapping->context, mapping->recorded, mapping->event,
                                 mapping->ordered};
         late_taken(mapping);
         mapping->event = NULL;
     }
-    pthread_mutex_unlock(&memory_lock);
     return n;
+}
+
+/* What threads look at now, outside the lock: a list of what lies on their stacks. */
+struct look {
+    struct one all[BATCH];
+    size_t n;
+    struct look *next;
+};
+static struct look *looks;
+static pthread_cond_t looked = PTHREAD_COND_INITIALIZER;
+
+/* How many there are; with none it has not begun. */
+static size_t look_begins(struct look *look, CUdeviceptr from)
+{
+    pthread_mutex_lock(&memory_lock);
+    look->n = some(look->all, from);
+    if (look->n) {
+        look->next = looks;
+        looks = look;
+    }
+    pthread_mutex_unlock(&memory_lock);
+    return look->n;
+}
+
+static void look_ends(struct look *look)
+{
+    struct look **at = &looks;
+
+    pthread_mutex_lock(&memory_lock);
+    while (*at != look)
+        at = &(*at)->next;
+    *at = look->next;
+    pthread_cond_broadcast(&looked);
+    pthread_mutex_unlock(&memory_lock);
+}
+
+/* With memory_lock held: whether somebody looks at what has to do with a context; NULL: with any. */
+static bool looked_at(CUcontext context)
+{
+    for (const struct look *look = looks; look; look = look->next)
+        for (size_t i = 0; i < look->n; i++)
+            if (!context || look->all[i].owner == context || look->all[i].recorded == context)
+                return true;
+    return false;
+}
+
+bool late_nobody_looks(CUcontext context)
+{
+    bool any = looked_at(context);
+
+    while (looked_at(context))
+        pthread_cond_wait(&looked, &memory_lock);
+    return any;
 }
 
 /* It was freed while a stream was being captured: what its context has to do now is marked, where the driver can do that. */
@@ -192,39 +243,62 @@ static struct mapping *found(const struct one *one, size_t *place)
     return mapping->at == one->at && mapping->freeing && mapping->memory->id == one->id ? mapping : NULL;
 }
 
-bool late_free(enum late wait)
+/* One piece that is looked at: let go of, or to be looked at again. Whether it was let go of. */
+static bool look_at(struct one *one, CUresult result)
 {
-    struct one all[BATCH];
-    CUdeviceptr from = 0;
-    size_t n = BATCH, place;
+    size_t place;
+
+    pthread_mutex_lock(&memory_lock);
+    struct mapping *mapping = found(one, &place);
+    bool again = mapping && under_way(result);
+    if (again)
+        late_add(mapping, one->event, one->recorded, one->ordered);
+    else if (mapping)
+        mapping_take_away(place);
+    pthread_mutex_unlock(&memory_lock);
+    if (mapping && !again) /* with its context it has gone itself */
+        late_forget(one->event);
+    return mapping && !again;
+}
+
+static bool look(struct look *look, enum late wait)
+{
+    CUcontext waited = NULL; /* for all that was freed before now */
+    int mode = CAPTURE_MODE_RELAXED;
     bool any = false;
 
-    if (!atomic_load_explicit(&n_late, memory_order_relaxed) || (wait < LATE_ALL && capture_any()))
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    for (size_t i = 0; i < look->n; i++) {
+        struct one *one = &look->all[i];
+        bool known = !one->event && waited && waited == one->owner;
+        CUresult result = known ? CUDA_SUCCESS : ask(one, wait);
+        if (!result && !one->event)
+            waited = one->owner;
+        any |= look_at(one, result);
+    }
+    real(cuThreadExchangeStreamCaptureMode)(&mode);
+    return any;
+}
+
+bool late_free(enum late wait)
+{
+    struct look mine = {.n = BATCH};
+    CUdeviceptr from = 0;
+    bool any = false;
+
+    if (wait == LATE_ALL) { /* memory is short: what others have in hand counts */
+        pthread_mutex_lock(&memory_lock);
+        any = late_nobody_looks(NULL);
+        pthread_mutex_unlock(&memory_lock);
+    } else if (capture_any()) {
         return false;
-    while (n == BATCH && (n = some(all, from))) {
-        CUcontext waited = NULL; /* for all that was freed before now */
-        int mode = CAPTURE_MODE_RELAXED;
-        real(cuThreadExchangeStreamCaptureMode)(&mode);
-        for (size_t i = 0; i < n; i++) {
-            bool known = !all[i].event && waited && waited == all[i].owner;
-            CUresult result = known ? CUDA_SUCCESS : ask(&all[i], wait);
-            if (!result && !all[i].event)
-                waited = all[i].owner;
-            pthread_mutex_lock(&memory_lock);
-            struct mapping *mapping = found(&all[i], &place);
-            bool again = mapping && under_way(result);
-            if (again) {
-                late_add(mapping, all[i].event, all[i].recorded, all[i].ordered);
-            } else if (mapping) {
-                mapping_take_away(place);
-                any = true;
-            }
-            pthread_mutex_unlock(&memory_lock);
-            if (mapping && !again) /* with its context it has gone itself */
-                late_forget(all[i].event);
-        }
-        real(cuThreadExchangeStreamCaptureMode)(&mode);
-        from = all[n - 1].at + 1;
+    }
+    if (!atomic_load_explicit(&n_late, memory_order_relaxed))
+        return any;
+    while (mine.n == BATCH && look_begins(&mine, from)) {
+        from = mine.all[mine.n - 1].at + 1;
+        any |= look(&mine, wait);
+        look_ends(&mine);
     }
     return any;
 }
@@ -258,5 +332,7 @@ void late_context_gone(CUcontext context)
 
 void late_in_child(void)
 {
+    looks = NULL;
+    pthread_cond_init(&looked, NULL);
     atomic_store(&n_late, 0);
 }

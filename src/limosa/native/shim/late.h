@@ -14,6 +14,9 @@ void late_add(struct mapping *mapping, void *event, CUcontext recorded, bool ord
 bool late_free(enum late wait);
 /* With the gate closed and the device at rest: all of it is over. */
 void late_at_rest(void);
+/* With memory_lock held, which is let go of meanwhile: waits until no thread looks at pieces that have to do with a context
+ * (NULL: with any). Whether one did. */
+bool late_nobody_looks(CUcontext context);
 /* With memory_lock held: what was to be done in a context is over with it. */
 void late_context_gone(CUcontext context);
 /* An event behind all that a stream has to do now; 0 with no event: it cannot be had, and has to be waited for instead. */

@@ -206,7 +206,14 @@ void memory_stays(struct memory *memory, enum left cause)
     memory->shared = true;
 }
 
-CUresult memory_show(const struct mapping *mapping)
+bool memory_show_to(struct mapping *mapping, int device)
+{
+    CUmemAccessDesc one = {{LOCATION_DEVICE, device}, ACCESS_READWRITE};
+
+    return mapping->shown[device] = !real(cuMemSetAccess)(mapping->at, mapping->bytes, &one, 1);
+}
+
+CUresult memory_show(struct mapping *mapping)
 {
     CUmemAccessDesc all[MAX_DEVICES];
     size_t n = 0;
@@ -214,5 +221,9 @@ CUresult memory_show(const struct mapping *mapping)
     for (int device = 0; device < MAX_DEVICES; device++)
         if (mapping->access[device])
             all[n++] = (CUmemAccessDesc){{LOCATION_DEVICE, device}, mapping->access[device]};
-    return n ? real(cuMemSetAccess)(mapping->at, mapping->bytes, all, n) : CUDA_SUCCESS;
+    CUresult result = n ? real(cuMemSetAccess)(mapping->at, mapping->bytes, all, n) : CUDA_SUCCESS;
+    for (int device = 0; !result && device < MAX_DEVICES; device++)
+        if (mapping->shown[device]) /* GPUs that cannot reach one another, after a move: the next copy asks again */
+            memory_show_to(mapping, device);
+    return result;
 }

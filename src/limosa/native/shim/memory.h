@@ -41,6 +41,7 @@ struct mapping {
     size_t bytes, offset;
     struct memory *memory;
     unsigned char access[MAX_DEVICES];
+    bool shown[MAX_DEVICES]; /* for a copy (reach.c), beside what was asked for: may be lost */
     bool away; /* unmapped by us: the application must not see that */
     bool plain; /* cuMemAlloc: the range is reserved by us */
     bool opened; /* by a legacy handle: the range is reserved by us, too */
@@ -94,7 +95,8 @@ CUhandle memory_given(const struct memory *memory);
 CUhandle memory_let_go(struct memory *memory); /* likewise, where neither handle nor mapping is left */
 void memory_release(CUhandle driver); /* what has come back so; without memory_lock */
 void memory_stays(struct memory *memory, enum left cause); /* somebody whom we do not know has it */
-CUresult memory_show(const struct mapping *mapping); /* cuMemSetAccess as recorded */
+CUresult memory_show(struct mapping *mapping); /* cuMemSetAccess as recorded */
+bool memory_show_to(struct mapping *mapping, int device); /* likewise, to one more, for a copy */
 /* With memory_lock held. Takes a mapping of ours away, letting go of the lock for the driver's part: places are others
  * after. The address is nobody else's until the last call. */
 void mapping_take_away(size_t place);
@@ -110,6 +112,8 @@ void left_counts(struct counts *counts); /* with memory_lock held */
 bool ipc_is_ours(uint64_t token); /* whether a handle with it was made by this process */
 void ipc_begin_again(void); /* in a child after fork */
 CUcontext context_owner(CUcontext current, CUdevice device); /* contexts.c: whose memory is made there */
+bool context_ending(CUcontext context); /* with memory_lock held: some thread is about to destroy it */
+void contexts_in_child(void); /* after fork */
 void peers_context_gone(CUcontext context); /* plain.c; with memory_lock held */
 bool shim_ready(void); /* whether memory is to be taken over at all */
 

@@ -474,6 +474,7 @@ static CUresult show_to(int of, int device, int flags)
         if (mappings[i]->plain && mappings[i]->memory->asked.location.id == of) {
             CUmemAccessDesc desc = {{LOCATION_DEVICE, device}, flags};
             mappings[i]->access[device] = (unsigned char)flags;
+            mappings[i]->shown[device] = false;
             CUresult result = real(cuMemSetAccess)(mappings[i]->at, mappings[i]->bytes, &desc, 1);
             first = first ? first : result;
         }

@@ -22,7 +22,8 @@ enum verb {
     VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each, a of them; behind them those that it
-                   * saw when it initialised the driver, b of them: of others it cannot import memory */
+                   * saw when it initialised the driver, b of them: of others it cannot import memory. a: those alone, for which
+                   * the driver is not asked: the process may be checkpointed */
     VERB_KEEP, /* descriptors to be kept while the memory is away: whoever kills the vault loses nothing; instead of
                 * those before, unless a; none: let go */
     VERB_KEPT, /* → them, from the a-th on; a: how many there are */

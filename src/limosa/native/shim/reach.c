@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define DEVICE_ORDINAL 9 /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */
+#define MEMCPY_NODE 1 /* CU_GRAPH_NODE_TYPE_MEMCPY */
 #define MOST 4096 /* copies of a batch that are looked at */
 
 typedef void with_address(CUdeviceptr address, void *what);
@@ -51,6 +52,34 @@ static void of_batch_3d(const uint64_t *words, with_address *each, void *what) /
         two((const void *)(uintptr_t)(words[1] + i * 14 * sizeof(uint64_t)), 1, 6, each, what);
 }
 
+/* CUgraphNodeParams: what it is; behind three spare integers CUDA_MEMCPY_NODE_PARAMS: flags, a context, CUDA_MEMCPY3D. */
+static const uint64_t *node_of(const char *base, const uint64_t *words)
+{
+    size_t n = !strcmp(base, "cuGraphAddNode") ? 4 : !strcmp(base, "cuGraphExecNodeSetParams") ? 2 : 1;
+    const uint64_t *node = (const uint64_t *)(uintptr_t)words[n];
+
+    return node && *(const int *)node == MEMCPY_NODE ? node : NULL;
+}
+
+static void of_node(const uint64_t *node, with_address *each, void *what)
+{
+    if (node)
+        of_3d((uint64_t)(uintptr_t)(node + 4), each, what);
+}
+
+/* The context that a node of a graph is to copy in; NULL where the current one does. */
+static CUcontext context_named(const char *base, const uint64_t *words)
+{
+    if (!strcmp(base, "cuGraphAddMemcpyNode"))
+        return (CUcontext)(uintptr_t)words[5];
+    if (!strcmp(base, "cuGraphExecMemcpyNodeSetParams"))
+        return (CUcontext)(uintptr_t)words[3];
+    if (strcmp(base, "cuGraphAddNode") && strcmp(base, "cuGraphNodeSetParams") && strcmp(base, "cuGraphExecNodeSetParams"))
+        return NULL;
+    const uint64_t *node = node_of(base, words);
+    return node ? (CUcontext)(uintptr_t)node[3] : NULL;
+}
+
 /* Every address that a call names. */
 static void addresses(const char *base, const uint64_t *words, with_address *each, void *what)
 {
@@ -68,6 +97,12 @@ static void addresses(const char *base, const uint64_t *words, with_address *eac
         of_3d(words[1], each, what);
     else if (!strcmp(base, "cuGraphExecMemcpyNodeSetParams"))
         of_3d(words[2], each, what);
+    else if (!strncmp(base, "cuGraph", 7))
+        of_node(node_of(base, words), each, what);
+    else if (!strcmp(base, "cuMemcpyAtoD")) /* where the array is is not known */
+        each(words[0], what);
+    else if (!strcmp(base, "cuMemcpyDtoA"))
+        each(words[2], what);
     else { /* to, from */
         each(words[0], what);
         each(words[1], what);
@@ -104,21 +139,23 @@ static void show(CUdeviceptr address, void *what)
 {
     struct taking_part *part = what;
     struct mapping *mapping = ours(address);
-    unsigned char before[MAX_DEVICES];
-    bool more = false;
 
-    if (!mapping)
+    for (int device = 0; mapping && device < MAX_DEVICES; device++)
+        if (part->device[device] && !mapping->access[device] && !mapping->shown[device])
+            part->shown |= memory_show_to(mapping, device);
+}
+
+/* The context that a node of a graph copies in. */
+static void note_context(CUcontext context, struct taking_part *part)
+{
+    CUcontext mine = NULL;
+    int device;
+
+    if (!context || real(cuCtxGetCurrent)(&mine) || real(cuCtxSetCurrent)(context))
         return;
-    memcpy(before, mapping->access, sizeof before);
-    for (int device = 0; device < MAX_DEVICES; device++)
-        if (part->device[device] && !mapping->access[device]) {
-            mapping->access[device] = ACCESS_READWRITE;
-            more = true;
-        }
-    if (more && memory_show(mapping)) /* GPUs that cannot reach one another */
-        memcpy(mapping->access, before, sizeof before);
-    else
-        part->shown |= more;
+    if (!real(cuCtxGetDevice)(&device) && device >= 0 && device < MAX_DEVICES)
+        part->device[device] = 1;
+    real(cuCtxSetCurrent)(mine);
 }
 
 bool reach(const char *base, const uint64_t *words)
@@ -130,6 +167,7 @@ bool reach(const char *base, const uint64_t *words)
         return false;
     if (!real(cuCtxGetDevice)(&device) && device >= 0 && device < MAX_DEVICES)
         part.device[device] = 1;
+    note_context(context_named(base, words), &part);
     pthread_mutex_lock(&memory_lock);
     addresses(base, words, note_device, &part);
     addresses(base, words, show, &part);

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define REACH_WORDS 5 /* arguments that may say where */
+#define REACH_WORDS 6 /* arguments that may say where */
 
 /* For a call that has answered INVALID_VALUE, inside the gate: whether memory that it names is now shown to a device that
  * could not reach it before, so that it may be made once more. base is the function's name without a version. */

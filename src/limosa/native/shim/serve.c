@@ -18,6 +18,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -28,7 +29,12 @@
 
 enum state state;
 static int listening = -1, client = -1;
-static int kept_aside[KEPT_MOST]; /* what holds the contents while the memory is away for longer */
+/* What holds the contents while the memory is away for longer. Its host threads run on, and may close what is not theirs. */
+static struct {
+    int fd;
+    dev_t device;
+    ino_t inode;
+} kept_aside[KEPT_MOST];
 static size_t n_kept_aside;
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -77,26 +83,44 @@ bool say(int client, const struct message *message, const void *more, size_t byt
 }
 
 /* Descriptors are ours from here on. The first packet of several takes the place of what was kept before. */
+static bool still_kept(size_t i)
+{
+    struct stat found;
+
+    return !fstat(kept_aside[i].fd, &found) && found.st_dev == kept_aside[i].device
+        && found.st_ino == kept_aside[i].inode;
+}
+
 static int keep(const int *fds, size_t n, bool more)
 {
-    if (!more)
-        while (n_kept_aside)
-            fds_close(kept_aside[--n_kept_aside]);
+    while (!more && n_kept_aside) {
+        bool ours = still_kept(--n_kept_aside);
+        ours ? fds_close(kept_aside[n_kept_aside].fd) : fds_forget(kept_aside[n_kept_aside].fd);
+    }
     bool room = n_kept_aside + n <= KEPT_MOST;
-    for (size_t i = 0; i < n; i++)
-        if (room)
-            kept_aside[n_kept_aside++] = fds_away(fds[i]);
-        else
+    for (size_t i = 0; i < n; i++) {
+        struct stat found;
+        if (room && !fstat(fds[i], &found)) {
+            kept_aside[n_kept_aside].device = found.st_dev;
+            kept_aside[n_kept_aside].inode = found.st_ino;
+            kept_aside[n_kept_aside++].fd = fds_away(fds[i]);
+        } else {
             fds_close(fds[i]);
+        }
+    }
     return room ? 0 : -ENOSPC;
 }
 
 static bool kept(int client, struct message *answer, uint64_t from)
 {
-    size_t n = from < n_kept_aside ? n_kept_aside - from : 0;
+    int fds[PROTOCOL_MOST];
+    size_t n = 0, n_fds = 0;
 
-    answer->a = n_kept_aside;
-    return say(client, answer, NULL, 0, kept_aside + (n ? from : 0), n < PROTOCOL_MOST ? n : PROTOCOL_MOST);
+    for (size_t i = 0; i < n_kept_aside; i++)
+        if (still_kept(i) && n++ >= from && n_fds < PROTOCOL_MOST)
+            fds[n_fds++] = kept_aside[i].fd;
+    answer->a = n;
+    return say(client, answer, NULL, 0, fds, n_fds);
 }
 
 static bool answer_one(int client)
@@ -164,7 +188,7 @@ static bool answer_one(int client)
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
     case VERB_KEEP: answer.result = keep(fds, n_fds, asked.a); break;
     case VERB_KEPT: return kept(client, &answer, asked.a);
-    case VERB_DEVICES: return tell_devices(client, &answer);
+    case VERB_DEVICES: return tell_devices(client, &answer, asked.a != 0);
     case VERB_COUNTS: return tell_counts(client, &answer);
     case VERB_CALLED: return tell_called(client, &answer);
     case VERB_SHARE: return tell_share(client, &answer, &asked);
@@ -276,8 +300,9 @@ static void in_child(void)
     still_in_child();
     capture_in_child();
     late_in_child();
+    contexts_in_child();
     pthread_mutex_init(&memory_lock, NULL);
-    n_memories = n_mappings = n_contexts = 0;
+    n_memories = n_mappings = 0;
     left_begin_again();
     ipc_begin_again();
     pthread_mutex_init(&begin_lock, NULL);

@@ -240,12 +240,13 @@ void tell_begin(void)
             n_at_first++;
 }
 
-bool tell_devices(int client, struct message *answer)
+bool tell_devices(int client, struct message *answer, bool first)
 {
     static unsigned char uuids[2 * MAX_DEVICES][16];
     int n = 0;
 
-    answer->result = real(cuDeviceGetCount)(&n);
+    if (!first)
+        answer->result = real(cuDeviceGetCount)(&n);
     n = n > MAX_DEVICES ? MAX_DEVICES : n;
     for (int device = 0; device < n && !answer->result; device++)
         answer->result = real(cuDeviceGetUuid_v2)(uuids[device], device);

@@ -52,7 +52,7 @@ def strand(
     try:
         held += residents.segments(shim.owner, aside_key(member), offset, arena_cap())
         _copy_out(shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
-        held.append(layout_file(msgspec.json.encode(Layout(layout, operation=operation))))
+        held.append(layout_file(msgspec.json.encode(Layout(layout, shim.saw(), operation))))
         residents.put(shim.owner, aside_key(member), held, mover=False)
         shim.keep(held)
     finally:
