@@ -276,7 +276,7 @@ class Run(Fault):
             return [key for key in held() if not (key.startswith("aside/") and (state in ASIDE or rests(key)))]
 
         def rests(key: str) -> bool:
-            # Of a suspended job whose topmost process was ended the others stay suspended: it is their only copy.
+            # Of a suspended job of which a process was ended the others stay suspended: it is their only copy.
             from limosa.errors import LimosaError
             from limosa.gpu import driver
             from limosa.parking.protocol import Stand
@@ -285,10 +285,10 @@ class Run(Fault):
 
             pid = int(key[6:].partition("@")[0])
             with contextlib.suppress(LimosaError):
-                if state == "gone" and str(driver.state(pid)) == "checkpointed":
-                    return True
+                if state == "running" or str(driver.state(pid)) == "checkpointed":
+                    return state != "running"
                 with Shim(Identity.of(pid)) as shim:
-                    return state == "gone" and shim.hello().stand is Stand.AWAY
+                    return shim.hello().stand is Stand.AWAY
             return False
 
         _until(lambda: not wrong(), 3.0)  # they look now and then who has ended

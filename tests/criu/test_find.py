@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -182,6 +183,11 @@ def test_another_build_or_kernel_or_right_is_tried_anew(criu, counted, monkeypat
     monkeypatch.setattr(find.resource, "getrlimit", lambda _: (1 << 16, 1 << 16))
     find.find(folder)
     assert len(counted) == 4
+    monkeypatch.setattr(
+        find.resource, "getrlimit", lambda of: (41 if of == resource.RLIMIT_NOFILE else 1 << 16, 1 << 16)
+    )
+    find.find(folder)
+    assert len(counted) == 5
 
 
 @pytest.mark.criu

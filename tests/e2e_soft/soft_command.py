@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from limosa.errors import LimosaError
 from limosa.parking import LIBRARY
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -82,3 +83,17 @@ def importer_of(job: Any) -> int:
     noted = job.folder / "pid-importer"
     job.until(lambda: noted.exists() and noted.read_text() != "", what="an importer")
     return int(noted.read_text())
+
+
+def child_of(job: Any) -> int:
+    """The job's child, once it has memory of its own."""
+
+    def has_memory() -> bool:
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        for pid in map(int, children):
+            with contextlib.suppress(LimosaError), Shim(Identity.of(pid)) as shim:
+                return shim.hello().bytes > 0
+        return False
+
+    job.until(has_memory, what="a child with memory")
+    return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())

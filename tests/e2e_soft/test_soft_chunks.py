@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import pieces, start, used
+from soft_command import child_of, pieces, start, used
 
 from limosa.image.manifest import digest_line, digest_of
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
 
 pytestmark = pytest.mark.criu
 
@@ -201,6 +203,30 @@ def test_a_suspended_job_is_written_from_its_arena(parked: Any, tmp_path: Path) 
     parked.limosa("restore", tmp_path / "image", "--to", 0)
     assert parked.where(job) == [0]
     job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("asleep", ["all of it", "its child"])
+def test_an_arena_is_kept_where_the_job_has_let_go_of_it_and_everybody_is_killed(
+    slow: Any, tmp_path: Path, asleep: str
+) -> None:
+    """CRIU may not meet it in the job; who holds it instead is not asked to forget it on the way back."""
+    job = start(slow, "--mib", 32, "--child")
+    child = child_of(job)
+    slow.limosa("suspend", job.pid if asleep == "all of it" else child)
+    working = slow.later("checkpoint", job.pid, "--output", tmp_path / "image", "-R", *SMALL)
+    slow.reaches(working, "dump begin")
+    slow.kill("limosa", working)
+    slow.kill("limosa-vault")
+    working.communicate(timeout=60)
+    slow.limosa("recover")
+    with Shim(Identity.of(child)) as shim:
+        kept = shim.kept()
+        assert kept
+        for fd in kept:
+            os.close(fd)
+    slow.limosa("resume", job.pid if asleep == "all of it" else child)
+    job.goes_on(3)
     job.finish()
 
 

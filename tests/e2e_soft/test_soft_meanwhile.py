@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import UNDER, Held, pieces, start, used, waits_for
+from soft_command import UNDER, Held, child_of, pieces, start, used, waits_for
 
-from limosa.errors import LimosaError
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -60,20 +58,6 @@ def meanwhile(node: Any, where: str, job: Any, ask: str, told: str, verb: str, o
     """Has a job do something when all is prepared and before its gate is closed; what was said."""
     words = [*where.split("."), job.folder, ask, told, verb, job.pid, options]
     return str(node.python(_MEANWHILE, *words).stdout)
-
-
-def child_of(job: Any) -> int:
-    """The job's child, once it has memory of its own."""
-
-    def has_memory() -> bool:
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        for pid in map(int, children):
-            with contextlib.suppress(LimosaError), Shim(Identity.of(pid)) as shim:
-                return shim.hello().bytes > 0
-        return False
-
-    job.until(has_memory, what="a child with memory")
-    return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
 
 
 @pytest.mark.parametrize("verb", ["move", "suspend"])

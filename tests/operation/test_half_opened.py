@@ -104,7 +104,7 @@ def test_what_is_held_is_not_forgotten_while_somebody_has_not_got_it_back(monkey
     monkeypatch.setattr(recovering, "_leave", lambda *_: None)
     monkeypatch.setattr(recovering, "_give_back", lambda *_, **__: None)
     monkeypatch.setattr(recovering, "all_in_arenas", lambda *_: False)
-    monkeypatch.setattr(recovering.holders, "forget", forgotten.append)
+    monkeypatch.setattr(recovering.holders, "forget", lambda id_, **_: forgotten.append(id_))
     with pytest.raises(FailedUndone, match="still held"):
         recovering.bring_home(dead, lambda: None)
     assert not forgotten

@@ -126,20 +126,6 @@ def test_where_memory_is_short_it_is_waited_for(job: Far, shim: Shim) -> None:
     assert shim.memories() == []
 
 
-def test_what_another_thread_has_in_hand_is_waited_for(job: Far, shim: Shim) -> None:
-    """Two threads that find memory short: neither is told so while the other still waits for what was freed."""
-    job("addresses = [large(110), large(110)]; stream = held()")
-    assert job("[says('cuMemFreeAsync', address, stream) for address in addresses]", 5) == ["SUCCESS"] * 2
-    job("now = ok(cu.cuCtxGetCurrent())")
-    pending = [job.send("[ok(cu.cuCtxSetCurrent(now)), says('cuMemAlloc', 110 * MIB)][1]") for _ in range(2)]
-    with pytest.raises(TimeoutError):
-        pending[0].value(0.5)
-    assert not pending[1].done
-    job("goes_on.set()")
-    assert [one.value() for one in pending] == ["SUCCESS"] * 2
-    assert [memory.bytes >> 20 for memory in shim.memories()] == [110, 110]
-
-
 def test_a_context_ends_after_those_who_look_at_what_is_in_it(job: Far, shim: Shim) -> None:
     """Somebody waits for an event of it, because memory is short."""
     job("address = large(160); now = ok(cu.cuCtxGetCurrent()); made = ok(cu.cuCtxCreate(None, 0, 0)); stream = held()")

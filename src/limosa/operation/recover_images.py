@@ -104,11 +104,17 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
 
 def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Brings back what the driver carries, then what was taken away or let go of the parked way."""
-    if dead.began("park"):
-        bring_home(dead, driver_home)
-    else:
-        driver_home()
+    left: LeftSuspended | None = None
+    try:
+        if dead.began("park"):
+            bring_home(dead, driver_home)
+        else:
+            driver_home()
+    except LeftSuspended as error:
+        left = error  # others of it were suspended before, and have let go of their arenas
     saving.keep_again(dead)
+    if left is not None:
+        raise left
 
 
 def remove_drafts(dead: Journal) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from limosa.errors import FailedUndone, NoRoomOnGpu
+from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
 from limosa.parking import resident
 from limosa.parking.packets import peer, receive_all, send, send_all
 from limosa.parking.resident import (
@@ -80,13 +80,14 @@ class Mover:
         return [cls(peer(found.connection)[1], found=found) for found in residents("mover")]
 
     @classmethod
-    def all_of(cls, uid: int) -> list[Mover]:
+    def all_of(cls, uid: int) -> tuple[list[Mover], LimosaError | None]:
         """Return connections to all movers of a user that may hold something, also those that are about to end.
 
-        Raises:
-            FailedUndone: one does not answer.
+        Returns:
+            Those that answer, and an error where one does not.
         """
-        return [cls(uid, found=found) for found in all_of("mover", uid)]
+        found, silent = all_of("mover", uid)
+        return [cls(uid, found=one) for one in found], silent
 
     def prepare(self, gpus: Sequence[str]) -> None:
         """Have contexts on these GPUs (UUIDs) ready."""

@@ -100,9 +100,15 @@ class Session:
 
     def drop(self, key: str) -> None:
         """Let go of a key."""
+        failed: Exception | None = None
         for piece in self.pieces.pop(key, []):
-            if piece.close() is False:  # the memory goes when this process does
-                self.shared.retiring = True
+            try:
+                if piece.close() is False:  # the memory goes when this process does
+                    self.shared.retiring = True
+            except Exception as error:  # a GPU that is lost, say; others are not
+                failed = error
+        if failed is not None:
+            raise failed
 
     def _one(self) -> bool:
         try:

@@ -59,7 +59,7 @@ _WHAT = {
 _T = TypeVar("_T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-_MOST_HOLDERS = 16
+_MOST_HOLDERS = 64
 
 
 class Greeting(msgspec.Struct):
@@ -320,22 +320,21 @@ def residents(kind: str) -> list[Found]:
     return found
 
 
-def all_of(kind: str, uid: int) -> list[Found]:
+def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
     """Return connections to all residents of a user that may hold something; ends none.
 
-    Raises:
-        FailedUndone: one is there and does not answer: nobody knows what it holds.
+    Returns:
+        Those that answer, and an error where one is there and does not: nobody knows what that one holds.
     """
     found: list[Found] = []
-    try:
-        for path in (socket_path(kind, uid), *_holders(kind, uid)):
+    silent: LimosaError | None = None
+    for path in (socket_path(kind, uid), *_holders(kind, uid)):
+        try:
             if (one := look_for(kind, uid, path, replaces=False)) is not None:
                 found.append(one)
-    except BaseException:
-        for one in found:
-            one.connection.close()
-        raise
-    return found
+        except LimosaError as error:
+            silent = error
+    return found, silent
 
 
 def holder_path(path: Path | str) -> str:
@@ -344,18 +343,28 @@ def holder_path(path: Path | str) -> str:
 
 
 def _holders(kind: str, uid: int) -> list[Path]:
+    """Movers that have given their name away, and those of other views of /dev: each may hold something."""
     if kind != "mover":
         return []
-    """Movers of other views of /dev, and those that have given their name away: each may hold something."""
     try:
         path = socket_path(kind, uid)
-        found = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*"))
-        return [one for one in found if one != path and _may_live(one.name)][:_MOST_HOLDERS]
+        found = [one for one in path.parent.glob(f"{path.name.rpartition('-')[0]}-*") if one != path]
     except (LimosaError, OSError):
         return []
+    living = [one for one in found if _may_live(one)]
+    return sorted(living, key=lambda one: (not one.name.startswith(path.name), one.name))[:_MOST_HOLDERS]
 
 
-def _may_live(name: str) -> bool:
-    """Not one whose name says that it was left behind by a process that has ended (:func:`holder_path`)."""
-    parts = name.split(".")
-    return len(parts) == 1 or (len(parts) == 3 and parts[1].isdigit() and os.path.exists(f"/proc/{parts[1]}"))
+def _may_live(path: Path) -> bool:
+    """Whether somebody listens there; a socket that was left behind, by whoever was killed, refuses at once."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    connection.setblocking(False)
+    try:
+        connection.connect(str(path))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.close()
+    return True

@@ -86,7 +86,9 @@ class Residents:
             unasked = error
         try:
             with contextlib.ExitStack() as open_:
-                for mover in [open_.enter_context(one) for one in Mover.all_of(owner)]:
+                movers, silent = Mover.all_of(owner)
+                unasked = silent or unasked
+                for mover in [open_.enter_context(one) for one in movers]:
                     try:
                         return mover.get(key)
                     except KeyError:

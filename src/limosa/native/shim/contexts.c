@@ -14,6 +14,7 @@ static unsigned *uses; /* of each: cuCtxAttach and cuCtxDetach count them */
  * driver makes in the place of one is that place's only when all of the old one is forgotten. */
 struct ending {
     CUcontext context;
+    int cancelled;
     struct ending *next;
 };
 static struct ending *endings;
@@ -27,27 +28,6 @@ bool context_ending(CUcontext context)
     return false;
 }
 
-static void begin_to_end(struct ending *one, CUcontext context)
-{
-    pthread_mutex_lock(&memory_lock);
-    *one = (struct ending){context, endings};
-    endings = one;
-    if (context)
-        late_nobody_looks(context);
-    pthread_mutex_unlock(&memory_lock);
-}
-
-/* With memory_lock held. */
-static void has_ended(struct ending *one)
-{
-    struct ending **at = &endings;
-
-    while (*at != one)
-        at = &(*at)->next;
-    *at = one->next;
-    pthread_cond_broadcast(&ended);
-}
-
 void contexts_in_child(void)
 {
     endings = NULL;
@@ -59,6 +39,8 @@ static CUresult made(CUresult result, CUcontext *context)
 {
     if (result)
         return result;
+    int cancelled;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelled);
     pthread_mutex_lock(&memory_lock);
     while (context_ending(*context))
         pthread_cond_wait(&ended, &memory_lock);
@@ -71,6 +53,7 @@ static CUresult made(CUresult result, CUcontext *context)
         contexts[n_contexts++] = *context;
     }
     pthread_mutex_unlock(&memory_lock);
+    pthread_setcancelstate(cancelled, NULL);
     if (!more_uses) { /* its work could not be waited for */
         real(cuCtxDestroy_v2)(*context);
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -131,6 +114,35 @@ static void context_gone(CUcontext context)
     capture_context_ends(context);
 }
 
+/* Until it has ended the thread is not cancelled. */
+static void begin_to_end(struct ending *one, CUcontext context)
+{
+    *one = (struct ending){.context = context};
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &one->cancelled);
+    pthread_mutex_lock(&memory_lock);
+    one->next = endings;
+    endings = one;
+    if (context)
+        late_nobody_looks(context);
+    pthread_mutex_unlock(&memory_lock);
+}
+
+static void has_ended(struct ending *one, CUcontext gone)
+{
+    struct ending **at = &endings;
+
+    pthread_mutex_lock(&memory_lock);
+    if (gone)
+        context_gone(gone);
+    while (*at && *at != one)
+        at = &(*at)->next;
+    if (*at) /* a child of a fork in the middle of it has an empty list */
+        *at = one->next;
+    pthread_cond_broadcast(&ended);
+    pthread_mutex_unlock(&memory_lock);
+    pthread_setcancelstate(one->cancelled, NULL);
+}
+
 typedef CUresult ends(CUcontext);
 
 static CUresult destroy(CUcontext context, ends *function)
@@ -139,11 +151,7 @@ static CUresult destroy(CUcontext context, ends *function)
 
     begin_to_end(&here, context);
     CUresult result = function(context);
-    pthread_mutex_lock(&memory_lock);
-    if (!result)
-        context_gone(context);
-    has_ended(&here);
-    pthread_mutex_unlock(&memory_lock);
+    has_ended(&here, result ? NULL : context);
     return result;
 }
 
@@ -201,11 +209,13 @@ static CUresult detach(CUcontext context, ends *function)
 
     begin_to_end(&here, context);
     CUresult result = function(context);
-    pthread_mutex_lock(&memory_lock);
-    if (!result && used(context, -1))
-        context_gone(context);
-    has_ended(&here);
-    pthread_mutex_unlock(&memory_lock);
+    bool last = false;
+    if (!result) {
+        pthread_mutex_lock(&memory_lock);
+        last = used(context, -1);
+        pthread_mutex_unlock(&memory_lock);
+    }
+    has_ended(&here, last ? context : NULL);
     return result;
 }
 
@@ -255,25 +265,21 @@ CUcontext context_owner(CUcontext current, CUdevice device)
     return of_device;
 }
 
-static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
+static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice), bool resets)
 {
     CUcontext context = primary_of(device);
     struct ending here;
     unsigned flags;
     int active = 1;
 
-    begin_to_end(&here, context);
+    begin_to_end(&here, resets ? context : NULL); /* most releases are not the last: nothing waits for them */
     CUresult result = how(device);
     bool over = !result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active;
-    pthread_mutex_lock(&memory_lock);
-    if (over)
-        context_gone(context);
-    has_ended(&here);
-    pthread_mutex_unlock(&memory_lock);
+    has_ended(&here, over ? context : NULL);
     return result;
 }
 
-#define PRIMARY_ENDS(name)                                                                                             \
+#define PRIMARY_ENDS(name, resets)                                                                                     \
     EXPORT CUresult name(CUdevice device)                                                                              \
     {                                                                                                                  \
         CALLED(name);                                                                                                  \
@@ -282,9 +288,9 @@ static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice))
             return CUDA_ERROR_NO_DEVICE;                                                                               \
         if (!shim_ready())                                                                                             \
             return function(device);                                                                                   \
-        GATE(primary_ends(device, function));                                                                          \
+        GATE(primary_ends(device, function, resets));                                                                  \
     }
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease)
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2)
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease, false)
+PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2, false)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset, true)
+PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2, true)

@@ -147,10 +147,13 @@ static size_t some(struct one *all, CUdeviceptr from)
     return n;
 }
 
-/* What threads look at now, outside the lock: a list of what lies on their stacks. */
+/* What threads look at now, outside the lock: a list of what lies on their stacks, so none of them is cancelled meanwhile. */
 struct look {
     struct one all[BATCH];
     size_t n;
+    bool waits; /* for the GPU */
+    const void *thread;
+    int cancelled;
     struct look *next;
 };
 static struct look *looks;
@@ -162,6 +165,8 @@ static size_t look_begins(struct look *look, CUdeviceptr from)
     pthread_mutex_lock(&memory_lock);
     look->n = some(look->all, from);
     if (look->n) {
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &look->cancelled);
+        look->thread = &gate_reader;
         look->next = looks;
         looks = look;
     }
@@ -174,29 +179,38 @@ static void look_ends(struct look *look)
     struct look **at = &looks;
 
     pthread_mutex_lock(&memory_lock);
-    while (*at != look)
+    while (*at && *at != look)
         at = &(*at)->next;
-    *at = look->next;
+    if (*at) /* a child of a fork in the middle of it has an empty list */
+        *at = look->next;
     pthread_cond_broadcast(&looked);
     pthread_mutex_unlock(&memory_lock);
+    pthread_setcancelstate(look->cancelled, NULL);
 }
 
-/* With memory_lock held: whether somebody looks at what has to do with a context; NULL: with any. */
+/* With memory_lock held: whether another thread looks at what has to do with a context; NULL: at any, and is soon done.
+ * What a handler has interrupted is its own thread's. */
 static bool looked_at(CUcontext context)
 {
-    for (const struct look *look = looks; look; look = look->next)
+    for (const struct look *look = looks; look; look = look->next) {
+        if (look->thread == &gate_reader || (!context && look->waits))
+            continue;
         for (size_t i = 0; i < look->n; i++)
             if (!context || look->all[i].owner == context || look->all[i].recorded == context)
                 return true;
+    }
     return false;
 }
 
 bool late_nobody_looks(CUcontext context)
 {
     bool any = looked_at(context);
+    int cancelled;
 
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelled);
     while (looked_at(context))
         pthread_cond_wait(&looked, &memory_lock);
+    pthread_setcancelstate(cancelled, NULL);
     return any;
 }
 
@@ -282,11 +296,11 @@ static bool look(struct look *look, enum late wait)
 
 bool late_free(enum late wait)
 {
-    struct look mine = {.n = BATCH};
+    struct look mine = {.n = BATCH, .waits = wait >= LATE_FREED || !driver_of(context_record, cuCtxRecordEvent)};
     CUdeviceptr from = 0;
     bool any = false;
 
-    if (wait == LATE_ALL) { /* memory is short: what others have in hand counts */
+    if (wait == LATE_ALL) { /* memory is short: what others have in hand for a moment counts */
         pthread_mutex_lock(&memory_lock);
         any = late_nobody_looks(NULL);
         pthread_mutex_unlock(&memory_lock);

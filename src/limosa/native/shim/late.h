@@ -14,8 +14,8 @@ void late_add(struct mapping *mapping, void *event, CUcontext recorded, bool ord
 bool late_free(enum late wait);
 /* With the gate closed and the device at rest: all of it is over. */
 void late_at_rest(void);
-/* With memory_lock held, which is let go of meanwhile: waits until no thread looks at pieces that have to do with a context
- * (NULL: with any). Whether one did. */
+/* With memory_lock held, which is let go of meanwhile: waits until no other thread looks at pieces that have to do with a
+ * context; NULL: at any, those left out that wait for the GPU themselves. Whether one did. */
 bool late_nobody_looks(CUcontext context);
 /* With memory_lock held: what was to be done in a context is over with it. */
 void late_context_gone(CUcontext context);

@@ -3,6 +3,7 @@
  * (measured). So where such a call fails, the pieces of ours that it names are shown to the devices that take part, and
  * it is made once more. Most programs never come here: libraries enable peer access, or call the functions that name
  * contexts. */
+#include "capture.h"
 #include "memory.h"
 #include "reach.h"
 
@@ -111,6 +112,7 @@ static void addresses(const char *base, const uint64_t *words, with_address *eac
 
 struct taking_part {
     unsigned char device[MAX_DEVICES];
+    bool stays; /* a graph has it: no later call asks for it */
     bool shown;
 };
 
@@ -141,8 +143,12 @@ static void show(CUdeviceptr address, void *what)
     struct mapping *mapping = ours(address);
 
     for (int device = 0; mapping && device < MAX_DEVICES; device++)
-        if (part->device[device] && !mapping->access[device] && !mapping->shown[device])
-            part->shown |= memory_show_to(mapping, device);
+        if (part->device[device] && !mapping->access[device] && (part->stays || !mapping->shown[device])
+            && memory_show_to(mapping, device)) {
+            part->shown = true;
+            if (part->stays)
+                mapping->access[device] = ACCESS_READWRITE;
+        }
 }
 
 /* The context that a node of a graph copies in. */
@@ -160,7 +166,7 @@ static void note_context(CUcontext context, struct taking_part *part)
 
 bool reach(const char *base, const uint64_t *words)
 {
-    struct taking_part part = {{0}, false};
+    struct taking_part part = {.stays = !strncmp(base, "cuGraph", 7) || capture_any()};
     int device;
 
     if (!shim_ready())

@@ -91,12 +91,18 @@ static bool still_kept(size_t i)
         && found.st_ino == kept_aside[i].inode;
 }
 
+/* Somebody else's by now. */
+static void not_kept(size_t i)
+{
+    fds_begin();
+    fds_forget(kept_aside[i].fd);
+    fds_end();
+}
+
 static int keep(const int *fds, size_t n, bool more)
 {
-    while (!more && n_kept_aside) {
-        bool ours = still_kept(--n_kept_aside);
-        ours ? fds_close(kept_aside[n_kept_aside].fd) : fds_forget(kept_aside[n_kept_aside].fd);
-    }
+    while (!more && n_kept_aside)
+        still_kept(n_kept_aside - 1) ? fds_close(kept_aside[--n_kept_aside].fd) : not_kept(--n_kept_aside);
     bool room = n_kept_aside + n <= KEPT_MOST;
     for (size_t i = 0; i < n; i++) {
         struct stat found;
@@ -114,11 +120,13 @@ static int keep(const int *fds, size_t n, bool more)
 static bool kept(int client, struct message *answer, uint64_t from)
 {
     int fds[PROTOCOL_MOST];
-    size_t n = 0, n_fds = 0;
+    size_t n = n_kept_aside, n_fds = 0;
 
     for (size_t i = 0; i < n_kept_aside; i++)
-        if (still_kept(i) && n++ >= from && n_fds < PROTOCOL_MOST)
-            fds[n_fds++] = kept_aside[i].fd;
+        if (!still_kept(i))
+            n = 0; /* what is left of it is of no use */
+    for (size_t i = from; i < n && n_fds < PROTOCOL_MOST; i++)
+        fds[n_fds++] = kept_aside[i].fd;
     answer->a = n;
     return say(client, answer, NULL, 0, fds, n_fds);
 }
@@ -140,6 +148,8 @@ static bool answer_one(int client)
 
     while (poll(&(struct pollfd){.fd = client, .events = POLLIN}, 1, -1) < 0 && errno == EINTR)
         ;
+    if (!recv(client, &got, 1, MSG_PEEK | MSG_DONTWAIT)) /* it has left: nothing is needed for that */
+        return false;
     fds_more();
     fds_begin();
     do
@@ -293,6 +303,9 @@ static void in_child(void)
     if (!is_ours(client))
         fds_forget(client);
     listening = client = -1;
+    for (size_t i = 0; i < n_kept_aside; i++)
+        if (!still_kept(i))
+            fds_forget(kept_aside[i].fd);
     fds_in_child();
     n_kept_aside = 0;
     state = STATE_OPEN;

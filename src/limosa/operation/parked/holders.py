@@ -37,6 +37,10 @@ class Held(msgspec.Struct, array_like=True, frozen=True):
     gpu: str
 
 
+ARENA = "arena"
+"""The side of suspended jobs' arenas, which they let go of while CRIU dumps them."""
+
+
 def key_of(operation: str, member: Member, side: str) -> str:
     """What one side's memory of a process is called."""
     return f"{operation}/{side}/{member.identity.to_str()}"
@@ -79,9 +83,9 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     return fds, pieces
 
 
-def forget(operation: str) -> None:
-    """Have everybody let go of what they hold for an operation (not of arenas)."""
-    _forget(lambda id_: id_ == operation)
+def forget(operation: str, *, but: str | None = None) -> None:
+    """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one."""
+    _forget(lambda id_, side: id_ == operation and side != but)
 
 
 def forget_arenas(members: Sequence[Member]) -> None:
@@ -98,10 +102,10 @@ def forget_finished() -> None:
 
     The journals are looked at after what is held was listed: an operation has a journal before it has anything held.
     """
-    _forget(lambda id_: not any((folder / f"{id_}.jsonl").exists() for _, folder in records.folders(_JOURNALS)))
+    _forget(lambda id_, _: not any((folder / f"{id_}.jsonl").exists() for _, folder in records.folders(_JOURNALS)))
 
 
-def _forget(meant: Callable[[str], bool]) -> None:
+def _forget(meant: Callable[[str, str], bool]) -> None:
     for mover in Mover.all():
         with contextlib.suppress(LimosaError), mover:
             for key in _keys(mover.held(), meant):
@@ -112,11 +116,11 @@ def _forget(meant: Callable[[str], bool]) -> None:
                 vault.drop(key)
 
 
-def _keys(held: dict[str, int], meant: Callable[[str], bool]) -> list[str]:
+def _keys(held: dict[str, int], meant: Callable[[str, str], bool]) -> list[str]:
     found = []
     for key in held:
-        id_ = key.partition("/")[0]
-        if _OPERATION.fullmatch(id_) and meant(id_):
+        id_, side = [*key.split("/"), ""][:2]
+        if _OPERATION.fullmatch(id_) and meant(id_, side):
             found.append(key)
     return found
 

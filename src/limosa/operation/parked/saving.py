@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -27,7 +28,8 @@ from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, parts_of
-from limosa.operation.parked.holders import Held, LostMemory, aside_key, key_of
+from limosa.operation.parked.calls import each
+from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.pieces import export, put_back
 from limosa.operation.parked.stranded import strand
@@ -54,7 +56,9 @@ class _Part:
     def __init__(self, member: Member, shim: Shim):
         self.member, self.owner = member, shim.owner
         self.shim: Shim | None = shim
-        self.devices, self.saw = shim.devices(), shim.saw()
+        self.saw = shim.saw()
+        # The driver is not asked where it has put the process aside.
+        self.devices = shim.devices() if member.was == "running" else []
         self.source: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
@@ -315,7 +319,7 @@ class Saving:
         for part in self._parts:
             if isinstance(part, _Suspended):
                 # The job has it no more from here on: the mover has it in its place, as long as this lasts.
-                self._residents.put(part.owner, key_of(self._work.id, part.member, "arena"), part.arena)
+                self._residents.put(part.owner, key_of(self._work.id, part.member, ARENA), part.arena)
                 self._work.note("unkeep", "begin", part.pid)
                 part.let_go = True
                 part.connected().keep()
@@ -398,7 +402,7 @@ class Saving:
         """Have the vault let go; one that was killed has."""
         for part in self._parts:
             with contextlib.suppress(LimosaError, OSError, EOFError):
-                side = "arena" if isinstance(part, _Suspended) else "source"
+                side = ARENA if isinstance(part, _Suspended) else "source"
                 self._residents.drop(part.owner, key_of(self._work.id, part.member, side))
 
     def undo(self) -> None:
@@ -456,23 +460,30 @@ def keep_again(dead: Journal) -> None:
         LostMemory: nobody has one any more.
         FailedUndone: somebody could not be asked.
     """
-    for member in dead.header.members:
-        if not dead.began("unkeep", member.pid) or not member.identity.alive():
-            continue
-        with Shim(member.identity) as shim, contextlib.closing(Residents()) as residents:
-            fds = _arena_again(residents, shim, member, dead.header.id)
-            try:
-                residents.put(shim.owner, aside_key(member), fds, mover=False)
-                shim.keep(fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
+    asleep = [m for m in dead.header.members if dead.began("unkeep", m.pid) and m.identity.alive()]
+    each([(member, partial(_keep_again, member, dead.header.id)) for member in asleep])
+
+
+def _keep_again(member: Member, operation: str) -> None:
+    with Shim(member.identity) as shim, contextlib.closing(Residents()) as residents:
+        fds = _arena_again(residents, shim, member, operation)
+        try:
+            shim.keep(fds)
+            residents.put(shim.owner, aside_key(member), fds, mover=False)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
 
 def _arena_again(residents: Residents, shim: Shim, member: Member, operation: str) -> list[int]:
-    for key in (aside_key(member), key_of(operation, member, "arena")):
-        with contextlib.suppress(KeyError):
+    unsaid: LimosaError | None = None
+    for key in (aside_key(member), key_of(operation, member, ARENA)):
+        try:
             return residents.get(shim.owner, key)[0]
+        except KeyError:
+            pass
+        except LimosaError as error:
+            unsaid = error
     if fds := shim.kept():
         return fds
-    raise LostMemory(pid=member.pid)
+    raise unsaid or LostMemory(pid=member.pid)

@@ -108,6 +108,9 @@ def tried(criu: Criu, *, use_cache: bool = True) -> TrialResult:
     return result
 
 
+USUAL_FILES = 1024
+
+
 def _key(criu: Criu) -> str:
     """Return all that the answer depends on, as a text."""
     system = os.uname()
@@ -121,6 +124,8 @@ def _key(criu: Criu) -> str:
                 f"uid {os.geteuid()} caps {effective_capabilities():x}",
                 # CRIU truncates a memory file in the process that it dumps, which has our limit.
                 f"file size {resource.getrlimit(resource.RLIMIT_FSIZE)[0]}",
+                # With few descriptors it finds no room for its own. More than usual is as good as usual.
+                f"files {min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], USUAL_FILES)}",
                 *(os.readlink(f"/proc/self/ns/{name}") for name in ("user", "net", "pid")),
             ]
         )
