@@ -136,7 +136,8 @@ class Soft(Ground):
         mover = helper_pids().get("mover", -1)
         with opened() as state:
             blocks = [state.blocks[i] for i in range(state.n_blocks)]
-            return [(int(b.id), int(b.gpu), int(b.bytes)) for b in blocks if b.pid == mover and b.kind != KIND_VMM]
+            mine = [b for b in blocks if b.id and b.pid == mover and b.kind != KIND_VMM]  # 0: a free place
+            return [(int(b.id), int(b.gpu), int(b.bytes)) for b in mine]
 
     def _log_size(self) -> int:
         return os.stat(self.folder / "log").st_size if (self.folder / "log").exists() else 0

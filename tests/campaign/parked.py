@@ -28,7 +28,7 @@ BROKEN = {
     "recover-open": ("move", "after note open begin"),
     "recover-aside": ("suspend", "after note lock done"),
     "recover-kept": ("suspend", "after keep of the shim"),
-    "recover-coming": ("resume", "after make of the mover"),
+    "recover-coming": ("resume", "before note restore begin"),
     "recover-back": ("resume", "before map of the shim"),
     "recover-memory": ("suspend-memory", "after keep of the shim"),
     "recover-memory-back": ("resume-memory", "before map of the shim"),
