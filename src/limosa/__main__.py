@@ -12,11 +12,23 @@ CANCELLED = 22
 
 def main() -> NoReturn:
     """Run the command line."""
+    _open_what_is_closed()
     try:
         from limosa.cli.main import entry
     except KeyboardInterrupt:
         _interrupted(sys.argv[1:])
     entry()
+
+
+def _open_what_is_closed() -> None:
+    """A program that has closed stdout must not find its result in the next file that is opened."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process lives
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def _interrupted(arguments: list[str]) -> NoReturn:

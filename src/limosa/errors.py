@@ -355,6 +355,12 @@ class CriuFailed(LimosaError):
     """CRIU ended with an error; ``reason`` is the first real error of its log as a sentence."""
 
     id, exit_code, template = "criu-failed", 21, "CRIU could not {what}: {reason} (log: {log})"
+    _TAKEN_OR_CHANGED = frozenset({"pid-taken", "size-changed", "mode-changed", "file-missing"})
+
+    def __init__(self, message: str | None = None, **fields: Any):
+        super().__init__(message, **fields)
+        if fields.get("kind") in self._TAKEN_OR_CHANGED:  # of a restore: the same as where it is seen before
+            self.exit_code = 23  # type: ignore[misc]
 
 
 # --- 125..127: `run` itself ----------------------------------------------------------------------------------

@@ -266,3 +266,23 @@ def test_text_from_elsewhere_cannot_drive_the_terminal():
 
 def test_error_object_has_the_contracts_keys():
     assert set(error_object(LimosaError(detail="x"))) == {"id", "exit_code", "message", "hint", "job_state"}
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_result_that_cannot_be_written_is_said_and_is_no_success(form: str) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "limosa", "arena", "-o", form],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert ran.returncode == 1
+    assert "the result of limosa arena could not be written (No space left on device): it was done" in ran.stderr
+    assert "no job was touched" not in ran.stderr
+
+
+@pytest.mark.parametrize("closed", [">&- <&-", ">&- 2>&-"])
+def test_closed_outputs_are_as_if_thrown_away(closed: str) -> None:
+    """And the next file that is opened does not get what was to be printed."""
+    shell = f"exec {sys.executable} -m limosa arena {closed}"
+    ran = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, timeout=30, check=False)
+    assert (ran.returncode, ran.stderr) == (0, b"")

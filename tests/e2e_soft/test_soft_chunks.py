@@ -190,6 +190,11 @@ def test_a_process_without_the_shim_goes_the_drivers_way_beside(parked: Any, tmp
 def test_a_suspended_job_is_written_from_its_arena(parked: Any, tmp_path: Path) -> None:
     job = start(parked, "--mib", 32)
     parked.limosa("suspend", job.pid)
+    steps = parked.says(0, "", "plan", "checkpoint", job.pid, "--output", tmp_path / "kept", "-R")["steps"]
+    assert not [step for step in steps if "job runs" in step or "goes on" in step]
+    shown = parked.limosa("checkpoint", job.pid, "--output", tmp_path / "shown", "-R", *SMALL).stdout
+    assert "is suspended, as before" in shown
+    assert "runs" not in shown
     said = parked.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "kept", "-R", *SMALL)
     assert (said["way"], said["state"]) == ("parked", "checkpointed")
     parked.limosa("resume", job.pid, "--to", 1)

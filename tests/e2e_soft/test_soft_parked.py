@@ -212,8 +212,21 @@ def test_a_job_whose_gpu_does_not_come_to_rest_is_refused(parked: Any) -> None:
         assert said["error"]["job_state"] == "running"
         (there,) = [m for m in pieces(job) if m.plain]
         assert not there.away
+    begun = time.monotonic()
+    parked.says(18, "", "move", job.pid, "--to", 1, "--timeout", 1)
+    assert time.monotonic() - begun < 4, "the limit is the user's"
     assert parked.state(job) == "running"
     job.kill()
+
+
+def test_a_swap_that_is_refused_says_of_each_job_what_it_is(parked: Any) -> None:
+    asleep, awake = start(parked, "--mib", 16), start(parked, "--mib", 16, "--gpu", 1)
+    parked.limosa("suspend", asleep.pid)
+    said = parked.says(13, "", "move", asleep.pid, awake.pid, "--swap")
+    assert [one["error"]["job_state"] for one in said["results"]] == ["checkpointed", "running"]
+    awake.goes_on(2)
+    for job in (asleep, awake):
+        job.kill()
 
 
 def test_a_destination_without_room_is_refused(parked: Any) -> None:

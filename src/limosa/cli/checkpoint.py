@@ -125,7 +125,8 @@ def command(
 
 def _text(done: CheckpointResult, stats: bool) -> str:
     who = words.job(done.name, done.pid)
-    became = "runs on" if done.left_running else "has ended"
+    asleep = done.state == "checkpointed"
+    became = "is suspended, as before" if asleep else "runs on" if done.left_running else "has ended"
     pause = done.timings.get("pause_seconds")
     if done.left_running and pause is not None:
         became += f", stood still for {words.seconds(pause)}"
@@ -133,8 +134,10 @@ def _text(done: CheckpointResult, stats: bool) -> str:
     if done.rounds:
         last = sum(r.bytes for r in done.rounds if r.in_pause)
         before = len([r for r in done.rounds if not r.in_pause])
-        text = f"{words.size(done.device_bytes)} of device memory, copied in {before} rounds while it ran"
-        lines.append(f"{text}; {words.size(last)} in the pause" if done.left_running or last else text)
+        text = f"{words.size(done.device_bytes)} of device memory"
+        if before and not asleep:
+            text += f", copied in {before} round{'s'[: before > 1]} while it ran"
+        lines.append(f"{text}; {words.size(last)} in the pause" if (done.left_running and not asleep) or last else text)
     if stats:
         lines += [f"  {name}: {value}" for name, value in done.stats.items()]
     return "\n".join(lines)

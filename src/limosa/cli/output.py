@@ -72,15 +72,30 @@ class Report:
         self.close()
         self.exit_code = exit_code
         self._printed = True
-        if self.json:
-            fields = plain(value)
-            own = fields.pop("warnings", [])
-            known = [plain(w) for w in self.warnings]
-            _write_json({"schema": SCHEMA, **fields, "warnings": [*known, *(w for w in own if w not in known)]})
-        elif callable(text):
-            text(console())
-        elif text:
-            sys.stdout.write(text + "\n")
+        try:
+            if self.json:
+                fields = plain(value)
+                own = fields.pop("warnings", [])
+                known = [plain(w) for w in self.warnings]
+                _write_json({"schema": SCHEMA, **fields, "warnings": [*known, *(w for w in own if w not in known)]})
+            elif callable(text):
+                text(console())
+            elif text:
+                sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # a full disk, say: what was done is done
+            self._unwritten(error, text)
+
+    def _unwritten(self, error: OSError, text: Any) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it is not tried again at the end
+        done = "it has said no" if self.exit_code else "it was done"
+        self._say(f"the result of limosa {self.verb} could not be written ({error.strerror}): {done}")
+        if isinstance(text, str) and text:
+            for line in text.splitlines():
+                self._say(f"  {line}")
+        self.exit_code = self.exit_code or 1
 
     def warn(self, *reasons: Reason) -> None:
         """Keep warnings for the JSON and say them on stderr."""

@@ -52,7 +52,8 @@ def command(
 def _text(done: Sequence[Recovered]) -> str:
     lines = []
     for one in done:
-        lines.append(f"{one.kind}: {words.clean(one.did or one.error)}")
+        of = f" of job {one.pid}" if one.pid else ""
+        lines.append(f"{one.operation or one.kind}{of}: {words.clean(one.did or one.error)}")
         if one.did and one.error:
             lines.append(f"  but {words.clean(one.error)}")
         if one.image and os.path.lexists(one.image):  # what was never finished has been removed

@@ -117,12 +117,15 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
     steps = [f"lock {awake}", f"checkpoint {awake}: {what} to host memory"] if awake else []
     if prepared.parked:
         size = room.gib(prepared.parked)
-        steps = [f"copy {size} of device memory into the image while the job runs", "hold the job still", *steps]
+        if awake:
+            steps = [f"copy {size} of device memory into the image while the job runs", "hold the job still", *steps]
+        else:
+            steps = [f"copy {size} of device memory from host memory into the image"]
     steps.append(f"criu dump of {processes(len(prepared.tree))}")
     tail = ["hash and sync", f"commit: rename to {options.output}"]
     if options.leave_running:
         back = [f"restore {pids}", f"unlock {pids}"] if awake else []
-        back += ["device memory is mapped where it was; the job goes on"] if prepared.parked else []
+        back += ["device memory is mapped where it was; the job goes on"] if prepared.parked and awake else []
         prepared.steps = [*steps, *back, *tail]
     else:
         prepared.steps = [*steps, *tail, "end the job"]
@@ -135,7 +138,7 @@ def _no_effect(options: Options, prepared: Prepared) -> list[Reason]:
     if not given or prepared.parked:
         return []
     why = "the driver copies device memory, in the pause" if prepared.members else "the job holds no device memory"
-    hint = "a job that is started by limosa run is copied while it computes" if prepared.members else ""
+    hint = "started by limosa run, without --no-shim, a job is copied while it computes" if prepared.members else ""
     return [Reason(id="no-effect", text=f"{' and '.join(given)} without effect: {why}", hint=hint)]
 
 
@@ -146,7 +149,7 @@ def _hidden_gpus(reason: Reason, root: Identity) -> Reason:
         return reason
     text = "limosa run --gpus has hidden other GPUs from the job by mounts, which CRIU does not bring back as they were"
     hint = "it can be moved and suspended; started with CUDA_VISIBLE_DEVICES instead it could be written to disk"
-    return msgspec.structs.replace(reason, text=text, hint=hint)
+    return msgspec.structs.replace(reason, text=text, hint=hint, forceable=False)
 
 
 def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:

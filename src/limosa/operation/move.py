@@ -279,8 +279,8 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
                     prepared = _look_at_swap(pair, work, how)
                 if how.dry_run:
                     return [Outcome(pid=p.root.pid, plan=p.as_plan()) for p in prepared]
-                for p in prepared:
-                    p.refuse()
+                if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
+                    return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
                 transfer(work, prepared)
                 results = [result_of(work, p) for p in prepared]
             for result in results:

@@ -109,10 +109,18 @@ class Prepared(msgspec.Struct, kw_only=True):
         Raises:
             Refused: with id and exit code of the first reason.
         """
-        if any(r.refuses for r in self.reasons):
-            error = Refused(self.reasons)
-            error.job_state = common_state(self.members)
-            raise error
+        if self.is_refused():
+            raise self.refusal(self.reasons)
+
+    def is_refused(self) -> bool:
+        """Whether anything forbids it."""
+        return any(r.refuses for r in self.reasons)
+
+    def refusal(self, reasons: Sequence[Reason]) -> Refused:
+        """The error for this job, for reasons of its own or of the one that it was to change places with."""
+        error = Refused(reasons)
+        error.job_state = common_state(self.members)
+        return error
 
     def warnings(self) -> list[Reason]:
         """What was found and does not forbid it."""

@@ -12,7 +12,7 @@ from functools import partial
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import each, together
-from limosa.operation.work import Work
+from limosa.operation.work import Clock, Work
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 
@@ -22,13 +22,13 @@ GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
 
 
-def close(shims: Sequence[Shim]) -> None:
-    """Closes gates at once.
+def close(shims: Sequence[Shim], clock: Clock) -> None:
+    """Closes gates at once; within the operation's own limit, where that is less.
 
     Raises:
         GateStaysOpen: one could not be closed in time; others may be closed now.
     """
-    together([partial(shim.close_gate, GATE_SECONDS) for shim in shims])
+    together([partial(shim.close_gate, clock.at_most(GATE_SECONDS)) for shim in shims])
 
 
 def lower_stack(shim: Shim) -> None:

@@ -172,7 +172,7 @@ class Moving(Beside[_Part]):
         for part in self._parts:  # before the gate: whoever finds this journal looks where it stands
             self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
-            gates.close([part.shim for part in self._parts])
+            gates.close([part.shim for part in self._parts], self._work)
             for part in self._parts:
                 gates.lower_stack(part.shim)
         shares.refuse_outside(self.shims)

@@ -286,7 +286,7 @@ class Saving:
             running = [part for part in self._parts if not isinstance(part, _Suspended)]
             for part in running:
                 self._work.note("park", "begin", part.pid)
-            gates.close([part.connected() for part in running])
+            gates.close([part.connected() for part in running], self._work)
             for part in running:
                 gates.lower_stack(part.connected())
             shares.refuse_outside(self.shims)

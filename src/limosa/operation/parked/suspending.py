@@ -108,7 +108,7 @@ class Suspending(Beside[_Going]):
         for part in self._parts:
             self._work.note("park", "begin", part.member.pid)
         with self._work.spent("gate"):
-            gates.close([part.shim for part in self._parts])
+            gates.close([part.shim for part in self._parts], self._work)
         shares.refuse_outside(self.shims)
         for part in self._parts if self.release == "all" else []:
             gates.lower_stack(part.shim)

@@ -53,7 +53,7 @@ _TABLE: list[tuple[str, str, str]] = [
     ("size-changed", r"File (.*) has bad size (\d+) \(expect (\d+)\)",
      "file /{1} has {2} bytes, it had {3} when it was dumped; --rewind-files cuts back one that has grown"),
     ("mode-changed", r"File (.*) has bad mode (\S+) \(expect (\S+)\)",
-     "file /{1} has mode {2}, it had {3} when it was dumped"),
+     "file /{1} has mode {2}, it had {3} when it was dumped: chmod puts it back"),
     ("file-missing", r"Can't open file (.*) on restore: No such file or directory",
      "/{1}, which the job had open, is not there any more"),
     ("file-forbidden", r"Can't open file (.*) on restore: Permission denied",
