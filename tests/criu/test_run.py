@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import CancelledUndone, CriuFailed, PermissionDenied, TimedOutUndone, UsageError
-from limosa.process.criu import leftovers, network
+from limosa.process.criu import leftovers, network, run
 from limosa.process.criu.run import DumpOptions, RestoreOptions, dump, nft_table, restore
 from limosa.process.identity import Identity
 
@@ -382,3 +382,17 @@ def _make_group() -> Path:
     group = root / f"limosa-test-{os.getpid()}"
     group.mkdir()
     return group
+
+
+def test_the_script_of_a_criu_that_was_killed_writes_into_nobodys_file(tmp_path):
+    """Its parent is whoever adopts it then: init, say, which has files of its own at those numbers."""
+    file = tmp_path / "log"
+    file.write_text("kept")
+    with open(file, "r+") as opened:
+        env = {**os.environ, "LIMOSA_ASK": str(opened.fileno()), "LIMOSA_ANSWER": str(opened.fileno())}
+        script = Path(run.__file__).with_name("action.sh")
+        ran = subprocess.run(
+            ["/bin/sh", script], env={**env, "CRTOOLS_SCRIPT_ACTION": "post-resume"}, timeout=10, check=False
+        )
+    assert ran.returncode == 1
+    assert file.read_text() == "kept"
