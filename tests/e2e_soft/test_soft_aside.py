@@ -190,12 +190,9 @@ def test_the_memory_of_several_processes_and_gpus_alone(parked: Any) -> None:
     job = start(parked, "--mib", 24, "--also", 1, "--child")
     pids = [job.pid, *(int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split())]
     assert len(pids) == 2
-    end = time.monotonic() + 30
-    while (
-        sum(before := used(parked)) < 3 * 24 * MIB + 3 * 8 * MIB
-    ):  # three pieces and three contexts: the child has its own
-        assert time.monotonic() < end, before
-        time.sleep(0.05)
+    # Three pieces and three contexts: the child has its own.
+    waits_for(parked, lambda: sum(used(parked)) >= 3 * 24 * MIB + 3 * 8 * MIB, 30)
+    before = used(parked)
     said = parked.says(0, "", "suspend", job.pid, ONLY)
     assert said["bytes"] >= 3 * 24 * MIB
     for pid in pids:
@@ -326,12 +323,8 @@ def test_a_resume_elsewhere_that_was_undone_may_be_tried_again(parked: Any) -> N
     job.finish()
 
 
-@pytest.mark.parametrize(
-    ("copying", "command"), [("cuMemcpyDtoHAsync", ["suspend"]), ("cuMemcpyDtoDAsync", ["move", "--to", 1])]
-)
-def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, command: list[object]) -> None:
-    """The operation fails, and its GPU was filled meanwhile: what is away goes into an arena, for a resume."""
-    job = start(parked, "--mib", 64)
+def cannot_go_home(parked: Any, job: Any, copying: str, *command: object) -> None:
+    """An operation fails while its GPU is full, which leaves it suspended (41); a resume brings it to the other one."""
     held = Held(parked, copying, *command, job.pid)
     waits_for(parked, lambda: parked.state(job) == "checkpointed")
     with parked.switches.fill(0, leave=4 * MIB):
@@ -340,6 +333,15 @@ def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, comma
         parked.switches.remove(held.rule)
         assert stand(job) is Stand.AWAY
         parked.limosa("resume", job.pid, "--to", 1)
+
+
+@pytest.mark.parametrize(
+    ("copying", "command"), [("cuMemcpyDtoHAsync", ["suspend"]), ("cuMemcpyDtoDAsync", ["move", "--to", 1])]
+)
+def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, command: list[object]) -> None:
+    """The operation fails, and its GPU was filled meanwhile: what is away goes into an arena, for a resume."""
+    job = start(parked, "--mib", 64)
+    cannot_go_home(parked, job, copying, *command)
     job.goes_on(2)
     parked.limosa("move", job.pid, "--to", 0)
     job.goes_on(2)
@@ -349,14 +351,7 @@ def test_memory_that_cannot_go_home_is_not_lost(parked: Any, copying: str, comma
 def test_shared_memory_that_cannot_go_home_is_shared_afterwards(parked: Any) -> None:
     job = start(parked, "--mib", 24, "--export")
     importer_of(job)
-    held = Held(parked, "cuMemcpyDtoDAsync", "move", "--to", 1, job.pid)
-    waits_for(parked, lambda: parked.state(job) == "checkpointed")
-    with parked.switches.fill(0, leave=4 * MIB):
-        kill(parked, "limosa-mover")
-        parked.judge(parked.ends(held.process, 60), 41, "")
-        parked.switches.remove(held.rule)
-        assert stand(job) is Stand.AWAY
-        parked.limosa("resume", job.pid, "--to", 1)
+    cannot_go_home(parked, job, "cuMemcpyDtoDAsync", "move", "--to", 1)
     job.goes_on(3)
     assert max(used(parked)) < 96 * MIB, "what is shared is there once"
     time.sleep(0.5)

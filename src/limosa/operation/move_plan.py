@@ -56,7 +56,7 @@ def look_at(
     if check_room:
         note_full([prepared])
     extra: list[Reason] = []
-    if not prepared.members and not any(r.refuses for r in prepared.reasons):
+    if not prepared.members and not prepared.is_refused():
         text = f"process {which.root.pid} and its children hold no CUDA state: nothing to {operation}"
         hint = "limosa checkpoint writes it to disk"
         extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))

@@ -128,7 +128,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     def as_plan(self) -> Plan:
         """The result of ``plan`` and ``--dry-run``."""
-        refused = any(r.refuses for r in self.reasons)
+        refused = self.is_refused()
         maps = {a: b for m in self.members for a, b in m.map.items()}
         return Plan(
             operation=self.operation,

@@ -19,7 +19,8 @@ typedef uint64_t word;
 
 typedef word function(WORDS);
 
-static inline __attribute__((always_inline)) word pass(struct entry *entry, WORDS)
+/* copies is known where it is compiled: what others hand on stays as short as it would be without. */
+static inline __attribute__((always_inline)) word hand_on(bool copies, struct entry *entry, WORDS)
 {
     function *real = (function *)atomic_load_explicit(&entry->real, memory_order_relaxed);
     if (UNLIKELY(!real) && !(real = (function *)entry_real(entry)))
@@ -27,20 +28,7 @@ static inline __attribute__((always_inline)) word pass(struct entry *entry, WORD
     entry_called(entry);
     struct reader *reader = gate_enter();
     word result = real(PASSED);
-    gate_leave(reader);
-    return result;
-}
-
-/* Its own function, so that what others hand on stays as short as it is. */
-static inline __attribute__((always_inline)) word copy(struct entry *entry, WORDS)
-{
-    function *real = (function *)atomic_load_explicit(&entry->real, memory_order_relaxed);
-    if (UNLIKELY(!real) && !(real = (function *)entry_real(entry)))
-        return DRIVER_NOT_THERE;
-    entry_called(entry);
-    struct reader *reader = gate_enter();
-    word result = real(PASSED);
-    if (UNLIKELY((int)result == DRIVER_INVALID_VALUE)) {
+    if (copies && UNLIKELY((int)result == DRIVER_INVALID_VALUE)) {
         const word words[REACH_WORDS] = {a, b, c, d, e, f};
         if (reach(entry->base, words))
             result = real(PASSED);
@@ -51,22 +39,17 @@ static inline __attribute__((always_inline)) word copy(struct entry *entry, WORD
 
 #define SPARE 256 /* functions that are newer than the list */
 
-#define HAND_ON(symbol)                                                                                                \
+#define HAND_ON(symbol, copies)                                                                                        \
     EXPORT word symbol(WORDS);                                                                                         \
     word symbol(WORDS)                                                                                                 \
     {                                                                                                                  \
-        return pass(&entries[AT_##symbol], PASSED);                                                                    \
+        return hand_on(copies, &entries[AT_##symbol], PASSED);                                                         \
     }
-#define HOOK_PASS(symbol) HAND_ON(symbol)
-#define HOOK_COPY(symbol)                                                                                              \
-    EXPORT word symbol(WORDS);                                                                                         \
-    word symbol(WORDS)                                                                                                 \
-    {                                                                                                                  \
-        return copy(&entries[AT_##symbol], PASSED);                                                                    \
-    }
-#define HOOK_USES(symbol) HAND_ON(symbol)
-#define HOOK_HOST(symbol) HAND_ON(symbol)
-#define HOOK_OLD(symbol) HAND_ON(symbol)
+#define HOOK_PASS(symbol) HAND_ON(symbol, false)
+#define HOOK_COPY(symbol) HAND_ON(symbol, true)
+#define HOOK_USES(symbol) HAND_ON(symbol, false)
+#define HOOK_HOST(symbol) HAND_ON(symbol, false)
+#define HOOK_OLD(symbol) HAND_ON(symbol, false)
 #define HOOK_OWN(symbol) extern word symbol(WORDS);
 #define FUNCTION(symbol, base, version, per_thread, what) HOOK_##what(symbol)
 #include "../softgpu/functions.list"
@@ -76,7 +59,7 @@ static inline __attribute__((always_inline)) word copy(struct entry *entry, WORD
 #define SPARE_1(x)                                                                                                     \
     static word spare_##x(WORDS)                                                                                       \
     {                                                                                                                  \
-        return pass(&entries[LISTED + 0x##x], PASSED);                                                                 \
+        return hand_on(false, &entries[LISTED + 0x##x], PASSED);                                                                 \
     }
 #define SPARE_16(x)                                                                                                    \
     SPARE_1(x##0) SPARE_1(x##1) SPARE_1(x##2) SPARE_1(x##3) SPARE_1(x##4) SPARE_1(x##5) SPARE_1(x##6) SPARE_1(x##7)    \

@@ -82,7 +82,6 @@ bool say(int client, const struct message *message, const void *more, size_t byt
     return sendmsg(client, &packet, MSG_NOSIGNAL) >= 0;
 }
 
-/* Descriptors are ours from here on. The first packet of several takes the place of what was kept before. */
 static bool still_kept(size_t i)
 {
     struct stat found;
@@ -99,6 +98,7 @@ static void not_kept(size_t i)
     fds_end();
 }
 
+/* Descriptors are ours from here on. The first packet of several takes the place of what was kept before. */
 static int keep(const int *fds, size_t n, bool more)
 {
     while (!more && n_kept_aside)

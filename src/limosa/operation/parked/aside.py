@@ -173,6 +173,30 @@ def copy_all(work: Work, residents: Residents, way: str, copies: Mapping[int, Se
         together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])
 
 
+def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[list[int], bool]:
+    """What is held of a suspended process under the first of these keys, or by itself.
+
+    Returns:
+        Descriptors, which are the caller's to close, none where everybody has said that he holds nothing; and whether
+        the process alone has them.
+
+    Raises:
+        FailedUndone: the process has none, and somebody does not say.
+    """
+    unsaid: LimosaError | None = None
+    for key in keys:
+        try:
+            return residents.get(shim.owner, key)[0], False
+        except KeyError:
+            pass
+        except LimosaError as error:
+            unsaid = error
+    fds = shim.kept()  # the vault was killed meanwhile
+    if not fds and unsaid is not None:
+        raise unsaid
+    return fds, True
+
+
 def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
     """What is held of a suspended process, by the vault or by itself; descriptors, which are the caller's to close.
 
@@ -180,19 +204,11 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
         CannotBeMoved: nobody holds anything.
         FailedUndone: the process does not, and the vault does not say.
     """
-    unsaid: LimosaError | None = None
-    try:
-        return residents.get(shim.owner, aside_key(member))[0]
-    except KeyError:
-        pass
-    except LimosaError as error:
-        unsaid = error
-    fds = shim.kept()  # the vault was killed meanwhile
-    if not fds and unsaid is not None:
-        raise unsaid
-    if not fds:
+    fds, by_itself = find_arena(residents, shim, [aside_key(member)])
+    if not fds and by_itself:
         raise CannotBeMoved(detail=f"nobody has the device memory of the suspended process {member.pid} any more")
-    residents.put(shim.owner, aside_key(member), fds, mover=False)
+    if by_itself:
+        residents.put(shim.owner, aside_key(member), fds, mover=False)
     return fds
 
 

@@ -27,7 +27,7 @@ from limosa.operation import counting, driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.aside import arena_of, parts_of
+from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
 from limosa.operation.parked.parkable import hello_of
@@ -466,24 +466,12 @@ def keep_again(dead: Journal) -> None:
 
 def _keep_again(member: Member, operation: str) -> None:
     with Shim(member.identity) as shim, contextlib.closing(Residents()) as residents:
-        fds = _arena_again(residents, shim, member, operation)
+        fds, by_itself = find_arena(residents, shim, [aside_key(member), key_of(operation, member, ARENA)])
+        if not fds and by_itself:
+            raise LostMemory(pid=member.pid)
         try:
             shim.keep(fds)
             residents.put(shim.owner, aside_key(member), fds, mover=False)
         finally:
             for fd in fds:
                 os.close(fd)
-
-
-def _arena_again(residents: Residents, shim: Shim, member: Member, operation: str) -> list[int]:
-    unsaid: LimosaError | None = None
-    for key in (aside_key(member), key_of(operation, member, ARENA)):
-        try:
-            return residents.get(shim.owner, key)[0]
-        except KeyError:
-            pass
-        except LimosaError as error:
-            unsaid = error
-    if fds := shim.kept():
-        return fds
-    raise unsaid or LostMemory(pid=member.pid)
