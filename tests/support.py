@@ -19,12 +19,22 @@ VICTIMS = Path(__file__).parent / "victims"
 
 
 def stat_of(pid: int) -> tuple[int, int, str] | None:
-    """(parent, session, state) of a process, or None."""
+    """(parent, session, state) of a process, or None.
+
+    A main thread that has ended before the others is a "z": until the last has, files and device memory are held.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return int(fields[1]), int(fields[3]), fields[0].decode()
+    state = fields[0].decode()
+    return int(fields[1]), int(fields[3]), "z" if state == "Z" and int(fields[17]) > 1 else state
+
+
+def has_ended(pid: int) -> bool:
+    """Whether nothing of a process runs any more; what is left may be a zombie."""
+    stat = stat_of(pid)
+    return stat is None or stat[2] in ("Z", "X")
 
 
 def pids() -> list[int]:
@@ -164,8 +174,7 @@ class Victim:
 
     def alive(self) -> bool:
         """Whether it runs (zombies do not)."""
-        stat = stat_of(self.pid)
-        return stat is not None and stat[2] != "Z"
+        return not has_ended(self.pid)
 
     def until(self, true: Callable[[], bool], limit: float = 30, what: str = "") -> None:
         """Waits for something to become true while it runs; fails with its log otherwise."""

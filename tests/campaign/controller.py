@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from e2e.disturbed_program import Disturber as Points
+from support import has_ended
 
 from campaign.helpers import fork_helpers, helper_pids
 from campaign.parked import POINTS
@@ -188,7 +189,7 @@ class Disturber(Points):
         for one in who:
             if living[one] not in together:
                 os.kill(living[one], signal.SIGKILL)
-                _until(lambda pid=living[one]: _state(pid) in ("", "Z", "X"))
+                _until(lambda pid=living[one]: has_ended(pid))
         if together and os.fork() == 0:  # one alone would let the other do its part: another worker, the will
             for pid in together:
                 os.kill(pid, signal.SIGKILL)
@@ -270,14 +271,6 @@ class Disturber(Points):
         for call in DISK:
             wrap(call)
         os.replace = os.rename
-
-
-def _state(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return ""
 
 
 def _until(true: Callable[[], bool], limit: float = 10.0) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from support import pids
+from support import has_ended, pids
 
 NAMES = {"limosa-vault": "vault", "limosa-mover": "mover"}
 KINDS = tuple(NAMES.values())
@@ -24,7 +24,7 @@ def helper_pids() -> dict[str, int]:
     for pid in pids():
         with contextlib.suppress(OSError):
             name = NAMES.get(Path(f"/proc/{pid}/comm").read_text().strip())
-            if name and Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+            if name and not has_ended(pid):
                 found[name] = pid
     return found
 

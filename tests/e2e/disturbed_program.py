@@ -39,6 +39,7 @@ from limosa.image.files import Files
 from limosa.operation import claims, journal, rewind, work
 from limosa.process import records
 from limosa.process.criu import run as criu_run
+from limosa.process.identity import read_stat
 
 restore_module = sys.modules["limosa.operation.restore"]  # the package has the function under this name
 
@@ -215,8 +216,9 @@ class Disturber:
 
 
 def _wait_gone(pid: int) -> None:
-    with contextlib.suppress(OSError):
-        while Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
+    """Waits until a process has ended, with all its threads: until then it holds what it has open."""
+    with contextlib.suppress(LimosaError):
+        while not read_stat(pid).ended:
             pass
 
 

@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from limosa.errors import LimosaError
+from limosa.process.identity import read_stat
+
 VICTIMS = Path(__file__).parent / "victims"
 sys.path.append(str(Path(__file__).parents[1] / "shim"))  # known.py
 HOLD = 400
@@ -83,8 +86,8 @@ class Job:
     def alive(self) -> bool:
         """Whether it runs (zombies do not)."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] != b"Z"
-        except OSError:
+            return not read_stat(self.pid).ended
+        except LimosaError:
             return False
 
     def until(self, true: Callable[[], bool], limit: float, what: str) -> None:
