@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import UNDER, Held, child_of, pieces, start, used, waits_for
+from soft_command import UNDER, Held, child_of, importer_of, pieces, start, used, waits_for
 
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
@@ -214,4 +215,23 @@ def test_the_memory_alone_is_not_taken_of_a_part_of_a_job(parked: Any) -> None:
     parked.says(0, "", "suspend", job.pid)
     parked.says(0, "", "resume", job.pid)
     job.goes_on(2)
+    job.finish()
+
+
+def test_who_only_looks_does_not_wait_for_who_works(parked: Any) -> None:
+    """The shims listen to the operation that is under way: nobody else asks them and waits for an answer."""
+    job = start(parked, "--mib", 16, "--export")
+    importer_of(job)
+    held = Held(parked, "cuMemcpyDtoDAsync", "move", "--to", 1, job.pid)
+    waits_for(parked, lambda: parked.state(job) == "checkpointed")
+    for code, words in ((0, "ps"), (0, "gpus"), (19, f"plan move {job.pid} --to 1"), (19, f"move {job.pid} --to 1")):
+        answer = parked.limosa(*words.split(), rc=code)
+        assert answer.seconds < 2.5, answer
+    (shown,) = parked.limosa("ps", "-o", "json").json["jobs"]
+    assert [reason["id"] for reason in shown["reasons"]] == ["busy"]
+    assert all("while a move is under way" in process["why"] for process in shown["processes"])
+    parked.switches.remove(held.rule)
+    assert parked.ends(held.process, 30).rc == 0
+    job.goes_on(3)
+    time.sleep(0.5)
     job.finish()

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -82,6 +82,17 @@ def _believed(path: Path, owner: int) -> Claim | None:
         if lives(claim.holder) and _owner(claim.holder.pid) != owner:
             claim.gpus, claim.paths = {}, []
     return claim
+
+
+def on(tree: Iterable[Identity]) -> Claim | None:
+    """The claim of another operation, living or dead, on one of these processes."""
+    pids = set(tree)
+    return next((claim for claim in everybodys() if pids & set(claim.pids)), None)
+
+
+def being_worked_on() -> set[int]:
+    """Processes that somebody works on now: their shims are his, and answer nobody else until he lets go of them."""
+    return {process.pid for claim in everybodys() if lives(claim.holder) for process in claim.pids}
 
 
 def lives(holder: Identity) -> bool:

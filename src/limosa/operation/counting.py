@@ -13,6 +13,7 @@ import msgspec
 
 from limosa.errors import LimosaError
 from limosa.gpu import Inventory
+from limosa.operation import claims
 from limosa.operation.journal import Member
 from limosa.parking.shim import Memory, Shim, under_shim
 from limosa.process.identity import Identity
@@ -67,7 +68,8 @@ def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pi
 def completed(found: Inventory) -> Inventory:
     """NVML's inventory with what processes under the shim hold; one that does not answer at once is as NVML says."""
     parts: dict[int, dict[str, tuple[int, int]]] = {}
-    for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)}:
+    silent = claims.being_worked_on()
+    for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)} - silent:
         with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
             parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
     gpus = []

@@ -47,7 +47,7 @@ def look_at(
     prepared = look(verb, which, driver=driver, release=release, **common)
     if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
         prepared = look(_toggled(prepared), which, driver=driver, **common)
-    if verb == "move" and any_shut(prepared.members) and not _unasked(prepared):
+    if verb == "move" and not prepared.busy and any_shut(prepared.members) and not _unasked(prepared):
         if prepared.states == {"checkpointed"} and check_room:
             prepared = look("resume", which, driver=driver, **common)
         else:

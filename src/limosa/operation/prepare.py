@@ -73,6 +73,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
+    busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
@@ -192,7 +193,10 @@ def look(
     prepared = Prepared(operation=operation, job=which, tree=tree, observation=observation, leave_running=leave_running)
     prepared.release = release
     reasons: list[Reason] = list(hazards.common_hazards(observation))
-    reasons += busy(tree)
+    other = claims.on(tree)
+    at_work = [busy(other)] if other is not None else []
+    reasons += at_work
+    prepared.busy = other is not None and claims.lives(other.holder)
     prepared.members, asked = find_members(driver, which.root, tree, observation, clock)
     clock.check()
     reasons += asked
@@ -202,6 +206,9 @@ def look(
         try:
             prepared.inventory = gpu.inventory()
             fill_in(prepared, where)
+            if prepared.busy:  # its shims listen to whoever works on it, and what can be seen of it changes
+                prepared.reasons = [*at_work, *asked]
+                return prepared
             going, against, known, prepared.small = parkable.look(
                 operation, prepared.members, software=prepared.inventory.software
             )
@@ -374,17 +381,13 @@ def _unknown_size(member: Member) -> Reason:
     return Reason(id="unknown-size", text=text, hint="see that its GPU is free before you resume it", pid=member.pid)
 
 
-def busy(tree: Sequence[Identity]) -> list[Reason]:
-    """A reason where another operation, living or dead, has its hands on one of these processes."""
-    pids = set(tree)
-    for claim in claims.everybodys():
-        if pids & set(claim.pids):
-            if claims.lives(claim.holder):
-                text = f"{claim.operation} by process {claim.holder.pid} works on this job"
-                return [Reason(id="busy", text=text, exit_code=19, hint="wait for it")]
-            text = f"a {claim.operation} that died has left this job in the middle"
-            return [Reason(id="busy", text=text, exit_code=19, hint="limosa recover")]
-    return []
+def busy(claim: claims.Claim) -> Reason:
+    """The reason where another operation, living or dead, has its hands on one of these processes."""
+    if claims.lives(claim.holder):
+        text = f"{claim.operation} by process {claim.holder.pid} works on this job"
+        return Reason(id="busy", text=text, exit_code=19, hint="wait for it")
+    text = f"a {claim.operation} that died has left this job in the middle"
+    return Reason(id="busy", text=text, exit_code=19, hint="limosa recover")
 
 
 def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reason]:

@@ -8,6 +8,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
+from limosa.operation import claims
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.journal import added_up
 from limosa.operation.parked.aside import parked_reason
@@ -68,7 +69,9 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     record = records.SuspendRecord.of(which.root)
     in_tree = [states[p] for p in pids if p in states]
     suspended = bool(in_tree) and all(s == "checkpointed" for s in in_tree)
-    ways = {p: way_of(tree[p]) for p in pids if p in states}
+    other = claims.on(tree.values())
+    worker = other.operation if other is not None and claims.lives(other.holder) else ""
+    ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False
     reasons: list[Reason]
     if in_tree:

@@ -34,10 +34,17 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     unknown: list[str] = []
 
 
-def way_of(identity: Identity) -> Way:
-    """Asks a process that holds CUDA state; never waits for long, never raises where it cannot be told."""
+def way_of(identity: Identity, worker: str = "") -> Way:
+    """Asks a process that holds CUDA state; never waits for long, never raises where it cannot be told.
+
+    Args:
+        identity: the process.
+        worker: the operation that works on it and that its shim listens to, which is not asked then.
+    """
     if not under_shim(identity.pid):
         return Way(why=f"without {LIBRARY.name}: not started by limosa run, or with --no-shim, or linked statically")
+    if worker:
+        return Way(way="parked", why=f"its library is not asked while a {worker} is under way")
     try:
         with Shim(identity, limit=ANSWER_SECONDS, patience=0.0) as shim:
             pieces, counts, called = shim.memories(), shim.counts(), shim.called()
