@@ -46,6 +46,9 @@ ANSWER_SECONDS = 10.0
 WORK_SECONDS = 60.0
 """For an answer after the driver has mapped, or unmapped, all there is, or the memory for its halves is let go of."""
 CONNECT_SECONDS = 3.0
+AGAIN_SECONDS = 1.0
+_silent: set[Identity] = set()
+"""Processes that have let this program wait in vain, and have not answered since."""
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a virtual machine whose memory is backed at first use was measured at 2.7e9."""
 MAP_STEPS = {1: "import", 2: "map", 3: "access"}
@@ -147,6 +150,14 @@ class Shim:
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._connect(CONNECT_SECONDS if patience is None else patience)
 
+    @classmethod
+    def to_look(cls, identity: Identity) -> Shim:
+        """Connect before anything is done to a process: one that has not answered is not waited for as long again.
+
+        A verb looks several times before it begins.
+        """
+        return cls(identity, AGAIN_SECONDS, 0.0) if identity in _silent else cls(identity)
+
     def _connect(self, patience: float) -> None:
         identity, limit = self.identity, self.limit
         end = time.monotonic() + patience
@@ -163,7 +174,10 @@ class Shim:
                 if not identity.alive():
                     raise NoSuchProcess(pid=identity.pid) from None
                 # Another client, or one that has just come up, may keep us waiting; what is no shim's is no shim's.
-                if not under_shim(identity.pid) or time.monotonic() > end:
+                preloaded = under_shim(identity.pid)
+                if not preloaded or time.monotonic() > end:
+                    if preloaded:
+                        _silent.add(identity)
                     raise self._error("connect", error) from error
             except BaseException:
                 self._socket.close()
@@ -378,7 +392,10 @@ class Shim:
             data, rights, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(MOST * 4))
         except OSError as error:
             self._lost = True
+            if isinstance(error, TimeoutError):
+                _silent.add(self.identity)
             raise self._error(verb.name.lower(), error) from error
+        _silent.discard(self.identity)
         for level, kind, value in rights:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds += array.array("i", value[: len(value) // 4 * 4])

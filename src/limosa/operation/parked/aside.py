@@ -85,7 +85,7 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
         if member.was != "running":
             continue
         try:
-            with Shim(member.identity) as shim:
+            with Shim.to_look(member.identity) as shim:
                 stand, devices, pieces = shim.hello().stand, shim.devices(), shim.memories()
         except LimosaError:
             continue

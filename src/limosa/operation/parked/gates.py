@@ -116,7 +116,7 @@ def any_shut(members: Sequence[Member]) -> bool:
     for member in members:
         if member.was == "checkpointed" and under_shim(member.pid):
             try:
-                with Shim(member.identity) as shim:
+                with Shim.to_look(member.identity) as shim:
                     if shim.hello().stand is not Stand.OPEN:
                         return True
             except LimosaError:

@@ -90,7 +90,7 @@ def look(
             if member.was != "running":
                 continue
             with contextlib.suppress(LimosaError):
-                shim = stack.enter_context(Shim(member.identity))
+                shim = stack.enter_context(Shim.to_look(member.identity))
                 devices, all_of[member.pid] = shim.devices(), shim.memories()
                 shims[member.pid] = shim
                 counts = shim.counts()
@@ -129,7 +129,7 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     for member in members:
         if member.was != "running" or not member.changes_gpu:
             continue
-        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+        with contextlib.suppress(LimosaError), Shim.to_look(member.identity) as shim:
             devices = shim.devices()
             for m in shim.memories():
                 here = devices[m.device]
@@ -153,7 +153,7 @@ def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
     found = {}
     for member in members:
         if member.was != "running":
-            with contextlib.suppress(LimosaError), Shim(member.identity) as shim:
+            with contextlib.suppress(LimosaError), Shim.to_look(member.identity) as shim:
                 if shim.hello().stand is Stand.AWAY:
                     found[member.pid] = shim.memories()
     return found
