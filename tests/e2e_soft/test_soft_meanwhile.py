@@ -229,6 +229,8 @@ def test_who_only_looks_does_not_wait_for_who_works(parked: Any) -> None:
         assert answer.seconds < 8, answer
     (shown,) = parked.limosa("ps", "-o", "json").json["jobs"]
     assert [reason["id"] for reason in shown["reasons"]] == ["busy"]
+    assert shown["under_way"] == {"operation": "move", "alive": True}
+    assert "move under way" in parked.limosa("ps").stdout
     assert all("while a move is under way" in process["why"] for process in shown["processes"])
     parked.switches.remove(held.rule)
     assert parked.ends(held.process, 30).rc == 0

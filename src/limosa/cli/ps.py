@@ -32,7 +32,10 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
 
 
 def _state(job: Ps) -> str:
-    """The state in a word; where Limosa suspended it, since when and by whom."""
+    """The state in a word; where Limosa suspended it, since when and by whom; who works on it, or died at it."""
+    if job.under_way is not None:
+        verb = job.under_way["operation"]
+        return f"{verb} under way" if job.under_way["alive"] else f"left by a {verb} that died (limosa recover)"
     told = {"checkpointed": "suspended", "parked": "suspended (memory only)"}
     if job.state not in told:
         return job.state

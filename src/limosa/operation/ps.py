@@ -70,7 +70,10 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     in_tree = [states[p] for p in pids if p in states]
     suspended = bool(in_tree) and all(s == "checkpointed" for s in in_tree)
     other = claims.on(tree.values())
-    worker = other.operation if other is not None and claims.lives(other.holder) else ""
+    under_way: dict[str, Any] | None = None
+    if other is not None:
+        under_way = {"operation": other.operation, "alive": claims.lives(other.holder)}
+    worker = under_way["operation"] if under_way and under_way["alive"] else ""
     ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False
     reasons: list[Reason]
@@ -116,6 +119,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         movable=bool(in_tree) and not any(r.refuses for r in reasons),
         reasons=reasons,
         suspended=told if (suspended or parked) and record else None,
+        under_way=under_way,
         started_by_run=by_run,
         way="" if not ways else "parked" if all(w.way == "parked" for w in ways.values()) else "driver",
         parkable=sum(w.parkable for w in ways.values()),

@@ -1,0 +1,30 @@
+"""What ``limosa ps`` calls the state of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from limosa.cli.ps import _state
+from limosa.operation.results import Ps
+
+SINCE = {"since": "2026-11-22T09:00:00Z", "by": "ann", "release": "all"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "running"),
+        ({"state": "checkpointed"}, "suspended"),
+        ({"state": "checkpointed", "suspended": SINCE}, "suspended 2026-11-22T09:00:00Z by ann"),
+        ({"state": "parked"}, "suspended (memory only)"),
+        ({"state": "checkpointed", "under_way": {"operation": "move", "alive": True}}, "move under way"),
+        (
+            {"state": "checkpointed", "under_way": {"operation": "move", "alive": False}},
+            "left by a move that died (limosa recover)",
+        ),
+    ],
+)
+def test_states(fields: dict[str, Any], words: str) -> None:
+    assert _state(Ps(pid=1, **fields)) == words
