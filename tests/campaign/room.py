@@ -40,7 +40,7 @@ LIMITS = {
     "LOCK_GRACE": 0.5,
     "CALL_SECONDS": 1.5,
     "_PATIENCE": 4.0,
-    "INIT_LIMIT": 3.0,
+    "INIT_LIMIT": 5.0,
     "INVENTORY_LIMIT": 2.0,
 }
 PARKED_LIMITS = {

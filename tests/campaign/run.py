@@ -450,11 +450,14 @@ class Run(Fault):
         room = self.room
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
         now = self._snapshot()
-        if (
-            self.case.parked and not alone
-        ):  # some of them allocate and free all the time; a mover that ends takes a while
-            _until(lambda: not _more(self.base, self._snapshot()), 3.0)
+
+        def is_as_before() -> bool:
+            nonlocal now
             now = self._snapshot()
+            return not _more(self.base, now)
+
+        if self.case.parked and not alone:  # some allocate and free all the time; a mover that ends takes a while
+            _until(is_as_before, 3.0)
         if now.get("requests"):  # the next controller takes away what one that was killed has left
             from limosa.errors import LimosaError
             from limosa.gpu import driver

@@ -23,12 +23,12 @@ def part(picked: Sequence[tuple[Case, int]], chunk: int, chunks: int) -> list[tu
 
 
 def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFactory) -> None:
-    """Runs cases in one room, then once more, alone, what has failed; fails where that fails again.
+    """Runs cases in two rooms, then once more, alone, what has failed; fails where that fails again.
 
     A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's;
     more than ``ONCE`` of them in a session are no accident.
     """
-    results = run(todo, rooms=1)
+    results = run(todo, rooms=2)
     assert len(results) == len(todo)
     failed = {r["name"]: r for r in results if r["problems"]}
     again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []
