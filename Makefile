@@ -40,7 +40,7 @@ check:
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -m "network and not gpu"
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (eight minutes).
+# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (six minutes).
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q -n 2 --durations=10 -m "root and not (gpu or conformance)"

@@ -15,26 +15,30 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from limosa.errors import LimosaError
+from limosa.process.identity import read_stat
+
 VICTIMS = Path(__file__).parent / "victims"
 
 
 def stat_of(pid: int) -> tuple[int, int, str] | None:
-    """(parent, session, state) of a process, or None.
-
-    A main thread that has ended before the others is a "z": until the last has, files and device memory are held.
-    """
+    """(parent, session, state) of a process, or None."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    state = fields[0].decode()
-    return int(fields[1]), int(fields[3]), "z" if state == "Z" and int(fields[17]) > 1 else state
+    return int(fields[1]), int(fields[3]), fields[0].decode()
 
 
 def has_ended(pid: int) -> bool:
-    """Whether nothing of a process runs any more; what is left may be a zombie."""
-    stat = stat_of(pid)
-    return stat is None or stat[2] in ("Z", "X")
+    """Whether nothing of a process runs any more; what is left may be a zombie.
+
+    A main thread that ends before the others is one, too: until the last has, files and device memory are held.
+    """
+    try:
+        return read_stat(pid).ended
+    except LimosaError:
+        return True
 
 
 def pids() -> list[int]:
@@ -69,7 +73,7 @@ def end_session(session: int) -> None:
                 os.kill(pid, signal.SIGCONT)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if not any(found[pid][2] != "Z" or found[pid][0] == os.getpid() for pid in doomed):
+        if all(has_ended(pid) and found[pid][0] != os.getpid() for pid in doomed):
             return
         time.sleep(0.02)
     raise AssertionError(f"processes of session {session} do not end")

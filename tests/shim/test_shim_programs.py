@@ -159,8 +159,8 @@ def test_more_pieces_than_descriptors(node: Node, library: Path) -> None:
     assert far("intact()")
     assert far("resource.getrlimit(resource.RLIMIT_NOFILE)") == [64, 4096]
     end = time.monotonic() + 5  # the end of the connection is seen to by the shim's own thread
-    while more := numbers(far.pid) - before:
-        assert time.monotonic() < end, more
+    while other := numbers(far.pid) ^ before:
+        assert time.monotonic() < end, other
     kept = [int(fd) for fd in os.listdir(f"/proc/{far.pid}/fd") if int(fd) >= 64]
     assert len(kept) >= 40
 

@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, struct en
 #define SPARE_1(x)                                                                                                     \
     static word spare_##x(WORDS)                                                                                       \
     {                                                                                                                  \
-        return hand_on(false, &entries[LISTED + 0x##x], PASSED);                                                                 \
+        return hand_on(false, &entries[LISTED + 0x##x], PASSED);                                                       \
     }
 #define SPARE_16(x)                                                                                                    \
     SPARE_1(x##0) SPARE_1(x##1) SPARE_1(x##2) SPARE_1(x##3) SPARE_1(x##4) SPARE_1(x##5) SPARE_1(x##6) SPARE_1(x##7)    \
