@@ -1,4 +1,4 @@
-"""Compiles what is in C: the CRIU plugin, the software GPU, the shim and the hash of chunks.
+"""Compiles what is in C: the CRIU plugin, the software GPU, the libraries that jobs run under and the hash of chunks.
 
 A build hook of hatchling, and a program for a checkout.
 
@@ -27,6 +27,7 @@ PARTS = (
     ("the CRIU plugin", native.build_plugin, native.CRIU, [native.PLUGIN]),
     ("the software GPU", native.build_softgpu, native.SOFTGPU, native.LIBRARIES),
     ("the shim", native.build_shim, native.SHIM, [native.SHIM_LIBRARY]),
+    ("what keeps GPUs out of a job's sight", native.build_sight, native.SIGHT, [native.SIGHT_LIBRARY]),
     ("the hash of chunks", native.build_hash, native.HASH, [native.HASH_LIBRARY]),
 )
 

@@ -119,8 +119,6 @@ def churns(victim: str) -> bool:
 def possible(operation: str, victim: str) -> bool:
     """Whether an operation can be done to that class of victim."""
     gpus = SHAPES[victim].gpus
-    if BROKEN.get(operation, (operation,))[0] in ON_DISK and SHAPES[victim].hidden:
-        return False  # CRIU does not bring such mounts back: it is refused
     if operation == "swap":
         return gpus == 1
     return operation != "exchange" or gpus == 2

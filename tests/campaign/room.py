@@ -31,7 +31,7 @@ from campaign.helpers import helper_pids
 from campaign.jobs import Job, Lost
 from campaign.processes import REAL, Found, Nursery, python_path, send_signal, where_stuck
 from campaign.run import Run
-from campaign.shapes import SHAPES
+from campaign.shapes import SHAPES, sees
 
 RESIDENT = ("vault", "mover")
 """Helpers that outlive an operation."""
@@ -103,8 +103,10 @@ class Room:
             return self.victims
         if self._preloaded is None:
             from limosa.parking import preload
+            from limosa.process.device_nodes import LIBRARY
 
-            self._preloaded = Nursery("victims", preload(os.environ))
+            env = preload(os.environ)
+            self._preloaded = Nursery("victims", {**env, "LD_PRELOAD": f"{env['LD_PRELOAD']}:{LIBRARY}"})
             self.own.add(self._preloaded.process.pid)
         return self._preloaded
 
@@ -356,7 +358,7 @@ class Room:
             log=str(job.folder / "log"),
             cwd=str(job.folder),
             supervisor=None,
-            hidden=True,
+            sees=str(sees(job.folder)),
         ).save()
 
     def end(self, key: str) -> None:

@@ -7,6 +7,8 @@ float array that every epoch adds to, so that its bits depend on every epoch sin
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 FLOATS = 512
@@ -48,7 +50,7 @@ class Shape(NamedTuple):
         behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
         shim: whether it runs under the shim, as ``limosa run`` starts it.
         blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
-        hidden: whether the device nodes of the others are hidden from it, as by ``limosa run --gpus``.
+        hidden: whether the other GPUs are hidden from it, as by ``limosa run --gpus``.
     """
 
     processes: tuple[tuple[Part, ...], ...]
@@ -114,3 +116,8 @@ class Slot:
 
 
 COMMANDS = {"exit": 1, "fork": 2, "join": 3, "spin": 4, "callback": 5}
+
+
+def sees(folder: Path) -> Path:
+    """The file that says which GPUs a victim in that folder sees, as ``limosa run --gpus`` makes one."""
+    return folder / str(os.geteuid()) / "sees" / "gpus"

@@ -20,13 +20,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_of
+from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_of, sees
 
 PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.002"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
 BUSY_SECONDS = 1.7
-MOST_GPUS = 16
 SHIM = "liblimosa_shim" in os.environ.get("LD_PRELOAD", "")
 
 
@@ -334,11 +333,10 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
     if known.blind:
         os.environ["CUDA_VISIBLE_DEVICES"], first = str(first), 0
     if known.hidden:
-        from limosa.process import device_nodes
-
-        nodes = (device_nodes.node(minor) for minor in range(MOST_GPUS))
-        device_nodes.hide(minor for minor, path in enumerate(nodes) if minor != first and os.path.exists(path))
-        first = 0
+        file = sees(place)
+        file.parent.mkdir(parents=True)
+        file.write_text(str(first))
+        os.environ["LIMOSA_SEES"], first = str(file), 0
     slot = 0
     for child in range(1, len(known.processes) + known.idle):
         if os.fork() == 0:

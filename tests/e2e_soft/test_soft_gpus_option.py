@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -41,13 +41,10 @@ class Started:
             time.sleep(0.01)
 
     def sees(self) -> list[int]:
-        """Minor numbers of the GPUs whose nodes are not covered."""
-        found = []
-        for minor in range(8):
-            path = f"/proc/{self.pid}/root{device_nodes.node(minor)}"
-            if os.path.exists(path) and os.stat(path).st_rdev != os.stat("/dev/null").st_rdev:
-                found.append(minor)
-        return found
+        """Minor numbers of the GPUs whose nodes it may open."""
+        with open(f"/proc/{self.pid}/environ") as file:
+            environ = dict(item.split("=", 1) for item in file.read().split("\0") if "=" in item)
+        return sorted(device_nodes.seen(environ["LIMOSA_SEES"]) or [])
 
     def on(self) -> list[int]:
         gpus = self.soft.limosa("gpus", "-o", "json").json["gpus"]
@@ -72,7 +69,6 @@ def test_moved_to_where_it_could_not_look(node: Soft, shim: bool) -> None:
         assert len(said["map"]) == 1
         job.goes_on()
         assert (job.sees(), job.on()) == ([to], [to])
-    assert device_nodes.node(0) not in Path("/proc/self/mountinfo").read_text()
 
 
 def test_suspended_and_resumed_elsewhere(node: Soft) -> None:
@@ -149,30 +145,37 @@ time.sleep(60)
 """
 
 
-def test_who_may_not_hide_them_lets_the_environment_say_it(node: Soft) -> None:
-    """As every user but root, and root in most containers: the driver heeds it, a program may change it."""
+def said(log: Path, limit: float = 10) -> str:
+    """A log, once it has a tick."""
+    end = time.monotonic() + limit
+    while "tick" not in (text := log.read_text()):
+        assert time.monotonic() < end, text
+        time.sleep(0.02)
+    return text
+
+
+def test_where_the_library_was_not_built_the_environment_says_it(
+    node: Soft, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The driver heeds it; a program may change it."""
     gpus = node.limosa("gpus", "-o", "json").json["gpus"]
-    log = node.place / "log"
-    words = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin", sys.executable, "-m", "limosa"]
+    log, program = node.place / "log", tmp_path / "without.py"
+    program.write_text(
+        "import sys; from pathlib import Path; from limosa.process import device_nodes\n"
+        "device_nodes.LIBRARY = Path('/nowhere'); from limosa.__main__ import main; sys.exit(main())\n"
+    )
+    words = [sys.executable, str(program)]
     words += ["run", "-d", "--log", str(log), "--gpus", "2,1", "--", sys.executable, "-c", COUNT]
     done = node.run(words)
     node.reaper.watch(int(done.stdout.split()[-1]))
     assert "taken out of CUDA's sight" in done.stderr
-    end = time.monotonic() + 10
-    while "tick" not in log.read_text():
-        assert time.monotonic() < end, log.read_text()
-        time.sleep(0.02)
-    assert f"devices 2 {gpus[2]['uuid']},{gpus[1]['uuid']}" in log.read_text()
+    assert f"devices 2 {gpus[2]['uuid']},{gpus[1]['uuid']}" in said(log)
 
 
 def test_what_it_sees_is_what_cuda_counts(node: Soft) -> None:
     """Whatever the environment said about other GPUs before."""
     job = Started(node, "--gpus", "2", program=(sys.executable, "-c", COUNT), env={"CUDA_VISIBLE_DEVICES": "0"})
-    end = time.monotonic() + 10
-    while not job.ticks():
-        assert time.monotonic() < end, job.log.read_text()
-        time.sleep(0.02)
-    assert "devices 1 None" in job.log.read_text()
+    assert "devices 1 None" in said(job.log)
 
 
 def test_a_gpu_without_a_node_is_hidden_already(node: Soft) -> None:
@@ -199,22 +202,70 @@ def test_names_that_are_none(node: Soft, gpus: str, words: str) -> None:
 def test_all_of_them_is_nothing_to_hide(node: Soft) -> None:
     job = Started(node, "--gpus", "0,1,2")
     job.goes_on()
-    assert os.readlink(f"/proc/{job.pid}/ns/mnt") == os.readlink(f"/proc/{node.pid}/ns/mnt")
+    assert "LIMOSA_SEES" not in Path(f"/proc/{job.pid}/environ").read_text()
 
 
-def test_it_is_not_written_to_disk(node: Soft, tmp_path: Path) -> None:
-    job = Started(node, "--gpus", 0)
+FORK = """
+import subprocess, sys, time
+from pathlib import Path
+child = "from cuda.bindings import driver as cu; cu.cuInit(0); print('child', int(cu.cuDeviceGetCount()[1]))"
+while True:
+    print("tick", flush=True)
+    time.sleep(0.05)
+    if Path("ask").exists():
+        Path("ask").unlink()
+        subprocess.run([sys.executable, "-c", child])
+"""
+
+
+def test_what_it_starts_sees_what_it_sees(node: Soft) -> None:
+    job = Started(
+        node, "--gpus", "1,2", program=(sys.executable, "-c", f"import os; os.chdir({str(node.place)!r})" + FORK)
+    )
     job.goes_on()
-    said = node.says(13, "mount-namespace", "checkpoint", job.pid, "--output", tmp_path / "image")
-    assert "limosa run --gpus" in said["error"]["message"]
+    (node.place / "ask").touch()
+    end = time.monotonic() + 20
+    while "child" not in job.log.read_text():
+        assert time.monotonic() < end, job.log.read_text()
+        time.sleep(0.02)
+    assert "child 2" in job.log.read_text()
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("shim", [True, False])
+def test_written_to_disk_and_brought_back_elsewhere(node: Soft, tmp_path: Path, shim: bool) -> None:
+    """Also where what it sees is not noted any more, as after a restart of the machine."""
+    job = Started(node, "--gpus", 0, *([] if shim else ["--no-shim"]))
     job.goes_on()
+    node.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "one", "-R")
+    job.goes_on()
+    assert job.sees() == [0]
+    for n, to in enumerate((2, 1)):
+        image = tmp_path / f"image{n}"
+        node.says(0, "", "checkpoint", job.pid, "--output", image)
+        while os.path.exists(f"/proc/{job.pid}"):
+            time.sleep(0.01)
+        node.limosa("ps")
+        if n:
+            shutil.rmtree(sees_folder())
+        node.says(0, "", "restore", image, "--to", to)
+        node.limosa("ps")
+        job.goes_on()
+        assert (job.sees(), job.on()) == ([to], [to])
+    assert node.says(0, "", "move", job.pid, "--to", 0)["way"] == ("parked" if shim else "driver")
+    job.goes_on()
+    assert (job.sees(), job.on()) == ([0], [0])
 
 
-def test_nothing_of_it_is_left_outside() -> None:
-    """A namespace of one thread: the process that changes another's keeps its own."""
-    with pytest.raises(OSError, match=r"\d|No such"):
-        device_nodes.show(2**22 - 3, [0], [1])
-    before = os.readlink("/proc/self/ns/mnt")
-    assert isinstance(device_nodes.may_hide(), bool)
-    assert os.readlink("/proc/self/ns/mnt") == before
-    assert subprocess.run(["true"], timeout=5, check=False).returncode == 0
+def sees_folder() -> Path:
+    return Path(os.environ["LIMOSA_RUNTIME_DIR"]) / str(os.geteuid()) / "sees"
+
+
+def test_nothing_is_left_of_a_job_that_has_ended(node: Soft) -> None:
+    job = Started(node, "--gpus", "0", program=("true",))
+    end = time.monotonic() + 10
+    while os.path.exists(f"/proc/{job.pid}"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    node.limosa("ps")
+    assert list((sees_folder()).iterdir()) == []

@@ -45,9 +45,7 @@ def command(
         str | None, typer.Option("--name", metavar="NAME", help="What to call it (default: from COMMAND).")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the pid and leave it running.")] = False,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only (not to disk then).")
-    ] = None,
+    gpus: Annotated[str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only.")] = None,
     no_seccomp: Annotated[
         bool, typer.Option("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump.")
     ] = False,
@@ -110,10 +108,10 @@ def run(
             if name is not None:
                 records.check_name(name)
             chosen = name or default_name(command_line)
-            env, hidden = _only(gpus, env, report) if gpus is not None else (env, [])
+            env, sees = _only(gpus, env, report) if gpus is not None else (env, "")
             place = log or Path(f"{chosen}.log")
-            launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach, hidden=hidden)
-            _remember(chosen, command_line, launched, report, attached=not detach, hidden=bool(hidden))
+            launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach)
+            _remember(chosen, command_line, launched, report, attached=not detach, sees=sees)
         report.warn(*launched.warnings)
         job = launched.identity
         if signals is None:
@@ -175,16 +173,16 @@ def default_name(command_line: Sequence[str]) -> str:
     return next(n for i in range(1, len(taken) + 2) if (n := base if i == 1 else f"{base}-{i}") not in taken)
 
 
-def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dict[str, str], list[int]]:
+def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dict[str, str], str]:
     """How a job is to see these GPUs only.
 
     Returns:
-        Its environment, and the minor numbers of GPUs whose nodes are to be hidden from it: as root. Else the
-        environment says it, which the driver heeds and a program can change.
+        Its environment, and the file that says what it sees; "" where that is not hidden from it.
 
     Raises:
         UnknownGpu: there is no such GPU.
         UsageError: one is named twice.
+        OSError: what it sees cannot be noted.
     """
     from limosa.gpu import find_gpu, inventory
 
@@ -193,19 +191,20 @@ def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dic
     if len({g.uuid for g in chosen}) < len(chosen):
         raise UsageError(detail=f"--gpus {gpus} names a GPU twice")
     made = dict(os.environ if env is None else env)
-    others = [g for g in found.gpus if g not in chosen]
-    if device_nodes.may_hide() and all(g.minor is not None for g in others):
+    if len(chosen) == len(found.gpus):
+        made.pop("CUDA_VISIBLE_DEVICES", None)
+        return made, ""
+    if device_nodes.LIBRARY.is_file() and all(g.minor is not None for g in found.gpus):
         made.pop("CUDA_VISIBLE_DEVICES", None)  # it counts, or names, other GPUs than the job will have
-        return made, [g.minor for g in others if g.minor is not None]
-    if os.geteuid() == 0:
-        text = "the other GPUs cannot be hidden from the job here, only taken out of CUDA's sight"
-        report.warn(Reason(id="gpus-not-hidden", text=text, hint="give the container the capability SYS_ADMIN"))
+        return device_nodes.preload(made, [g.minor for g in chosen if g.minor is not None])
+    text = "the other GPUs cannot be hidden from the job here, only taken out of CUDA's sight"
+    report.warn(Reason(id="gpus-not-hidden", text=text, hint="limosa doctor says what was not built"))
     made["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in chosen)
-    return made, []
+    return made, ""
 
 
 def _remember(
-    name: str, command_line: Sequence[str], launched: Launched, report: Report, *, attached: bool, hidden: bool
+    name: str, command_line: Sequence[str], launched: Launched, report: Report, *, attached: bool, sees: str
 ) -> None:
     """Writes the job's record; a job that runs is worth more than its record, so failing is a warning."""
     record = records.RunRecord(
@@ -215,7 +214,7 @@ def _remember(
         log=launched.log,
         cwd=os.getcwd(),
         supervisor=Identity.of(os.getpid()) if attached else None,
-        hidden=hidden,
+        sees=sees,
     )
     try:
         record.save()

@@ -94,6 +94,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         run: whether ``limosa run`` started it.
         uid, gid: whom it ran as.
         cgroup: its cgroup (v2 path) when it was checkpointed, or "".
+        sees: the file that said which GPUs it sees, where ``limosa run --gpus`` hid others from it, else "".
     """
 
     pid: Pid
@@ -104,6 +105,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     uid: Uid = 0
     gid: Uid = 0
     cgroup: PathText = ""
+    sees: PathText = ""
 
 
 class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):

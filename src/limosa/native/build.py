@@ -18,6 +18,8 @@ PLUGIN = "limosa_plugin.so"
 SOFTGPU = CRIU.with_name("softgpu")
 SHIM = CRIU.with_name("shim")
 SHIM_LIBRARY = "liblimosa_shim.so"
+SIGHT = CRIU.with_name("sight")
+SIGHT_LIBRARY = "liblimosa_sight.so"
 HASH = CRIU.with_name("hash")
 HASH_LIBRARY = "liblimosa_hash.so"
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -31,6 +33,7 @@ _PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
 _SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
 # Hooks hand on what they do not know: floating point registers must come through them untouched.
 _SHIM_FLAGS = [*(flag for flag in _FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
+_SIGHT_FLAGS = [*_FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
 _HASH_FLAGS = [*_FLAGS, "-O3", "-DHASH_LIBRARY"]
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
@@ -90,6 +93,19 @@ def build_shim(folder: Path = SHIM) -> str | None:
     sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
     depends = [*sources, hooks, *SHIM.glob("*.h"), *SHIM.glob("*.list"), SOFTGPU / "functions.list"]
     return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=[(hooks, _HOOKS_FLAGS)])
+
+
+def build_sight(folder: Path = SIGHT) -> str | None:
+    """Compile the library that keeps GPUs out of a job's sight, unless it is newer than its source.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    source = SIGHT / "sight.c"
+    return _compile(folder / SIGHT_LIBRARY, [source], _SIGHT_FLAGS, [source])
 
 
 def build_hash(folder: Path = HASH) -> str | None:

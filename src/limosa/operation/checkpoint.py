@@ -416,6 +416,7 @@ class _Checkpoint:
                 uid=first.uid if first else 0,
                 gid=first.gid if first else 0,
                 cgroup=first.cgroup.path if first else "",
+                sees=record.sees if record else "",
             ),
             tree=self.tree,
             options={

@@ -22,9 +22,7 @@ from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.run import DumpOptions
-from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation
-from limosa.process.records import RunRecord
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
@@ -104,7 +102,6 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
         leave_running=options.leave_running,
         clock=clock,
     )
-    prepared.reasons = [_hidden_gpus(r, which.root) for r in prepared.reasons]
     prepared.rate = options.rate
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
     cost = prepared.estimated()
@@ -140,16 +137,6 @@ def _no_effect(options: Options, prepared: Prepared) -> list[Reason]:
     why = "the driver copies device memory, in the pause" if prepared.members else "the job holds no device memory"
     hint = "started by limosa run, without --no-shim, a job is copied while it computes" if prepared.members else ""
     return [Reason(id="no-effect", text=f"{' and '.join(given)} without effect: {why}", hint=hint)]
-
-
-def _hidden_gpus(reason: Reason, root: Identity) -> Reason:
-    """Says of a mount namespace that ``limosa run --gpus`` made what it is."""
-    record = RunRecord.of(root) if reason.id == "mount-namespace" else None
-    if record is None or not record.hidden:
-        return reason
-    text = "limosa run --gpus has hidden other GPUs from the job by mounts, which CRIU does not bring back as they were"
-    hint = "it can be moved and suspended; started with CUDA_VISIBLE_DEVICES instead it could be written to disk"
-    return msgspec.structs.replace(reason, text=text, hint=hint, forceable=False)
 
 
 def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:

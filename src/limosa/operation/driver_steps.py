@@ -55,7 +55,7 @@ OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 _REFUSED_MAP = "CUDA_ERROR_INVALID_VALUE"
 
-_ONE_AT_A_TIME = threading.Lock()  # members share a mount namespace
+_ONE_AT_A_TIME = threading.Lock()  # members share a file
 
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
@@ -379,12 +379,11 @@ def _show(member: Member, uuids: Iterable[str]) -> None:
         NoSuchProcess: it has ended.
         OSError: it is not permitted.
     """
-    nodes = member.nodes
-    if not nodes:
+    if not member.sees:
         return
     try:
         with _ONE_AT_A_TIME:
-            device_nodes.show(member.pid, [nodes[u] for u in uuids if u in nodes], nodes.values())
+            device_nodes.show(member.sees, [member.nodes[u] for u in uuids if u in member.nodes])
     except OSError:
         member.identity.check()
         raise

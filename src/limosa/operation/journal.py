@@ -39,8 +39,9 @@ class Member(msgspec.Struct, kw_only=True):
         beside: the part of that which the driver carries, where the rest goes the parked way: once that is taken out of
             the process, NVML may or may not count it as the process's.
         root: the pid of the job it belongs to.
-        nodes: minor numbers of all GPUs by UUID, where GPUs are hidden from the job (``limosa run --gpus``): each
-            restore shows it those that it is to be on. Else empty.
+        sees: the file that says which GPUs it sees, where others are hidden from it (``limosa run --gpus``): each
+            restore shows it those that it is to be on. Else "".
+        nodes: minor numbers of all GPUs by UUID, for that.
         moved: where the GPUs of its arena are now: a resume elsewhere that was undone leaves it there, by the driver.
         away: its memory alone is suspended (``held`` is that then), and the driver knows nothing of it.
     """
@@ -52,6 +53,7 @@ class Member(msgspec.Struct, kw_only=True):
     held: dict[str, int] = {}
     beside: dict[str, int] = {}
     root: int = 0
+    sees: str = ""
     nodes: dict[str, int] = {}
     moved: dict[str, str] = {}
     away: bool = False

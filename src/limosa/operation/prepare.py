@@ -7,7 +7,6 @@ reason against the operation, its steps and its cost. All verbs start from it; `
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -33,7 +32,7 @@ from limosa.operation.parked import aside, parkable
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Estimate, OtherWay, Plan
 from limosa.operation.work import Clock
-from limosa.process import hazards, records
+from limosa.process import device_nodes, hazards, records
 from limosa.process.candidates import is_own
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.memory import grow_host_memory
@@ -319,10 +318,11 @@ def fill_in(prepared: Prepared, where: Where) -> None:
     inventory = prepared.inventory
     assert inventory is not None
     record = records.SuspendRecord.of(prepared.root)
-    nodes = nodes_of(prepared.root, inventory)
+    sees = sees_of(prepared.root)
+    nodes = minors(inventory) if sees else {}
     for member in prepared.members:
-        member.nodes = nodes
-        openable = gpu.openable(inventory, member.pid)
+        member.sees, member.nodes = sees, nodes
+        openable = openable_by(member, inventory)
         member.held = inventory.held({member.pid})
         member.home = {g.uuid: g.uuid for g in openable}
         if member.was == "checkpointed" and record is not None:
@@ -336,7 +336,7 @@ def fill_in(prepared: Prepared, where: Where) -> None:
     if not changes:
         return
     for member in prepared.members:
-        openable = gpu.openable(inventory, member.pid)
+        openable = openable_by(member, inventory)
         names = {g.uuid for g in openable}
         own = {a: b for a, b in changes.items() if a in names or (b in names and not nodes)}
         if own:
@@ -345,15 +345,21 @@ def fill_in(prepared: Prepared, where: Where) -> None:
             member.map = {a: full.get(b, b) for a, b in member.home.items()}
 
 
-def nodes_of(root: Identity, inventory: gpu.Inventory) -> dict[str, int]:
-    """Minor numbers by UUID where ``limosa run --gpus`` hides GPUs from the job and we may change that; else empty.
-
-    What hides them is root's, so only root's word counts, and root alone can change it.
-    """
+def sees_of(root: Identity) -> str:
+    """The file that says which GPUs a job sees; "" where ``limosa run --gpus`` hides none from it."""
     record = records.RunRecord.of(root)
-    if record is None or not record.hidden or os.geteuid() != 0 or not records.belongs_to_root(root):
-        return {}
+    return record.sees if record is not None else ""
+
+
+def minors(inventory: gpu.Inventory) -> dict[str, int]:
+    """Minor numbers of the GPUs' device nodes by UUID."""
     return {g.uuid: g.minor for g in inventory.gpus if g.minor is not None}
+
+
+def openable_by(member: Member, inventory: gpu.Inventory) -> list[gpu.Gpu]:
+    """The GPUs whose device nodes a process can open: as far as it is let, and of these what it sees."""
+    seen = device_nodes.seen(member.sees) if member.sees else None
+    return [g for g in gpu.openable(inventory, member.pid) if seen is None or g.minor in seen]
 
 
 def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:

@@ -216,7 +216,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         if job.run or job.name:
             name = job.name or f"restored-{root.pid}"
             command = list(image.manifest.tree[0].command)
-            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd).save()
+            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees).save()
     dead.header.roots = [root]
     return entry_of(
         dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"

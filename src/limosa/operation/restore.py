@@ -24,6 +24,7 @@ from limosa.errors import (
     FailedUndone,
     LimosaError,
     NoRoomOnGpu,
+    PermissionDenied,
     Reason,
     Refused,
     UndoFailed,
@@ -41,6 +42,7 @@ from limosa.operation.parked.loading import Loading
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
+from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
@@ -173,6 +175,7 @@ class _Restore:
             paths=[str(self.image.path)],
         )
         work.begin(header, claim, self._room_is_there)
+        self._show_gpus()
         for rewind in self.ready.rewind:
             work.push("rewind", rewind.undo)
             work.note("rewind", "begin", **msgspec.to_builtins(rewind))
@@ -186,6 +189,7 @@ class _Restore:
             self._device_memory()
         # It runs: nothing that comes now, and nobody who cancels, is a reason to end it.
         work.drop("tree")
+        work.drop("sees")
         for _ in self.ready.rewind:
             work.drop("rewind")
         if self.loading is not None:
@@ -207,6 +211,29 @@ class _Restore:
             stats=self.stats,
             warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
         )
+
+    def _show_gpus(self) -> None:
+        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it, before anything of it runs.
+
+        Raises:
+            PermissionDenied: the caller may not.
+            FailedUndone: it cannot be written.
+        """
+        job = self.manifest.job
+        if not job.sees:
+            return
+        # Whoever finds the record of the job that was ended would take the file for that one's and remove it.
+        RunRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), name="", command=[]).forget()
+        self.work.push("sees", lambda: device_nodes.forget(job.sees))
+        text = f"what the job sees of the GPUs cannot be noted in {job.sees}"
+        if device_nodes.owner(job.sees) not in (job.uid, os.geteuid()):
+            raise PermissionDenied(detail=f"{text}: that is neither its user's nor yours")
+        try:
+            device_nodes.show(job.sees, {m.nodes[u] for m in self.members for u in m.map.values() if u in m.nodes})
+        except PermissionError as error:
+            raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
+        except OSError as error:
+            raise FailedUndone(what="restore", detail=f"{text}: {error.strerror}") from error
 
     def _load(self) -> None:
         """Begins to fill the GPUs, before CRIU is started."""
@@ -346,7 +373,9 @@ class _Restore:
             if job.run or job.name:
                 command = list(self.manifest.tree[0].command)
                 name = self._name() or f"restored-{self.root.pid}"
-                RunRecord(root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd).save()
+                RunRecord(
+                    root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees
+                ).save()
             EndedRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), image="").forget()
 
 

@@ -20,7 +20,7 @@ from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import estimate, idle, room
 from limosa.operation.journal import Member, added_up
-from limosa.operation.prepare import Where, apply_force, as_reason, processes
+from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
@@ -282,6 +282,8 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
                 map=full,
                 held={u: max(process.held.get(u, 0), of_chunks.get(u, 0)) for u in {*process.held, *of_chunks}},
                 root=manifest.job.pid,
+                sees=manifest.job.sees,
+                nodes=minors(inventory) if manifest.job.sees else {},
             )
         )
     return members

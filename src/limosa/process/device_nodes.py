@@ -1,123 +1,124 @@
-"""Which GPUs' device nodes a job sees: in a mount namespace of its own /dev/null lies over the others.
+"""Which GPUs a job sees: ``limosa run --gpus`` preloads a library that opens the device nodes of these alone.
 
-Made by ``limosa run --gpus`` as root (:func:`hide`, called by the trampoline, which loads this file by its path: only
-the standard library here), and changed while the job is checkpointed (:func:`show`), which drivers allow: a restore
-looks anew at what the process can open.
+Which they are is in a small file in the runtime folder of whoever started the job, named by a variable of the job's.
+The library (``native/sight``) reads it whenever a node is opened. A driver looks anew at what a process can open when
+it restores it, so a job whose file is changed while it is checkpointed (:func:`show`) can go to a GPU that it did not
+see.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import os
-import stat
+import pwd
+import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
-_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
-_MS_BIND, _MS_REC, _MS_SLAVE = 0x1000, 0x4000, 0x80000
-_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
-_NULL = "/dev/null"
+from limosa.process.runtime import own_folder, read_owned, write_atomic
 
-
-def node(minor: int) -> str:
-    """The name of a GPU's device node."""
-    return f"/dev/nvidia{minor}"
+LIBRARY = Path(__file__).resolve().parents[1] / "native" / "sight" / "liblimosa_sight.so"
+_SEES = "LIMOSA_SEES"
+_KIND = "sees"
 
 
-def hide(minors: Iterable[int]) -> None:
-    """Give this process (with one thread) a mount namespace of its own, without these GPUs.
-
-    Raises:
-        OSError: it may not.
-    """
-    _call("unshare", _CLONE_NEWNS)
-    # What is mounted outside later shows inside, and nothing of ours outside.
-    _call("mount", b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None)
-    _set((), minors)
-
-
-def may_hide() -> bool:
-    """Whether this process is permitted to."""
-    return _try(lambda: _call("unshare", _CLONE_NEWNS))
-
-
-def show(pid: int, visible: Iterable[int], others: Iterable[int]) -> None:
-    """Change which GPUs a process, and all that share its mount namespace, can see.
+def preload(env: Mapping[str, str], minors: Iterable[int]) -> tuple[dict[str, str], str]:
+    """Return an environment in which programs see these GPUs only, and the file that says so.
 
     Args:
-        pid: the process.
-        visible: minor numbers of those that it is to see.
-        others: of those that it is not to see, where they are not among these.
+        env: what it is made of.
+        minors: minor numbers of the nodes of these GPUs.
 
     Raises:
-        OSError: it may not, or the process has ended.
+        PermissionDenied: the runtime folder is somebody else's.
+        OSError: the file cannot be written.
     """
-    wanted = set(visible)
-    hidden = set(others) - wanted
-    _inside(pid, lambda: _set(sorted(wanted), sorted(hidden)))
+    path = own_folder(_KIND) / secrets.token_hex(8)
+    write_atomic(path, _text(minors))
+    others = [part for part in env.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
+    return {**env, _SEES: str(path), "LD_PRELOAD": ":".join([*others, str(LIBRARY)])}, str(path)
 
 
-def _set(visible: Iterable[int], hidden: Iterable[int]) -> None:
-    for minor in visible:
-        while _is_covered(node(minor)):
-            _call("umount2", node(minor).encode(), _MNT_DETACH | _UMOUNT_NOFOLLOW)
-    for minor in hidden:
-        if os.path.lexists(node(minor)) and not _is_covered(node(minor)):
-            _cover(node(minor))
+def owner(path: str) -> int | None:
+    """Return the user in whose runtime folder it is (``…/UID/sees/NAME``); None where it is nowhere of that kind."""
+    parts = Path(path).parts
+    if not path.startswith("/") or len(parts) < 4 or parts[-2] != _KIND or ".." in parts:
+        return None
+    return int(parts[-3]) if parts[-3].isascii() and parts[-3].isdigit() else None
 
 
-def _is_covered(path: str) -> bool:
-    info = os.stat(path, follow_symlinks=False)
-    return stat.S_ISCHR(info.st_mode) and info.st_rdev == os.stat(_NULL).st_rdev
+def seen(path: str) -> set[int] | None:
+    """Return the minor numbers in such a file; None where it is gone, and all are seen."""
+    uid = owner(path)
+    text = None if uid is None else read_owned(Path(path), uid)
+    if text is None:
+        return None
+    return {int(word) for word in text.split(b",") if word.strip().isdigit()}
 
 
-def _cover(path: str) -> None:
-    if not stat.S_ISCHR(os.stat(path, follow_symlinks=False).st_mode):
-        raise OSError(19, "no device node", path)
-    _call("mount", _NULL.encode(), path.encode(), None, ctypes.c_ulong(_MS_BIND), None)
+def show(path: str, minors: Iterable[int]) -> None:
+    """Change what the job of that file sees; its folder is made anew where it is missing, after a restart.
+
+    Written with the rights of the user whose folder it is in: a path comes from records and images of users.
+
+    Raises:
+        OSError: it may not, there is no room.
+    """
+    wanted, uid = set(minors), owner(path)
+    if uid is None:
+        raise OSError(errno.EINVAL, "not in a user's runtime folder", path)
+    if seen(path) == wanted:
+        return
+
+    def write() -> None:
+        Path(path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        write_atomic(Path(path), _text(wanted))
+
+    if uid == os.geteuid():
+        write()
+    else:
+        _as(uid, write)
 
 
-def _inside(pid: int, call: Callable[[], None]) -> None:
-    """Make a call in the mount namespace of a process, in a thread of its own: that of the others stays what it is."""
-    fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-
-    def enter() -> None:
-        _call("unshare", _CLONE_FS)  # a thread that shares its folder with others may not
-        _call("setns", fd, _CLONE_NEWNS)
-        call()
-
-    try:
-        _in_a_thread(enter)
-    finally:
-        os.close(fd)
+def forget(path: str) -> None:
+    """Remove such a file, when its job has ended."""
+    if owner(path) == os.geteuid():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
-def _try(call: Callable[[], None]) -> bool:
-    try:
-        _in_a_thread(call)
-    except OSError:
-        return False
-    return True
+def _text(minors: Iterable[int]) -> bytes:
+    return ",".join(str(minor) for minor in sorted(set(minors))).encode()
 
 
-def _in_a_thread(call: Callable[[], None]) -> None:
+def _as(uid: int, call: Callable[[], None]) -> None:
+    """Make a call with a user's rights to files (setfsuid(2)), in a thread of its own: they are a thread's.
+
+    Raises:
+        OSError: what the call raised, or the rights may not be taken.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
+            try:
+                gid = pwd.getpwuid(uid).pw_gid
+            except KeyError:
+                gid = uid
+            libc.setfsgid(gid)
+            libc.setfsuid(uid)
+            if libc.setfsuid(uid) != uid:  # it answers what was before
+                raise PermissionError(errno.EPERM, f"this is not for uid {os.geteuid()} to change")
             call()
         except BaseException as error:
             failed.append(error)
 
-    thread = threading.Thread(target=run, name="limosa-nodes")
+    thread = threading.Thread(target=run, name="limosa-sees")
     thread.start()
     thread.join()
     if failed:
         raise failed[0]
-
-
-def _call(name: str, *args: object) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if getattr(libc, name)(*args):
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -74,7 +74,6 @@ def launch(
     *,
     seccomp: bool = True,
     detach: bool = False,
-    hidden: Sequence[int] = (),
 ) -> Launched:
     """Starts ``command`` and returns once it has been exec'ed.
 
@@ -89,7 +88,6 @@ def launch(
         cwd: its working folder, else the caller's.
         env: its environment, else the caller's; PYTHONUNBUFFERED=1 is added.
         seccomp: answer io_uring_setup with ENOSYS.
-        hidden: minor numbers of GPUs whose device nodes it is not to see (``device_nodes``; root alone may).
         detach: let init be its parent. Otherwise it is the caller's child, and the caller must ``waitpid`` it.
 
     Raises:
@@ -102,7 +100,7 @@ def launch(
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
     ignored = [int(number) for number in _KEPT if signal.getsignal(number) is signal.SIG_IGN]
     spec = {"command": list(command), "env": job_env, "cwd": folder, "seccomp": seccomp, "detach": detach}
-    spec["ignored"], spec["hidden"] = ignored, list(hidden)
+    spec["ignored"] = ignored
     with contextlib.ExitStack() as stack:
 
         def own(fd: int) -> int:
@@ -173,8 +171,4 @@ def _failure(command: Sequence[str], said: dict[str, Any]) -> RunFailed:
         return CommandNotExecutable(command=command[0], detail=os.strerror(number) if number else text)
     if step == "seccomp":
         return RunFailed(detail=f"the filter against io_uring: {text}", hint="limosa run --no-seccomp")
-    if step == "gpus":
-        return RunFailed(
-            detail=f"the other GPUs cannot be hidden from it: {text}", hint="set CUDA_VISIBLE_DEVICES instead"
-        )
     return RunFailed(detail=f"{step}: {text}" if step else "the process ended before it could become the command")

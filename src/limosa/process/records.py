@@ -10,12 +10,14 @@ import contextlib
 import os
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import msgspec
 
 from limosa.errors import NoSuchProcess, UsageError
+from limosa.process import device_nodes
 from limosa.process.identity import Identity, boot_id
 from limosa.process.runtime import (
     RuntimeDir,
@@ -118,6 +120,7 @@ class Record(msgspec.Struct, kw_only=True):
         Stale ones in the caller's own folder are removed on the way; what cannot be read is passed over.
         """
         best: dict[Identity, R] = {}
+        removed: list[R] = []
         for owner, folder in folders(cls.kind):
             for path in entries(folder):
                 record = cls._read(path, owner)
@@ -126,9 +129,15 @@ class Record(msgspec.Struct, kw_only=True):
                 if owner == os.geteuid() and record.stale():
                     with contextlib.suppress(OSError):
                         os.unlink(path)
+                        removed.append(record)
                 elif record.believed(owner) and (record.root not in best or best[record.root].since < record.since):
                     best[record.root] = record
+        for record in removed:
+            record.clear_away(best.values())
         return sorted(best.values(), key=lambda r: r.since)
+
+    def clear_away(self, others: Iterable[Record]) -> None:
+        """Removes what belonged to the job, when its record is removed as stale and these count."""
 
     @classmethod
     def of(cls: type[R], root: Identity) -> R | None:
@@ -162,7 +171,7 @@ class RunRecord(Record, kw_only=True):
         log: absolute path of the file its output goes to, or "".
         cwd: the folder it was started in.
         supervisor: the attached ``limosa run``, or None when detached.
-        hidden: whether GPUs are hidden from it by mounts that ``limosa run --gpus`` made, so that they may be changed.
+        sees: the file that says which GPUs it sees (``device_nodes``); "" where ``limosa run --gpus`` hides none.
     """
 
     kind: ClassVar[str] = "jobs"
@@ -171,7 +180,16 @@ class RunRecord(Record, kw_only=True):
     log: str = ""
     cwd: str = ""
     supervisor: Identity | None = None
-    hidden: bool = False
+    sees: str = ""
+
+    def believed(self, owner: int) -> bool:
+        """As every record, and nobody may speak of what another's job sees."""
+        return super().believed(owner) and (not self.sees or device_nodes.owner(self.sees) == owner)
+
+    def clear_away(self, others: Iterable[Record]) -> None:
+        """Removes the file, unless a job that was restored from an image of this one has it now."""
+        if self.sees and not any(isinstance(other, RunRecord) and other.sees == self.sees for other in others):
+            device_nodes.forget(self.sees)
 
 
 class SuspendRecord(Record, kw_only=True):

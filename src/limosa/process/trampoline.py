@@ -71,9 +71,6 @@ def main() -> None:
         os.setsid()
         _say(pid=os.getpid(), start_time=_start_time())
         _close_on_exec()
-        step = "gpus"
-        if spec["hidden"]:
-            _beside("device_nodes").hide(spec["hidden"])
         step = "chdir"
         os.chdir(spec["cwd"])
         step = "seccomp"

@@ -295,8 +295,13 @@ uint32_t devices_openable(void)
         struct stat info;
         snprintf(path, sizeof path, "/dev/nvidia%d", gpu->minor);
         if (stat(path, &info) == 0 && S_ISCHR(info.st_mode) && (int)minor(info.st_rdev) == gpu->minor &&
-            major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0 && !gpu->lost)
+            major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0 && !gpu->lost) {
+            int fd = open(path, O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
+            if (fd < 0)
+                continue;
+            close(fd);
             openable |= 1u << i;
+        }
     }
     return openable;
 }
