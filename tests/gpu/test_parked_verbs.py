@@ -103,9 +103,10 @@ def test_two_jobs_change_places(prover: Prover) -> None:
     assert first_difference(results, twin) is None
 
 
-def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--gpus", "0"]], ids=["", "hidden"])
+def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: Path, options: list[str]) -> None:
     """The job goes on from an image that ended it; afterwards, the copy that was made on the way goes on as well."""
-    job = prover.start(TRAINING)
+    job = prover.start(TRAINING, options=options)
     operation.move(job.pid, to="1", timeout=60)
     job.goes_on()
     copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, 2 * GB)
@@ -123,3 +124,17 @@ def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: P
     job.ends()
     again = [line.split(" ", 2) for line in (job.folder / "trace").read_text().splitlines()]
     assert [line[2] for line in again] == whole[int(again[0][0]) :]
+
+
+def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: Path) -> None:
+    """Two processes at one memory (torch.multiprocessing) come back at one memory."""
+    job = prover.start([sys.executable, str(VICTIMS / "proof_shared.py"), "FOLDER"])
+    copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, GB // 2)
+    assert copied.left_running
+    job.goes_on(20)
+    for to in (1, 0):
+        operation.checkpoint(job.pid, images / f"last{to}")
+        back = lambda to=to: operation.restore(images / f"last{to}", to=str(to))  # noqa: E731
+        prover.acts(job, back, [prover.gpus[to]], GB // 2)
+    prover.moves(job, 1, GB // 2)
+    prover.twins_agree(job)

@@ -110,8 +110,6 @@ def look(
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
         aside = _aside(members)
         total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
-        if operation == "checkpoint" and shares.several({**all_of, **aside}):
-            found.append(Reason(id="shared-memory", text=shares.SEVERAL, exit_code=13, pid=members[0].pid))
     return total, found, {*shims, *aside}, small
 
 

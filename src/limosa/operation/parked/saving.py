@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 
 from limosa import gpu
-from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.operation import counting, driver_steps
@@ -62,16 +62,12 @@ class _Part:
         self.source: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
-        self.imported: set[int] = set()
         self.share: dict[int, int] = {}
+        self.copied: set[int] = set()  # of what several processes have, one alone is
 
     @property
     def pid(self) -> int:
         return self.member.pid
-
-    def own(self) -> Iterable[tuple[str, int]]:
-        """What it holds, GPU and bytes; what several processes have counts for him who made it."""
-        return ((self.gpus[i], n) for i, n in self.bytes.items() if not (self.share.get(i) and i in self.imported))
 
     def connected(self) -> Shim:
         """Its shim, connected to again where that was let go of."""
@@ -86,8 +82,8 @@ class _Part:
             self.shim = None
 
     def held(self) -> dict[str, int]:
-        """Bytes by GPU."""
-        return added_up({gpu_: size} for gpu_, size in self.own())
+        """Bytes by GPU; what several processes have counts for the one of which it is copied."""
+        return added_up({self.gpus[i]: self.bytes[i]} for i in self.copied)
 
     def close(self) -> None:
         for fd in self.source.values():
@@ -106,6 +102,7 @@ class _Suspended(_Part):
         self.layout = layout.pieces
         self.bytes = {p.id: p.bytes for p in self.layout}
         self.gpus = {p.id: member.moved.get(p.gpu, p.gpu) for p in self.layout}
+        self.share = {m.id: m.share for m in shim.memories()}
         self.let_go = False
 
     def close(self) -> None:
@@ -161,7 +158,7 @@ class Saving:
     @property
     def bytes(self) -> int:
         """Device memory that is copied into the image as chunks."""
-        return sum(sum(part.bytes.values()) for part in self._parts)
+        return sum(part.bytes[i] for part in self._parts for i in part.copied)
 
     def held(self, pid: int) -> dict[str, int]:
         """Bytes by GPU that were taken out of a process, and that its member's do not count."""
@@ -182,9 +179,10 @@ class Saving:
         self._saver = Saver(self._residents.mover(os.geteuid()), folder, self._chunk, key)
         for part in self._parts:
             if isinstance(part, _Suspended):
-                for uuid in sorted(set(part.gpus.values())):
-                    places = [(p.id, p.bytes, p.offset) for p in part.layout if part.gpus[p.id] == uuid]
-                    self._saver.aside(part.pid, places, uuid, part.segments)
+                part.copied = self._not_shared(part, [p.id for p in part.layout])
+                for uuid in sorted({part.gpus[i] for i in part.copied}):
+                    mine = [p for p in part.layout if p.id in part.copied and part.gpus[p.id] == uuid]
+                    self._saver.aside(part.pid, [(p.id, p.bytes, p.offset) for p in mine], uuid, part.segments)
         shares.refuse_outside(self.shims)  # it would be somebody else's and the image's, and no more the same
         self._follow()
         changed = self.bytes if self._limit == 0 else self._copy_rounds() if running else self._copy_once()
@@ -193,20 +191,11 @@ class Saving:
             self._weigh(running)
             self._saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
 
-    def _refuse_shared(self) -> None:
-        """Looks again at what was looked at when it was planned: the rounds take minutes, and now nothing changes.
-
-        Raises:
-            CannotBeMoved: processes of the job share memory by now.
-        """
-        if shares.several({part.pid: part.connected().memories() for part in self._parts}):
-            raise CannotBeMoved(detail=shares.SEVERAL)
-
     def _weigh(self, running: Sequence[_Part]) -> None:
         """Note what the driver will carry."""
         inventory = gpu.inventory()
         for part in running:
-            pieces = [m for m in part.connected().memories() if m.id in part.bytes and not (m.share and m.imported)]
+            pieces = [m for m in part.connected().memories() if m.id in part.copied]
             counting.note_beside(inventory, part.member, part.devices, pieces)
 
     def _copy_once(self) -> int:
@@ -242,17 +231,23 @@ class Saving:
         self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, hash_seconds=hashing))
         return done.bytes
 
+    def _not_shared(self, part: _Part, ids: Iterable[int]) -> set[int]:
+        """Of these pieces of a process those that no other's copy stands for."""
+        there = {other.share.get(i) for other in self._parts for i in other.copied} - {0, None}
+        return {i for i in ids if part.share.get(i) not in there}
+
     def _follow(self) -> None:
         """Take in what was allocated and let go of what was freed since the last time."""
-        assert self._saver is not None
-        for part in self._parts:
-            if isinstance(part, _Suspended):
-                continue
+        saver = self._saver
+        assert saver is not None
+        running = [part for part in self._parts if not isinstance(part, _Suspended)]
+        for part in running:
             shim = part.connected()
             now = {m.id: m for m in shim.memories() if not m.shared}
-            part.share.update({i: m.share for i, m in now.items() if i in part.source})
-            gone = sorted(set(part.source) - set(now))
-            self._saver.drop(part.pid, gone)
+            part.share.update({i: m.share for i, m in now.items()})
+            gone = set(part.source) - set(now)
+            saver.drop(part.pid, sorted(gone & part.copied))
+            part.copied -= gone
             for id_ in gone:
                 os.close(part.source.pop(id_))
                 del part.bytes[id_], part.gpus[id_], part.share[id_]
@@ -261,18 +256,18 @@ class Saving:
                 new, fds = export(shim, new)
                 for m, fd in zip(new, fds, strict=True):
                     part.source[m.id], part.bytes[m.id], part.gpus[m.id] = fd, m.bytes, part.devices[m.device]
-                    part.share[m.id] = m.share
-                    part.imported |= {m.id} if m.imported else set()
             if new or gone:
                 ids = sorted(part.source)
                 held = [part.source[i] for i in ids]
                 key = key_of(self._work.id, part.member, "source")
                 note = msgspec.json.encode([Held(i, part.bytes[i], part.gpus[i]) for i in ids])
                 self._residents.put(part.owner, key, held, note)
-            for uuid in sorted({part.gpus[m.id] for m in new}):
-                ids = [m.id for m in new if part.gpus[m.id] == uuid]
-                sizes, mine = [part.bytes[i] for i in ids], [part.source[i] for i in ids]
-                self._saver.take(part.pid, ids, sizes, uuid, mine)
+        for part in running:  # when all are known: who frees what others have leaves it to them
+            new_ids = self._not_shared(part, set(part.source) - part.copied)
+            part.copied |= new_ids
+            for uuid in sorted({part.gpus[i] for i in new_ids}):
+                ids = sorted(i for i in new_ids if part.gpus[i] == uuid)
+                saver.take(part.pid, ids, [part.bytes[i] for i in ids], uuid, [part.source[i] for i in ids])
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
@@ -290,7 +285,6 @@ class Saving:
             for part in running:
                 gates.lower_stack(part.connected())
             shares.refuse_outside(self.shims)
-            self._refuse_shared()
             self._follow()
             for part in running:
                 if part.connected().unmap() is not Stand.AWAY and part.source:
@@ -334,8 +328,10 @@ class Saving:
         numbers = {0: 0}  # the processes' own numbers of what they share are of 64 bits, and mean nothing elsewhere
         for share in (share for part in self._parts for share in part.share.values()):
             numbers.setdefault(share, len(numbers))
+        copy_of = {part.share.get(i): (part.pid, i) for part in self._parts for i in part.copied}
         for part in self._parts:
             pieces = [(part.pid, id_, size) for id_, size in sorted(part.bytes.items())]
+            copies = [(*(copy_of[part.share[i]] if i not in part.copied else (pid, i)), n) for pid, i, n in pieces]
             found.append(
                 DeviceMemory(
                     pid=part.pid,
@@ -344,7 +340,7 @@ class Saving:
                         DevicePiece(
                             id=id_, bytes=size, gpu=part.gpus[id_], share=numbers[part.share.get(id_, 0)], chunks=chunks
                         )
-                        for (_, id_, size), chunks in zip(pieces, saver.names(pieces), strict=True)
+                        for (_, id_, size), chunks in zip(pieces, saver.names(copies), strict=True)
                     ],
                 )
             )

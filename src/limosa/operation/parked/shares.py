@@ -16,8 +16,6 @@ from limosa.parking.shim import Memory, Shim, under_shim
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 2.0
-SEVERAL = "processes of the job share device memory by legacy IPC handles: it can be moved and suspended only"
-"""Why no image can be written of them."""
 
 
 def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> list[tuple[int, str]]:
@@ -56,17 +54,6 @@ def refuse_outside(shims: Mapping[int, Shim]) -> None:
     found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
     if found:
         raise CannotBeMoved(detail=found[0][1])
-
-
-def several(pieces: Mapping[int, list[Memory]]) -> bool:
-    """Whether more than one of these processes has the same memory."""
-    seen: set[int] = set()
-    for own in pieces.values():
-        mine = {m.share for m in own if m.share}
-        if mine & seen:
-            return True
-        seen |= mine
-    return False
 
 
 def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
