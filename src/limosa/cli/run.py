@@ -110,7 +110,11 @@ def run(
             chosen = name or default_name(command_line)
             env, sees = _only(gpus, env, report) if gpus is not None else (env, "")
             place = log or Path(f"{chosen}.log")
-            launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach)
+            try:
+                launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach)
+            except BaseException:
+                device_nodes.forget(sees)
+                raise
             _remember(chosen, command_line, launched, report, attached=not detach, sees=sees)
         report.warn(*launched.warnings)
         job = launched.identity
@@ -182,7 +186,7 @@ def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dic
     Raises:
         UnknownGpu: there is no such GPU.
         UsageError: one is named twice.
-        OSError: what it sees cannot be noted.
+        RunFailed: what it is to see cannot be noted.
     """
     from limosa.gpu import find_gpu, inventory
 
@@ -196,7 +200,10 @@ def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dic
         return made, ""
     if device_nodes.LIBRARY.is_file() and all(g.minor is not None for g in found.gpus):
         made.pop("CUDA_VISIBLE_DEVICES", None)  # it counts, or names, other GPUs than the job will have
-        return device_nodes.preload(made, [g.minor for g in chosen if g.minor is not None])
+        try:
+            return device_nodes.preload(made, [g.minor for g in chosen if g.minor is not None])
+        except OSError as error:
+            raise RunFailed(detail=f"what it is to see of the GPUs cannot be noted: {error}") from error
     text = "the other GPUs cannot be hidden from the job here, only taken out of CUDA's sight"
     report.warn(Reason(id="gpus-not-hidden", text=text, hint="limosa doctor says what was not built"))
     made["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in chosen)

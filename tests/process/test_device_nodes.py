@@ -1,0 +1,102 @@
+"""What ``limosa run --gpus`` preloads, and the file that says which GPUs a job sees."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from limosa.process import device_nodes
+
+TRIES = """
+import errno, os, sys
+def tried(path, flags=os.O_RDONLY, mode=0o777):
+    try:
+        os.close(os.open(path, flags, mode))
+        return "opened"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+os.umask(0)
+for path in ("/dev/nvidia70", "/dev/nvidia7", "/dev/nvidia071", "/dev/nvidiactl7", "/dev/nvidia7x", "/dev/nvidia"):
+    print(path, tried(path))
+made = sys.argv[1] + "/made"
+print("made", tried(made, os.O_WRONLY | os.O_CREAT, 0o640), oct(os.stat(made).st_mode))
+fd = os.open(sys.argv[1], os.O_WRONLY | os.O_TMPFILE, 0o600)
+print("nameless", oct(os.fstat(fd).st_mode))
+"""
+
+
+def said(tmp_path: Path, path: str | None) -> dict[str, str]:
+    env = {**os.environ, "LD_PRELOAD": str(device_nodes.LIBRARY)} | ({"LIMOSA_SEES": path} if path else {})
+    done = subprocess.run(
+        [sys.executable, "-c", TRIES, str(tmp_path)], env=env, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.fixture
+def listed(runtime: Path) -> tuple[dict[str, str], str]:
+    return device_nodes.preload({"LD_PRELOAD": "/some.so"}, [7, 12])
+
+
+def test_nodes_of_others_cannot_be_opened_and_everything_else_can(
+    tmp_path: Path, listed: tuple[dict[str, str], str]
+) -> None:
+    env, path = listed
+    assert env["LD_PRELOAD"].split(":") == ["/some.so", str(device_nodes.LIBRARY)]
+    assert device_nodes.seen(path) == {7, 12}
+    found = said(tmp_path, path)
+    assert found.pop("made") == "opened 0o100640"
+    assert found.pop("nameless") == "0o100600"
+    assert found.pop("/dev/nvidia70") == "EPERM"
+    assert found.pop("/dev/nvidia071") == "EPERM"
+    assert set(found.values()) == {"ENOENT"}, "they are not there, which is for the kernel to say"
+
+
+def test_without_a_list_nothing_is_hidden(tmp_path: Path, listed: tuple[dict[str, str], str]) -> None:
+    _, path = listed
+    device_nodes.show(path, [])
+    assert said(tmp_path, path)["/dev/nvidia7"] == "EPERM"
+    device_nodes.forget(path)
+    assert device_nodes.seen(path) is None
+    assert said(tmp_path, path)["/dev/nvidia7"] == "ENOENT"
+    assert said(tmp_path, None)["/dev/nvidia7"] == "ENOENT"
+    device_nodes.show(path, [3])
+    assert device_nodes.seen(path) == {3}, "made anew, as after a restart of the machine"
+
+
+@pytest.mark.parametrize(
+    "path", ["", "sees", "/etc/passwd", "/a/0/sees/../../x/0/sees/y", "/a/root/sees/x", "0/sees/x"]
+)
+def test_only_in_a_users_runtime_folder(path: str) -> None:
+    assert device_nodes.owner(path) is None
+    assert device_nodes.seen(path) is None
+    with pytest.raises(OSError, match="runtime folder"):
+        device_nodes.show(path, [0])
+
+
+@pytest.mark.root
+def test_root_writes_with_the_rights_of_whose_folder_it_is(tmp_path: Path) -> None:
+    """A path comes from users' records: it leads nowhere where they could not write themselves."""
+    folder = tmp_path / "4321"
+    folder.mkdir()
+    os.chown(folder, 4321, 4321)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    path = folder / "sees" / "list"
+    device_nodes.show(str(path), [1])
+    assert (path.stat().st_uid, device_nodes.seen(str(path))) == (4321, {1})
+    (tmp_path / "own").mkdir()
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.symlink_to(tmp_path / "own")  # root's
+    with pytest.raises(OSError, match="denied") as raised:
+        device_nodes.show(str(path), [1])
+    assert raised.value.errno == errno.EACCES
+    assert os.geteuid() == 0
+    assert list((tmp_path / "own").iterdir()) == []
