@@ -9,6 +9,7 @@ import os
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from limosa.errors import FailedUndone
@@ -100,6 +101,16 @@ def test_what_is_no_regular_file_any_more_is_refused(tmp_path: Path, kind: str) 
     else:
         os.mkfifo(path)
     assert ids(opened(path, path.stat().st_size), rewind=True) == [CHANGED]
+
+
+@pytest.mark.parametrize("rewind", [False, True])
+def test_another_mode_is_told_before_criu_finds_it(log: Path, rewind: bool) -> None:
+    log.chmod(0o640)
+    file = msgspec.structs.replace(opened(log, len(BEFORE)), mode=log.stat().st_mode)
+    assert changed_files(image(file), rewind) == ([], [])
+    log.chmod(0o600)
+    (reason,), _ = changed_files(image(file), rewind)
+    assert (reason.id, reason.exit_code, reason.hint) == (*CHANGED, f"chmod 640 {log}")
 
 
 @pytest.mark.parametrize("rewind", [False, True])

@@ -164,6 +164,7 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
         mapped: whether it was mapped.
         deleted: whether it had no name any more (then it is inside the image).
         inode: number of its inode, 0 where it was not looked at.
+        mode: its ``st_mode``, which CRIU compares as well; 0 where it was not looked at.
     """
 
     path: PathText
@@ -175,6 +176,7 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
     mapped: bool = False
     deleted: bool = False
     inode: Annotated[int, msgspec.Meta(ge=0)] = 0
+    mode: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):

@@ -50,7 +50,14 @@ def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile
                     info = os.stat(m.path)
                     if stat.S_ISREG(info.st_mode) and info.st_ino == m.inode:
                         files.append(
-                            OpenFile(path=m.path, size=info.st_size, pid=process.pid, mapped=True, inode=m.inode)
+                            OpenFile(
+                                path=m.path,
+                                size=info.st_size,
+                                pid=process.pid,
+                                mapped=True,
+                                inode=m.inode,
+                                mode=info.st_mode,
+                            )
                         )
     return tree, files
 
@@ -77,6 +84,7 @@ def _open_files(pid: int) -> list[OpenFile]:
                     position=int(fields["pos"]) if writes else None,
                     deleted=deleted,
                     inode=info.st_ino,
+                    mode=info.st_mode,
                 )
             )
     return found

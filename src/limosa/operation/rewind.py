@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shlex
 import shutil
 import stat
 from typing import BinaryIO
@@ -122,6 +123,12 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
         return Reason(id="file-missing", text=text, exit_code=23, hint="put it back", pid=uses[0].pid)
     if not stat.S_ISREG(info.st_mode):
         return Reason(id="file-changed", text=f"{path} is no regular file any more; {who}", exit_code=23)
+    if uses[0].mode not in (0, info.st_mode):
+        had, has = stat.S_IMODE(uses[0].mode), stat.S_IMODE(info.st_mode)
+        text = f"{path} has the mode {has:04o} and had {had:04o}; {who}"
+        return Reason(
+            id="file-changed", text=text, exit_code=23, hint=f"chmod {had:o} {shlex.quote(path)}", pid=uses[0].pid
+        )
     if info.st_size == size or all(_appends_only(f) for f in uses):
         return None
     text = f"{path} has {info.st_size} bytes and had {size}; {who}"
