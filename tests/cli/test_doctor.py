@@ -194,3 +194,17 @@ def test_why_the_plugin_cannot_be_built_is_said_in_a_line(monkeypatch):
     monkeypatch.setattr("limosa.process.criu.program.plugin_dir", lambda: None)
     monkeypatch.setattr("limosa.native.build.build_plugin", lambda: "cc: one\ntwo")
     assert module._plugin(None, True, True, print).detail.endswith("(cc: one)")
+
+
+def test_libraries_that_were_not_built_are_named_and_built(monkeypatch, tmp_path):
+    from limosa.native import build
+
+    monkeypatch.setattr(build, "SIGHT", tmp_path)
+    monkeypatch.setattr(build, "build_sight", lambda: "cc: one\ntwo")
+    said = module._libraries(fix=False, log=print)
+    assert (said.status, said.fix) == ("warn", "install a C compiler (gcc), then limosa doctor --fix")
+    assert "liblimosa_sight.so (limosa run --gpus hides nothing from a job)" in said.detail
+    assert "liblimosa_shim.so" not in said.detail
+    assert module._libraries(fix=True, log=print).detail.endswith("(cc: one)")
+    monkeypatch.setattr(build, "build_sight", (tmp_path / build.SIGHT_LIBRARY).touch)
+    assert module._libraries(fix=True, log=print).status == "ok"

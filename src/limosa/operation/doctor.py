@@ -50,7 +50,7 @@ def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: N
     """Look at the machine.
 
     Args:
-        fix: fetch a working CRIU and build the CRIU plugin where they are missing.
+        fix: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing.
         criu: path of the criu program to look at instead of the one that would be found.
         log: told in words what is being fixed.
 
@@ -61,7 +61,8 @@ def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: N
     *checks, persistence = driver_checks(facts_of(present))
     rights = _capabilities()
     works, trial = _criu(criu, fix, rights, log)
-    checks += [trial, _plugin(works, present, fix, log), rights, _ptrace_scope(), _nftables(works)]
+    checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log)]
+    checks += [rights, _ptrace_scope(), _nftables(works)]
     checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _parking(), _stale(), _runtime_dir()]
     return Diagnosis(ok=not any(c.status == "fail" for c in checks), checks=checks)
 
@@ -110,6 +111,27 @@ def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
     text += f" ({why})" if why else ""
     fixing = "install a C compiler (gcc), then limosa doctor --fix"
     return fail("plugin", 24, text, fixing) if present and works is not None else warn("plugin", text, fixing)
+
+
+def _libraries(*, fix: bool, log: Log) -> Check:
+    """The check "libraries": what ``limosa run`` preloads, and the hash by which a checkpoint sees what has changed."""
+    from limosa.native import build
+
+    parts = (
+        (build.SHIM / build.SHIM_LIBRARY, build.build_shim, "jobs of limosa run take the driver's way"),
+        (build.SIGHT / build.SIGHT_LIBRARY, build.build_sight, "limosa run --gpus hides nothing from a job"),
+        (build.HASH / build.HASH_LIBRARY, build.build_hash, "device memory cannot be copied while a job runs"),
+    )
+    why = ""
+    for library, builds, _ in parts if fix else ():
+        if not library.is_file():
+            log(f"building {library.name}")
+            why = why or (builds() or "").partition("\n")[0]
+    missing = [f"{library.name} ({without})" for library, _, without in parts if not library.is_file()]
+    if not missing:
+        return ok("libraries", "built: what jobs of limosa run are looked after by")
+    text = f"not built: {', '.join(missing)}" + (f" ({why})" if why else "")
+    return warn("libraries", text, "install a C compiler (gcc), then limosa doctor --fix")
 
 
 def _capabilities(status: Path = Path("/proc/self/status")) -> Check:
