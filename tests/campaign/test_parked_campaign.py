@@ -32,6 +32,7 @@ FOUND = (
     "suspend-memory/parked-churn/point.after-put-of-the-vault.0/vault-nofile",
     "leave-running/parked/mover.cuStreamSynchronize.3/hang-for-good",
     "restore/parked/mover.cuMemcpyHtoDAsync.0/hang-for-good",
+    "leave-running/parked/point.after-export-of-the-shim.0/stop-for-good",
 )
 """What failed when all of it was run; one of each cause (docs/reliability.md)."""
 

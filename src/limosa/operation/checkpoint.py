@@ -231,6 +231,9 @@ class _Checkpoint:
                 work.drop("parked")
                 self.saving.undo()
                 self.saving = None
+            if isinstance(error.__cause__, TimeoutError):  # stopped, it may be: the driver would wait for it as well
+                detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
+                raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
             if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_fits):
                 raise FailedUndone(
                     what="checkpoint",

@@ -45,12 +45,19 @@ class Beside(Generic[P]):
         self._residents = Residents()
         self._gates = Gates(work)
         self._copying = Background("limosa-copy")
+        self._touched: set[int] = set()
         self.bytes = 0
 
     @property
     def shims(self) -> dict[int, Shim]:
         """The connections, by pid."""
         return {part.member.pid: part.shim for part in self._parts}
+
+    def _begin_to_park(self) -> None:
+        """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
+        for part in self._parts:
+            self._work.note("park", "begin", part.member.pid)
+            self._touched.add(part.member.pid)
 
     def wait_for_copy(self) -> None:
         """Waits until all is copied.
@@ -86,6 +93,8 @@ class Beside(Generic[P]):
             Whether it is at home.
         """
         member, shim = part.member, part.shim
+        if member.pid not in self._touched:  # it may not even answer: stopped by somebody, say
+            return True
         stand = shim.hello().stand
         if stand is Stand.AWAY:
             if driver_steps.settled_state(self._work.driver, member.pid) == "checkpointed":

@@ -169,8 +169,7 @@ class Moving(Beside[_Part]):
             GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
         """
         self._hold_again()
-        for part in self._parts:  # before the gate: whoever finds this journal looks where it stands
-            self._work.note("park", "begin", part.member.pid)
+        self._begin_to_park()
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
             for part in self._parts:

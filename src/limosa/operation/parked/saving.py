@@ -63,6 +63,7 @@ class _Part:
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
         self.share: dict[int, int] = {}
+        self.touched = False  # its gate was going to be closed
         self.copied: set[int] = set()  # of what several processes have, one alone is
 
     @property
@@ -281,6 +282,7 @@ class Saving:
             running = [part for part in self._parts if not isinstance(part, _Suspended)]
             for part in running:
                 self._work.note("park", "begin", part.pid)
+                part.touched = True
             gates.close([part.connected() for part in running], self._work)
             for part in running:
                 gates.lower_stack(part.connected())
@@ -371,6 +373,8 @@ class Saving:
             if part.let_go:
                 part.connected().keep(part.arena)
                 part.let_go = False
+            return
+        if not part.touched:  # it may not even answer: stopped by somebody, say
             return
         shim = part.connected()
         stand = shim.hello().stand

@@ -105,8 +105,7 @@ class Suspending(Beside[_Going]):
             wanted = {key_of(self._work.id, part.member, "source"): len(part.source)}
             if self._residents.missing(part.shim.owner, wanted):
                 self._hold(part, [part.known[p.id] for p in part.layout])
-        for part in self._parts:
-            self._work.note("park", "begin", part.member.pid)
+        self._begin_to_park()
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
         shares.refuse_outside(self.shims)
