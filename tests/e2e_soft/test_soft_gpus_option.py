@@ -261,6 +261,54 @@ def sees_folder() -> Path:
     return Path(os.environ["LIMOSA_RUNTIME_DIR"]) / str(os.geteuid()) / "sees"
 
 
+LATE = """
+import os, time
+from pathlib import Path
+from cuda.bindings import driver as cu
+while True:
+    print("tick", flush=True)
+    time.sleep(0.05)
+    if Path("ask").exists():
+        Path("ask").unlink()
+        cu.cuInit(0)
+        print("devices", int(cu.cuDeviceGetCount()[1]), flush=True)
+"""
+
+
+@pytest.mark.criu
+def test_one_that_has_not_come_to_use_a_gpu_sees_its_own_when_it_is_back(node: Soft, tmp_path: Path) -> None:
+    words = f"import os; os.chdir({str(node.place)!r})\n{LATE}"
+    job = Started(node, "--gpus", "0,2", program=(sys.executable, "-c", words))
+    job.goes_on()
+    node.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image")
+    while os.path.exists(f"/proc/{job.pid}"):
+        time.sleep(0.01)
+    node.limosa("ps")
+    node.says(0, "", "restore", tmp_path / "image")
+    job.goes_on()
+    assert job.sees() == [0, 2]
+    (node.place / "ask").touch()
+    end = time.monotonic() + 20
+    while "devices" not in job.log.read_text():
+        assert time.monotonic() < end, job.log.read_text()
+        time.sleep(0.02)
+    assert "devices 2" in job.log.read_text()
+
+
+def test_a_file_that_cannot_be_written_hides_nothing_and_holds_nothing_up(node: Soft) -> None:
+    """What it is for is a shorter pause."""
+    job = Started(node, "--gpus", 0)
+    job.goes_on()
+    (kept,) = sees_folder().iterdir()
+    kept.unlink()
+    sees_folder().rmdir()
+    sees_folder().write_text("in the way")
+    node.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on()
+    assert job.on() == [1]
+    sees_folder().unlink()
+
+
 def test_nothing_is_left_of_a_job_that_has_ended(node: Soft) -> None:
     job = Started(node, "--gpus", "0", program=("true",))
     end = time.monotonic() + 10

@@ -31,7 +31,7 @@ def test_all_that_it_says_is_understood(old: Path, limosa: Callable[..., Any]) -
     said = limosa("inspect", old, "-o", "json", rc=0).json
     for field in ("created", "criu", "kernel", "hostname", "options", "gpus", "files"):
         assert said[field] == raw[field], field
-    assert said["job"] == {**raw["job"], "sees": ""}
+    assert said["job"] == {**raw["job"], "sees": "", "seen": []}
     assert (said["tree"][0]["pid"], said["tree"][0]["command"]) == (26863, ["./program"])
     assert (said["bytes"], said["device_bytes"], said["chunks"]) == (sum(f["size"] for f in raw["files"]), 0, 0)
     assert [path.rpartition("/")[2] for path in (f["path"] for f in said["open_files"])] == ["log", "log", "program"]

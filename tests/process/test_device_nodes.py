@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from limosa.process import device_nodes
+from limosa.process.identity import Identity
+from limosa.process.records import RunRecord
 
 TRIES = """
 import errno, os, sys
@@ -68,6 +70,8 @@ def test_without_a_list_nothing_is_hidden(tmp_path: Path, listed: tuple[dict[str
     assert said(tmp_path, None)["/dev/nvidia7"] == "ENOENT"
     device_nodes.show(path, [3])
     assert device_nodes.seen(path) == {3}, "made anew, as after a restart of the machine"
+    Path(path).write_text("1," + "9" * 5000 + ",x,2")
+    assert device_nodes.seen(path) == {1, 2}
 
 
 @pytest.mark.parametrize(
@@ -91,12 +95,22 @@ def test_root_writes_with_the_rights_of_whose_folder_it_is(tmp_path: Path) -> No
     path = folder / "sees" / "list"
     device_nodes.show(str(path), [1])
     assert (path.stat().st_uid, device_nodes.seen(str(path))) == (4321, {1})
-    (tmp_path / "own").mkdir()
+    (tmp_path / "own").mkdir(mode=0o775)  # root's, and of root's group
+    (tmp_path / "own").chmod(0o775)
+    (tmp_path / "own" / "list").write_text("7")
     path.unlink()
     path.parent.rmdir()
-    path.parent.symlink_to(tmp_path / "own")  # root's
-    with pytest.raises(OSError, match="denied") as raised:
+    path.parent.symlink_to(tmp_path / "own")
+    with pytest.raises(PermissionError):
         device_nodes.show(str(path), [1])
-    assert raised.value.errno == errno.EACCES
     assert os.geteuid() == 0
-    assert list((tmp_path / "own").iterdir()) == []
+    assert [(one.name, one.read_text()) for one in (tmp_path / "own").iterdir()] == [("list", "7")]
+
+
+@pytest.mark.root
+def test_of_what_a_job_sees_its_owner_speaks_and_root(runtime: Path, start: Any) -> None:
+    """Root that brings a user's job back notes it among root's records; a user says nothing of another's."""
+    job = Identity.of(start("counter").pid)
+    mine, theirs = (str(runtime / str(uid) / "sees" / "list") for uid in (os.geteuid(), 4321))
+    for sees, owner, counts in ((mine, 0, True), (theirs, 0, True), (theirs, 4321, False), (mine, 4321, False)):
+        assert RunRecord(root=job, name="j", command=[], sees=sees).believed(owner) is counts

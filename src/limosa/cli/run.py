@@ -146,9 +146,11 @@ def follow(
         if signals is None:
             stack.enter_context(Signals()).to(job)
             stop_adopting()  # a restore did; what the job itself orphans from here on is init's to reap
+        known = records.RunRecord.of(job)
         ended = follow_job(job, log, _to_stdout, offset=offset)
-    record = records.RunRecord(root=job, name="", command=[])
-    record.forget()
+    records.RunRecord(root=job, name="", command=[]).forget()
+    if known is not None and not ended.image:  # else somebody may have restored it by now
+        device_nodes.forget(known.sees)
     if ended.image:
         report.tell(f"a checkpoint ended the job; its image is {ended.image}")
         report.tell(f"hint: limosa restore {ended.image}")

@@ -95,6 +95,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         uid, gid: whom it ran as.
         cgroup: its cgroup (v2 path) when it was checkpointed, or "".
         sees: the file that said which GPUs it sees, where ``limosa run --gpus`` hid others from it, else "".
+        seen: the uuids of these.
     """
 
     pid: Pid
@@ -106,6 +107,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     gid: Uid = 0
     cgroup: PathText = ""
     sees: PathText = ""
+    seen: Annotated[list[Uuid], msgspec.Meta(max_length=1024)] = []
 
 
 class TreeProcess(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,11 +22,13 @@ from typing import Any
 
 import msgspec
 
+from limosa import gpu
 from limosa.errors import (
     CancelledUndone,
     CannotBeMoved,
     CriuFailed,
     FailedUndone,
+    GpuUnavailable,
     LimosaError,
     NoRoomOnHost,
     NoSuchProcess,
@@ -48,6 +50,8 @@ from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.work import Work, myself
+from limosa.parking.shim import ShimError
+from limosa.process import device_nodes
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
@@ -231,7 +235,8 @@ class _Checkpoint:
                 work.drop("parked")
                 self.saving.undo()
                 self.saving = None
-            if isinstance(error.__cause__, TimeoutError):  # stopped, it may be: the driver would wait for it as well
+            # It may be stopped, and the driver would wait for it as well.
+            if isinstance(error, ShimError) and isinstance(error.__cause__, TimeoutError):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
             if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_fits):
@@ -420,6 +425,7 @@ class _Checkpoint:
                 gid=first.gid if first else 0,
                 cgroup=first.cgroup.path if first else "",
                 sees=record.sees if record else "",
+                seen=_seen(record.sees, inventory) if record else [],
             ),
             tree=self.tree,
             options={
@@ -531,3 +537,13 @@ def _cwd(pid: int) -> str:
         return os.readlink(f"/proc/{pid}/cwd")
     except OSError:
         return "/"
+
+
+def _seen(path: str, inventory: gpu.Inventory | None) -> list[str]:
+    """The UUIDs of the GPUs that a job sees from which others are hidden."""
+    minors = device_nodes.seen(path) if path else None
+    if minors is None:
+        return []
+    with contextlib.suppress(GpuUnavailable):
+        return [g.uuid for g in (inventory or gpu.inventory()).gpus if g.minor in minors]
+    return []

@@ -126,7 +126,8 @@ def _libraries(*, fix: bool, log: Log) -> Check:
     for library, builds, _ in parts if fix else ():
         if not library.is_file():
             log(f"building {library.name}")
-            why = why or (builds() or "").partition("\n")[0]
+            said = builds() or ""
+            why = why or said.partition("\n")[0]
     missing = [f"{library.name} ({without})" for library, _, without in parts if not library.is_file()]
     if not missing:
         return ok("libraries", "built: what jobs of limosa run are looked after by")

@@ -7,6 +7,7 @@ reason against the operation, its steps and its cost. All verbs start from it; `
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -208,6 +209,7 @@ def look(
             if prepared.busy:  # its shims listen to whoever works on it, and what can be seen of it changes
                 prepared.reasons = [*at_work, *asked]
                 return prepared
+            reasons += _not_ours_to_show(prepared.members)
             going, against, known, prepared.small = parkable.look(
                 operation, prepared.members, software=prepared.inventory.software
             )
@@ -349,6 +351,16 @@ def sees_of(root: Identity) -> str:
     """The file that says which GPUs a job sees; "" where ``limosa run --gpus`` hides none from it."""
     record = records.RunRecord.of(root)
     return record.sees if record is not None else ""
+
+
+def _not_ours_to_show(members: Sequence[Member]) -> list[Reason]:
+    """The refusal where a job is to go to another GPU, and what it sees is somebody else's to change."""
+    for member in members:
+        whose = device_nodes.owner(member.sees)
+        if member.sees and member.changes_gpu and os.geteuid() not in (0, whose):
+            text = f"which GPUs process {member.pid} sees is for uid {whose} to change"
+            return [Reason(id="permission", text=text, exit_code=11, hint="do it as that user or as root")]
+    return []
 
 
 def minors(inventory: gpu.Inventory) -> dict[str, int]:

@@ -39,6 +39,7 @@ from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on
 from limosa.operation.parked.gates import any_waits, gate_was_opened
 from limosa.operation.parked.loading import Loading
+from limosa.operation.prepare import minors
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.work import Work, myself
@@ -217,7 +218,6 @@ class _Restore:
 
         Raises:
             PermissionDenied: the caller may not.
-            FailedUndone: it cannot be written.
         """
         job = self.manifest.job
         if not job.sees:
@@ -228,12 +228,16 @@ class _Restore:
         text = f"what the job sees of the GPUs cannot be noted in {job.sees}"
         if device_nodes.owner(job.sees) not in (job.uid, os.geteuid()):
             raise PermissionDenied(detail=f"{text}: that is neither its user's nor yours")
+        wanted = {m.nodes[u] for m in self.members for u in m.map.values() if u in m.nodes}
+        if not self.members:  # it has not come to use one
+            with contextlib.suppress(LimosaError):
+                nodes = minors(gpu.inventory())
+                wanted = {nodes[u] for u in job.seen if u in nodes}
         try:
-            device_nodes.show(job.sees, {m.nodes[u] for m in self.members for u in m.map.values() if u in m.nodes})
-        except PermissionError as error:
-            raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
+            if wanted and not device_nodes.show(job.sees, wanted):
+                self.work.warnings.append(Reason(id="gpus-not-hidden", text=f"{text}: it sees all of them"))
         except OSError as error:
-            raise FailedUndone(what="restore", detail=f"{text}: {error.strerror}") from error
+            raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
 
     def _load(self) -> None:
         """Begins to fill the GPUs, before CRIU is started."""

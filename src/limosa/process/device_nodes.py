@@ -23,6 +23,7 @@ from limosa.process.runtime import own_folder, read_owned, write_atomic
 LIBRARY = Path(__file__).resolve().parents[1] / "native" / "sight" / "liblimosa_sight.so"
 _SEES = "LIMOSA_SEES"
 _KIND = "sees"
+_SETGROUPS = {"x86_64": 116}.get(os.uname().machine, 159)  # of the newer machines, arm64 among them
 
 
 def preload(env: Mapping[str, str], minors: Iterable[int]) -> tuple[dict[str, str], str]:
@@ -56,31 +57,42 @@ def seen(path: str) -> set[int] | None:
     text = None if uid is None else read_owned(Path(path), uid)
     if text is None:
         return None
-    return {int(word) for word in text.split(b",") if word.strip().isdigit()}
+    return {int(word) for word in text.split(b",") if word.isdigit() and len(word) < 6}
 
 
-def show(path: str, minors: Iterable[int]) -> None:
+def show(path: str, minors: Iterable[int]) -> bool:
     """Change what the job of that file sees; its folder is made anew where it is missing, after a restart.
 
     Written with the rights of the user whose folder it is in: a path comes from records and images of users.
 
+    Returns:
+        Whether it sees these alone. Where the file cannot be written it is removed, and all GPUs are seen: that is no
+        reason to leave a job where it is.
+
     Raises:
-        OSError: it may not, there is no room.
+        OSError: the caller may not do that.
     """
     wanted, uid = set(minors), owner(path)
     if uid is None:
         raise OSError(errno.EINVAL, "not in a user's runtime folder", path)
     if seen(path) == wanted:
-        return
+        return True
+    written = []
 
     def write() -> None:
-        Path(path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_atomic(Path(path), _text(wanted))
+        try:
+            Path(path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            write_atomic(Path(path), _text(wanted))
+            written.append(path)
+        except OSError:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(path)
 
     if uid == os.geteuid():
         write()
     else:
         _as(uid, write)
+    return bool(written)
 
 
 def forget(path: str) -> None:
@@ -95,7 +107,7 @@ def _text(minors: Iterable[int]) -> bytes:
 
 
 def _as(uid: int, call: Callable[[], None]) -> None:
-    """Make a call with a user's rights to files (setfsuid(2)), in a thread of its own: they are a thread's.
+    """Make a call with a user's rights to files (setfsuid(2)), in a thread of its own: the kernel has them by thread.
 
     Raises:
         OSError: what the call raised, or the rights may not be taken.
@@ -109,9 +121,11 @@ def _as(uid: int, call: Callable[[], None]) -> None:
                 gid = pwd.getpwuid(uid).pw_gid
             except KeyError:
                 gid = uid
+            if libc.syscall(_SETGROUPS, 0, None):  # the C library's would take them from all threads
+                raise OSError(ctypes.get_errno(), "setgroups")
             libc.setfsgid(gid)
             libc.setfsuid(uid)
-            if libc.setfsuid(uid) != uid:  # it answers what was before
+            if libc.setfsgid(gid) != gid or libc.setfsuid(uid) != uid:  # they answer what was before
                 raise PermissionError(errno.EPERM, f"this is not for uid {os.geteuid()} to change")
             call()
         except BaseException as error:

@@ -183,8 +183,8 @@ class RunRecord(Record, kw_only=True):
     sees: str = ""
 
     def believed(self, owner: int) -> bool:
-        """As every record, and nobody may speak of what another's job sees."""
-        return super().believed(owner) and (not self.sees or device_nodes.owner(self.sees) == owner)
+        """As every record; and of what another's job sees root alone may speak."""
+        return super().believed(owner) and (not self.sees or owner in (0, device_nodes.owner(self.sees)))
 
     def clear_away(self, others: Iterable[Record]) -> None:
         """Removes the file, unless a job that was restored from an image of this one has it now."""

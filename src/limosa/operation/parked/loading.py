@@ -20,6 +20,7 @@ from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
 from limosa.operation.parked.gates import Gates
+from limosa.operation.parked.shares import one_each
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -103,9 +104,10 @@ class Loading:
         if any(piece.share for part in self._parts for piece in part.late):
             text = "processes that share device memory cannot go to a GPU that one of them did not see when it began"
             raise CannotBeMoved(detail=text)
-        shared: dict[int, int] = {}  # what several processes have is made once
+        shared: dict[int, int] = {}  # what several processes have, or one has twice, is made once
         for part in self._parts:
-            own = [piece for piece in part.pieces if piece.share not in shared]
+            first = one_each({p.id: p.share for p in part.pieces}, [p.id for p in part.pieces], set(shared))
+            own = [piece for piece in part.pieces if piece.id in first]
             for gpu in sorted({part.there(piece) for piece in own}):
                 mine = [piece for piece in own if part.there(piece) == gpu]
                 ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]

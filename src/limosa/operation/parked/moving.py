@@ -126,7 +126,9 @@ class Moving(Beside[_Part]):
                 if not part.sees(part.places(piece)[1]):
                     raise CannotBeMoved(detail=_BLIND)
                 part.target[piece.id] = os.dup(self._shared[piece.share])
-        for (here, there), pieces in part.by_place([m for m in new if m.id not in part.target]).items():
+        others = [m for m in new if m.id not in part.target]
+        one = shares.one_each({m.id: m.share for m in others}, [m.id for m in others], set())
+        for (here, there), pieces in part.by_place([m for m in others if m.id in one]).items():
             ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
             if here == there:
                 part.target.update({i: part.source[i] for i in ids})
@@ -146,6 +148,10 @@ class Moving(Beside[_Part]):
             part.target.update(zip(ids, made, strict=True))
             self._shared.update({m.share: os.dup(part.target[m.id]) for m in pieces if m.share})
             copies.append((f"{key}/source", f"{key}/target", there))
+        for piece in others:
+            if piece.id not in one:
+                here, there = part.places(piece)
+                part.target[piece.id] = part.source[piece.id] if here == there else os.dup(self._shared[piece.share])
 
     def _hold(self, part: _Part) -> None:
         for side, fds in (("source", part.source), ("target", part.target)):

@@ -82,10 +82,6 @@ class _Part:
             self.shim.close()
             self.shim = None
 
-    def held(self) -> dict[str, int]:
-        """Bytes by GPU; what several processes have counts for the one of which it is copied."""
-        return added_up({self.gpus[i]: self.bytes[i]} for i in self.copied)
-
     def close(self) -> None:
         for fd in self.source.values():
             os.close(fd)
@@ -162,9 +158,16 @@ class Saving:
         return sum(part.bytes[i] for part in self._parts for i in part.copied)
 
     def held(self, pid: int) -> dict[str, int]:
-        """Bytes by GPU that were taken out of a process, and that its member's do not count."""
-        mine = (part.held() for part in self._parts if part.pid == pid and not isinstance(part, _Suspended))
-        return next(mine, {})
+        """Bytes by GPU that were taken out of a process, and that its member's do not count.
+
+        What several have counts for the first of them, as in the manifest.
+        """
+        counted: set[int] = set()
+        for part in self._parts:
+            own = shares.one_each(part.share, sorted(part.bytes), counted)
+            if part.pid == pid and not isinstance(part, _Suspended):
+                return added_up({part.gpus[i]: part.bytes[i]} for i in own)
+        return {}
 
     # -- while the job runs --------------------------------------------------------------------------------------
 
@@ -196,7 +199,7 @@ class Saving:
         """Note what the driver will carry."""
         inventory = gpu.inventory()
         for part in running:
-            pieces = [m for m in part.connected().memories() if m.id in part.copied]
+            pieces = [m for m in part.connected().memories() if m.id in part.bytes]
             counting.note_beside(inventory, part.member, part.devices, pieces)
 
     def _copy_once(self) -> int:
@@ -234,8 +237,8 @@ class Saving:
 
     def _not_shared(self, part: _Part, ids: Iterable[int]) -> set[int]:
         """Of these pieces of a process those that no other's copy stands for."""
-        there = {other.share.get(i) for other in self._parts for i in other.copied} - {0, None}
-        return {i for i in ids if part.share.get(i) not in there}
+        there = {other.share.get(i, 0) for other in self._parts for i in other.copied} - {0}
+        return set(shares.one_each(part.share, sorted(ids), there))
 
     def _follow(self) -> None:
         """Take in what was allocated and let go of what was freed since the last time."""

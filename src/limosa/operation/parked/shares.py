@@ -56,6 +56,25 @@ def refuse_outside(shims: Mapping[int, Shim]) -> None:
         raise CannotBeMoved(detail=found[0][1])
 
 
+def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> list[int]:
+    """Of these pieces of a process one for each memory, and none of what is there already, which grows by the rest.
+
+    A process may have the same memory twice: opened in two contexts.
+
+    Args:
+        share: under which number others have a piece, by its id; 0 or nothing: it is its own.
+        ids: the pieces.
+        there: such numbers.
+    """
+    found = []
+    for id_ in ids:
+        number = share.get(id_, 0)
+        if number not in there:
+            found.append(id_)
+            there |= {number} - {0}
+    return found
+
+
 def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
     """Makes one of what several processes have, where each has been given memory of its own with the same contents.
 

@@ -158,6 +158,10 @@ class Suspending(Beside[_Going]):
         self.let_go()
 
     def _home(self, part: _Going) -> None:
+        if part.member.pid not in self._touched:  # it has heard of nothing yet
+            if part.sizes:
+                self._residents.drop(part.shim.owner, aside_key(part.member))
+            return
         there = [p for p in part.layout if p.id in part.source]  # others it has freed since, before its gate was closed
         pieces = [Held(p.id, p.bytes, p.gpu) for p in there]
         if self._go_home(part, pieces, [part.source[p.id] for p in there]):
