@@ -78,15 +78,21 @@ def test_memory_that_is_shared_once_all_is_prepared_is_one_afterwards(parked: An
     job.finish()
 
 
-def test_memory_that_is_shared_once_all_is_prepared_is_not_written_twice(parked: Any, tmp_path: Path) -> None:
+def test_memory_that_is_shared_once_all_is_prepared_is_one_in_the_image(parked: Any, tmp_path: Path) -> None:
+    """It was copied as one process's alone, and two have it when the job is held still."""
     job = start(parked, "--mib", 16, "--partner")
-    child_of(job)
-    options = f'{{"output": "{tmp_path / "image"}", "leave_running": true}}'
+    child = child_of(job)
+    options = f'{{"output": "{tmp_path / "image"}"}}'
     said = meanwhile(parked, "saving.Saving", job, "share", "shared", "checkpoint", options)
-    assert "code 13" in said
-    assert "legacy IPC" in said
-    assert not (tmp_path / "image").exists()
+    assert "done" in said, said
+    job.until_gone()
+    parked.says(0, "", "restore", tmp_path / "image", "--to", 1)
     job.goes_on(3)
+    with Shim(Identity.of(child)) as shim:
+        (theirs,) = [m.share for m in shim.memories() if m.share]
+    assert [m.share for m in pieces(job) if m.share] == [theirs]
+    assert max(used(parked)) < 80 * MIB, "what is shared is there once"
+    time.sleep(0.3)
     job.finish()
 
 

@@ -76,19 +76,3 @@ def test_suspended_and_written_to_disk(parked: Any, tmp_path: Path) -> None:
     parked.says(0, "", "restore", tmp_path / "image", "--to", 1)
     is_shared(parked, job, child)
     job.finish()
-
-
-def test_shared_while_it_is_copied(parked: Any, tmp_path: Path) -> None:
-    """It was copied as one process's alone, and two have it when the job is held still."""
-    job = start(parked, "--mib", 24, "--partner")
-    child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])
-    saving = parked.later("checkpoint", job.pid, "--output", tmp_path / "image", *SMALL, "--rate", "20MiB")
-    time.sleep(1)
-    (job.folder / "share").touch()
-    job.until((job.folder / "shared").exists, what="a partner that has it")
-    assert saving.poll() is None
-    assert parked.judge(parked.ends(saving, 60), 0, "")["way"] == "parked"
-    job.until_gone()
-    parked.says(0, "", "restore", tmp_path / "image", "--to", 1)
-    is_shared(parked, job, child)
-    job.finish()

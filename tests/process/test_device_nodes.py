@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +86,33 @@ def test_only_in_a_users_runtime_folder(path: str) -> None:
         device_nodes.show(path, [0])
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user may look into."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 @pytest.mark.root
-def test_root_writes_with_the_rights_of_whose_folder_it_is(tmp_path: Path) -> None:
+def test_root_writes_with_the_rights_of_whose_folder_it_is(public: Path) -> None:
     """A path comes from users' records: it leads nowhere where they could not write themselves."""
-    folder = tmp_path / "4321"
+    folder = public / "4321"
     folder.mkdir()
     os.chown(folder, 4321, 4321)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
     path = folder / "sees" / "list"
     device_nodes.show(str(path), [1])
     assert (path.stat().st_uid, device_nodes.seen(str(path))) == (4321, {1})
-    (tmp_path / "own").mkdir(mode=0o775)  # root's, and of root's group
-    (tmp_path / "own").chmod(0o775)
+    (public / "own").mkdir(mode=0o775)  # root's, and of root's group
+    (public / "own").chmod(0o775)
     (tmp_path / "own" / "list").write_text("7")
     path.unlink()
     path.parent.rmdir()
-    path.parent.symlink_to(tmp_path / "own")
+    path.parent.symlink_to(public / "own")
     with pytest.raises(PermissionError):
         device_nodes.show(str(path), [1])
     assert os.geteuid() == 0
-    assert [(one.name, one.read_text()) for one in (tmp_path / "own").iterdir()] == [("list", "7")]
+    assert [(one.name, one.read_text()) for one in (public / "own").iterdir()] == [("list", "7")]
 
 
 @pytest.mark.root
