@@ -105,7 +105,7 @@ def test_root_writes_with_the_rights_of_whose_folder_it_is(public: Path) -> None
     assert (path.stat().st_uid, device_nodes.seen(str(path))) == (4321, {1})
     (public / "own").mkdir(mode=0o775)  # root's, and of root's group
     (public / "own").chmod(0o775)
-    (tmp_path / "own" / "list").write_text("7")
+    (public / "own" / "list").write_text("7")
     path.unlink()
     path.parent.rmdir()
     path.parent.symlink_to(public / "own")
