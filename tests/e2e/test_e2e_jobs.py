@@ -25,6 +25,7 @@ JOBS = [
     "sockets",
     "shm",
     "mp_queue",
+    "mp_spawn",
     "epoll",
     "threads",
     "unlinked",

@@ -385,6 +385,18 @@ def test_a_file_that_lost_one_of_its_names(job):
     assert set(refusals(obs, link_remap=False)) == {"link-remap"}
 
 
+def test_a_file_that_is_mapped_and_lost_one_of_its_names(job):
+    """As the C library makes semaphores."""
+    victim = job(
+        "f = open(folder + '/g', 'wb+'); f.write(bytes(32)); f.flush(); m = mmap.mmap(f.fileno(), 32); f.close()\n"
+        "os.link(folder + '/g', folder + '/h'); os.unlink(folder + '/g')"
+    )
+    obs = observe(victim.identity)
+    assert refusals(obs) == {}
+    assert hazards.checkpoint_needs(obs).link_remap
+    assert set(refusals(obs, link_remap=False)) == {"link-remap"}
+
+
 def test_limosas_own_ancestors_are_refused(job):
     code = (
         "import subprocess\n"

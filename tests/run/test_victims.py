@@ -9,6 +9,7 @@ SMALL = [
     "sockets",
     "shm",
     "mp_queue",
+    "mp_spawn",
     "posix_mq",
     "epoll",
     "threads",

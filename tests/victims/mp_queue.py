@@ -12,8 +12,7 @@ def work(inbox, outbox, lock):
             outbox.put(item * item)
 
 
-if __name__ == "__main__":
-    context = multiprocessing.get_context("fork")
+def main(context):
     inbox, outbox, lock = context.Queue(), context.Queue(), context.Lock()
     workers = [context.Process(target=work, args=(inbox, outbox, lock), daemon=True) for _ in range(2)]
     for worker in workers:
@@ -34,3 +33,7 @@ if __name__ == "__main__":
     for worker in workers:
         worker.join(20)
         assert worker.exitcode == 0
+
+
+if __name__ == "__main__":
+    main(multiprocessing.get_context("fork"))

@@ -168,12 +168,8 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
 
 def _may_link(observation: JobObservation) -> bool:
     """Whether every file that lost the name it was opened by was in a folder that is there and that we may write to."""
-    folders = {
-        os.path.dirname(f.target)
-        for p in observation.processes
-        for f in p.fds
-        if f.kind == "file" and f.deleted and f.links > 0
-    }
+    names = (name for process in observation.processes for name in hazards.renamed_files(process))
+    folders = {os.path.dirname(name) for name in names}
     return all(os.access(folder, os.W_OK | os.X_OK) for folder in folders)
 
 

@@ -119,6 +119,16 @@ def locked_files(process: ProcessObservation) -> list[FdObservation]:
     return [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
 
 
+def renamed_files(process: ProcessObservation) -> dict[str, str]:
+    """Return the files that lost the name they were opened by and have another: that name → where the process has it.
+
+    A semaphore of the C library is such a file, mapped and not open (``sem_open`` makes it under a name for a moment).
+    """
+    found = {m.path: "a mapping" for m in process.maps if m.deleted and m.links > 0}
+    files = (fd for fd in process.fds if fd.kind == "file" and fd.deleted and fd.links > 0)
+    return found | {fd.target: f"descriptor {fd.fd}" for fd in files}
+
+
 def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: bool) -> list[Reason]:
     """Return what stands against dumping a process's regular files without the options that allow it.
 
@@ -140,16 +150,14 @@ def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: b
             )
         )
     if not link_remap:
-        for fd in process.fds:
-            if fd.kind == "file" and fd.deleted and fd.links > 0:
-                text = f"descriptor {fd.fd} of process {process.title} is {fd.target}, whose name is gone"
-                found.append(
-                    Reason(
-                        id="link-remap",
-                        text=f"{text}; it has others",
-                        exit_code=13,
-                        hint="--link-remap",
-                        pid=process.pid,
-                    )
+        for name, how in renamed_files(process).items():
+            found.append(
+                Reason(
+                    id="link-remap",
+                    text=f"{how} of process {process.title} is {name}, whose name is gone; it has others",
+                    exit_code=13,
+                    hint="--link-remap",
+                    pid=process.pid,
                 )
+            )
     return found

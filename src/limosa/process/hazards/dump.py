@@ -8,7 +8,7 @@ import msgspec
 
 from limosa.errors import Reason
 from limosa.process.hazards.connections import connection_hazards, has_connections
-from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
+from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, renamed_files, terminals
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
@@ -23,7 +23,7 @@ class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
         tcp_established: the tree has connections; where both ends are inside, keeping them is no question.
         shell_job: the root is not the leader of its session, and no terminal is involved.
         ghost_limit: size in bytes of the largest file without a name that is open or mapped, at least CRIU's default.
-        link_remap: a file was opened by a name that is gone while it has others.
+        link_remap: a file that is open or mapped was opened by a name that is gone while it has others.
         file_locks: file locks are held.
     """
 
@@ -48,7 +48,6 @@ def nameless_files(process: ProcessObservation) -> dict[str, int]:
 
 def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
     """Return what CRIU has to be told for this job beyond the user's options."""
-    fds = [fd for process in obs.processes for fd in process.fds]
     sizes = [size for process in obs.processes for size in nameless_files(process).values()]
     # A file may grow between this look and the dump.
     largest = max(sizes, default=0)
@@ -56,7 +55,7 @@ def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
         tcp_established=has_connections(obs),
         shell_job=not leads_session(obs) and not terminals(obs),
         ghost_limit=max(GHOST_LIMIT, largest + largest // 4),
-        link_remap=any(fd.deleted and fd.links > 0 and fd.kind == "file" for fd in fds),
+        link_remap=any(renamed_files(process) for process in obs.processes),
         file_locks=any(locked_files(process) for process in obs.processes),
     )
 
