@@ -18,7 +18,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import blake3
 import msgspec
@@ -181,6 +181,26 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
     mode: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
+class LinkedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that had lost the name by which the job has it, and had another.
+
+    Attributes:
+        path: the name that CRIU gave it for this image: ``link_remap.N`` in the folder where it was.
+        names: the other names that it had in that folder.
+        size, mode, uid, gid, inode: of ``stat(2)``.
+        copy: its content, ``criu/NAME``; "" where it was large.
+    """
+
+    path: Annotated[str, msgspec.Meta(max_length=8192, pattern=r"^/(.*/)?link_remap\.\d+\Z")]
+    names: Annotated[list[PathText], msgspec.Meta(max_length=1000)] = []
+    size: Size
+    mode: Annotated[int, msgspec.Meta(ge=0)]
+    uid: Uid
+    gid: Uid
+    inode: Annotated[int, msgspec.Meta(ge=0)]
+    copy: FilePath | Literal[""] = ""
+
+
 class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of device memory of a process that runs under the shim.
 
@@ -227,6 +247,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs it held state on or could open.
         files: every file of ``criu/``; filled in by ``Draft.commit``.
         open_files: regular files it had open or mapped.
+        linked_files: those of them that had lost the name by which it has them, and had another.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
@@ -248,6 +269,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Annotated[list[GpuRecord], msgspec.Meta(max_length=1024)] = []
     files: Annotated[list[ImageFile], msgspec.Meta(max_length=100_000)] = []
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
+    linked_files: Annotated[list[LinkedFile], msgspec.Meta(max_length=100_000)] = []
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
     chunk_bytes: Size = 0

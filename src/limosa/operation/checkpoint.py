@@ -35,7 +35,18 @@ from limosa.errors import (
     Reason,
     TimedOutUndone,
 )
-from limosa.image import DeviceMemory, Draft, GpuRecord, Image, JobRecord, Manifest, OpenFile, TreeProcess, now
+from limosa.image import (
+    DeviceMemory,
+    Draft,
+    GpuRecord,
+    Image,
+    JobRecord,
+    LinkedFile,
+    Manifest,
+    OpenFile,
+    TreeProcess,
+    now,
+)
 from limosa.operation import driver_steps, estimate
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
@@ -45,6 +56,7 @@ from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, added_up
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
+from limosa.operation.linked_files import copy_linked_files
 from limosa.operation.parked.halves import Ready
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
@@ -126,6 +138,7 @@ class _Checkpoint:
         self.image: Image | None = None
         self.saving: Saving | None = None
         self.open_files: list[OpenFile] = []
+        self.linked_files: list[LinkedFile] = []
         self.tree: list[TreeProcess] = []
         self.nft_table: str | None = None
         self.device: list[DeviceMemory] = []
@@ -352,6 +365,8 @@ class _Checkpoint:
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
         self.tree, self.open_files = tree_and_files(self.prepared)
+        if self.dump_options.link_remap:
+            self.linked_files = copy_linked_files(self.prepared.observation, self.draft.criu_fd)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
@@ -452,6 +467,7 @@ class _Checkpoint:
                 for g in (inventory.gpus if inventory and self.members else [])
             ],
             open_files=self.open_files,
+            linked_files=self.linked_files,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
             chunk_bytes=self.options.chunk_bytes if self.device else 0,

@@ -74,6 +74,8 @@ def _open_files(pid: int) -> list[OpenFile]:
             flags = int(fields["flags"], 8)
             writes = flags & os.O_ACCMODE != os.O_RDONLY
             deleted = info.st_nlink == 0
+            if target.endswith(" (deleted)") and not deleted and not os.path.lexists(target):
+                continue  # it has another name: linked_files.py
             found.append(
                 OpenFile(
                     path=target.removesuffix(" (deleted)") if deleted else target,

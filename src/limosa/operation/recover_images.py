@@ -20,6 +20,7 @@ from limosa.image.remove import remove as remove_folder
 from limosa.operation import driver_steps, room
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.linked_files import Relink
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
@@ -192,13 +193,13 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     if root is None:
         if not _criu_was_done(dead):  # else it ran, and has ended since: its files are its own
             _end_half_made(dead)
-            _undo_rewinds(dead)
+            _undo_files(dead)
         return entry_of(dead, did="nothing runs; the image is the copy", state="gone")
     if not _criu_was_done(dead):
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
         _end_half_made(dead)
-        _undo_rewinds(dead)
+        _undo_files(dead)
         return entry_of(
             dead, did="ended the half of a tree that CRIU had restored; the image is the copy", state="gone"
         )
@@ -209,7 +210,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
             raise gate_was_opened("restore", str(error)) from error
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
-        _undo_rewinds(dead)
+        _undo_files(dead)
         return entry_of(dead, did=f"ended the tree, the image is the copy ({error})", state="gone")
     with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
         job = image.manifest.job
@@ -332,8 +333,8 @@ def _closed(members: Sequence[Member]) -> list[Shim]:
     return found
 
 
-def _undo_rewinds(dead: Journal) -> None:
+def _undo_files(dead: Journal) -> None:
+    kinds: dict[str, type[Rewind | Relink]] = {"rewind": Rewind, "relink": Relink}
     for record in reversed(dead.records):
-        if record.step == "rewind" and record.phase == "begin":
-            data = record.data
-            msgspec.convert(data, Rewind).undo()
+        if record.step in kinds and record.phase == "begin":
+            msgspec.convert(record.data, kinds[record.step]).undo()

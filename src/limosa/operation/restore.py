@@ -185,6 +185,10 @@ class _Restore:
         if self.manifest.device:
             self._load()
             self.checked.wait()
+        for relink in self.ready.relink:
+            work.push("relink", relink.undo)
+            work.note("relink", "begin", **msgspec.to_builtins(msgspec.structs.replace(relink, made=relink.missing)))
+            relink.do(self.image.criu_fd)
         self._criu()
         if self.members:
             self._device_memory()
@@ -193,6 +197,8 @@ class _Restore:
         work.drop("sees")
         for _ in self.ready.rewind:
             work.drop("rewind")
+        for _ in self.ready.relink:
+            work.drop("relink")
         if self.loading is not None:
             work.drop("chunks")
             with contextlib.suppress(LimosaError, OSError, EOFError):

@@ -12,6 +12,7 @@ import os
 import shlex
 import shutil
 import stat
+from collections.abc import Collection
 from typing import BinaryIO
 
 import msgspec
@@ -91,18 +92,21 @@ class Rewind(msgspec.Struct, kw_only=True):
         return open(fd, "r+b")
 
 
-def changed_files(manifest: Manifest, rewind: bool) -> tuple[list[Reason], list[Rewind]]:
+def changed_files(
+    manifest: Manifest, rewind: bool, comes_back: Collection[str] = ()
+) -> tuple[list[Reason], list[Rewind]]:
     """What stands in the way among the files that the job had open or mapped, and what can be cut back.
 
     Args:
         manifest: the image's.
         rewind: whether grown files may be cut back (only those the job had open for writing).
+        comes_back: names that are made again before CRIU looks.
     """
     reasons: list[Reason] = []
     todo: list[Rewind] = []
     by_path: dict[str, list[OpenFile]] = {}
     for file in manifest.open_files:
-        if not file.deleted:
+        if not file.deleted and file.path not in comes_back:
             by_path.setdefault(file.path, []).append(file)
     for path, uses in by_path.items():
         reason = _one(path, uses, rewind, todo, manifest)

@@ -119,14 +119,14 @@ def locked_files(process: ProcessObservation) -> list[FdObservation]:
     return [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
 
 
-def renamed_files(process: ProcessObservation) -> dict[str, str]:
-    """Return the files that lost the name they were opened by and have another: that name → where the process has it.
+def renamed_files(process: ProcessObservation) -> dict[str, FdObservation | MapObservation]:
+    """Return the files that lost the name they were opened by and have another: that name → how the process has it.
 
     A semaphore of the C library is such a file, mapped and not open (``sem_open`` makes it under a name for a moment).
     """
-    found = {m.path: "a mapping" for m in process.maps if m.deleted and m.links > 0}
+    found: dict[str, FdObservation | MapObservation] = {m.path: m for m in process.maps if m.deleted and m.links > 0}
     files = (fd for fd in process.fds if fd.kind == "file" and fd.deleted and fd.links > 0)
-    return found | {fd.target: f"descriptor {fd.fd}" for fd in files}
+    return found | {fd.target: fd for fd in files}
 
 
 def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: bool) -> list[Reason]:
@@ -150,7 +150,8 @@ def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: b
             )
         )
     if not link_remap:
-        for name, how in renamed_files(process).items():
+        for name, had in renamed_files(process).items():
+            how = f"descriptor {had.fd}" if isinstance(had, FdObservation) else "a mapping"
             found.append(
                 Reason(
                     id="link-remap",
