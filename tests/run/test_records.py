@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -180,6 +183,49 @@ def test_a_file_whose_folder_cannot_be_synced_was_never_written(tmp_path, monkey
     with pytest.raises(OSError, match="Input/output"):
         records.write_atomic(path, b"new")
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_is_being_written_is_not(runtime, monkeypatch):
+    folder = records.own_folder("jobs")
+
+    def nobody_finishes(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if not pid:
+        monkeypatch.setattr(os, "rename", nobody_finishes)
+        with contextlib.suppress(BaseException):
+            records.write_atomic(folder / "record", b"half")
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    rename = os.rename
+    sizes = []
+
+    def looked_at(*names: object) -> None:
+        sizes.append(len(list(folder.iterdir())))
+        runtime_module.remove_half_written()
+        sizes.append(len(list(folder.iterdir())))
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", looked_at)
+    records.write_atomic(folder / "record", b"whole")
+    assert sizes == [2, 1]
+    assert [p.read_bytes() for p in folder.iterdir()] == [b"whole"]
+
+
+def test_a_writer_that_was_taken_for_a_dead_one_writes_again(runtime, monkeypatch):
+    folder = records.own_folder("jobs")
+    lock, times = fcntl.flock, []
+
+    def before_that(fd: int, how: int) -> None:
+        times.append(fd)
+        if len(times) == 1:
+            runtime_module.remove_half_written()
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", before_that)
+    records.write_atomic(folder / "record", b"whole")
+    assert [p.read_bytes() for p in folder.iterdir()] == [b"whole"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 15), (errno.EROFS, 11), (errno.EIO, 21)])

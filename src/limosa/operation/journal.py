@@ -22,6 +22,7 @@ import msgspec
 
 from limosa.process import records
 from limosa.process.identity import Identity, boot_id
+from limosa.process.runtime import unless_taken
 
 _KIND = "journals"
 _LIMIT = 16 << 20  # bytes of a journal that are read
@@ -157,6 +158,10 @@ class Journal:
         """
         header.boot = boot_id()
         path = records.own_folder(_KIND) / f"{header.id}.jsonl"
+        return unless_taken(path, lambda: cls._create(path, header))
+
+    @classmethod
+    def _create(cls, path: Path, header: Header) -> Journal:
         # Made and locked under another name: one that recover could find is locked from its first moment on.
         part = path.with_suffix(".new")
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND, 0o600)

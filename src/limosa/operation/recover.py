@@ -33,6 +33,7 @@ from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
 from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
+from limosa.process.runtime import remove_half_written
 from limosa.progress import Progress, ProgressFn, silent
 
 _FOR_USERS = frozenset({"PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH"})
@@ -68,6 +69,7 @@ def recover(
     if only is None:
         if not dry_run:
             holders.forget_finished()
+            remove_half_written()
             SuspendRecord.all()  # on the way it removes those of jobs that have ended
         for claim in claims.stale():
             if not dry_run:

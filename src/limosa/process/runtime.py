@@ -18,13 +18,15 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied, Reason
 
+T = TypeVar("T")
 SHARED = Path("/run/limosa")
 _LIMIT = 4 << 20  # bytes; no record is near that, and a hostile one must not fill our memory
 
@@ -162,19 +164,36 @@ def _only_by(path: Path, uid: int) -> bool:
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Writes a file so that a reader, and a crash, sees all of it or nothing: temporary file, fsync, rename, fsync.
 
+    The temporary file is locked as long as its writer lives; what a dead one left, ``remove_half_written`` finds.
+
     Raises:
         OSError: no room, no permission.
     """
+    unless_taken(path, lambda: _write_once(path, data, mode))
+
+
+def unless_taken(path: Path, write: Callable[[], T]) -> T:
+    """Writes; once more where the temporary file was taken for a dead writer's before its writer had locked it."""
+    try:
+        return write()
+    except FileNotFoundError:
+        if not path.parent.exists():
+            raise
+        return write()
+
+
+def _write_once(path: Path, data: bytes, mode: int) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     new = not path.exists()
     fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
         with open(fd, "wb") as file:
+            fcntl.flock(fd, fcntl.LOCK_EX)
             os.fchmod(fd, mode)
             file.write(data)
             file.flush()
             os.fsync(fd)
-        os.rename(part, path)
+            os.rename(part, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(part)
@@ -218,6 +237,20 @@ def remove_emptied(folder: Path, pattern: str) -> None:
         with contextlib.suppress(OSError):
             if os.lstat(path).st_size == 0:
                 os.unlink(path)
+
+
+def remove_half_written() -> None:
+    """Removes the temporary files of writers of the caller's that were killed in the middle: nobody has them locked."""
+    own = runtime_dir().own
+    for path in [*own.glob("*/.*"), *own.glob("*/*.new")]:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):  # not renamed, and made anew, meanwhile
+                    os.unlink(path)
+            finally:
+                os.close(fd)
 
 
 def read_owned(path: Path, uid: int) -> bytes | None:
