@@ -324,6 +324,14 @@ class Room:
         found += [p.name for p in (self.base / "images").iterdir() if not p.name.startswith("image-")]
         return found
 
+    def words_of(self, litter: list[str]) -> list[bytes]:
+        """The ends of what lies about: whose it is."""
+        found = []
+        for name in litter:
+            with contextlib.suppress(OSError):
+                found.append((self.runtime / name).read_bytes()[-300:])
+        return found
+
     def suspended_records(self) -> list[str]:
         """Notes about suspended jobs that live."""
         from limosa.process.records import SuspendRecord

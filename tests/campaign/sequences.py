@@ -56,6 +56,7 @@ class Sequences(RuleBasedStateMachine):
         self.places: dict[str, list[int]] = {}
         self.images: dict[str, Path] = {}
         self.numbers = 0
+        self.last: object = None
 
     # -- what is begun with -------------------------------------------------------------------------
 
@@ -91,6 +92,7 @@ class Sequences(RuleBasedStateMachine):
             wanted = [before, promised]
         elif found.rc == 41:
             wanted = [("suspended", self.places[key])]
+        self.last = (fault, found.short())
         now = self.seen(key)
         if now[0] == "ended" and image is not None and image.exists():
             self.images[key] = image
@@ -192,7 +194,8 @@ class Sequences(RuleBasedStateMachine):
                 job.prove()
                 assert len(job.session()) == job.slots
             assert self.seen(key)[0] == state
-        assert room.litter() == []
+        left = room.litter()
+        assert left == [], (left, room.words_of(left), self.last)
         suspended = sum(state == "suspended" for state in self.state.values())
         assert len(room.suspended_records()) == suspended
         assert room.strangers() == {}
