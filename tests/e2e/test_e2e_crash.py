@@ -16,6 +16,7 @@ for moments at a time, and a SIGKILL then may end the job (docs/caveats.md); not
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +245,13 @@ class Job:
         self.victim.finish()
 
 
+def lost_names() -> set[Path]:
+    """Names of semaphores that should be there while CRIU is at work."""
+    return set(Path("/dev/shm").glob("* (deleted)")) | {
+        path for path in Path("/dev/shm").iterdir() if re.fullmatch(r"sem\.[A-Za-z0-9]{6}", path.name)
+    }
+
+
 def crash(start: Any, disturbed: Any, folder: Path, kind: str, who: str, program: str, chunk: int, chunks: int) -> None:
     job = Job(start(program), disturbed, folder, kind, who)
     points = job.points()
@@ -280,6 +288,25 @@ def test_files_that_were_cut_back_are_whole_again_where_the_restore_was_undone(s
 @pytest.mark.parametrize("kind", JUST)
 def test_connections_come_out_of_repair_mode_when_criu_is_killed(start, disturbed, tmp_path, kind) -> None:
     crash(start, disturbed, tmp_path, kind, "criu", "tcp_patient", 0, 1 if ALL else 2)
+
+
+@pytest.mark.parametrize("kind", JUST)
+def test_names_that_semaphores_had_are_there_for_criu_alone(start, disturbed, tmp_path, kind) -> None:
+    before = lost_names()
+    job = Job(start("mp_spawn"), disturbed, tmp_path, kind, "worker and limosa")
+    named = {name: number for number, name in reversed(job.points())}
+    middle = "before note post-dump done" if job.verb == "checkpoint" else "before action post-resume"
+    target = [job.victim.pid, job.image] if job.verb == "checkpoint" else [job.image]
+    kill = {"who": ["worker", "limosa"], "point": named[middle]}
+    assert job.operate(job.verb, *target, options=job.options, kill=kill)["died"]
+    assert lost_names() > before
+    job.well("recover")
+    assert lost_names() == before
+    if not job.victim.alive():
+        job.well("restore", job.image)
+    job.victim.goes_on(2)
+    assert lost_names() == before
+    job.victim.finish()
 
 
 @pytest.mark.parametrize("who", ["worker and limosa", "all"])

@@ -7,6 +7,8 @@ or stale makes it fail. Real CRIU, through the command line.
 from __future__ import annotations
 
 import itertools
+import mmap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,32 +75,85 @@ def test_a_restored_job_can_be_checkpointed_and_restored_again_and_again(start, 
     victim.finish()
 
 
+@pytest.fixture
+def shared() -> Iterator[Callable[[], set[Path]]]:
+    """What tests have left in /dev/shm; removed at the end."""
+    folder = Path("/dev/shm")
+    before = set(folder.iterdir())
+    yield lambda: set(folder.iterdir()) - before
+    for path in set(folder.iterdir()) - before:
+        if path.name.startswith(("sem.", "link_remap.")):
+            path.unlink()
+
+
+def semaphores_of(victim) -> set[tuple[str, int]]:
+    """(path, inode) of each that a process has mapped, by the names that it has there."""
+    lines = Path(f"/proc/{victim.pid}/maps").read_text().splitlines()
+    return {(line.split()[5], int(line.split()[4])) for line in lines if "/dev/shm/sem." in line}
+
+
 @pytest.mark.parametrize("program", ["counter", "mp_spawn"])
 @pytest.mark.parametrize("options", [[], ["--leave-running"]], ids=["", "copy"])
-def test_an_image_brings_the_job_back_as_often_as_one_likes(start, limosa, tmp_path, program, options) -> None:
-    """Also where the only names of its files (of its semaphores) are gone meanwhile, or what is in them has changed."""
-    shared = Path("/dev/shm")
-    before = set(shared.iterdir())
+def test_an_image_brings_the_job_back_as_often_as_one_likes(start, limosa, tmp_path, shared, program, options) -> None:
+    """Also where the names of its semaphores are gone meanwhile, or what is in them has changed."""
     victim = start(program)
     checkpointed(limosa, victim, tmp_path / "image", *options)
     if options:
         victim.kill()
     begun = []
     for gone in (False, True, False):
-        for file in set(shared.glob("sem.mp-*")) - before:
-            file.write_bytes(bytes(file.stat().st_size))  # all taken, for ever
+        for file in shared():
             if gone:
                 file.unlink()
+            else:
+                file.write_bytes(bytes(file.stat().st_size))  # taken, for ever
         ticks = len(victim.ticks())
         restored(limosa, victim, tmp_path / "image")
         victim.goes_on()
         begun.append([line for line in victim.text().splitlines() if line.startswith("tick ")][ticks].split()[1])
+        there = {path.stat().st_ino for path in shared()}
+        assert {inode for _, inode in semaphores_of(victim)} == there, "whoever opens one by its name has the same"
+        assert not any("link_remap" in path.name for path in shared())
         victim.kill()
     assert len(set(begun)) == 1, "it began from the same number each time"
-    left = set(shared.iterdir()) - before
-    assert not [path for path in left if path.name.startswith("link_remap")]
-    for path in left:
-        path.unlink()
+
+
+def test_jobs_with_semaphores_are_on_disk_side_by_side(start, limosa, tmp_path, shared) -> None:
+    victims = [start("mp_spawn"), start("mp_spawn")]
+    for number, victim in enumerate(victims):
+        checkpointed(limosa, victim, tmp_path / str(number))
+    for number, victim in enumerate(victims):
+        restored(limosa, victim, tmp_path / str(number))
+    for victim in victims:
+        victim.goes_on()
+        victim.finish()
+
+
+def test_a_semaphore_that_somebody_uses_is_left_to_him(start, limosa, tmp_path, shared) -> None:
+    victim = start("mp_spawn")
+    checkpointed(limosa, victim, tmp_path / "image", "--leave-running")
+    victim.kill()
+    held = min(shared())
+    before = held.read_bytes()
+    with held.open("rb+") as file, mmap.mmap(file.fileno(), held.stat().st_size):
+        done = limosa("restore", tmp_path / "image", "-o", "json", rc=23).json
+        assert done["error"]["id"] == "semaphore-used"
+        assert held.read_bytes() == before
+    restored(limosa, victim, tmp_path / "image")
+    victim.goes_on()
+    victim.finish()
+
+
+def test_a_file_that_lost_one_of_its_names_needs_criu_s_way(start, limosa, tmp_path) -> None:
+    victim = start("renamed")
+    for options in ([], ["--link-remap", "--leave-running"]):
+        done = limosa("checkpoint", victim.pid, "--output", tmp_path / "image", "-o", "json", *options, rc=13).json
+        assert done["error"]["id"] == "link-remap"
+    victim.goes_on()
+    checkpointed(limosa, victim, tmp_path / "image", "--link-remap")
+    restored(limosa, victim, tmp_path / "image")
+    victim.goes_on()
+    victim.finish()
 
 
 def test_the_pause_is_as_the_job_felt_it(start, limosa, tmp_path) -> None:

@@ -19,9 +19,9 @@ from limosa.image.manifest import (
     GpuRecord,
     ImageFile,
     JobRecord,
-    LinkedFile,
     Manifest,
     OpenFile,
+    Semaphore,
     TreeProcess,
     decode,
     digest_line,
@@ -241,6 +241,6 @@ def test_now_is_what_created_takes() -> None:
 def test_the_document_names_every_field() -> None:
     document = (Path(__file__).parents[2] / "docs" / "image-format.md").read_text()
     table = document.partition("## manifest.json")[2].partition("## How it is written")[0]
-    for record in (Manifest, JobRecord, TreeProcess, GpuRecord, ImageFile, LinkedFile, OpenFile):
+    for record in (Manifest, JobRecord, TreeProcess, GpuRecord, ImageFile, OpenFile, Semaphore):
         for field in msgspec.structs.fields(record):
             assert re.search(rf"`(\w+(\[\])?)?\.?{field.encode_name}(\[\])?[`.]", table), (record.__name__, field.name)

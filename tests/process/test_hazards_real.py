@@ -377,24 +377,24 @@ def test_a_big_deleted_file_is_measured_and_capped(job):
     assert [(r.id, r.hint) for r in capped] == [("deleted-file", f"--ghost-limit {5 << 20}")]
 
 
-def test_a_file_that_lost_one_of_its_names(job):
-    victim = job("f = open(folder + '/g', 'w'); os.link(folder + '/g', folder + '/h'); os.unlink(folder + '/g')")
-    obs = observe(victim.identity)
-    assert refusals(obs) == {}
-    assert hazards.checkpoint_needs(obs).link_remap
-    assert set(refusals(obs, link_remap=False)) == {"link-remap"}
+LOST = "os.link(folder + '/g', folder + '/h'); os.unlink(folder + '/g')"
 
 
-def test_a_file_that_is_mapped_and_lost_one_of_its_names(job):
-    """As the C library makes semaphores."""
-    victim = job(
-        "f = open(folder + '/g', 'wb+'); f.write(bytes(32)); f.flush(); m = mmap.mmap(f.fileno(), 32); f.close()\n"
-        "os.link(folder + '/g', folder + '/h'); os.unlink(folder + '/g')"
-    )
+@pytest.mark.parametrize("have", ["", "m = mmap.mmap(f.fileno(), 32); f.close()"], ids=["open", "mapped"])
+def test_a_file_that_lost_one_of_its_names(job, have):
+    victim = job(f"f = open(folder + '/g', 'wb+'); f.write(bytes(32)); f.flush()\n{have}\n{LOST}")
+    obs = observe(victim.identity)
+    assert set(refusals(obs)) == {"link-remap"}
+    assert refusals(obs, link_remap=True) == {}
+
+
+def test_a_semaphore_is_none_of_these(job):
+    code = "import multiprocessing; lock = multiprocessing.get_context('spawn').Lock()"
+    victim = job(code)
     obs = observe(victim.identity)
     assert refusals(obs) == {}
-    assert hazards.checkpoint_needs(obs).link_remap
-    assert set(refusals(obs, link_remap=False)) == {"link-remap"}
+    (name,) = [name for name in hazards.renamed_files(obs.process(obs.root)) if name.startswith("/dev/shm/sem.")]
+    assert not os.path.lexists(name)
 
 
 def test_limosas_own_ancestors_are_refused(job):

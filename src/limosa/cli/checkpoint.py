@@ -47,9 +47,8 @@ def command(
         typer.Option("--ghost-limit", metavar="SIZE", help="Refuse where a deleted file is larger (64M)."),
     ] = None,
     link_remap: Annotated[
-        bool | None,
-        typer.Option("--link-remap/--no-link-remap", help="Give deleted, linked files a name. [default: if allowed]"),
-    ] = None,
+        bool, typer.Option("--link-remap", help="Files that lost one of their names get one, for one restore.")
+    ] = False,
     rate: Annotated[
         str | None,
         typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second (2GB) while the job runs."),

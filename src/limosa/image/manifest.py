@@ -18,7 +18,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import blake3
 import msgspec
@@ -55,6 +55,7 @@ Argument = Annotated[str, msgspec.Meta(max_length=4 << 20)]
 Uuid = Annotated[str, msgspec.Meta(max_length=96, pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]*\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 FilePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_FILE_PATH)]
+ShmName = Annotated[str, msgspec.Meta(max_length=300, pattern=r"^/dev/shm/[^/\x00]+\Z")]
 Rfc3339 = Annotated[
     str,
     msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", max_length=40),
@@ -181,24 +182,23 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
     mode: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class LinkedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that had lost the name by which the job has it, and had another.
+class Semaphore(msgspec.Struct, frozen=True, kw_only=True):
+    """A named semaphore (a file in /dev/shm) that the job has by a name that is gone.
 
     Attributes:
-        path: the name that CRIU gave it for this image: ``link_remap.N`` in the folder where it was.
-        names: the other names that it had in that folder.
-        size, mode, uid, gid, inode: of ``stat(2)``.
-        copy: its content, ``criu/NAME``; "" where it was large.
+        names: its names.
+        lost: the names that are gone by which processes have it mapped, as /proc has them (``… (deleted)``); they are
+            there only while CRIU is at work.
+        content: what is in it, hexadecimal.
+        mode, uid, gid: of ``stat(2)``; of ``mode`` the permissions.
     """
 
-    path: Annotated[str, msgspec.Meta(max_length=8192, pattern=r"^/(.*/)?link_remap\.\d+\Z")]
-    names: Annotated[list[PathText], msgspec.Meta(max_length=1000)] = []
-    size: Size
-    mode: Annotated[int, msgspec.Meta(ge=0)]
-    uid: Uid
-    gid: Uid
-    inode: Annotated[int, msgspec.Meta(ge=0)]
-    copy: FilePath | Literal[""] = ""
+    names: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
+    lost: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
+    content: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){0,4096}\Z")] = ""
+    mode: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0
+    uid: Uid = 0
+    gid: Uid = 0
 
 
 class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -247,7 +247,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs it held state on or could open.
         files: every file of ``criu/``; filled in by ``Draft.commit``.
         open_files: regular files it had open or mapped.
-        linked_files: those of them that had lost the name by which it has them, and had another.
+        semaphores: named ones that it has by names that are gone.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
@@ -269,7 +269,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Annotated[list[GpuRecord], msgspec.Meta(max_length=1024)] = []
     files: Annotated[list[ImageFile], msgspec.Meta(max_length=100_000)] = []
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
-    linked_files: Annotated[list[LinkedFile], msgspec.Meta(max_length=100_000)] = []
+    semaphores: Annotated[list[Semaphore], msgspec.Meta(max_length=100_000)] = []
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
     chunk_bytes: Size = 0

@@ -16,7 +16,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,13 @@ from limosa.image import (
     GpuRecord,
     Image,
     JobRecord,
-    LinkedFile,
     Manifest,
     OpenFile,
+    Semaphore,
     TreeProcess,
     now,
 )
-from limosa.operation import driver_steps, estimate
+from limosa.operation import driver_steps, estimate, semaphores
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import tree_and_files
@@ -56,7 +56,6 @@ from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, added_up
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
-from limosa.operation.linked_files import copy_linked_files
 from limosa.operation.parked.halves import Ready
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
@@ -138,12 +137,13 @@ class _Checkpoint:
         self.image: Image | None = None
         self.saving: Saving | None = None
         self.open_files: list[OpenFile] = []
-        self.linked_files: list[LinkedFile] = []
+        self.semaphores: list[Semaphore] = []
         self.tree: list[TreeProcess] = []
         self.nft_table: str | None = None
         self.device: list[DeviceMemory] = []
         assert prepared.observation is not None
         self.dump_options = dump_options(options, prepared.observation)
+        self.lost_names = semaphores.lost_names(prepared.observation)
 
     def run(self) -> CheckpointResult:
         work = self.work
@@ -174,7 +174,8 @@ class _Checkpoint:
                 estimate.restore_seconds(self.members),
             )
             work.check()
-        stats = self._dump()
+        with self._names_given_back():
+            stats = self._dump()
         unreaped: dict[int, int] = {}
         if self.options.leave_running:
             self._let_run()
@@ -192,6 +193,17 @@ class _Checkpoint:
         self.image.close()
         self.draft.close()
         return result
+
+    @contextlib.contextmanager
+    def _names_given_back(self) -> Iterator[None]:
+        """CRIU finds the semaphores of the job by the names that they have lost."""
+        if self.lost_names:
+            self.work.note("names", "begin", lost=self.lost_names)
+            semaphores.give_back(self.lost_names)
+        try:
+            yield
+        finally:
+            semaphores.take_away(self.lost_names)
 
     def _begin(self) -> None:
         work = self.work
@@ -365,8 +377,7 @@ class _Checkpoint:
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
         self.tree, self.open_files = tree_and_files(self.prepared)
-        if self.dump_options.link_remap:
-            self.linked_files = copy_linked_files(self.prepared.observation, self.draft.criu_fd)
+        self.semaphores = semaphores.read(self.lost_names)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
@@ -467,7 +478,7 @@ class _Checkpoint:
                 for g in (inventory.gpus if inventory and self.members else [])
             ],
             open_files=self.open_files,
-            linked_files=self.linked_files,
+            semaphores=self.semaphores,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
             chunk_bytes=self.options.chunk_bytes if self.device else 0,

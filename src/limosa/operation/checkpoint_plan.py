@@ -36,7 +36,7 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
         shell_job: the job is attached to a terminal.
         file_locks: dump file locks.
         ghost_limit: largest deleted file, in bytes, that goes into the image; None: as large as the job has them.
-        link_remap: give deleted-but-linked files a name; None: where the folders are ours to write.
+        link_remap: give files that lost a name and have another one of CRIU's, for one restore.
         criu: CRIU's path.
         rate: bytes a second for what is copied while the job runs (parked way); None: as fast as it goes.
         rounds: how often device memory is copied while the job runs, at most (parked way); None: for as long as what
@@ -53,7 +53,7 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     shell_job: bool = False
     file_locks: bool = False
     ghost_limit: int | None = None
-    link_remap: bool | None = None
+    link_remap: bool = False
     criu: str | None = None
     rate: float | None = None
     rounds: int | None = None
@@ -88,7 +88,7 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
             shell_job=options.shell_job,
             file_locks=options.file_locks,
             ghost_limit=options.ghost_limit,
-            link_remap=_may_link(observation) if options.link_remap is None else options.link_remap,
+            link_remap=options.link_remap and not options.leave_running,  # CRIU takes the names away at once there
             plugin=plugin,
             cuda_pids=[m.pid for m in members],
         )
@@ -166,13 +166,6 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     return reasons
 
 
-def _may_link(observation: JobObservation) -> bool:
-    """Whether every file that lost the name it was opened by was in a folder that is there and that we may write to."""
-    names = (name for process in observation.processes for name in hazards.renamed_files(process))
-    folders = {os.path.dirname(name) for name in names}
-    return all(os.access(folder, os.W_OK | os.X_OK) for folder in folders)
-
-
 def dump_options(options: Options, observation: JobObservation) -> DumpOptions:
     """What CRIU is told: the user's options and what the job needs without anybody's permission.
 
@@ -189,5 +182,5 @@ def dump_options(options: Options, observation: JobObservation) -> DumpOptions:
         shell_job=options.shell_job or needs.shell_job,
         file_locks=options.file_locks,
         ghost_limit=limit,
-        link_remap=needs.link_remap and _may_link(observation) if options.link_remap is None else options.link_remap,
+        link_remap=options.link_remap,
     )

@@ -75,7 +75,7 @@ def _open_files(pid: int) -> list[OpenFile]:
             writes = flags & os.O_ACCMODE != os.O_RDONLY
             deleted = info.st_nlink == 0
             if target.endswith(" (deleted)") and not deleted and not os.path.lexists(target):
-                continue  # it has another name: linked_files.py
+                continue  # it has another name: a semaphore, or CRIU's --link-remap
             found.append(
                 OpenFile(
                     path=target.removesuffix(" (deleted)") if deleted else target,

@@ -17,10 +17,9 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import driver_steps, room
+from limosa.operation import driver_steps, room, semaphores
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
-from limosa.operation.linked_files import Relink
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
@@ -72,6 +71,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         with contextlib.suppress(LimosaError), Handle(header.roots[0]) as handle:
             handle.wait(2.0)
     job_lives = bool(header.roots) and header.roots[0].alive()
+    _take_names_away(dead, "lost")
     did = []
     if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it
         _release_network(dead)
@@ -219,6 +219,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
             command = list(image.manifest.tree[0].command)
             RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees).save()
     dead.header.roots = [root]
+    _take_names_away(dead, "lost")
     return entry_of(
         dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"
     )
@@ -334,7 +335,15 @@ def _closed(members: Sequence[Member]) -> list[Shim]:
 
 
 def _undo_files(dead: Journal) -> None:
-    kinds: dict[str, type[Rewind | Relink]] = {"rewind": Rewind, "relink": Relink}
     for record in reversed(dead.records):
-        if record.step in kinds and record.phase == "begin":
-            msgspec.convert(record.data, kinds[record.step]).undo()
+        if record.step == "rewind" and record.phase == "begin":
+            msgspec.convert(record.data, Rewind).undo()
+    _take_names_away(dead, "names", "lost")
+
+
+def _take_names_away(dead: Journal, *kinds: str) -> None:
+    """Removes the names of semaphores that were there for CRIU alone ("lost"), or for a job that did not come back."""
+    for record in dead.records:
+        if record.step == "names" and record.phase == "begin":
+            for kind in kinds:
+                semaphores.take_away(msgspec.convert(record.data.get(kind, {}), semaphores.Made))

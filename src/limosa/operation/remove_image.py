@@ -1,4 +1,4 @@
-"""``rm``: an image goes, or what an unfinished one left, and what CRIU left for it: names of files, a table."""
+"""``rm``: an image goes, or what an unfinished one left, and the nftables table that keeps its peers waiting."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from limosa.image.manifest import LOG_NAME
 from limosa.image.remove import remove as remove_folder
 from limosa.operation import claims
 from limosa.operation.leftovers import remove_table, tables_of
-from limosa.operation.linked_files import take_away
 
 
 def remove_image(path: str | os.PathLike[str]) -> int:
-    """Removes an image, or an unfinished folder, and what its dump left: names of files, an nftables table.
+    """Removes an image, or an unfinished folder, and the nftables table that its dump left.
 
     Returns:
         Bytes freed.
@@ -29,10 +28,9 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     for claim in claims.everybodys():
         if any(_same(absolute, path) for path in claim.paths) and claims.lives(claim.holder):
             raise Busy(f"{absolute} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
-    tables, linked = [], []
+    tables = []
     with contextlib.suppress(LimosaError), open_image(path, trust=False) as image:
         tables = [image.manifest.nft_table] if image.manifest.nft_table else []
-        linked = image.manifest.linked_files
     log_fd = log_folder(path)
     try:
         # An unfinished or damaged one has no manifest to ask; CRIU's log names the run all the same.
@@ -41,7 +39,6 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     finally:
         if log_fd >= 0:
             os.close(log_fd)
-    take_away(linked)
     for table in set(tables):
         remove_table(table)
     return freed

@@ -32,7 +32,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, idle, room
+from limosa.operation import driver_steps, idle, room, semaphores
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
@@ -181,15 +181,20 @@ class _Restore:
             work.push("rewind", rewind.undo)
             work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
+        remade = None
+        if self.manifest.semaphores:
+            remade = semaphores.Remade(self.manifest.semaphores)
+            work.push("names", remade.undo)  # once the tree has been ended
         work.push("tree", self._end_tree)
         if self.manifest.device:
             self._load()
             self.checked.wait()
-        for relink in self.ready.relink:
-            work.push("relink", relink.undo)
-            work.note("relink", "begin", **msgspec.to_builtins(msgspec.structs.replace(relink, made=relink.missing)))
-            relink.do(self.image.criu_fd)
+        if remade is not None:
+            work.note("names", "begin", names=remade.names, lost=remade.lost)
+            remade.put()
         self._criu()
+        if remade is not None:
+            remade.done()
         if self.members:
             self._device_memory()
         # It runs: nothing that comes now, and nobody who cancels, is a reason to end it.
@@ -197,8 +202,7 @@ class _Restore:
         work.drop("sees")
         for _ in self.ready.rewind:
             work.drop("rewind")
-        for _ in self.ready.relink:
-            work.drop("relink")
+        work.drop("names")
         if self.loading is not None:
             work.drop("chunks")
             with contextlib.suppress(LimosaError, OSError, EOFError):

@@ -18,9 +18,8 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, idle, room
+from limosa.operation import estimate, idle, room, semaphores
 from limosa.operation.journal import Member, added_up
-from limosa.operation.linked_files import Relink, names_to_make
 from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
@@ -73,7 +72,6 @@ class Ready(msgspec.Struct, kw_only=True):
     inventory: gpu.Inventory | None = None
     reasons: list[Reason] = []
     rewind: list[Rewind] = []
-    relink: list[Relink] = []
 
 
 def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
@@ -91,7 +89,6 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     pids = ", ".join(str(m.pid) for m in ready.members)
     steps = ["verify every hash"] if options.verify else []
     steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
-    steps += [f"make {r.file.path} again" for r in ready.relink if r.file.path in r.missing]
     steps.append(f"criu restore of {processes(len(manifest.tree))}")
     steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
     host_bytes = _host_bytes(ready, manifest)
@@ -131,10 +128,10 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         return ready
     reasons: list[Reason] = []
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
-    reasons_of_names, ready.relink = names_to_make(manifest)
-    comes_back = {name for relink in ready.relink for name in relink.missing}
-    changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_back)
-    reasons += reasons_of_names + changed
+    reasons += semaphores.in_the_way(manifest.semaphores)
+    comes_anew = {name for semaphore in manifest.semaphores for name in semaphore.names}
+    changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_anew)
+    reasons += changed
     reasons += _host_reasons(manifest, options)
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):

@@ -93,20 +93,20 @@ class Rewind(msgspec.Struct, kw_only=True):
 
 
 def changed_files(
-    manifest: Manifest, rewind: bool, comes_back: Collection[str] = ()
+    manifest: Manifest, rewind: bool, comes_anew: Collection[str] = ()
 ) -> tuple[list[Reason], list[Rewind]]:
     """What stands in the way among the files that the job had open or mapped, and what can be cut back.
 
     Args:
         manifest: the image's.
         rewind: whether grown files may be cut back (only those the job had open for writing).
-        comes_back: names that are made again before CRIU looks.
+        comes_anew: names that are made anew before CRIU looks.
     """
     reasons: list[Reason] = []
     todo: list[Rewind] = []
     by_path: dict[str, list[OpenFile]] = {}
     for file in manifest.open_files:
-        if not file.deleted and file.path not in comes_back:
+        if not file.deleted and file.path not in comes_anew:
             by_path.setdefault(file.path, []).append(file)
     for path, uses in by_path.items():
         reason = _one(path, uses, rewind, todo, manifest)

@@ -6,7 +6,7 @@ from outside, or that will be different afterwards.
 
 from limosa.process.hazards.common import common_hazards
 from limosa.process.hazards.cuda import cuda_hazards
-from limosa.process.hazards.descriptors import renamed_files
+from limosa.process.hazards.descriptors import is_semaphore, renamed_files
 from limosa.process.hazards.dump import GHOST_LIMIT, CheckpointNeeds, checkpoint_hazards, checkpoint_needs
 from limosa.process.memory import memory_hazards
 
@@ -17,6 +17,7 @@ __all__ = [
     "checkpoint_needs",
     "common_hazards",
     "cuda_hazards",
+    "is_semaphore",
     "memory_hazards",
     "renamed_files",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from limosa.errors import Reason
 from limosa.process.observation import FdObservation, JobObservation, MapObservation, ProcessObservation
 
+_SEMAPHORE_LIMIT = 4096  # bytes; the C library's has 32
 _RUN = "start the job with limosa run"
 # anon inodes and special kinds that CRIU 4.2.1 dumps and restores; each was tried.
 _DUMPED = {"eventfd", "epoll", "inotify", "fanotify", "signalfd", "timerfd", "memfd", "namespace", "path"}
@@ -122,11 +124,17 @@ def locked_files(process: ProcessObservation) -> list[FdObservation]:
 def renamed_files(process: ProcessObservation) -> dict[str, FdObservation | MapObservation]:
     """Return the files that lost the name they were opened by and have another: that name → how the process has it.
 
-    A semaphore of the C library is such a file, mapped and not open (``sem_open`` makes it under a name for a moment).
+    A named semaphore is such a file, mapped and not open (``sem_open`` makes it under another name for a moment).
     """
     found: dict[str, FdObservation | MapObservation] = {m.path: m for m in process.maps if m.deleted and m.links > 0}
     files = (fd for fd in process.fds if fd.kind == "file" and fd.deleted and fd.links > 0)
     return found | {fd.target: fd for fd in files}
+
+
+def is_semaphore(name: str, had: FdObservation | MapObservation) -> bool:
+    """Return whether that is a named semaphore, which an image has in it: a small file in /dev/shm that is mapped."""
+    small = isinstance(had, MapObservation) and had.size is not None and had.size <= _SEMAPHORE_LIMIT
+    return small and os.path.dirname(name) == "/dev/shm"  # noqa: S108 - sem_overview(7)
 
 
 def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: bool) -> list[Reason]:
@@ -151,13 +159,15 @@ def file_hazards(process: ProcessObservation, *, file_locks: bool, link_remap: b
         )
     if not link_remap:
         for name, had in renamed_files(process).items():
+            if is_semaphore(name, had):
+                continue
             how = f"descriptor {had.fd}" if isinstance(had, FdObservation) else "a mapping"
             found.append(
                 Reason(
                     id="link-remap",
                     text=f"{how} of process {process.title} is {name}, whose name is gone; it has others",
                     exit_code=13,
-                    hint="--link-remap",
+                    hint="--link-remap, for an image that is restored once and ends the job",
                     pid=process.pid,
                 )
             )

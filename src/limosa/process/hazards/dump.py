@@ -8,7 +8,7 @@ import msgspec
 
 from limosa.errors import Reason
 from limosa.process.hazards.connections import connection_hazards, has_connections
-from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, renamed_files, terminals
+from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
@@ -23,14 +23,12 @@ class CheckpointNeeds(msgspec.Struct, frozen=True, kw_only=True):
         tcp_established: the tree has connections; where both ends are inside, keeping them is no question.
         shell_job: the root is not the leader of its session, and no terminal is involved.
         ghost_limit: size in bytes of the largest file without a name that is open or mapped, at least CRIU's default.
-        link_remap: a file that is open or mapped was opened by a name that is gone while it has others.
         file_locks: file locks are held.
     """
 
     tcp_established: bool = False
     shell_job: bool = False
     ghost_limit: int = GHOST_LIMIT
-    link_remap: bool = False
     file_locks: bool = False
 
 
@@ -55,7 +53,6 @@ def checkpoint_needs(obs: JobObservation) -> CheckpointNeeds:
         tcp_established=has_connections(obs),
         shell_job=not leads_session(obs) and not terminals(obs),
         ghost_limit=max(GHOST_LIMIT, largest + largest // 4),
-        link_remap=any(renamed_files(process) for process in obs.processes),
         file_locks=any(locked_files(process) for process in obs.processes),
     )
 
@@ -74,7 +71,7 @@ def checkpoint_hazards(
     shell_job: bool = False,
     file_locks: bool = False,
     ghost_limit: int | None = None,
-    link_remap: bool = True,
+    link_remap: bool = False,
     plugin: bool = True,
     cuda_pids: Collection[int] = (),
 ) -> list[Reason]:
@@ -87,7 +84,8 @@ def checkpoint_hazards(
         shell_job: the job may use a terminal, or be in somebody else's session.
         file_locks: file locks may be kept.
         ghost_limit: the user's cap on files without a name, bytes; None for none.
-        link_remap: files that lost their name but have another may get a temporary one.
+        link_remap: files that lost the name they were opened by but have another may get one of CRIU's; semaphores need
+            none.
         plugin: our CRIU plugin is there.
         cuda_pids: processes that hold CUDA state (their device mappings go away with the driver's checkpoint).
 

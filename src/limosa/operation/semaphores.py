@@ -1,0 +1,204 @@
+"""Named semaphores (sem_overview(7)), which are files in /dev/shm: a job is written to disk with what is in them.
+
+The C library makes one under a name for a moment (``sem_open`` in glibc: ``/dev/shm/sem.XXXXXX``), gives it its own
+name and takes the first one away: the process that made it has it mapped by a name that is gone. CRIU wants that name
+to be there, at the dump and at a restore, just as /proc has it (``/dev/shm/sem.XXXXXX (deleted)``; check_path_remap in
+its files-reg.c). It is there for as long as CRIU is at work; CRIU's own way (``--link-remap``) leaves names that
+another job's dump stumbles over, and an image that can be restored once.
+
+Such a semaphore is the job's state and small: its value is in the image, and a restore makes it anew, under all of its
+names. What is there under these names then is what the job has left; where somebody else uses it, it stays, and the
+restore is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator
+
+from limosa.errors import FailedUndone, Reason
+from limosa.image import Semaphore
+from limosa.process.hazards import is_semaphore, renamed_files
+from limosa.process.observation import JobObservation
+from limosa.process.slurp import slurp
+
+FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
+_GONE = " (deleted)"  # proc_pid_maps(5)
+_LIMIT = 4096  # bytes: as many as ``is_semaphore`` allows
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+Made = dict[str, int]
+"""Names and the number of the inode that each was given to."""
+
+
+# --- dumping --------------------------------------------------------------------------------------------------
+
+
+def lost_names(observation: JobObservation) -> Made:
+    """The names that are gone by which the job has semaphores mapped, as /proc has them."""
+    return {
+        name + _GONE: had.inode
+        for process in observation.processes
+        for name, had in renamed_files(process).items()
+        if is_semaphore(name, had)
+    }
+
+
+def give_back(lost: Made) -> None:
+    """Gives semaphores a name that they had; whoever cannot be found or has it again is left to CRIU to judge."""
+    names = _by_inode(set(lost.values())) if lost else {}
+    for name, inode in lost.items():
+        with contextlib.suppress(OSError):
+            for other in names.get(inode, [])[:1]:
+                os.link(other, name, follow_symlinks=False)
+
+
+def take_away(made: Made) -> None:
+    """Removes names, those that are still of the inode that they were given to.
+
+    Whoever has it mapped by a name that was there for CRIU has lost the same name then as before: a file that is
+    renamed is so for those who have it, too.
+    """
+    for name, inode in made.items():
+        with contextlib.suppress(OSError):
+            if os.lstat(name).st_ino == inode:
+                before = name.removesuffix(_GONE)
+                if before != name and not os.path.lexists(before):
+                    os.rename(name, before)
+                    name = before  # noqa: PLW2901
+                os.unlink(name)
+
+
+def read(lost: Made) -> list[Semaphore]:
+    """The semaphores, read while nothing of the job moves.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    found = []
+    for inode, names in _by_inode(set(lost.values())).items() if lost else []:
+        with open(os.open(names[0], _READ), "rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size > _LIMIT:
+                continue
+            content = file.read(_LIMIT)
+        gone = [name for name in names if lost.get(name) == inode]
+        found.append(
+            Semaphore(
+                names=[name for name in names if name not in gone],
+                lost=gone,
+                content=content.hex(),
+                mode=info.st_mode & 0o777,
+                uid=info.st_uid,
+                gid=info.st_gid,
+            )
+        )
+    return found
+
+
+def _by_inode(wanted: set[int]) -> dict[int, list[str]]:
+    """All names in the folder of these inodes, sorted."""
+    found: dict[int, list[str]] = {}
+    with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
+        for entry in entries:
+            if entry.inode() in wanted:
+                found.setdefault(entry.inode(), []).append(entry.path)
+    return {inode: sorted(names) for inode, names in sorted(found.items())}
+
+
+# --- restoring ------------------------------------------------------------------------------------------------
+
+
+def in_the_way(semaphores: Iterable[Semaphore]) -> list[Reason]:
+    """Names that somebody uses, or under which there is something else than what such a job leaves."""
+    there: dict[int, str] = {}
+    reasons = []
+    for semaphore in semaphores:
+        for name in (*semaphore.names, *semaphore.lost):
+            with contextlib.suppress(FileNotFoundError):
+                info = os.lstat(name)
+                if _is_like(info, semaphore):
+                    there[info.st_ino] = name
+                else:
+                    text = f"{name} is another file than the job's semaphore"
+                    reasons.append(Reason(id="file-changed", text=text, exit_code=23, hint="put it elsewhere"))
+    for pid, inode in _users(set(there)):
+        text = f"process {pid} uses the semaphore {there[inode]}, which the restored job would have anew"
+        reasons.append(Reason(id="semaphore-used", text=text, exit_code=23, hint="end that process first", pid=pid))
+    return reasons
+
+
+def _is_like(info: os.stat_result, semaphore: Semaphore) -> bool:
+    had = (len(semaphore.content) // 2, semaphore.mode, semaphore.uid, semaphore.gid)
+    return stat.S_ISREG(info.st_mode) and had == (info.st_size, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid)
+
+
+def _users(inodes: set[int]) -> Iterator[tuple[int, int]]:
+    """Processes that have one of these files mapped: (pid, inode)."""
+    if not inodes:
+        return
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for line in slurp(f"/proc/{name}/maps").splitlines():
+                words = line.split(None, 5)
+                if len(words) == 6 and words[5].startswith(FOLDER.encode()) and int(words[4]) in inodes:
+                    yield int(name), int(words[4])
+                    break
+
+
+class Remade:
+    """Semaphores made anew for a restore."""
+
+    def __init__(self, semaphores: Iterable[Semaphore]):
+        self._fds: list[tuple[int, Semaphore]] = []
+        self.names: Made = {}
+        self.lost: Made = {}
+        try:
+            for semaphore in semaphores:
+                fd = os.open(FOLDER, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+                self._fds.append((fd, semaphore))
+                os.write(fd, bytes.fromhex(semaphore.content))
+                os.fchown(fd, semaphore.uid, semaphore.gid)
+                os.fchmod(fd, semaphore.mode)
+                inode = os.fstat(fd).st_ino
+                self.names |= dict.fromkeys(semaphore.names, inode)
+                self.lost |= dict.fromkeys(semaphore.lost, inode)
+        except OSError as error:
+            self.close()
+            raise FailedUndone(what="restore", detail=f"a semaphore in {FOLDER}: {error.strerror}") from error
+
+    def put(self) -> None:
+        """Gives them their names, in the place of what the job has left there.
+
+        Raises:
+            FailedUndone: somebody has taken one.
+        """
+        try:
+            for fd, semaphore in self._fds:
+                for name in (*semaphore.names, *semaphore.lost):
+                    with contextlib.suppress(FileNotFoundError):
+                        if _is_like(os.lstat(name), semaphore):
+                            os.unlink(name)
+                    # With a descriptor Python asks the kernel to follow this link (linkat(2), O_TMPFILE in open(2)).
+                    os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=fd, follow_symlinks=True)
+        except OSError as error:
+            raise FailedUndone(what="restore", detail=f"the semaphore {name}: {error.strerror}") from error
+
+    def undo(self) -> None:
+        """Takes all of it away again: the image has it."""
+        take_away(self.names | self.lost)
+        self.close()
+
+    def done(self) -> None:
+        """CRIU has opened them."""
+        take_away(self.lost)
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the descriptors."""
+        while self._fds:
+            os.close(self._fds.pop()[0])

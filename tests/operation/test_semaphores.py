@@ -1,0 +1,128 @@
+"""Named semaphores of a restored job: made anew under all of their names, and nobody else's are touched."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from limosa.errors import FailedUndone
+from limosa.image import Semaphore
+from limosa.operation import semaphores
+from limosa.operation.semaphores import Remade, in_the_way
+
+
+@pytest.fixture
+def one() -> Iterator[Semaphore]:
+    """A semaphore with two names and a third that is gone; nothing of it is there."""
+    start = f"/dev/shm/sem.{secrets.token_hex(8)}"
+    names = [f"{start}-a", f"{start}-b"]
+    yield Semaphore(
+        names=names,
+        lost=[f"{start}-c (deleted)"],
+        content=b"value".hex(),
+        mode=0o640,
+        uid=os.geteuid(),
+        gid=os.getegid(),
+    )
+    for path in Path("/dev/shm").glob(f"{Path(start).name}*"):
+        path.unlink()
+
+
+def there(one: Semaphore) -> list[bytes]:
+    return [Path(name).read_bytes() for name in (*one.names, *one.lost) if os.path.lexists(name)]
+
+
+def write(one: Semaphore, content: bytes = b"other", mode: int = 0o640) -> Path:
+    path = Path(one.names[0])
+    path.write_bytes(content)
+    path.chmod(mode)
+    return path
+
+
+def test_it_has_its_names_and_the_lost_ones_for_criu(one):
+    assert in_the_way([one]) == []
+    remade = Remade([one])
+    assert there(one) == []
+    remade.put()
+    assert there(one) == [b"value"] * 3
+    assert len({os.stat(name).st_ino for name in (*one.names, *one.lost)}) == 1
+    assert os.stat(one.names[0]).st_mode & 0o7777 == 0o640
+    remade.done()
+    assert there(one) == [b"value"] * 2
+    assert not os.path.lexists(one.lost[0])
+
+
+def test_whoever_has_it_mapped_then_has_lost_the_same_name_as_before(one):
+    """However often it has been on disk."""
+    remade = Remade([one])
+    remade.put()
+    with open(one.lost[0], "rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        remade.done()
+        assert os.readlink(f"/proc/self/fd/{file.fileno()}") == one.lost[0]
+        assert one.lost[0] in Path("/proc/self/maps").read_text()
+
+
+def test_undone_nothing_of_it_is_there(one):
+    remade = Remade([one])
+    remade.put()
+    names = remade.names | remade.lost
+    remade.undo()
+    assert there(one) == []
+    Path(one.names[0]).write_bytes(b"somebody's")
+    semaphores.take_away(names)  # whoever recovers, later
+    assert there(one) == [b"somebody's"]
+
+
+def test_what_the_job_has_left_is_replaced(one):
+    write(one)
+    assert in_the_way([one]) == []
+    remade = Remade([one])
+    remade.put()
+    remade.done()
+    assert there(one) == [b"value"] * 2
+
+
+@pytest.mark.parametrize("how", [{"content": b"longer than that"}, {"mode": 0o666}])
+def test_another_file_is_in_the_way_and_stays(one, how):
+    path = write(one, **how)
+    before = path.read_bytes()
+    (reason,) = in_the_way([one])
+    assert (reason.id, reason.exit_code) == ("file-changed", 23)
+    remade = Remade([one])
+    with pytest.raises(FailedUndone):
+        remade.put()  # somebody has made it since it was looked for
+    remade.undo()
+    assert path.read_bytes() == before
+    assert there(one) == [before]
+
+
+def test_one_that_somebody_uses_is_in_the_way(one):
+    path = write(one)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        (reason,) = in_the_way([one])
+        assert (reason.id, reason.exit_code, reason.pid) == ("semaphore-used", 23, os.getpid())
+    assert in_the_way([one]) == []
+
+
+def test_a_name_that_was_lost_is_given_back_and_taken_away(one):
+    path = write(one)
+    os.link(path, one.names[1])
+    lost = {one.lost[0]: path.stat().st_ino, one.lost[0] + "-nobody": 1}
+    semaphores.give_back(lost)
+    assert os.path.samefile(one.lost[0], path)
+    (read,) = semaphores.read(lost)
+    assert read == msgspec.structs.replace(one, content=b"other".hex())
+    semaphores.take_away(lost)
+    assert there(one) == [b"other"] * 2
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "/dev/shm/a/b", "/dev/shm/", "/dev/shm/a\0b"])
+def test_an_image_names_files_in_that_folder_only(name):
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"names": [name]}, Semaphore)
