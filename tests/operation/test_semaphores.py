@@ -113,13 +113,42 @@ def test_one_that_somebody_uses_is_in_the_way(one):
 def test_a_name_that_was_lost_is_given_back_and_taken_away(one):
     path = write(one)
     os.link(path, one.names[1])
-    lost = {one.lost[0]: path.stat().st_ino, one.lost[0] + "-nobody": 1}
+    lost = {one.lost[0]: path.stat().st_ino, "/dev/shm/sem.nobodys (deleted)": 1}
     semaphores.give_back(lost)
     assert os.path.samefile(one.lost[0], path)
     (read,) = semaphores.read(lost)
     assert read == msgspec.structs.replace(one, content=b"other".hex())
     semaphores.take_away(lost)
     assert there(one) == [b"other"] * 2
+
+
+def test_the_names_that_are_gone_are_seen_where_something_has_come(one):
+    lost = semaphores.Lost()
+    path = write(one)
+    gone = Path(one.lost[0].removesuffix(" (deleted)"))
+    os.link(path, gone)
+    with gone.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        lost.look([os.getpid()])
+        assert one.lost[0] not in lost.names
+        gone.unlink()
+        lost.look([os.getpid()])
+        assert one.lost[0] not in lost.names, "nothing has come since"
+        lost.look([os.getpid()], again=True)
+        assert lost.names[one.lost[0]] == path.stat().st_ino
+        path.unlink()
+        lost.look([os.getpid()], again=True)
+        assert one.lost[0] not in lost.names, "it has no name any more"
+
+
+def test_what_is_large_is_no_semaphore(one):
+    path = write(one, bytes(8192))
+    gone = Path(one.lost[0].removesuffix(" (deleted)"))
+    os.link(path, gone)
+    with gone.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        gone.unlink()
+        lost = semaphores.Lost()
+        lost.look([os.getpid()])
+        assert one.lost[0] not in lost.names
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "/dev/shm/a/b", "/dev/shm/", "/dev/shm/a\0b"])

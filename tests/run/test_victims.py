@@ -10,6 +10,7 @@ SMALL = [
     "shm",
     "mp_queue",
     "mp_spawn",
+    "mp_locks",
     "posix_mq",
     "epoll",
     "threads",

@@ -138,6 +138,15 @@ class Draft:
             self.chunks_fd = -1
             remove_tree(CHUNKS_NAME, self.fd, self._files)
 
+    def empty_criu(self) -> None:
+        """Remove what a dump that failed has left in ``criu/``: the next one is another.
+
+        Raises:
+            OSError: it could not be removed.
+        """
+        for name in os.listdir(self.criu_fd):
+            self._files.unlink(name, self.criu_fd)
+
     def commit(
         self,
         manifest: Manifest,

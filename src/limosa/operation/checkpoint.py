@@ -75,6 +75,7 @@ from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
 
 _REAP_SECONDS = 10.0
+_TRIES = 4  # of a dump, where the job makes semaphores meanwhile
 
 
 def checkpoint(
@@ -143,12 +144,13 @@ class _Checkpoint:
         self.device: list[DeviceMemory] = []
         assert prepared.observation is not None
         self.dump_options = dump_options(options, prepared.observation)
-        self.lost_names = semaphores.lost_names(prepared.observation)
+        self.lost = semaphores.Lost()
 
     def run(self) -> CheckpointResult:
         work = self.work
         work.check()
         self._begin()
+        self.lost.look([i.pid for i in job_tree(self.root)])
         if self.members:
             refuse_stale(work, [self.prepared])
             self._save_device_memory()
@@ -174,8 +176,7 @@ class _Checkpoint:
                 estimate.restore_seconds(self.members),
             )
             work.check()
-        with self._names_given_back():
-            stats = self._dump()
+        stats = self._dump_with_semaphores()
         unreaped: dict[int, int] = {}
         if self.options.leave_running:
             self._let_run()
@@ -197,13 +198,28 @@ class _Checkpoint:
     @contextlib.contextmanager
     def _names_given_back(self) -> Iterator[None]:
         """CRIU finds the semaphores of the job by the names that they have lost."""
-        if self.lost_names:
-            self.work.note("names", "begin", lost=self.lost_names)
-            semaphores.give_back(self.lost_names)
+        names = self.lost.names
+        if names:
+            self.work.note("names", "begin", lost=names)
+            semaphores.give_back(names)
         try:
             yield
         finally:
-            semaphores.take_away(self.lost_names)
+            semaphores.take_away(names)
+
+    def _dump_with_semaphores(self) -> DumpStats:
+        """Dumps; again where the job has made a semaphore between the look and CRIU's."""
+        tries = 0
+        while True:
+            tries += 1
+            self.lost.look([i.pid for i in job_tree(self.root)], again=tries > 1)
+            try:
+                with self._names_given_back():
+                    return self._dump()
+            except CriuFailed as error:
+                if error.fields.get("kind") != "link-remap" or tries == _TRIES or self.image is not None:
+                    raise
+                self.draft.empty_criu()
 
     def _begin(self) -> None:
         work = self.work
@@ -338,7 +354,8 @@ class _Checkpoint:
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
                 if error.fields.get("kind") == "no-space":
                     raise NoRoomOnHost(detail=f"{error.fields['reason']} in {self.dest.parent}") from error
-                raise CriuFailed(what=error.fields["what"], reason=error.fields["reason"], log=kept) from error
+                fields = {name: error.fields.get(name, "") for name in ("what", "reason", "kind")}
+                raise CriuFailed(log=kept, **fields) from error
             raise
         if self.options.leave_running:
             work.note("dump", "done", self.root.pid, nft_table=stats.nft_table)
@@ -377,7 +394,7 @@ class _Checkpoint:
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
         self.tree, self.open_files = tree_and_files(self.prepared)
-        self.semaphores = semaphores.read(self.lost_names)
+        self.semaphores = semaphores.read(self.lost.names)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree

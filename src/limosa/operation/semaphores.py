@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
 
 from limosa.errors import FailedUndone, Reason
 from limosa.image import Semaphore
-from limosa.process.hazards import is_semaphore, renamed_files
-from limosa.process.observation import JobObservation
 from limosa.process.slurp import slurp
 
 FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
 _GONE = " (deleted)"  # proc_pid_maps(5)
-_LIMIT = 4096  # bytes: as many as ``is_semaphore`` allows
+_LIMIT = 4096  # bytes, as in ``hazards``; the C library's have 32
+_LOST = re.compile(rb"^\S+ \S+ \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+ \(deleted\))$", re.MULTILINE)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 Made = dict[str, int]
@@ -36,19 +36,40 @@ Made = dict[str, int]
 # --- dumping --------------------------------------------------------------------------------------------------
 
 
-def lost_names(observation: JobObservation) -> Made:
-    """The names that are gone by which the job has semaphores mapped, as /proc has them."""
-    return {
-        name + _GONE: had.inode
-        for process in observation.processes
-        for name, had in renamed_files(process).items()
-        if is_semaphore(name, had)
-    }
+class Lost:
+    """The names that are gone by which a job has semaphores mapped, as /proc has them.
+
+    Attributes:
+        names: these, each with the number of its inode.
+    """
+
+    def __init__(self) -> None:
+        self.names: Made = {}
+        self._seen: set[int] = set()
+
+    def look(self, pids: Iterable[int], *, again: bool = False) -> None:
+        """Looks; where nothing has come into the folder since the last time only if asked to, for it takes a while."""
+        there = _by_inode()
+        if there.keys() <= self._seen and not again:
+            return
+        self._seen = set(there)
+        self.names = {}
+        with contextlib.suppress(OSError):
+            device = os.stat(FOLDER).st_dev
+            for pid in pids:
+                with contextlib.suppress(OSError):
+                    for dev, inode, name in _LOST.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
+                        if dev == b"%02x:%02x" % (os.major(device), os.minor(device)) and _is_small(there, int(inode)):
+                            self.names[os.fsdecode(name)] = int(inode)
+
+
+def _is_small(there: dict[int, list[str]], inode: int) -> bool:
+    return inode in there and os.lstat(there[inode][0]).st_size <= _LIMIT
 
 
 def give_back(lost: Made) -> None:
     """Gives semaphores a name that they had; whoever cannot be found or has it again is left to CRIU to judge."""
-    names = _by_inode(set(lost.values())) if lost else {}
+    names = _by_inode() if lost else {}
     for name, inode in lost.items():
         with contextlib.suppress(OSError):
             for other in names.get(inode, [])[:1]:
@@ -78,7 +99,9 @@ def read(lost: Made) -> list[Semaphore]:
         OSError: one cannot be read.
     """
     found = []
-    for inode, names in _by_inode(set(lost.values())).items() if lost else []:
+    there = _by_inode() if lost else {}
+    for inode in sorted(set(lost.values()) & there.keys()):
+        names = there[inode]
         with open(os.open(names[0], _READ), "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size > _LIMIT:
@@ -98,14 +121,13 @@ def read(lost: Made) -> list[Semaphore]:
     return found
 
 
-def _by_inode(wanted: set[int]) -> dict[int, list[str]]:
-    """All names in the folder of these inodes, sorted."""
+def _by_inode() -> dict[int, list[str]]:
+    """All names in the folder by inode, sorted."""
     found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
         for entry in entries:
-            if entry.inode() in wanted:
-                found.setdefault(entry.inode(), []).append(entry.path)
-    return {inode: sorted(names) for inode, names in sorted(found.items())}
+            found.setdefault(entry.inode(), []).append(entry.path)
+    return {inode: sorted(names) for inode, names in found.items()}
 
 
 # --- restoring ------------------------------------------------------------------------------------------------

@@ -1,0 +1,16 @@
+"""Semaphores that come and go all the time, and one that stays."""
+
+import multiprocessing
+
+from common import loop
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    stays = context.Semaphore(0)
+
+    def check(n):
+        stays.release()
+        with context.Lock():
+            assert stays.get_value() == n
+
+    loop(check)
