@@ -135,6 +135,19 @@ class Reaper:
                     os.waitpid(int(name), os.WNOHANG)
 
 
+def semaphore_names(pid: int) -> set[Path]:
+    """All names of a job's semaphores, which begin with its pid (``common.own_semaphores``) or are given to CRIU.
+
+    Tests run side by side: what another's job has in that folder is none of theirs.
+    """
+    inodes: dict[Path, int] = {}
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            inodes[path] = path.lstat().st_ino
+    own = {inode for path, inode in inodes.items() if path.name.startswith(f"sem.mp-{pid}-")}
+    return {path for path, inode in inodes.items() if inode in own}
+
+
 class Victim:
     """A program under test: its own session, standard streams on files, as ``limosa run`` would start it.
 

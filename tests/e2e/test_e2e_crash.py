@@ -16,11 +16,11 @@ for moments at a time, and a SIGKILL then may end the job (docs/caveats.md); not
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import semaphore_names
 
 from limosa.image import open_image, unfinished, verify
 from limosa.operation import remove_image
@@ -245,13 +245,6 @@ class Job:
         self.victim.finish()
 
 
-def lost_names() -> set[Path]:
-    """Names of semaphores that should be there while CRIU is at work."""
-    return set(Path("/dev/shm").glob("* (deleted)")) | {
-        path for path in Path("/dev/shm").iterdir() if re.fullmatch(r"sem\.[A-Za-z0-9]{6}", path.name)
-    }
-
-
 def crash(start: Any, disturbed: Any, folder: Path, kind: str, who: str, program: str, chunk: int, chunks: int) -> None:
     job = Job(start(program), disturbed, folder, kind, who)
     points = job.points()
@@ -292,20 +285,20 @@ def test_connections_come_out_of_repair_mode_when_criu_is_killed(start, disturbe
 
 @pytest.mark.parametrize("kind", JUST)
 def test_names_that_semaphores_had_are_there_for_criu_alone(start, disturbed, tmp_path, kind) -> None:
-    before = lost_names()
     job = Job(start("mp_spawn"), disturbed, tmp_path, kind, "worker and limosa")
     named = {name: number for number, name in reversed(job.points())}
     middle = "before note post-dump done" if job.verb == "checkpoint" else "before action post-resume"
     target = [job.victim.pid, job.image] if job.verb == "checkpoint" else [job.image]
     kill = {"who": ["worker", "limosa"], "point": named[middle]}
     assert job.operate(job.verb, *target, options=job.options, kill=kill)["died"]
-    assert lost_names() > before
+    given_back = {p for p in semaphore_names(job.victim.pid) if not p.name.startswith("sem.mp-")}
+    assert given_back
     job.well("recover")
-    assert lost_names() == before
+    assert not [path for path in given_back if path.exists()]
     if not job.victim.alive():
         job.well("restore", job.image)
     job.victim.goes_on(2)
-    assert lost_names() == before
+    assert all(path.name.startswith("sem.mp-") for path in semaphore_names(job.victim.pid))
     job.victim.finish()
 
 
@@ -343,6 +336,11 @@ def test_recover_waits_for_a_worker_that_is_at_it_already(start, disturbed, tmp_
     """What ``recover`` says is true when it says it: whoever recovers, it is done then."""
     job = Job(start("counter"), disturbed, tmp_path, kind, "limosa")
     named = {name: number for number, name in reversed(job.points())}
+    pid = job.victim.pid
+
+    def given_back() -> set[Path]:
+        return {path for path in semaphore_names(pid) if not path.name.startswith("sem.mp-")}
+
     middle = "before note post-dump done" if job.verb == "checkpoint" else "before action post-resume"
     for name in (middle, ARMED[job.verb][0]):
         target = [job.victim.pid, job.image] if job.verb == "checkpoint" else [job.image]

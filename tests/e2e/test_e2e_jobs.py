@@ -10,8 +10,10 @@ import itertools
 import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import semaphore_names
 
 from limosa.image import open_image
 from limosa.operation import remove_image
@@ -76,26 +78,32 @@ def test_a_restored_job_can_be_checkpointed_and_restored_again_and_again(start, 
     victim.finish()
 
 
-@pytest.fixture
-def shared() -> Iterator[Callable[[], set[Path]]]:
-    """What tests have left in /dev/shm; removed at the end."""
-    folder = Path("/dev/shm")
-    before = set(folder.iterdir())
-    yield lambda: set(folder.iterdir()) - before
-    for path in set(folder.iterdir()) - before:
-        if path.name.startswith(("sem.", "link_remap.")):
-            path.unlink()
-
-
-def semaphores_of(victim) -> set[tuple[str, int]]:
-    """(path, inode) of each that a process has mapped, by the names that it has there."""
+def semaphores_of(victim) -> set[int]:
+    """The inodes of those that a process has mapped."""
     lines = Path(f"/proc/{victim.pid}/maps").read_text().splitlines()
-    return {(line.split()[5], int(line.split()[4])) for line in lines if "/dev/shm/sem." in line}
+    return {int(line.split()[4]) for line in lines if "/dev/shm/sem." in line}
+
+
+@pytest.fixture
+def semaphores() -> Iterator[Callable[[Any], set[Path]]]:
+    """The names of a job's semaphores; those of a job that was killed are removed at the end."""
+    asked = set()
+
+    def names(victim: Any) -> set[Path]:
+        asked.add(victim.pid)
+        return semaphore_names(victim.pid)
+
+    yield names
+    for pid in asked:
+        for path in semaphore_names(pid):
+            path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("program", ["counter", "mp_spawn", "mp_locks"])
 @pytest.mark.parametrize("options", [[], ["--leave-running"]], ids=["", "copy"])
-def test_an_image_brings_the_job_back_as_often_as_one_likes(start, limosa, tmp_path, shared, program, options) -> None:
+def test_an_image_brings_the_job_back_as_often_as_one_likes(
+    start, limosa, tmp_path, semaphores, program, options
+) -> None:
     """Also where the names of its semaphores are gone meanwhile, or what is in them has changed."""
     victim = start(program)
     checkpointed(limosa, victim, tmp_path / "image", *options)
@@ -103,7 +111,7 @@ def test_an_image_brings_the_job_back_as_often_as_one_likes(start, limosa, tmp_p
         victim.kill()
     begun = []
     for gone in (False, True, False):
-        for file in shared():
+        for file in semaphores(victim):
             if gone:
                 file.unlink()
             else:
@@ -113,14 +121,14 @@ def test_an_image_brings_the_job_back_as_often_as_one_likes(start, limosa, tmp_p
         victim.goes_on()
         begun.append([line for line in victim.text().splitlines() if line.startswith("tick ")][ticks].split()[1])
         if program == "mp_spawn":
-            there = {path.stat().st_ino for path in shared()}
-            assert {inode for _, inode in semaphores_of(victim)} == there, "whoever opens one by its name has the same"
-        assert not any("link_remap" in path.name for path in shared())
+            there = {path.stat().st_ino for path in semaphores(victim)}
+            assert semaphores_of(victim) == there, "whoever opens one by its name has the same"
+        assert not [path for path in semaphores(victim) if "link_remap" in path.name]
         victim.kill()
     assert len(set(begun)) == 1, "it began from the same number each time"
 
 
-def test_jobs_with_semaphores_are_on_disk_side_by_side(start, limosa, tmp_path, shared) -> None:
+def test_jobs_with_semaphores_are_on_disk_side_by_side(start, limosa, tmp_path, semaphores) -> None:
     victims = [start("mp_spawn"), start("mp_spawn")]
     for number, victim in enumerate(victims):
         checkpointed(limosa, victim, tmp_path / str(number))
@@ -131,11 +139,11 @@ def test_jobs_with_semaphores_are_on_disk_side_by_side(start, limosa, tmp_path, 
         victim.finish()
 
 
-def test_a_semaphore_that_somebody_uses_is_left_to_him(start, limosa, tmp_path, shared) -> None:
+def test_a_semaphore_that_somebody_uses_is_left_to_him(start, limosa, tmp_path, semaphores) -> None:
     victim = start("mp_spawn")
     checkpointed(limosa, victim, tmp_path / "image", "--leave-running")
     victim.kill()
-    held = min(shared())
+    held = min(semaphores(victim))
     before = held.read_bytes()
     with held.open("rb+") as file, mmap.mmap(file.fileno(), held.stat().st_size):
         done = limosa("restore", tmp_path / "image", "-o", "json", rc=23).json

@@ -138,3 +138,24 @@ def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: 
         prover.acts(job, back, [prover.gpus[to]], GB // 2)
     prover.moves(job, 1, GB // 2)
     prover.twins_agree(job)
+
+
+@pytest.mark.parametrize("kind", ["one", "vmm", "two"])
+def test_jax_copied_to_disk_and_brought_back(prover: Prover, images: Path, kind: str) -> None:
+    """By the driver's way it ends there: it goes on asking the driver while it is checkpointed (caveats)."""
+    argv = [sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"]
+    env = {"CUDA_VISIBLE_DEVICES": "0"}
+    if kind == "vmm":
+        env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "vmm"
+    job = prover.start([*argv, "--gpus", "2"] if kind == "two" else argv, {} if kind == "two" else env)
+    copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, GB // 4)
+    assert copied.left_running
+    job.goes_on(20)
+    for to in (1, 0):
+        where: dict[str, Any] = {"gpu_map": "0=1,1=0"} if kind == "two" else {"to": str(to)}
+        image = images / f"last{len(prover.ways)}"
+        operation.checkpoint(job.pid, image)
+        back = lambda image=image, where=where: operation.restore(image, **where)  # noqa: E731
+        prover.acts(job, back, prover.gpus if kind == "two" else [prover.gpus[to]], GB // 4)
+    prover.moves(job, 1, GB // 4, gpu_map="0=1,1=0" if kind == "two" else None)
+    prover.twins_agree(job)

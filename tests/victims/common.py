@@ -10,6 +10,13 @@ import sys
 import time
 
 
+def own_semaphores():
+    """Gives multiprocessing's semaphores names with this process's pid: /dev/shm/sem.mp-PID-…"""
+    from multiprocessing import process
+
+    process.current_process()._config["semprefix"] = f"/mp-{os.getpid()}"  # children have it from here
+
+
 def folder():
     return sys.argv[1]
 

@@ -2,9 +2,10 @@
 
 import multiprocessing
 
-from common import loop
+from common import loop, own_semaphores
 
 if __name__ == "__main__":
+    own_semaphores()
     context = multiprocessing.get_context("spawn")
     stays = context.Semaphore(0)
 

@@ -3,7 +3,7 @@
 import multiprocessing
 import queue
 
-from common import loop
+from common import loop, own_semaphores
 
 
 def work(inbox, outbox, lock):
@@ -13,6 +13,7 @@ def work(inbox, outbox, lock):
 
 
 def main(context):
+    own_semaphores()
     inbox, outbox, lock = context.Queue(), context.Queue(), context.Lock()
     workers = [context.Process(target=work, args=(inbox, outbox, lock), daemon=True) for _ in range(2)]
     for worker in workers:
