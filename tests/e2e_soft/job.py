@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import mmap
 import os
 import random
 import struct
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--partner", action="store_true", help="a child that opens our memory once there is `share`")
     parser.add_argument("--waits", action="store_true", help="be that child")
     parser.add_argument("--still", action="store_true", help="compute, and change nothing")
+    parser.add_argument("--jax", action="store_true", help="a library of JAX's mapped, by its name")
     parser.add_argument("--spin", action="store_true", help="a kernel that does not end")
     options = parser.parse_args()
     do(cu.cuInit(0))
@@ -170,6 +172,11 @@ def main() -> None:
     if options.spin:
         flag = int(do(cu.cuMemHostAlloc(4096, 0)))
         held[0].run("spin", (flag, c_void_p), (1, c_uint32))
+    library = options.folder / "xla_cuda_plugin.so"
+    if options.jax:
+        library.write_bytes(bytes(4096))
+        with library.open("rb") as file:
+            library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     print("READY", os.getpid(), flush=True)
     number, rests = 0, False
     while not (options.folder / "stop").exists():

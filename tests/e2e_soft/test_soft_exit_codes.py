@@ -234,6 +234,14 @@ def peer_access(soft: Any, says: Says) -> Any:
     return job
 
 
+@case(13, "jax")
+def jax_whose_calls_nobody_lets_wait(soft: Any, says: Says) -> Any:
+    node = soft()
+    job = node.job("--jax")
+    says(node, "checkpoint", job.pid, "--output", node.place / "image")
+    return job
+
+
 @case(13, "stopped")
 def a_stopped_job(soft: Any, says: Says) -> Any:
     node = soft()

@@ -64,6 +64,36 @@ def test_jobs_that_change_places(parked: Any) -> None:
     other.finish()
 
 
+def test_jax_goes_the_parked_way_or_not_at_all(parked: Any) -> None:
+    """It asks the driver about its work all the time, which ends a checkpointed process: its calls wait at the gate."""
+    jax, other = start(parked, "--mib", 280, "--jax"), start(parked, "--mib", 280, "--gpu", 1)
+    parked.says(14, "gpu-room", "move", jax.pid, other.pid, "--swap")  # where the driver carries what is no JAX
+    other.kill()
+    assert parked.says(0, "", "suspend", jax.pid)["way"] == "parked"
+    assert parked.says(0, "", "resume", jax.pid)["way"] == "parked"
+    other = start(parked, "--mib", 16)
+    fault = parked.switches.add("function=cuMemCreate caller=limosa-mover result=UNKNOWN every=1")
+    assert parked.says(0, "", "move", other.pid, "--to", 1)["way"] == "driver"
+    parked.says(21, "", "move", jax.pid, "--to", 1)
+    jax.goes_on(2)
+    parked.switches.remove(fault)
+    assert parked.says(0, "", "move", jax.pid, "--to", 1)["way"] == "parked"
+    jax.finish()
+    other.finish()
+
+
+def test_jax_without_the_shim_is_refused_while_it_runs(parked: Any) -> None:
+    job = parked.job("--jax")
+    for words in (["move", job.pid, "--to", 1], ["suspend", job.pid], ["checkpoint", job.pid, "--output", "/tmp/x"]):
+        parked.says(13, "jax", *words)
+    parked.says(0, "", "move", job.pid, "--to", 1, "--force=jax")
+    parked.says(0, "", "suspend", job.pid, "--force=jax")
+    parked.says(13, "jax", "checkpoint", job.pid, "--output", "/tmp/x")
+    parked.says(0, "", "move", job.pid, "--to", 0)  # a resume there
+    job.goes_on(2)
+    job.finish()
+
+
 def test_jobs_that_change_places_on_full_gpus(parked: Any) -> None:
     """Both copies have no room at once: the driver carries them where it can, and where not it is said before."""
     one, other = start(parked, "--mib", 280), start(parked, "--mib", 280, "--gpu", 1)

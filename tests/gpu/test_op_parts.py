@@ -75,30 +75,3 @@ def test_a_suspended_job_is_written_to_disk_as_it_is(stamping, do, images):
     assert on(victim.pid) == {1}
     victim.goes_on()
     victim.finish()
-
-
-def test_jax_on_one_gpu_moves_is_suspended_and_restored_from_disk(stamping, do, images):
-    env = {"CUDA_VISIBLE_DEVICES": "0", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    victim = stamping("--jax", "--gb", 0.25, env=env, limit=80)
-    reaped(victim)
-    do("move", victim.pid, "--to", 1)
-    assert on(victim.pid) == {1}
-    victim.goes_on()
-    do("suspend", victim.pid)
-    do("resume", victim.pid)
-    victim.goes_on()
-    do("checkpoint", victim.pid, "--output", images / "image")
-    do("restore", images / "image", "--map", "1=0")
-    assert on(victim.pid) == {0}
-    victim.goes_on()
-    victim.finish()
-
-
-def test_jax_that_opened_both_gpus_is_suspended_and_turned_round(stamping, do):
-    victim = stamping("--jax", "--gb", 0.05, env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, limit=80)
-    do("suspend", victim.pid)
-    do("resume", victim.pid)
-    victim.goes_on()
-    do("move", victim.pid, "--map", "0=1,1=0")
-    victim.goes_on()
-    victim.finish()

@@ -68,3 +68,14 @@ def test_two_nccl_ranks_are_refused(stamping, do):
     victim = stamping("--nccl", limit=80)
     refused(do, victim, "nccl-ranks", ("--map", "0=1,1=0"))
     victim.finish()
+
+
+@pytest.mark.parametrize("gpus", ["0", "0,1"])
+def test_jax_is_refused_where_its_calls_do_not_wait(stamping, do, images, gpus):
+    """It would be ended by the driver while it is checkpointed; on the way of ``limosa run`` it is not (proofs)."""
+    env = {"CUDA_VISIBLE_DEVICES": gpus, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    victim = stamping("--jax", "--gb", 0.05, env=env, limit=80)
+    refused(do, victim, "jax", ("--to", 1) if gpus == "0" else ("--map", "0=1,1=0"))
+    assert do("checkpoint", victim.pid, "--output", images / "image", rc=13)["error"]["id"] == "jax"
+    victim.goes_on()
+    victim.finish()

@@ -141,13 +141,16 @@ def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: 
 
 
 @pytest.mark.parametrize("kind", ["one", "vmm", "two"])
-def test_jax_copied_to_disk_and_brought_back(prover: Prover, images: Path, kind: str) -> None:
+def test_jax_put_aside_and_on_disk_and_brought_back(prover: Prover, images: Path, kind: str) -> None:
     """By the driver's way it ends there: it goes on asking the driver while it is checkpointed (caveats)."""
     argv = [sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"]
     env = {"CUDA_VISIBLE_DEVICES": "0"}
     if kind == "vmm":
         env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "vmm"
     job = prover.start([*argv, "--gpus", "2"] if kind == "two" else argv, {} if kind == "two" else env)
+    operation.suspend(job.pid, timeout=90)
+    time.sleep(4)
+    prover.acts(job, lambda: operation.resume(job.pid, timeout=90)[0].result, None, GB // 4)
     copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, GB // 4)
     assert copied.left_running
     job.goes_on(20)

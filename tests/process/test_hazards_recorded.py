@@ -181,6 +181,16 @@ def test_memory_that_a_network_adapter_may_have(path):
     assert hazards.cuda_hazards(obs) == []
 
 
+@pytest.mark.parametrize("name", ["jax_plugins/xla_cuda12/xla_cuda_plugin.so", "jaxlib/xla_extension.so"])
+def test_jax_asks_the_driver_all_the_time_where_nothing_lets_it_wait(name):
+    library = MapObservation(path=f"/opt/venv/lib/python3.12/site-packages/{name}", bytes=200 << 20)
+    obs = job(cuda(maps=[library]))
+    (found,) = hazards.cuda_hazards(obs)
+    assert (found.id, found.exit_code, found.forceable, found.pid) == ("jax", 13, True, 100)
+    assert hazards.cuda_hazards(obs, calm=[100]) == []
+    assert hazards.cuda_hazards(job(process(maps=[library]))) == []  # it computes on the CPU
+
+
 def test_an_mps_client_is_known_by_its_pipe_and_suspected_by_its_environment():
     pipe = SocketObservation(fd=5, inode=3, remote="/tmp/nvidia-mps/control", peer_inode=4, peer_pids=[7])
     assert ids(hazards.cuda_hazards(job(cuda(sockets=[pipe])))) == {"mps": 12}
@@ -231,6 +241,12 @@ def test_somebody_elses_process():
 def test_yama_keeps_criu_away(scope, caps, refused):
     host = HostObservation(uid=1000, caps=caps, ptrace_scope=scope, ancestors=[5, 1])
     assert everything(job(process(uid=1000), host=host)) == ({"ptrace-scope": 11} if refused else {})
+
+
+@pytest.mark.parametrize(("uid", "lacks", "refused"), [(1000, 24, True), (0, 24, False), (1000, 25, False)])
+def test_limits_of_another_users_process_cannot_be_read_without_a_capability(uid, lacks, refused):
+    host = HostObservation(uid=0, caps=ROOT.caps & ~(1 << lacks))
+    assert everything(job(process(uid=uid), host=host)) == ({"resource-limits": 11} if refused else {})
 
 
 def test_limosas_own_ancestors():

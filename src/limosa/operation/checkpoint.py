@@ -280,13 +280,13 @@ class _Checkpoint:
             if isinstance(error, ShimError) and isinstance(error.__cause__, TimeoutError):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
-            if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_fits):
+            if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_can):
                 raise FailedUndone(
                     what="checkpoint",
                     detail=str(error),
                     hint="try again; limosa doctor looks at the mover and the vault",
                 ) from error
-            if found.only_so:
+            if found.only_so or self.prepared.needs_gate:
                 text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
             if not self.prepared.driver_fits:

@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 Log = Callable[[str], None]
 
-CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_CHECKPOINT_RESTORE": 40, "CAP_SYS_PTRACE": 19, "CAP_NET_ADMIN": 12}
+CAPABILITIES = {
+    "CAP_SYS_ADMIN": 21,
+    "CAP_CHECKPOINT_RESTORE": 40,
+    "CAP_SYS_PTRACE": 19,
+    "CAP_NET_ADMIN": 12,
+    "CAP_SYS_RESOURCE": 24,
+}
 """Bit numbers from capability.h. CRIU needs the first or the second, and the third; the fourth for connected TCP."""
 
 _GIB = 1 << 30
@@ -151,6 +157,9 @@ def _capabilities(status: Path = Path("/proc/self/status")) -> Check:
     if "CAP_NET_ADMIN" not in has:
         text = "no CAP_NET_ADMIN: jobs with connected TCP sockets cannot be checkpointed"
         return warn("capabilities", text, "use sudo, or --cap-add NET_ADMIN")
+    if "CAP_SYS_RESOURCE" not in has and os.geteuid() == 0:
+        text = "no CAP_SYS_RESOURCE: other users' jobs cannot be checkpointed"
+        return warn("capabilities", text, "--cap-add SYS_RESOURCE")
     return ok("capabilities", ", ".join(sorted(has)))
 
 

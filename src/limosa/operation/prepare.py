@@ -72,6 +72,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     release: str = "all"  # what a suspend gives back
     rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
+    needs_gate: bool = False  # a process of it would ask the driver while it is checkpointed, and end by that
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
     busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
@@ -81,6 +82,11 @@ class Prepared(msgspec.Struct, kw_only=True):
     def states(self) -> set[str]:
         """The states of its members before the operation."""
         return {m.was for m in self.members}
+
+    @property
+    def driver_can(self) -> bool:
+        """Whether the driver could carry what the shim looks after, where the parked way is not open."""
+        return self.driver_fits and not self.needs_gate
 
     @property
     def by_parking(self) -> bool:
@@ -201,6 +207,7 @@ def look(
     clock.check()
     reasons += asked
     known: set[int] = set()
+    calm: list[int] = []
     aside_bytes: dict[int, int] = {}
     if prepared.members:
         try:
@@ -214,6 +221,7 @@ def look(
                 operation, prepared.members, software=prepared.inventory.software
             )
             prepared.parked = sum(going.values())
+            calm = [pid for pid, size in going.items() if size]
             reasons += against
             aside_bytes, against = aside.look(operation, prepared.members, release)
             if operation == "move":  # goes from GPU to GPU
@@ -227,7 +235,11 @@ def look(
             prepared.nowhere = True
             reasons.append(as_reason(error))
         branch = prepared.inventory.driver_major if prepared.inventory is not None else None
-        against = hazards.cuda_hazards(observation, cuda_pids=[m.pid for m in prepared.members], driver_branch=branch)
+        if operation != "checkpoint":  # who is checkpointed has been at risk until now, and is after a resume no more
+            calm += [m.pid for m in prepared.members if m.was == "checkpointed"]
+        pids = [m.pid for m in prepared.members]
+        against = hazards.cuda_hazards(observation, cuda_pids=pids, driver_branch=branch, calm=calm)
+        prepared.needs_gate = any(hazards.asks_on(p) for p in observation.processes if p.pid in pids)
         # From outside shared events look like shared memory. The shim knows what is shared.
         against = [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
         # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
@@ -335,8 +347,8 @@ def fill_in(prepared: Prepared, where: Where) -> None:
         member.map = dict(member.home)
     job_held = added_up(m.held for m in prepared.members)
     changes = changes_of(inventory, where, job_held)
-    if not changes:
-        return
+    if not changes or (prepared.operation == "resume" and all(a == b for a, b in changes.items())):
+        return  # where it was
     for member in prepared.members:
         openable = openable_by(member, inventory)
         names = {g.uuid for g in openable}

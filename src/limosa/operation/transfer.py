@@ -148,7 +148,7 @@ def _park(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
         for member in members:
             if ending(member.pid):  # nothing else is in the way
                 raise NoSuchProcess(pid=member.pid) from error
-        alone = release != "all" or not all(p.driver_fits for p in prepared)
+        alone = release != "all" or not all(p.driver_can for p in prepared)
         if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
             raise
         if came_so and isinstance(error, NoRoomOnGpu):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from limosa.errors import Reason
 from limosa.process.observation import JobObservation, ProcessObservation
@@ -11,12 +11,17 @@ from limosa.process.observation import JobObservation, ProcessObservation
 _IPC = re.compile(r"^/dev/shm/cuda\.shm\.[^.]*\.([0-9a-f]+)\.")
 _NCCL_MEMORY = "/dev/shm/nccl-"  # noqa: S108
 _RDMA = re.compile(r"^/dev/(infiniband/uverbs\d+|gdrdrv)$")
+_JAX = re.compile(r"/(xla_cuda_plugin|xla_extension)[^/]*\.so[^/]*$")
 _MPS = re.compile(r"nvidia-(cuda-)?mps|nvidia_mps")
 IPC_DRIVER = 610  # the first branch that checkpoints CUDA IPC
 
 
 def cuda_hazards(
-    obs: JobObservation, *, cuda_pids: Collection[int] | None = None, driver_branch: int | None = None
+    obs: JobObservation,
+    *,
+    cuda_pids: Collection[int] | None = None,
+    driver_branch: int | None = None,
+    calm: Collection[int] = (),
 ) -> list[Reason]:
     """Return what of a job's CUDA state the driver cannot checkpoint or restore.
 
@@ -24,9 +29,10 @@ def cuda_hazards(
         obs: the job.
         cuda_pids: the processes that hold CUDA state, as the driver said; None: all that have libcuda mapped.
         driver_branch: the driver's first number (580), where known.
+        calm: processes whose calls wait at the shim's gate, or that it would not put at risk any more.
 
     Returns:
-        ``managed-memory``, ``cuda-ipc``, ``nccl-ranks``, ``rdma`` (13), ``mps`` (12) and warnings
+        ``managed-memory``, ``cuda-ipc``, ``nccl-ranks``, ``rdma``, ``jax`` (13), ``mps`` (12) and warnings
         ``nccl-peers-unknown``, ``mps-environment``.
     """
     holders = [p for p in obs.processes if p.has_libcuda and (cuda_pids is None or p.pid in cuda_pids)]
@@ -36,6 +42,7 @@ def cuda_hazards(
         *_nccl(obs, holders),
         *_mps(holders),
         *_rdma(holders),
+        *_jax(process for process in holders if process.pid not in calm),
     ]
 
 
@@ -168,6 +175,26 @@ def _rdma(holders: list[ProcessObservation]) -> Iterator[Reason]:
                 "with the place that its GPU memory has now",
                 exit_code=13,
                 hint="let it close its connections first; --force=rdma where it has registered host memory only",
+                pid=process.pid,
+                forceable=True,
+            )
+
+
+def asks_on(process: ProcessObservation) -> bool:
+    """Return whether it goes on asking the driver about its work while it is checkpointed: it computes with JAX."""
+    return process.has_libcuda and any(_JAX.search(mapping.path) for mapping in process.maps)
+
+
+def _jax(holders: Iterable[ProcessObservation]) -> Iterator[Reason]:
+    """Synchronises and queries of a checkpointed process do not wait: libcuda segfaults (measured with driver 580)."""
+    for process in holders:
+        if asks_on(process):
+            yield Reason(
+                id="jax",
+                text=f"process {process.title} computes with JAX, which goes on asking the driver about its work; a "
+                "question like that ends it by a segmentation fault while it is checkpointed",
+                exit_code=13,
+                hint="start it with limosa run, where its calls wait; --force=jax where the loss of it is no harm",
                 pid=process.pid,
                 forceable=True,
             )

@@ -12,7 +12,7 @@ from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards,
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
-_CAP_SYS_PTRACE = 1 << 19
+_CAP_SYS_PTRACE, _CAP_SYS_RESOURCE = 1 << 19, 1 << 24
 GHOST_LIMIT = 1 << 20  # CRIU's own default for --ghost-limit
 
 
@@ -94,6 +94,7 @@ def checkpoint_hazards(
     """
     found: list[Reason] = []
     found += _tracing(obs)
+    found += _limits(obs)
     found += _namespaces(obs)
     found += _session(obs, shell_job)
     for process in obs.processes:
@@ -156,6 +157,23 @@ def _tracing(obs: JobObservation) -> list[Reason]:
             )
         )
     return found
+
+
+def _limits(obs: JobObservation) -> list[Reason]:
+    """prlimit(2): CRIU reads the limits of each process, and sets them at a restore."""
+    others = [p for p in obs.processes if p.uid != obs.host.uid]
+    if not others or obs.host.uid != 0 or obs.host.caps & _CAP_SYS_RESOURCE:  # others are refused as ``wrong-user``
+        return []
+    return [
+        Reason(
+            id="resource-limits",
+            text=f"process {others[0].title} belongs to user {others[0].uid}: without CAP_SYS_RESOURCE CRIU cannot "
+            "read its limits",
+            exit_code=11,
+            hint="give limosa CAP_SYS_RESOURCE (docker run --cap-add SYS_RESOURCE), or run it as that user",
+            pid=others[0].pid,
+        )
+    ]
 
 
 def _namespaces(obs: JobObservation) -> list[Reason]:
