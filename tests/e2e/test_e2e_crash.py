@@ -336,11 +336,6 @@ def test_recover_waits_for_a_worker_that_is_at_it_already(start, disturbed, tmp_
     """What ``recover`` says is true when it says it: whoever recovers, it is done then."""
     job = Job(start("counter"), disturbed, tmp_path, kind, "limosa")
     named = {name: number for number, name in reversed(job.points())}
-    pid = job.victim.pid
-
-    def given_back() -> set[Path]:
-        return {path for path in semaphore_names(pid) if not path.name.startswith("sem.mp-")}
-
     middle = "before note post-dump done" if job.verb == "checkpoint" else "before action post-resume"
     for name in (middle, ARMED[job.verb][0]):
         target = [job.victim.pid, job.image] if job.verb == "checkpoint" else [job.image]

@@ -31,6 +31,7 @@ JOBS = [
     "mp_queue",
     "mp_spawn",
     "mp_locks",
+    "mp_churn",
     "epoll",
     "threads",
     "unlinked",

@@ -50,6 +50,14 @@ open_files = st.builds(
     deleted=st.booleans(),
     inode=st.integers(0, 2**64 - 1),
 )
+shm_names = kernel_text.map(lambda text: "/dev/shm/sem." + text.replace("/", "_"))
+semaphores = st.builds(
+    Semaphore,
+    names=st.lists(shm_names, max_size=2),
+    lost=st.lists(shm_names, max_size=2),
+    content=st.binary(max_size=40).map(bytes.hex),
+    mode=st.integers(0, 0o7777),
+)
 gpus = st.builds(GpuRecord, index=st.integers(0, 64), uuid=uuids, name=kernel_text, bytes=sizes, memory_total=sizes)
 files = st.lists(
     st.builds(
@@ -85,6 +93,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         gpus=draw(st.lists(gpus, max_size=2)),
         files=draw(files),
         open_files=draw(st.lists(open_files, max_size=3)),
+        semaphores=draw(st.lists(semaphores, max_size=2)),
         options=draw(st.dictionaries(st.text("abc_", min_size=1), values, max_size=3)),
         software_gpu=draw(st.booleans()),
     )
@@ -184,6 +193,10 @@ def test_names_that_criu_uses_are_taken(name: str) -> None:
         {"hostname": "a\0" + "0f"},  # a byte that needs no escape
         {"software_gpu": 1},
         {"job": None},
+        {"semaphores": [{"names": ["/dev/shm/a/b"]}]},
+        {"semaphores": [{"lost": ["/dev/shm/a\0" + "2f" + "b"]}]},
+        {"semaphores": [{"names": ["/dev/shm/" + "x" * 256]}]},
+        {"semaphores": [{"mode": 0o10000}]},
     ],
 )
 def test_what_is_out_of_bounds_is_refused(fields: dict[str, object]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from limosa.errors import FailedUndone
+from limosa.errors import FailedUndone, Refused
 from limosa.image import Semaphore
 from limosa.operation import semaphores
 from limosa.operation.semaphores import Remade, in_the_way
@@ -151,7 +152,71 @@ def test_what_is_large_is_no_semaphore(one):
         assert one.lost[0] not in lost.names
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "/dev/shm/a/b", "/dev/shm/", "/dev/shm/a\0b"])
+def test_what_is_really_called_so_is_not_lost(one):
+    Path(one.lost[0]).write_bytes(b"value")
+    with open(one.lost[0], "rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        lost = semaphores.Lost()
+        lost.look([os.getpid()])
+        assert one.lost[0] not in lost.names
+        inode = os.fstat(file.fileno()).st_ino
+        semaphores.take_away(semaphores.give_back({one.lost[0]: inode}))
+        assert there(one) == [b"value"], "it was not given, and is not taken"
+
+
+def test_a_name_that_another_checkpoint_has_taken_away_is_in_the_image_all_the_same(one):
+    inode = write(one).stat().st_ino
+    (read,) = semaphores.read({one.lost[0]: inode})
+    assert (read.names, read.lost) == ([one.names[0]], one.lost)
+
+
+def test_one_that_has_grown_since_it_was_looked_at_is_no_part_of_an_image(one):
+    with pytest.raises(FailedUndone, match="grown"):
+        semaphores.read({one.lost[0]: write(one, bytes(8192)).stat().st_ino})
+
+
+def test_somebody_elses_file_is_not_replaced_when_a_name_is_taken_away(one):
+    before = Path(one.lost[0].removesuffix(" (deleted)"))
+    os.link(write(one), one.lost[0])
+    before.write_bytes(b"somebody's")
+    semaphores.take_away({one.lost[0]: os.stat(one.lost[0]).st_ino})
+    assert before.read_bytes() == b"somebody's"
+    assert there(one) == [b"other"]
+
+
+def test_one_that_somebody_has_begun_to_use_since_stays(one):
+    path = write(one)
+    assert in_the_way([one]) == []
+    remade = Remade([one])
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
+        with pytest.raises(Refused) as caught:
+            remade.put()
+        assert (caught.value.id, caught.value.exit_code) == ("semaphore-used", 23)
+        remade.undo()
+        assert os.path.samefile(path, f"/proc/self/fd/{file.fileno()}")
+
+
+def test_every_bit_of_its_mode_is_kept(one):
+    path = write(one, mode=0o1640)
+    (read,) = semaphores.read({one.lost[0]: path.stat().st_ino})
+    remade = Remade([read])
+    remade.put()
+    remade.done()
+    assert stat.S_IMODE(os.stat(read.names[0]).st_mode) == 0o1640
+    assert in_the_way([read]) == []
+
+
+def test_a_journal_takes_names_that_are_no_text():
+    made = {os.fsdecode(b"/dev/shm/sem.\xff\xc3\xa4"): 7}
+    noted = semaphores.to_note(made)
+    assert semaphores.of_note(msgspec.json.decode(msgspec.json.encode(noted))) == made
+
+
+def test_a_name_that_cannot_be_is_told(one):
+    (reason,) = in_the_way([msgspec.structs.replace(one, names=["/dev/shm/" + "x" * 300])])
+    assert (reason.id, reason.exit_code) == ("file-changed", 23)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "/dev/shm/a/b", "/dev/shm/"])
 def test_an_image_names_files_in_that_folder_only(name):
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"names": [name]}, Semaphore)

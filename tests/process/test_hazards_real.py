@@ -265,6 +265,24 @@ def test_shared_memory_with_the_parent(job):
     assert f"process {os.getpid()}" in found["memory-shared"].text
 
 
+def test_a_named_semaphore_of_somebody_else_as_well(job):
+    """The job has made it and lost the name that the C library gave it first; the other has it by its own."""
+    name = f"/limosa-test-{os.getpid()}"
+    use = (
+        "import ctypes; libc = ctypes.CDLL(None); libc.sem_open.restype = ctypes.c_void_p\n"
+        f"assert libc.sem_open({name.encode()!r}, os.O_CREAT, 0o600, 1)"
+    )
+    try:
+        maker = job(use)
+        assert refusals(observe(maker.identity)) == {}
+        other = job(use)
+        found = refusals(observe(maker.identity))
+    finally:
+        os.unlink(f"/dev/shm/sem.{name[1:]}")
+    assert set(found) == {"memory-shared"}
+    assert f"together with process {other.pid}" in found["memory-shared"].text
+
+
 def test_anonymous_shared_memory_with_a_process_that_left_the_tree(job):
     code = (
         "m = mmap.mmap(-1, 4096)\n"

@@ -243,10 +243,13 @@ def test_yama_keeps_criu_away(scope, caps, refused):
     assert everything(job(process(uid=1000), host=host)) == ({"ptrace-scope": 11} if refused else {})
 
 
-@pytest.mark.parametrize(("uid", "lacks", "refused"), [(1000, 24, True), (0, 24, False), (1000, 25, False)])
-def test_limits_of_another_users_process_cannot_be_read_without_a_capability(uid, lacks, refused):
+@pytest.mark.parametrize(
+    ("uid", "gid", "lacks", "refused"),
+    [(1000, 0, 24, True), (0, 1000, 24, True), (0, 0, 24, False), (1000, 1000, 25, False)],
+)
+def test_limits_of_another_users_process_cannot_be_read_without_a_capability(uid, gid, lacks, refused):
     host = HostObservation(uid=0, caps=ROOT.caps & ~(1 << lacks))
-    assert everything(job(process(uid=uid), host=host)) == ({"resource-limits": 11} if refused else {})
+    assert everything(job(process(uid=uid, gid=gid), host=host)) == ({"resource-limits": 11} if refused else {})
 
 
 def test_limosas_own_ancestors():

@@ -55,7 +55,7 @@ Argument = Annotated[str, msgspec.Meta(max_length=4 << 20)]
 Uuid = Annotated[str, msgspec.Meta(max_length=96, pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]*\Z")]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 FilePath = Annotated[str, msgspec.Meta(max_length=256, pattern=_FILE_PATH)]
-ShmName = Annotated[str, msgspec.Meta(max_length=300, pattern=r"^/dev/shm/[^/\x00]+\Z")]
+ShmName = Annotated[str, msgspec.Meta(max_length=1600, pattern=r"^/dev/shm/[^/]+\Z")]
 Rfc3339 = Annotated[
     str,
     msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", max_length=40),
@@ -196,7 +196,7 @@ class Semaphore(msgspec.Struct, frozen=True, kw_only=True):
     names: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
     lost: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
     content: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){0,4096}\Z")] = ""
-    mode: Annotated[int, msgspec.Meta(ge=0, le=0o777)] = 0
+    mode: Annotated[int, msgspec.Meta(ge=0, le=0o7777)] = 0
     uid: Uid = 0
     gid: Uid = 0
 
@@ -405,6 +405,10 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("a process is named twice")
     if pids[0] != manifest.job.pid:
         raise ValueError("the first process of the tree is not the job's root")
+    for semaphore in manifest.semaphores:
+        for name in (*semaphore.names, *semaphore.lost):
+            if "\0" in name or len(os.fsencode(name)) > len("/dev/shm/") + 255:  # noqa: S108
+                raise ValueError("the name of a semaphore is none")
     seen: set[int] = set()
     for process in manifest.tree:
         if seen and process.ppid not in seen:

@@ -78,6 +78,10 @@ _REAP_SECONDS = 10.0
 _TRIES = 4  # of a dump, where the job makes semaphores meanwhile
 
 
+class _OtherSemaphores(Exception):
+    """CRIU found one that was not there when it was looked."""
+
+
 def checkpoint(
     like: JobLike,
     output: str | os.PathLike[str],
@@ -145,6 +149,7 @@ class _Checkpoint:
         assert prepared.observation is not None
         self.dump_options = dump_options(options, prepared.observation)
         self.lost = semaphores.Lost()
+        self.tries = 1
 
     def run(self) -> CheckpointResult:
         work = self.work
@@ -198,27 +203,27 @@ class _Checkpoint:
     @contextlib.contextmanager
     def _names_given_back(self) -> Iterator[None]:
         """CRIU finds the semaphores of the job by the names that they have lost."""
-        names = self.lost.names
-        if names:
-            self.work.note("names", "begin", lost=names)
-            semaphores.give_back(names)
+        given: semaphores.Made = {}
+        if self.lost.names:
+            self.work.note("names", "begin", lost=semaphores.to_note(self.lost.names))
+            given = semaphores.give_back(self.lost.names)
         try:
             yield
         finally:
-            semaphores.take_away(names)
+            semaphores.take_away(given | self.lost.remaps)
 
     def _dump_with_semaphores(self) -> DumpStats:
-        """Dumps; again where the job has made a semaphore between the look and CRIU's."""
-        tries = 0
+        """Dumps; again where the job has made a semaphore between the look and CRIU's.
+
+        The last time CRIU gives those a name itself, by a number that another's dump at the same moment may have taken.
+        """
+        self.lost.look([i.pid for i in job_tree(self.root)])
         while True:
-            tries += 1
-            self.lost.look([i.pid for i in job_tree(self.root)], again=tries > 1)
             try:
                 with self._names_given_back():
                     return self._dump()
-            except CriuFailed as error:
-                if error.fields.get("kind") != "link-remap" or tries == _TRIES or self.image is not None:
-                    raise
+            except _OtherSemaphores:
+                self.tries += 1
                 self.draft.empty_criu()
 
     def _begin(self) -> None:
@@ -286,7 +291,12 @@ class _Checkpoint:
                     detail=str(error),
                     hint="try again; limosa doctor looks at the mover and the vault",
                 ) from error
-            if found.only_so or self.prepared.needs_gate:
+            if self.prepared.needs_gate:
+                text = (
+                    f"its device memory cannot be written the parked way ({error}), and on the driver's JAX would end"
+                )
+                raise CannotBeMoved(detail=text) from error
+            if found.only_so:
                 text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
             if not self.prepared.driver_fits:
@@ -323,7 +333,7 @@ class _Checkpoint:
                     self.root.pid,
                     self.draft.criu_fd,
                     self.draft.log_fd,
-                    self.dump_options,
+                    msgspec.structs.replace(self.dump_options, link_remap=self._remaps()),
                     on_action=self._on_action,
                     on_start=lambda who: work.note("dump", "note", who.pid, criu=who.to_str()),
                     timeout=work.left,
@@ -350,6 +360,8 @@ class _Checkpoint:
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             work.check()  # where that is the reason, say it of the whole operation
             if isinstance(error, CriuFailed):
+                if error.fields.get("kind") == "link-remap" and self.tries < _TRIES and self._has_other_semaphores():
+                    raise _OtherSemaphores from error
                 # The folder goes with the undo; what CRIU said stays.
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
                 if error.fields.get("kind") == "no-space":
@@ -364,6 +376,12 @@ class _Checkpoint:
         if not self.members and self.options.leave_running:
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
+
+    def _has_other_semaphores(self) -> bool:
+        return self.lost.look([i.pid for i in job_tree(self.root)], again=True)
+
+    def _remaps(self) -> bool:
+        return self.dump_options.link_remap or self.tries == _TRIES
 
     def _tell_written(self) -> None:
         """How much CRIU has written: it says nothing itself, its files do."""
@@ -393,8 +411,11 @@ class _Checkpoint:
         assert self.work.journal is not None
         self.work.journal.header.tree = self.prepared.tree
         self.work.journal.rewrite_header()
-        self.tree, self.open_files = tree_and_files(self.prepared)
-        self.semaphores = semaphores.read(self.lost.names)
+        if self._remaps():
+            self.lost.look_for_remaps([i.pid for i in self.prepared.tree])
+            self.work.note("names", "begin", lost=semaphores.to_note(self.lost.remaps))
+        self.semaphores = semaphores.read(self.lost.names | self.lost.remaps)
+        self.tree, self.open_files = tree_and_files(self.prepared, self.lost.names)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Collection
 
 from limosa.errors import LimosaError
 from limosa.image import OpenFile, TreeProcess
@@ -15,11 +16,15 @@ from limosa.process.identity import read_stat
 _DRIVERS = "/dev/nvidia"  # what the driver has mapped there it has let go since: no restore needs it
 
 
-def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile]]:
+def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list[TreeProcess], list[OpenFile]]:
     """The frozen tree's processes and its regular files: sizes, and positions in those open for writing.
 
     Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of
     mappings would be paid for by the pause), their sizes are read now.
+
+    Args:
+        prepared: the plan.
+        lent: names that files have for CRIU alone.
     """
     cuda = {m.pid: m for m in prepared.members}
     tree, files = [], []
@@ -38,7 +43,7 @@ def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile
                     held=member.held if member else {},
                 )
             )
-            files += _open_files(identity.pid)
+            files += _open_files(identity.pid, lent)
     seen = {(f.path, f.inode) for f in files}
     for process in prepared.observation.processes if prepared.observation else []:
         for m in process.maps:
@@ -62,7 +67,7 @@ def tree_and_files(prepared: Prepared) -> tuple[list[TreeProcess], list[OpenFile
     return tree, files
 
 
-def _open_files(pid: int) -> list[OpenFile]:
+def _open_files(pid: int, lent: Collection[str]) -> list[OpenFile]:
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError, ValueError):
@@ -74,7 +79,7 @@ def _open_files(pid: int) -> list[OpenFile]:
             flags = int(fields["flags"], 8)
             writes = flags & os.O_ACCMODE != os.O_RDONLY
             deleted = info.st_nlink == 0
-            if target.endswith(" (deleted)") and not deleted and not os.path.lexists(target):
+            if target.endswith(" (deleted)") and not deleted and (target in lent or not os.path.lexists(target)):
                 continue  # it has another name: a semaphore, or CRIU's --link-remap
             found.append(
                 OpenFile(

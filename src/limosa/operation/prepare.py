@@ -239,9 +239,12 @@ def look(
             calm += [m.pid for m in prepared.members if m.was == "checkpointed"]
         pids = [m.pid for m in prepared.members]
         against = hazards.cuda_hazards(observation, cuda_pids=pids, driver_branch=branch, calm=calm)
-        prepared.needs_gate = any(hazards.asks_on(p) for p in observation.processes if p.pid in pids)
+        prepared.needs_gate = "jax" not in force and any(
+            hazards.asks_on(p) for p in observation.processes if p.pid in pids
+        )
         # From outside shared events look like shared memory. The shim knows what is shared.
         against = [r for r in against if r.id != "cuda-ipc" or r.pid not in known]
+        against = [_by_limosa_run(r) if r.id == "jax" and r.pid in known else r for r in against]
         # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
         reasons += [r for r in against if r.id != "rdma" or operation != "resume"]
         if operation != "resume":
@@ -418,6 +421,11 @@ def busy(claim: claims.Claim) -> Reason:
         return Reason(id="busy", text=text, exit_code=19, hint="wait for it")
     text = f"a {claim.operation} that died has left this job in the middle"
     return Reason(id="busy", text=text, exit_code=19, hint="limosa recover")
+
+
+def _by_limosa_run(jax: Reason) -> Reason:
+    """JAX under the shim that has nothing to park: its gate stays open."""
+    return msgspec.structs.replace(jax, hint="it has no memory that can be parked: try again once it computes")
 
 
 def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reason]:

@@ -189,6 +189,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     """
     header = dead.header
     _wait_for_criu(dead, "criu-restore", progress)
+    if _criu_was_done(dead):
+        _take_names_away(dead, "lost")
     root = _restored_root(dead)
     if root is None:
         if not _criu_was_done(dead):  # else it ran, and has ended since: its files are its own
@@ -219,7 +221,6 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
             command = list(image.manifest.tree[0].command)
             RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees).save()
     dead.header.roots = [root]
-    _take_names_away(dead, "lost")
     return entry_of(
         dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"
     )
@@ -346,4 +347,5 @@ def _take_names_away(dead: Journal, *kinds: str) -> None:
     for record in dead.records:
         if record.step == "names" and record.phase == "begin":
             for kind in kinds:
-                semaphores.take_away(msgspec.convert(record.data.get(kind, {}), semaphores.Made))
+                made = msgspec.convert(record.data.get(kind, {}), semaphores.Made)
+                semaphores.take_away(semaphores.of_note(made))

@@ -190,7 +190,8 @@ class _Restore:
             self._load()
             self.checked.wait()
         if remade is not None:
-            work.note("names", "begin", names=remade.names, lost=remade.lost)
+            names, lost = semaphores.to_note(remade.names), semaphores.to_note(remade.lost)
+            work.note("names", "begin", names=names, lost=lost)
             remade.put()
         self._criu()
         if remade is not None:

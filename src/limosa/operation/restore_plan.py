@@ -129,7 +129,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     reasons: list[Reason] = []
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
     reasons += semaphores.in_the_way(manifest.semaphores)
-    comes_anew = {name for semaphore in manifest.semaphores for name in semaphore.names}
+    comes_anew = {name for semaphore in manifest.semaphores for name in (*semaphore.names, *semaphore.lost)}
     changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_anew)
     reasons += changed
     reasons += _host_reasons(manifest, options)

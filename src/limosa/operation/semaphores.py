@@ -14,12 +14,13 @@ restore is refused.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
 
-from limosa.errors import FailedUndone, Reason
+from limosa.errors import FailedUndone, Reason, Refused
 from limosa.image import Semaphore
 from limosa.process.slurp import slurp
 
@@ -27,10 +28,22 @@ FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
 _GONE = " (deleted)"  # proc_pid_maps(5)
 _LIMIT = 4096  # bytes, as in ``hazards``; the C library's have 32
 _LOST = re.compile(rb"^\S+ \S+ \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+ \(deleted\))$", re.MULTILINE)
+_REMAP = f"{FOLDER}/link_remap."  # CRIU's own names
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 Made = dict[str, int]
 """Names and the number of the inode that each was given to."""
+
+
+def to_note(made: Made) -> Made:
+    """Names as a journal takes them, which is text: each byte a character."""
+    return {os.fsencode(name).decode("latin-1"): inode for name, inode in made.items()}
+
+
+def of_note(made: Made) -> Made:
+    """The reverse."""
+    return {os.fsdecode(name.encode("latin-1")): inode for name, inode in made.items()}
 
 
 # --- dumping --------------------------------------------------------------------------------------------------
@@ -41,39 +54,73 @@ class Lost:
 
     Attributes:
         names: these, each with the number of its inode.
+        remaps: names that CRIU has given itself.
     """
 
     def __init__(self) -> None:
         self.names: Made = {}
+        self.remaps: Made = {}
         self._seen: set[int] = set()
 
-    def look(self, pids: Iterable[int], *, again: bool = False) -> None:
-        """Looks; where nothing has come into the folder since the last time only if asked to, for it takes a while."""
+    def look(self, pids: Iterable[int], *, again: bool = False) -> bool:
+        """Looks; where nothing has come into the folder since the last time only if asked to, for it takes a while.
+
+        Returns:
+            Whether there are other names than before.
+        """
         there = _by_inode()
         if there.keys() <= self._seen and not again:
-            return
+            return False
         self._seen = set(there)
-        self.names = {}
+        # What is there by such a name is really called so.
+        found = {name: inode for name, inode in _lost(pids, there) if name not in there[inode]}
+        changed, self.names = found != self.names, found
+        return changed
+
+    def look_for_remaps(self, pids: Iterable[int]) -> None:
+        """Looks which names CRIU has given (``--link-remap``) what was lost since the last look; the job is frozen."""
+        there = _by_inode()
+        self.remaps = {
+            name: inode for _, inode in _lost(pids, there) for name in there[inode] if name.startswith(_REMAP)
+        }
+
+
+def _lost(pids: Iterable[int], there: dict[int, list[str]]) -> Iterator[tuple[str, int]]:
+    device = _device()
+    for pid in pids:
         with contextlib.suppress(OSError):
-            device = os.stat(FOLDER).st_dev
-            for pid in pids:
-                with contextlib.suppress(OSError):
-                    for dev, inode, name in _LOST.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
-                        if dev == b"%02x:%02x" % (os.major(device), os.minor(device)) and _is_small(there, int(inode)):
-                            self.names[os.fsdecode(name)] = int(inode)
+            for dev, inode, name in _LOST.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
+                if dev == device and _is_small(there, int(inode)):
+                    yield os.fsdecode(name), int(inode)
+
+
+def _device() -> bytes:
+    """The folder's device, as ``maps`` has it: each such file system counts its inodes from one."""
+    try:
+        device = os.stat(FOLDER).st_dev
+    except OSError:
+        return b""
+    return b"%02x:%02x" % (os.major(device), os.minor(device))
 
 
 def _is_small(there: dict[int, list[str]], inode: int) -> bool:
     return inode in there and os.lstat(there[inode][0]).st_size <= _LIMIT
 
 
-def give_back(lost: Made) -> None:
-    """Gives semaphores a name that they had; whoever cannot be found or has it again is left to CRIU to judge."""
+def give_back(lost: Made) -> Made:
+    """Gives semaphores a name that they had; whoever cannot be found or has it again is left to CRIU to judge.
+
+    Returns:
+        The names that were given.
+    """
+    given = {}
     names = _by_inode() if lost else {}
     for name, inode in lost.items():
         with contextlib.suppress(OSError):
             for other in names.get(inode, [])[:1]:
                 os.link(other, name, follow_symlinks=False)
+                given[name] = inode
+    return given
 
 
 def take_away(made: Made) -> None:
@@ -86,34 +133,43 @@ def take_away(made: Made) -> None:
         with contextlib.suppress(OSError):
             if os.lstat(name).st_ino == inode:
                 before = name.removesuffix(_GONE)
-                if before != name and not os.path.lexists(before):
-                    os.rename(name, before)
-                    name = before  # noqa: PLW2901
-                os.unlink(name)
+                os.unlink(before if before != name and _renamed(name, before) else name)
+
+
+def _renamed(name: str, to: str) -> bool:
+    """Renames where nobody has that name; whether it did."""
+    # Python knows only the call that puts one file in the place of another.
+    libc = ctypes.CDLL(None, use_errno=True)
+    return hasattr(libc, "renameat2") and not libc.renameat2(
+        _AT_FDCWD, os.fsencode(name), _AT_FDCWD, os.fsencode(to), _RENAME_NOREPLACE
+    )
 
 
 def read(lost: Made) -> list[Semaphore]:
     """The semaphores, read while nothing of the job moves.
 
+    Args:
+        lost: names that are there for CRIU, each with its inode.
+
     Raises:
         OSError: one cannot be read.
+        FailedUndone: one is none any more.
     """
     found = []
     there = _by_inode() if lost else {}
     for inode in sorted(set(lost.values()) & there.keys()):
-        names = there[inode]
-        with open(os.open(names[0], _READ), "rb") as file:
+        gone = sorted(name for name, of in lost.items() if of == inode)
+        with open(os.open(there[inode][0], _READ), "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size > _LIMIT:
-                continue
+                raise FailedUndone(what="checkpoint", detail=f"{there[inode][0]} has grown in the middle of it")
             content = file.read(_LIMIT)
-        gone = [name for name in names if lost.get(name) == inode]
         found.append(
             Semaphore(
-                names=[name for name in names if name not in gone],
+                names=[name for name in there[inode] if name not in gone],
                 lost=gone,
                 content=content.hex(),
-                mode=info.st_mode & 0o777,
+                mode=stat.S_IMODE(info.st_mode),
                 uid=info.st_uid,
                 gid=info.st_gid,
             )
@@ -139,13 +195,25 @@ def in_the_way(semaphores: Iterable[Semaphore]) -> list[Reason]:
     reasons = []
     for semaphore in semaphores:
         for name in (*semaphore.names, *semaphore.lost):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 info = os.lstat(name)
-                if _is_like(info, semaphore):
-                    there[info.st_ino] = name
-                else:
-                    text = f"{name} is another file than the job's semaphore"
-                    reasons.append(Reason(id="file-changed", text=text, exit_code=23, hint="put it elsewhere"))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                text = f"{name} cannot be made: {error.strerror}"
+                reasons.append(Reason(id="file-changed", text=text, exit_code=23))
+                continue
+            if _is_like(info, semaphore):
+                there[info.st_ino] = name
+            else:
+                text = f"{name} is another file than the job's semaphore"
+                reasons.append(Reason(id="file-changed", text=text, exit_code=23, hint="put it elsewhere"))
+    return reasons + _used(there)
+
+
+def _used(there: dict[int, str]) -> list[Reason]:
+    """Whoever has one of these files mapped."""
+    reasons = []
     for pid, inode in _users(set(there)):
         text = f"process {pid} uses the semaphore {there[inode]}, which the restored job would have anew"
         reasons.append(Reason(id="semaphore-used", text=text, exit_code=23, hint="end that process first", pid=pid))
@@ -161,13 +229,14 @@ def _users(inodes: set[int]) -> Iterator[tuple[int, int]]:
     """Processes that have one of these files mapped: (pid, inode)."""
     if not inodes:
         return
+    device = _device()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError):
             for line in slurp(f"/proc/{name}/maps").splitlines():
                 words = line.split(None, 5)
-                if len(words) == 6 and words[5].startswith(FOLDER.encode()) and int(words[4]) in inodes:
+                if len(words) == 6 and words[3] == device and int(words[4]) in inodes:
                     yield int(name), int(words[4])
                     break
 
@@ -197,8 +266,15 @@ class Remade:
         """Gives them their names, in the place of what the job has left there.
 
         Raises:
+            Refused: somebody has begun to use one.
             FailedUndone: somebody has taken one.
         """
+        there = {}
+        for name in self.names | self.lost:
+            with contextlib.suppress(OSError):
+                there[os.lstat(name).st_ino] = name
+        if used := _used(there):
+            raise Refused(used)
         try:
             for fd, semaphore in self._fds:
                 for name in (*semaphore.names, *semaphore.lost):

@@ -254,7 +254,7 @@ class HostObservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Attributes:
         mem_total, mem_available: bytes, from /proc/meminfo.
-        uid: effective user id of Limosa.
+        uid, gid: effective ids of Limosa.
         ptrace_scope: /proc/sys/kernel/yama/ptrace_scope; 0 where there is no Yama.
         caps: effective capabilities, the bit mask CapEff.
         namespaces: Limosa's own, as in :class:`ProcessObservation`.
@@ -265,6 +265,7 @@ class HostObservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     mem_total: int = 0
     mem_available: int = 0
     uid: int = 0
+    gid: int = 0
     ptrace_scope: int = 0
     caps: int = 0
     namespaces: dict[str, int] = msgspec.field(default_factory=dict)

@@ -68,6 +68,7 @@ def observe_host(hidden: int = 0) -> HostObservation:
         mem_total=total,
         mem_available=available,
         uid=os.geteuid(),
+        gid=os.getegid(),
         ptrace_scope=scope,
         caps=effective_capabilities(),
         namespaces=namespaces("/proc/self"),

@@ -14,7 +14,10 @@ from limosa.process.identity import read_stat
 from limosa.process.observation import Peer
 from limosa.process.slurp import slurp
 
-_DELETED_LINE = re.compile(rb"^\S+ (..)\S\S \S+ (\S+) (\d+) +(?:.*\(deleted\)|\[anon_shmem:.*)$", re.MULTILINE)
+# A semaphore that one has by a name that is gone others have by its own.
+_DELETED_LINE = re.compile(
+    rb"^\S+ (..)\S\S \S+ (\S+) (\d+) +(?:.*\(deleted\)|\[anon_shmem:.*|/dev/shm/.*)$", re.MULTILINE
+)
 
 
 class Wanted(msgspec.Struct):

@@ -161,14 +161,14 @@ def _tracing(obs: JobObservation) -> list[Reason]:
 
 def _limits(obs: JobObservation) -> list[Reason]:
     """prlimit(2): CRIU reads the limits of each process, and sets them at a restore."""
-    others = [p for p in obs.processes if p.uid != obs.host.uid]
+    others = [p for p in obs.processes if (p.uid, p.gid) != (obs.host.uid, obs.host.gid)]
     if not others or obs.host.uid != 0 or obs.host.caps & _CAP_SYS_RESOURCE:  # others are refused as ``wrong-user``
         return []
     return [
         Reason(
             id="resource-limits",
-            text=f"process {others[0].title} belongs to user {others[0].uid}: without CAP_SYS_RESOURCE CRIU cannot "
-            "read its limits",
+            text=f"process {others[0].title} belongs to user {others[0].uid}, group {others[0].gid}: without "
+            "CAP_SYS_RESOURCE CRIU cannot read its limits",
             exit_code=11,
             hint="give limosa CAP_SYS_RESOURCE (docker run --cap-add SYS_RESOURCE), or run it as that user",
             pid=others[0].pid,
