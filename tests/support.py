@@ -136,7 +136,9 @@ class Reaper:
 
 
 def semaphore_names(pid: int) -> set[Path]:
-    """All names of a job's semaphores, which begin with its pid (``common.own_semaphores``) or are given to CRIU.
+    """All names of a job's semaphores, which have its pid in them (``common.own_semaphores``) or are given to CRIU.
+
+    And of its named shared memory (``named_shm.py``).
 
     Tests run side by side: what another's job has in that folder is none of theirs.
     """
@@ -144,7 +146,7 @@ def semaphore_names(pid: int) -> set[Path]:
     for path in Path("/dev/shm").iterdir():
         with contextlib.suppress(FileNotFoundError):
             inodes[path] = path.lstat().st_ino
-    own = {inode for path, inode in inodes.items() if path.name.startswith(f"sem.mp-{pid}-")}
+    own = {inode for path, inode in inodes.items() if path.name.startswith((f"sem.mp-{pid}-", f"shm-{pid}-"))}
     return {path for path, inode in inodes.items() if inode in own}
 
 

@@ -32,6 +32,7 @@ JOBS = [
     "mp_spawn",
     "mp_locks",
     "mp_churn",
+    "named_shm",
     "epoll",
     "threads",
     "unlinked",
@@ -100,12 +101,12 @@ def semaphores() -> Iterator[Callable[[Any], set[Path]]]:
             path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("program", ["counter", "mp_spawn", "mp_locks"])
+@pytest.mark.parametrize("program", ["counter", "mp_spawn", "mp_locks", "named_shm"])
 @pytest.mark.parametrize("options", [[], ["--leave-running"]], ids=["", "copy"])
 def test_an_image_brings_the_job_back_as_often_as_one_likes(
     start, limosa, tmp_path, semaphores, program, options
 ) -> None:
-    """Also where the names of its semaphores are gone meanwhile, or what is in them has changed."""
+    """Also where its semaphores and named shared memory are gone meanwhile, or what is in them has changed."""
     victim = start(program)
     checkpointed(limosa, victim, tmp_path / "image", *options)
     if options:
@@ -148,7 +149,7 @@ def test_a_semaphore_that_somebody_uses_is_left_to_him(start, limosa, tmp_path, 
     before = held.read_bytes()
     with held.open("rb+") as file, mmap.mmap(file.fileno(), held.stat().st_size):
         done = limosa("restore", tmp_path / "image", "-o", "json", rc=23).json
-        assert done["error"]["id"] == "semaphore-used"
+        assert done["error"]["id"] == "shm-used"
         assert held.read_bytes() == before
     restored(limosa, victim, tmp_path / "image")
     victim.goes_on()

@@ -21,7 +21,7 @@ from limosa.image.manifest import (
     JobRecord,
     Manifest,
     OpenFile,
-    Semaphore,
+    ShmFile,
     TreeProcess,
     decode,
     digest_line,
@@ -51,11 +51,11 @@ open_files = st.builds(
     inode=st.integers(0, 2**64 - 1),
 )
 shm_names = kernel_text.map(lambda text: "/dev/shm/sem." + text.replace("/", "_"))
-semaphores = st.builds(
-    Semaphore,
+shm_files = st.builds(
+    lambda content, **more: ShmFile(content=content.hex(), bytes=len(content), **more),
+    content=st.binary(max_size=40),
     names=st.lists(shm_names, max_size=2),
     lost=st.lists(shm_names, max_size=2),
-    content=st.binary(max_size=40).map(bytes.hex),
     mode=st.integers(0, 0o7777),
 )
 gpus = st.builds(GpuRecord, index=st.integers(0, 64), uuid=uuids, name=kernel_text, bytes=sizes, memory_total=sizes)
@@ -93,7 +93,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         gpus=draw(st.lists(gpus, max_size=2)),
         files=draw(files),
         open_files=draw(st.lists(open_files, max_size=3)),
-        semaphores=draw(st.lists(semaphores, max_size=2)),
+        shm=draw(st.lists(shm_files, max_size=2)),
         options=draw(st.dictionaries(st.text("abc_", min_size=1), values, max_size=3)),
         software_gpu=draw(st.booleans()),
     )
@@ -193,10 +193,12 @@ def test_names_that_criu_uses_are_taken(name: str) -> None:
         {"hostname": "a\0" + "0f"},  # a byte that needs no escape
         {"software_gpu": 1},
         {"job": None},
-        {"semaphores": [{"names": ["/dev/shm/a/b"]}]},
-        {"semaphores": [{"lost": ["/dev/shm/a\0" + "2f" + "b"]}]},
-        {"semaphores": [{"names": ["/dev/shm/" + "x" * 256]}]},
-        {"semaphores": [{"mode": 0o10000}]},
+        {"shm": [{"names": ["/dev/shm/a/b"]}]},
+        {"shm": [{"lost": ["/dev/shm/a\0" + "2f" + "b"]}]},
+        {"shm": [{"names": ["/dev/shm/" + "x" * 256]}]},
+        {"shm": [{"mode": 0o10000}]},
+        {"shm": [{"content": "00", "bytes": 2}]},
+        {"shm": [{"file": "criu/another.img", "bytes": 9}]},
     ],
 )
 def test_what_is_out_of_bounds_is_refused(fields: dict[str, object]) -> None:
@@ -254,6 +256,6 @@ def test_now_is_what_created_takes() -> None:
 def test_the_document_names_every_field() -> None:
     document = (Path(__file__).parents[2] / "docs" / "image-format.md").read_text()
     table = document.partition("## manifest.json")[2].partition("## How it is written")[0]
-    for record in (Manifest, JobRecord, TreeProcess, GpuRecord, ImageFile, OpenFile, Semaphore):
+    for record in (Manifest, JobRecord, TreeProcess, GpuRecord, ImageFile, OpenFile, ShmFile):
         for field in msgspec.structs.fields(record):
             assert re.search(rf"`(\w+(\[\])?)?\.?{field.encode_name}(\[\])?[`.]", table), (record.__name__, field.name)

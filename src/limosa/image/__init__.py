@@ -2,6 +2,7 @@
 
 from limosa.image.chunks import Chunks
 from limosa.image.draft import Draft, destination_taken, free_bytes, missing_parent
+from limosa.image.files import copy_sparse, open_file
 from limosa.image.manifest import (
     DeviceMemory,
     DevicePiece,
@@ -10,7 +11,7 @@ from limosa.image.manifest import (
     JobRecord,
     Manifest,
     OpenFile,
-    Semaphore,
+    ShmFile,
     TreeProcess,
     now,
 )
@@ -35,15 +36,17 @@ __all__ = [
     "Manifest",
     "OpenFile",
     "Problem",
-    "Semaphore",
+    "ShmFile",
     "TreeProcess",
     "Unfinished",
     "VerifyResult",
+    "copy_sparse",
     "destination_problem",
     "destination_taken",
     "free_bytes",
     "missing_parent",
     "now",
+    "open_file",
     "open_image",
     "remove",
     "trusted_uids",

@@ -12,6 +12,7 @@ import os
 import secrets
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +20,7 @@ import msgspec
 
 from limosa.errors import DestinationExists, FailedUndone, UsageError
 from limosa.image.chunks import CHUNKS_NAME
-from limosa.image.files import Files, clear_folder, open_folder, remove_tree, typed_errors
+from limosa.image.files import Files, clear_folder, copy_sparse, open_folder, remove_tree, typed_errors
 from limosa.image.hashing import Cancel
 from limosa.image.manifest import (
     CRIU_NAME,
@@ -137,6 +138,19 @@ class Draft:
             os.close(self.chunks_fd)
             self.chunks_fd = -1
             remove_tree(CHUNKS_NAME, self.fd, self._files)
+
+    def put_in(self, name: str, source: int, stop: Callable[[], None] = lambda: None) -> None:
+        """Copy what is in an open file into ``criu/``, under a name that CRIU has none of.
+
+        Raises:
+            NoRoomOnHost, PermissionDenied, OSError: the disk said no.
+        """
+        with typed_errors(WHAT):
+            target = self._files.make(name, self.criu_fd)
+            try:
+                copy_sparse(source, target, stop)
+            finally:
+                os.close(target)
 
     def empty_criu(self) -> None:
         """Remove what a dump that failed has left in ``criu/``: the next one is another.

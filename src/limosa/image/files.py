@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from limosa.errors import LimosaError, NoRoomOnHost, PermissionDenied
@@ -54,6 +54,14 @@ class Files:
             FileExistsError: the name is taken.
         """
         os.close(_written(name, data, dir_fd))
+
+    def make(self, name: str, dir_fd: int) -> int:
+        """Make a new empty file with mode 0600, and open it for writing.
+
+        Raises:
+            FileExistsError: the name is taken.
+        """
+        return _written(name, b"", dir_fd)
 
     def fsync(self, fd: int) -> None:
         """Put a file's content, or a folder's names, on disk."""
@@ -197,3 +205,31 @@ def _typed(e: OSError, what: str) -> LimosaError | OSError:
         where = f" ({e.filename})" if e.filename else ""
         return PermissionDenied(detail=f"{what}: {e.strerror}{where}")
     return e
+
+
+def copy_sparse(source: int, target: int, stop: Callable[[], None] = lambda: None) -> None:
+    """Copy one open file's content into another, empty one; holes stay holes (lseek(2), SEEK_DATA).
+
+    Args:
+        source: open for reading; its position is changed.
+        target: open for writing.
+        stop: called every 64 MiB: raises what ends it.
+    """
+    size = os.fstat(source).st_size
+    os.ftruncate(target, size)
+    end = 0
+    while end < size:
+        try:
+            start = os.lseek(source, end, os.SEEK_DATA)
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # nothing but a hole
+                return
+            raise
+        end = os.lseek(source, start, os.SEEK_HOLE)
+        os.lseek(target, start, os.SEEK_SET)
+        while start < end:
+            stop()
+            done = os.sendfile(target, source, start, min(end - start, 64 << 20))
+            if not done:
+                return  # it became shorter
+            start += done

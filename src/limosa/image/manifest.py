@@ -182,20 +182,24 @@ class OpenFile(msgspec.Struct, frozen=True, kw_only=True):
     mode: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class Semaphore(msgspec.Struct, frozen=True, kw_only=True):
-    """A named semaphore (a file in /dev/shm) that the job has by a name that is gone.
+class ShmFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Named shared memory, or a named semaphore: a file in /dev/shm that the job writes into.
 
     Attributes:
         names: its names.
-        lost: the names that are gone by which processes have it mapped, as /proc has them (``… (deleted)``); they are
-            there only while CRIU is at work.
-        content: what is in it, hexadecimal.
+        lost: the names that are gone by which processes have a semaphore mapped, as /proc has them (``… (deleted)``);
+            they are there only while CRIU is at work.
+        content: what is in it, hexadecimal, where that is little.
+        file: one of ``files`` that has it, else.
+        bytes: its size.
         mode, uid, gid: of ``stat(2)``; of ``mode`` the permissions.
     """
 
     names: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
     lost: Annotated[list[ShmName], msgspec.Meta(max_length=1000)] = []
     content: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{2}){0,4096}\Z")] = ""
+    file: Annotated[str, msgspec.Meta(max_length=256, pattern=rf"^({CRIU_NAME}/{_FILE_NAME})?\Z")] = ""
+    bytes: Size = 0
     mode: Annotated[int, msgspec.Meta(ge=0, le=0o7777)] = 0
     uid: Uid = 0
     gid: Uid = 0
@@ -247,7 +251,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         gpus: GPUs it held state on or could open.
         files: every file of ``criu/``; filled in by ``Draft.commit``.
         open_files: regular files it had open or mapped.
-        semaphores: named ones that it has by names that are gone.
+        shm: named shared memory and semaphores, with what is in them.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
@@ -269,7 +273,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Annotated[list[GpuRecord], msgspec.Meta(max_length=1024)] = []
     files: Annotated[list[ImageFile], msgspec.Meta(max_length=100_000)] = []
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
-    semaphores: Annotated[list[Semaphore], msgspec.Meta(max_length=100_000)] = []
+    shm: Annotated[list[ShmFile], msgspec.Meta(max_length=100_000)] = []
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
     chunk_bytes: Size = 0
@@ -405,10 +409,12 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("a process is named twice")
     if pids[0] != manifest.job.pid:
         raise ValueError("the first process of the tree is not the job's root")
-    for semaphore in manifest.semaphores:
-        for name in (*semaphore.names, *semaphore.lost):
+    for shared in manifest.shm:
+        if shared.bytes != len(shared.content) // 2 if not shared.file else shared.file not in paths:
+            raise ValueError("what is in shared memory is not there")
+        for name in (*shared.names, *shared.lost):
             if "\0" in name or len(os.fsencode(name)) > len("/dev/shm/") + 255:  # noqa: S108
-                raise ValueError("the name of a semaphore is none")
+                raise ValueError("a name of shared memory is none")
     seen: set[int] = set()
     for process in manifest.tree:
         if seen and process.ppid not in seen:

@@ -43,14 +43,14 @@ from limosa.image import (
     JobRecord,
     Manifest,
     OpenFile,
-    Semaphore,
+    ShmFile,
     TreeProcess,
     now,
 )
-from limosa.operation import driver_steps, estimate, semaphores
+from limosa.operation import driver_steps, estimate, shm
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
-from limosa.operation.frozen import tree_and_files
+from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import Header, added_up
@@ -142,13 +142,13 @@ class _Checkpoint:
         self.image: Image | None = None
         self.saving: Saving | None = None
         self.open_files: list[OpenFile] = []
-        self.semaphores: list[Semaphore] = []
+        self.shm: list[ShmFile] = []
         self.tree: list[TreeProcess] = []
         self.nft_table: str | None = None
         self.device: list[DeviceMemory] = []
         assert prepared.observation is not None
         self.dump_options = dump_options(options, prepared.observation)
-        self.lost = semaphores.Lost()
+        self.lost = shm.Lost()
         self.tries = 1
 
     def run(self) -> CheckpointResult:
@@ -203,14 +203,14 @@ class _Checkpoint:
     @contextlib.contextmanager
     def _names_given_back(self) -> Iterator[None]:
         """CRIU finds the semaphores of the job by the names that they have lost."""
-        given: semaphores.Made = {}
+        given: shm.Made = {}
         if self.lost.names:
-            self.work.note("names", "begin", lost=semaphores.to_note(self.lost.names))
-            given = semaphores.give_back(self.lost.names)
+            self.work.note("names", "begin", lost=shm.to_note(self.lost.names))
+            given = shm.give_back(self.lost.names)
         try:
             yield
         finally:
-            semaphores.take_away(given | self.lost.remaps)
+            shm.take_away(given | self.lost.remaps)
 
     def _dump_with_semaphores(self) -> DumpStats:
         """Dumps; again where the job has made a semaphore between the look and CRIU's.
@@ -413,8 +413,10 @@ class _Checkpoint:
         self.work.journal.rewrite_header()
         if self._remaps():
             self.lost.look_for_remaps([i.pid for i in self.prepared.tree])
-            self.work.note("names", "begin", lost=semaphores.to_note(self.lost.remaps))
-        self.semaphores = semaphores.read(self.lost.names | self.lost.remaps)
+            self.work.note("names", "begin", lost=shm.to_note(self.lost.remaps))
+        self.lost.look_for_shared([i.pid for i in self.prepared.tree], shared_outside(self.prepared))
+        put = lambda name, source: self.draft.put_in(name, source, self.work.check)  # noqa: E731
+        self.shm = shm.read(self.lost.names | self.lost.remaps, self.lost.shared, put)
         self.tree, self.open_files = tree_and_files(self.prepared, self.lost.names)
         if self.saving is not None:
             self.tree = [
@@ -516,7 +518,7 @@ class _Checkpoint:
                 for g in (inventory.gpus if inventory and self.members else [])
             ],
             open_files=self.open_files,
-            semaphores=self.semaphores,
+            shm=self.shm,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
             chunk_bytes=self.options.chunk_bytes if self.device else 0,

@@ -67,6 +67,12 @@ def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list
     return tree, files
 
 
+def shared_outside(prepared: Prepared) -> set[int]:
+    """The inodes of the named shared memory that the job has mapped together with processes outside of it."""
+    processes = prepared.observation.processes if prepared.observation else []
+    return {m.inode for process in processes for m in process.maps if m.peers and m.named_shm}
+
+
 def _open_files(pid: int, lent: Collection[str]) -> list[OpenFile]:
     found = []
     for name in os.listdir(f"/proc/{pid}/fd"):

@@ -17,7 +17,7 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
-from limosa.operation import driver_steps, room, semaphores
+from limosa.operation import driver_steps, room, shm
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.parked import holders, saving
@@ -347,5 +347,5 @@ def _take_names_away(dead: Journal, *kinds: str) -> None:
     for record in dead.records:
         if record.step == "names" and record.phase == "begin":
             for kind in kinds:
-                made = msgspec.convert(record.data.get(kind, {}), semaphores.Made)
-                semaphores.take_away(semaphores.of_note(made))
+                made = msgspec.convert(record.data.get(kind, {}), shm.Made)
+                shm.take_away(shm.of_note(made))

@@ -32,7 +32,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, idle, room, semaphores
+from limosa.operation import driver_steps, idle, room, shm
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
@@ -182,15 +182,15 @@ class _Restore:
             work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
         remade = None
-        if self.manifest.semaphores:
-            remade = semaphores.Remade(self.manifest.semaphores)
+        if self.manifest.shm:
+            remade = shm.Remade(self.manifest.shm, self.image.criu_fd, work.check)
             work.push("names", remade.undo)  # once the tree has been ended
         work.push("tree", self._end_tree)
         if self.manifest.device:
             self._load()
             self.checked.wait()
         if remade is not None:
-            names, lost = semaphores.to_note(remade.names), semaphores.to_note(remade.lost)
+            names, lost = shm.to_note(remade.names), shm.to_note(remade.lost)
             work.note("names", "begin", names=names, lost=lost)
             remade.put()
         self._criu()

@@ -18,7 +18,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, idle, room, semaphores
+from limosa.operation import estimate, idle, room, shm
 from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
@@ -128,8 +128,8 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         return ready
     reasons: list[Reason] = []
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
-    reasons += semaphores.in_the_way(manifest.semaphores)
-    comes_anew = {name for semaphore in manifest.semaphores for name in (*semaphore.names, *semaphore.lost)}
+    reasons += shm.in_the_way(manifest.shm)
+    comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
     changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_anew)
     reasons += changed
     reasons += _host_reasons(manifest, options)

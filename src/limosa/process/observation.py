@@ -47,7 +47,8 @@ class MapObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
         deleted: the name is gone (always so for memfd, SysV and anonymous shared memory).
         size: bytes of a file whose name is gone; None where it has a name or could not be asked.
         links: names that such a file still has elsewhere.
-        peers: processes outside the tree that map or hold it; looked for only where it is shared and without a name.
+        peers: processes outside the tree that map or hold it; looked for only where it is shared, and
+            without a name or in /dev/shm.
     """
 
     path: str
@@ -60,6 +61,12 @@ class MapObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
     size: int | None = None
     links: int = 0
     peers: list[Peer] = msgspec.field(default_factory=list)
+
+    @property
+    def named_shm(self) -> bool:
+        """Whether it is named shared memory (shm_overview(7)), the driver's own not counted: it makes that anew."""
+        folder, _, name = self.path.rpartition("/")
+        return self.shared and not self.deleted and folder == "/dev/shm" and not name.startswith("cuda.")  # noqa: S108
 
 
 class FdObservation(msgspec.Struct, kw_only=True, omit_defaults=True):

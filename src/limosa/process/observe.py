@@ -173,7 +173,7 @@ def _wanted(processes: list[ProcessObservation]) -> Wanted:
             wanted.targets.add(f"socket:[{seen.inode}]")
             wanted.targets.update(f"socket:[{inode}]" for inode in (seen.peer_inode, *seen.pending_inodes) if inode)
         for mapping in process.maps:
-            if _nameless_shared(mapping):
+            if _nameless_shared(mapping) or mapping.named_shm:
                 wanted.memory.add(_memory_key(mapping))
     return wanted
 
@@ -217,7 +217,7 @@ def _hand_out(processes: list[ProcessObservation], found: Found) -> None:
             for inode in seen.pending_inodes:
                 seen.pending.extend([*inside.get(inode, []), *found.targets.get(f"socket:[{inode}]", [])])
         for mapping in process.maps:
-            if _nameless_shared(mapping):
+            if _nameless_shared(mapping) or mapping.named_shm:
                 mapping.peers = found.memory.get(_memory_key(mapping), [])
 
 

@@ -34,9 +34,10 @@ def shared_hazards(obs: JobObservation) -> list[Reason]:
     """Return what the job shares with processes outside of it.
 
     Returns:
-        ``pipe-outside``, ``pty-outside``, ``memory-shared`` (13, forceable) and the warning ``peers-hidden``.
+        ``pipe-outside``, ``pty-outside``, ``memory-shared`` (13, forceable) and the warnings ``shm-outside``,
+        ``peers-hidden``.
     """
-    return [*_pipes(obs), *_ptys(obs), *_memory(obs), *_hidden(obs)]
+    return [*_pipes(obs), *_ptys(obs), *_memory(obs), *_named(obs), *_hidden(obs)]
 
 
 def _pipes(obs: JobObservation) -> Iterator[Reason]:
@@ -84,7 +85,7 @@ ARENA = "/memfd:limosa-arena"
 def _memory(obs: JobObservation) -> Iterator[Reason]:
     seen: set[tuple[str, int]] = set()
     for process in obs.processes:
-        things = [(m.path, m.inode, m.peers, "maps") for m in process.maps if m.peers]
+        things = [(m.path, m.inode, m.peers, "maps") for m in process.maps if m.peers and not m.named_shm]
         things += [
             (fd.target, fd.inode, fd.peers, f"holds (descriptor {fd.fd})")
             for fd in process.fds
@@ -104,6 +105,21 @@ def _memory(obs: JobObservation) -> Iterator[Reason]:
                 pid=process.pid,
                 forceable=True,
             )
+
+
+def _named(obs: JobObservation) -> Iterator[Reason]:
+    """A restored job has the same named memory, with whatever is in it then."""
+    seen = set()
+    for process in obs.processes:
+        for m in process.maps:
+            if m.peers and m.named_shm and m.path not in seen:
+                seen.add(m.path)
+                yield Reason(
+                    id="shm-outside",
+                    text=f"process {process.title} shares {m.path} with process {names(m.peers)}, which is not part of "
+                    "the job: what is in it is not in the image, a restored job has what is there then",
+                    pid=process.pid,
+                )
 
 
 def _hidden(obs: JobObservation) -> Iterator[Reason]:

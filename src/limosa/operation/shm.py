@@ -1,14 +1,16 @@
-"""Named semaphores (sem_overview(7)), which are files in /dev/shm: a job is written to disk with what is in them.
+"""Named shared memory and semaphores (shm_overview(7), sem_overview(7)): a job is written to disk with what is in them.
 
-The C library makes one under a name for a moment (``sem_open`` in glibc: ``/dev/shm/sem.XXXXXX``), gives it its own
-name and takes the first one away: the process that made it has it mapped by a name that is gone. CRIU wants that name
-to be there, at the dump and at a restore, just as /proc has it (``/dev/shm/sem.XXXXXX (deleted)``; check_path_remap in
-its files-reg.c). It is there for as long as CRIU is at work; CRIU's own way (``--link-remap``) leaves names that
-another job's dump stumbles over, and an image that can be restored once.
+They are files in /dev/shm that a job has mapped to write into them: its state like the rest of its memory. What is in
+them is in the image, where no process outside of the job has them mapped as well; a restore makes them anew, under all
+of their names. What is there under these names then is what the job has left; where somebody else uses it, it stays,
+and the restore is refused.
 
-Such a semaphore is the job's state and small: its value is in the image, and a restore makes it anew, under all of its
-names. What is there under these names then is what the job has left; where somebody else uses it, it stays, and the
-restore is refused.
+Semaphores have one more trait. The C library makes one under a name for a moment (``sem_open`` in glibc:
+``/dev/shm/sem.XXXXXX``), gives it its own name and takes the first one away: the process that made it has it mapped by
+a name that is gone. CRIU wants that name to be there, at the dump and at a restore, just as /proc has it
+(``/dev/shm/sem.XXXXXX (deleted)``; check_path_remap in its files-reg.c). It is there for as long as CRIU is at work;
+CRIU's own way (``--link-remap``) leaves names that another job's dump stumbles over, and an image that can be restored
+once.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ import ctypes
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from limosa.errors import FailedUndone, Reason, Refused
-from limosa.image import Semaphore
+from limosa.image import ShmFile, copy_sparse, open_file
 from limosa.process.slurp import slurp
 
 FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
 _GONE = " (deleted)"  # proc_pid_maps(5)
-_LIMIT = 4096  # bytes, as in ``hazards``; the C library's have 32
+_LIMIT = 4096  # bytes of a semaphore at most, as in ``hazards``; the C library's have 32
 _LOST = re.compile(rb"^\S+ \S+ \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+ \(deleted\))$", re.MULTILINE)
+_SHARED = re.compile(rb"^\S+ .w.s \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+)$", re.MULTILINE)
+_DRIVERS = f"{FOLDER}/cuda."  # its own: it makes them anew
+_IMAGE = "criu"  # the folder in an image
 _REMAP = f"{FOLDER}/link_remap."  # CRIU's own names
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -55,11 +60,13 @@ class Lost:
     Attributes:
         names: these, each with the number of its inode.
         remaps: names that CRIU has given itself.
+        shared: the inodes of what the job has mapped, by whatever name, to write into it.
     """
 
     def __init__(self) -> None:
         self.names: Made = {}
         self.remaps: Made = {}
+        self.shared: set[int] = set()
         self._seen: set[int] = set()
 
     def look(self, pids: Iterable[int], *, again: bool = False) -> bool:
@@ -76,6 +83,24 @@ class Lost:
         found = {name: inode for name, inode in _lost(pids, there) if name not in there[inode]}
         changed, self.names = found != self.names, found
         return changed
+
+    def look_for_shared(self, pids: Iterable[int], others: Collection[int]) -> None:
+        """Looks what the job, which is frozen, shares within itself.
+
+        Args:
+            pids: its processes.
+            others: inodes of what it shares with processes outside.
+        """
+        there = _by_inode()
+        device = _device()
+        self.shared = set()
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                for dev, found, name in _SHARED.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
+                    inode, path = int(found), os.fsdecode(name)
+                    if dev == device and path in there.get(inode, []) and not path.startswith(_DRIVERS):
+                        self.shared.add(inode)
+        self.shared.difference_update(others)
 
     def look_for_remaps(self, pids: Iterable[int]) -> None:
         """Looks which names CRIU has given (``--link-remap``) what was lost since the last look; the job is frozen."""
@@ -145,30 +170,41 @@ def _renamed(name: str, to: str) -> bool:
     )
 
 
-def read(lost: Made) -> list[Semaphore]:
-    """The semaphores, read while nothing of the job moves.
+def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], None] = lambda *_: None) -> list[ShmFile]:
+    """What is in them, read while nothing of the job moves.
 
     Args:
-        lost: names that are there for CRIU, each with its inode.
+        lost: names of semaphores that are there for CRIU, each with its inode.
+        shared: inodes of what the job has mapped by its own name.
+        put: puts what is in an open file into CRIU's folder of the image, under a name.
 
     Raises:
-        OSError: one cannot be read.
+        OSError, LimosaError: one cannot be read, or written.
         FailedUndone: one is none any more.
     """
     found = []
-    there = _by_inode() if lost else {}
-    for inode in sorted(set(lost.values()) & there.keys()):
+    semaphores = set(lost.values())
+    there = _by_inode() if lost or shared else {}
+    for inode in sorted((semaphores | set(shared)) & there.keys()):
         gone = sorted(name for name, of in lost.items() if of == inode)
+        content, kept = b"", ""
         with open(os.open(there[inode][0], _READ), "rb") as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or info.st_size > _LIMIT:
+            small = info.st_size <= _LIMIT
+            if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or (inode in semaphores and not small):
                 raise FailedUndone(what="checkpoint", detail=f"{there[inode][0]} has grown in the middle of it")
-            content = file.read(_LIMIT)
+            if small:
+                content = file.read(_LIMIT)
+            else:
+                kept = f"limosa-shm-{inode}.img"
+                put(kept, file.fileno())
         found.append(
-            Semaphore(
+            ShmFile(
                 names=[name for name in there[inode] if name not in gone],
                 lost=gone,
                 content=content.hex(),
+                file=f"{_IMAGE}/{kept}" if kept else "",
+                bytes=info.st_size,
                 mode=stat.S_IMODE(info.st_mode),
                 uid=info.st_uid,
                 gid=info.st_gid,
@@ -189,12 +225,12 @@ def _by_inode() -> dict[int, list[str]]:
 # --- restoring ------------------------------------------------------------------------------------------------
 
 
-def in_the_way(semaphores: Iterable[Semaphore]) -> list[Reason]:
+def in_the_way(files: Iterable[ShmFile]) -> list[Reason]:
     """Names that somebody uses, or under which there is something else than what such a job leaves."""
     there: dict[int, str] = {}
     reasons = []
-    for semaphore in semaphores:
-        for name in (*semaphore.names, *semaphore.lost):
+    for file in files:
+        for name in (*file.names, *file.lost):
             try:
                 info = os.lstat(name)
             except FileNotFoundError:
@@ -203,10 +239,10 @@ def in_the_way(semaphores: Iterable[Semaphore]) -> list[Reason]:
                 text = f"{name} cannot be made: {error.strerror}"
                 reasons.append(Reason(id="file-changed", text=text, exit_code=23))
                 continue
-            if _is_like(info, semaphore):
+            if _is_like(info, file):
                 there[info.st_ino] = name
             else:
-                text = f"{name} is another file than the job's semaphore"
+                text = f"{name} is another file than the job's shared memory or semaphore"
                 reasons.append(Reason(id="file-changed", text=text, exit_code=23, hint="put it elsewhere"))
     return reasons + _used(there)
 
@@ -215,13 +251,13 @@ def _used(there: dict[int, str]) -> list[Reason]:
     """Whoever has one of these files mapped."""
     reasons = []
     for pid, inode in _users(set(there)):
-        text = f"process {pid} uses the semaphore {there[inode]}, which the restored job would have anew"
-        reasons.append(Reason(id="semaphore-used", text=text, exit_code=23, hint="end that process first", pid=pid))
+        text = f"process {pid} uses {there[inode]}, which the restored job would have anew"
+        reasons.append(Reason(id="shm-used", text=text, exit_code=23, hint="end that process first", pid=pid))
     return reasons
 
 
-def _is_like(info: os.stat_result, semaphore: Semaphore) -> bool:
-    had = (len(semaphore.content) // 2, semaphore.mode, semaphore.uid, semaphore.gid)
+def _is_like(info: os.stat_result, file: ShmFile) -> bool:
+    had = (file.bytes, file.mode, file.uid, file.gid)
     return stat.S_ISREG(info.st_mode) and had == (info.st_size, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid)
 
 
@@ -242,25 +278,40 @@ def _users(inodes: set[int]) -> Iterator[tuple[int, int]]:
 
 
 class Remade:
-    """Semaphores made anew for a restore."""
+    """Shared memory and semaphores made anew for a restore.
 
-    def __init__(self, semaphores: Iterable[Semaphore]):
-        self._fds: list[tuple[int, Semaphore]] = []
+    Args:
+        files: what an image has of them.
+        criu_fd: the image's ``criu/``.
+        stop: looked at while they are filled: raises what ends that.
+
+    Raises:
+        FailedUndone: one cannot be made, or what was in one is not there.
+    """
+
+    def __init__(self, files: Iterable[ShmFile], criu_fd: int = -1, stop: Callable[[], None] = lambda: None):
+        self._fds: list[tuple[int, ShmFile]] = []
         self.names: Made = {}
         self.lost: Made = {}
         try:
-            for semaphore in semaphores:
-                fd = os.open(FOLDER, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-                self._fds.append((fd, semaphore))
-                os.write(fd, bytes.fromhex(semaphore.content))
-                os.fchown(fd, semaphore.uid, semaphore.gid)
-                os.fchmod(fd, semaphore.mode)
+            for file in files:
+                fd = os.open(FOLDER, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+                self._fds.append((fd, file))
+                if file.file:
+                    _fill(fd, file, criu_fd, stop)
+                else:
+                    os.write(fd, bytes.fromhex(file.content))
+                os.fchown(fd, file.uid, file.gid)
+                os.fchmod(fd, file.mode)
                 inode = os.fstat(fd).st_ino
-                self.names |= dict.fromkeys(semaphore.names, inode)
-                self.lost |= dict.fromkeys(semaphore.lost, inode)
+                self.names |= dict.fromkeys(file.names, inode)
+                self.lost |= dict.fromkeys(file.lost, inode)
         except OSError as error:
             self.close()
-            raise FailedUndone(what="restore", detail=f"a semaphore in {FOLDER}: {error.strerror}") from error
+            raise FailedUndone(what="restore", detail=f"shared memory in {FOLDER}: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
 
     def put(self) -> None:
         """Gives them their names, in the place of what the job has left there.
@@ -276,15 +327,15 @@ class Remade:
         if used := _used(there):
             raise Refused(used)
         try:
-            for fd, semaphore in self._fds:
-                for name in (*semaphore.names, *semaphore.lost):
+            for fd, file in self._fds:
+                for name in (*file.names, *file.lost):
                     with contextlib.suppress(FileNotFoundError):
-                        if _is_like(os.lstat(name), semaphore):
+                        if _is_like(os.lstat(name), file):
                             os.unlink(name)
                     # With a descriptor Python asks the kernel to follow this link (linkat(2), O_TMPFILE in open(2)).
                     os.link(f"/proc/self/fd/{fd}", name, src_dir_fd=fd, follow_symlinks=True)
         except OSError as error:
-            raise FailedUndone(what="restore", detail=f"the semaphore {name}: {error.strerror}") from error
+            raise FailedUndone(what="restore", detail=f"{name}: {error.strerror}") from error
 
     def undo(self) -> None:
         """Takes all of it away again: the image has it."""
@@ -300,3 +351,13 @@ class Remade:
         """Lets go of the descriptors."""
         while self._fds:
             os.close(self._fds.pop()[0])
+
+
+def _fill(fd: int, file: ShmFile, criu_fd: int, stop: Callable[[], None]) -> None:
+    source = open_file(file.file.partition("/")[2], criu_fd)
+    try:
+        if os.fstat(source).st_size != file.bytes:
+            raise FailedUndone(what="restore", detail=f"{file.file} has not the {file.bytes} bytes that it had")
+        copy_sparse(source, fd, stop)
+    finally:
+        os.close(source)

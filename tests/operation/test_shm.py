@@ -13,20 +13,21 @@ import msgspec
 import pytest
 
 from limosa.errors import FailedUndone, Refused
-from limosa.image import Semaphore
-from limosa.operation import semaphores
-from limosa.operation.semaphores import Remade, in_the_way
+from limosa.image import ShmFile
+from limosa.operation import shm
+from limosa.operation.shm import Remade, in_the_way
 
 
 @pytest.fixture
-def one() -> Iterator[Semaphore]:
+def one() -> Iterator[ShmFile]:
     """A semaphore with two names and a third that is gone; nothing of it is there."""
     start = f"/dev/shm/sem.{secrets.token_hex(8)}"
     names = [f"{start}-a", f"{start}-b"]
-    yield Semaphore(
+    yield ShmFile(
         names=names,
         lost=[f"{start}-c (deleted)"],
         content=b"value".hex(),
+        bytes=5,
         mode=0o640,
         uid=os.geteuid(),
         gid=os.getegid(),
@@ -35,11 +36,11 @@ def one() -> Iterator[Semaphore]:
         path.unlink()
 
 
-def there(one: Semaphore) -> list[bytes]:
+def there(one: ShmFile) -> list[bytes]:
     return [Path(name).read_bytes() for name in (*one.names, *one.lost) if os.path.lexists(name)]
 
 
-def write(one: Semaphore, content: bytes = b"other", mode: int = 0o640) -> Path:
+def write(one: ShmFile, content: bytes = b"other", mode: int = 0o640) -> Path:
     path = Path(one.names[0])
     path.write_bytes(content)
     path.chmod(mode)
@@ -76,7 +77,7 @@ def test_undone_nothing_of_it_is_there(one):
     remade.undo()
     assert there(one) == []
     Path(one.names[0]).write_bytes(b"somebody's")
-    semaphores.take_away(names)  # whoever recovers, later
+    shm.take_away(names)  # whoever recovers, later
     assert there(one) == [b"somebody's"]
 
 
@@ -107,7 +108,7 @@ def test_one_that_somebody_uses_is_in_the_way(one):
     path = write(one)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
         (reason,) = in_the_way([one])
-        assert (reason.id, reason.exit_code, reason.pid) == ("semaphore-used", 23, os.getpid())
+        assert (reason.id, reason.exit_code, reason.pid) == ("shm-used", 23, os.getpid())
     assert in_the_way([one]) == []
 
 
@@ -115,16 +116,16 @@ def test_a_name_that_was_lost_is_given_back_and_taken_away(one):
     path = write(one)
     os.link(path, one.names[1])
     lost = {one.lost[0]: path.stat().st_ino, "/dev/shm/sem.nobodys (deleted)": 1}
-    semaphores.give_back(lost)
+    shm.give_back(lost)
     assert os.path.samefile(one.lost[0], path)
-    (read,) = semaphores.read(lost)
+    (read,) = shm.read(lost)
     assert read == msgspec.structs.replace(one, content=b"other".hex())
-    semaphores.take_away(lost)
+    shm.take_away(lost)
     assert there(one) == [b"other"] * 2
 
 
 def test_the_names_that_are_gone_are_seen_where_something_has_come(one):
-    lost = semaphores.Lost()
+    lost = shm.Lost()
     path = write(one)
     gone = Path(one.lost[0].removesuffix(" (deleted)"))
     os.link(path, gone)
@@ -147,7 +148,7 @@ def test_what_is_large_is_no_semaphore(one):
     os.link(path, gone)
     with gone.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
         gone.unlink()
-        lost = semaphores.Lost()
+        lost = shm.Lost()
         lost.look([os.getpid()])
         assert one.lost[0] not in lost.names
 
@@ -155,30 +156,30 @@ def test_what_is_large_is_no_semaphore(one):
 def test_what_is_really_called_so_is_not_lost(one):
     Path(one.lost[0]).write_bytes(b"value")
     with open(one.lost[0], "rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
-        lost = semaphores.Lost()
+        lost = shm.Lost()
         lost.look([os.getpid()])
         assert one.lost[0] not in lost.names
         inode = os.fstat(file.fileno()).st_ino
-        semaphores.take_away(semaphores.give_back({one.lost[0]: inode}))
+        shm.take_away(shm.give_back({one.lost[0]: inode}))
         assert there(one) == [b"value"], "it was not given, and is not taken"
 
 
 def test_a_name_that_another_checkpoint_has_taken_away_is_in_the_image_all_the_same(one):
     inode = write(one).stat().st_ino
-    (read,) = semaphores.read({one.lost[0]: inode})
+    (read,) = shm.read({one.lost[0]: inode})
     assert (read.names, read.lost) == ([one.names[0]], one.lost)
 
 
 def test_one_that_has_grown_since_it_was_looked_at_is_no_part_of_an_image(one):
     with pytest.raises(FailedUndone, match="grown"):
-        semaphores.read({one.lost[0]: write(one, bytes(8192)).stat().st_ino})
+        shm.read({one.lost[0]: write(one, bytes(8192)).stat().st_ino})
 
 
 def test_somebody_elses_file_is_not_replaced_when_a_name_is_taken_away(one):
     before = Path(one.lost[0].removesuffix(" (deleted)"))
     os.link(write(one), one.lost[0])
     before.write_bytes(b"somebody's")
-    semaphores.take_away({one.lost[0]: os.stat(one.lost[0]).st_ino})
+    shm.take_away({one.lost[0]: os.stat(one.lost[0]).st_ino})
     assert before.read_bytes() == b"somebody's"
     assert there(one) == [b"other"]
 
@@ -190,14 +191,14 @@ def test_one_that_somebody_has_begun_to_use_since_stays(one):
     with path.open("rb") as file, mmap.mmap(file.fileno(), 5, prot=mmap.PROT_READ):
         with pytest.raises(Refused) as caught:
             remade.put()
-        assert (caught.value.id, caught.value.exit_code) == ("semaphore-used", 23)
+        assert (caught.value.id, caught.value.exit_code) == ("shm-used", 23)
         remade.undo()
         assert os.path.samefile(path, f"/proc/self/fd/{file.fileno()}")
 
 
 def test_every_bit_of_its_mode_is_kept(one):
     path = write(one, mode=0o1640)
-    (read,) = semaphores.read({one.lost[0]: path.stat().st_ino})
+    (read,) = shm.read({one.lost[0]: path.stat().st_ino})
     remade = Remade([read])
     remade.put()
     remade.done()
@@ -207,8 +208,8 @@ def test_every_bit_of_its_mode_is_kept(one):
 
 def test_a_journal_takes_names_that_are_no_text():
     made = {os.fsdecode(b"/dev/shm/sem.\xff\xc3\xa4"): 7}
-    noted = semaphores.to_note(made)
-    assert semaphores.of_note(msgspec.json.decode(msgspec.json.encode(noted))) == made
+    noted = shm.to_note(made)
+    assert shm.of_note(msgspec.json.decode(msgspec.json.encode(noted))) == made
 
 
 def test_a_name_that_cannot_be_is_told(one):
@@ -219,4 +220,4 @@ def test_a_name_that_cannot_be_is_told(one):
 @pytest.mark.parametrize("name", ["/etc/passwd", "/dev/shm/a/b", "/dev/shm/"])
 def test_an_image_names_files_in_that_folder_only(name):
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"names": [name]}, Semaphore)
+        msgspec.convert({"names": [name]}, ShmFile)
