@@ -77,14 +77,16 @@ def test_a_gpu_is_seen_on_the_bus_or_by_its_node(tmp_path):
 @pytest.mark.parametrize(
     ("bits", "status", "word"),
     [
-        (1 << 21 | 1 << 19 | 1 << 12, "ok", "CAP_SYS_ADMIN"),
-        (1 << 40 | 1 << 19 | 1 << 12, "ok", "CAP_CHECKPOINT_RESTORE"),
+        (1 << 21 | 1 << 19 | 1 << 12 | 1 << 24, "ok", "CAP_SYS_ADMIN"),
+        (1 << 40 | 1 << 19 | 1 << 12 | 1 << 24, "ok", "CAP_CHECKPOINT_RESTORE"),
+        (1 << 21 | 1 << 19 | 1 << 12, "warn", "CAP_SYS_RESOURCE"),
         (1 << 21 | 1 << 19, "warn", "CAP_NET_ADMIN"),
         (1 << 21, "fail", "CAP_SYS_PTRACE"),
         (0, "fail", "CAP_CHECKPOINT_RESTORE"),
     ],
 )
-def test_capabilities(tmp_path, bits, status, word):
+def test_capabilities(tmp_path, monkeypatch, bits, status, word):
+    monkeypatch.setattr(module.os, "geteuid", lambda: 0)
     (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{bits:016x}\n")
     check = module._capabilities(tmp_path / "status")
     assert (check.status, check.exit_code) == (status, 11 if status == "fail" else 0)

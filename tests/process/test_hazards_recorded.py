@@ -269,6 +269,7 @@ def test_descriptors_of_kinds_that_need_other_machines():
     assert judge(target="/dev/null", kind="device", device="1:3") == {}
     assert judge(target="/dev/nvidia-caps/nvidia-cap1", kind="device", device="237:1") == {}
     assert judge(target="/data/f", kind="file", mounted=False) == {"unmounted-file": 13}
+    assert judge(target="/dev/null", kind="device", device="1:3", mounted=False) == {"unmounted-file": 13}
 
 
 def test_mappings_of_devices():

@@ -53,6 +53,9 @@ def cancelling(report: Report, waiting: str = _WAITING) -> Iterator[threading.Ev
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if event.is_set() and signal.SIGINT in before:
+            # All that is left is to say what became of it, and to end with that code.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stop_now(report: Report) -> NoReturn:

@@ -128,6 +128,9 @@ def _wait_for_mover(*, end: bool) -> None:
 @many_descriptors()
 def _reserve(bytes_: int, keep: float) -> None:
     bytes_ = sum(exactly(bytes_))
+    inventory = gpu.inventory() if bytes_ else None
+    if inventory is not None and not inventory.gpus:
+        raise GpuUnavailable(detail="there is no GPU here")
     with Vault() as vault:
         said = vault.arena()
         short = host_room(max(0, bytes_ - said.used - said.free))
@@ -135,10 +138,7 @@ def _reserve(bytes_: int, keep: float) -> None:
             raise NoRoomOnHost(detail=short, hint="end something that uses host memory, or ask for less")
         fds = vault.reserve(bytes_, keep, arena_cap())
         try:
-            if fds and bytes_:
-                inventory = gpu.inventory()
-                if not inventory.gpus:
-                    raise GpuUnavailable(detail="there is no GPU here")
+            if fds and inventory is not None:
                 best = max(inventory.gpus, key=lambda g: g.memory_free)
                 with Mover() as mover:
                     mover.prepare([best.uuid])

@@ -217,8 +217,8 @@ class _Checkpoint:
 
         The last time CRIU gives those a name itself, by a number that another's dump at the same moment may have taken.
         """
-        self.lost.look([i.pid for i in job_tree(self.root)])
         while True:
+            self.lost.look([i.pid for i in job_tree(self.root)], again=self.tries > 1)
             try:
                 with self._names_given_back():
                     return self._dump()
@@ -360,7 +360,7 @@ class _Checkpoint:
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             work.check()  # where that is the reason, say it of the whole operation
             if isinstance(error, CriuFailed):
-                if error.fields.get("kind") == "link-remap" and self.tries < _TRIES and self._has_other_semaphores():
+                if self.tries < _TRIES and self._is_of_a_semaphore(error):
                     raise _OtherSemaphores from error
                 # The folder goes with the undo; what CRIU said stays.
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
@@ -377,8 +377,8 @@ class _Checkpoint:
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
 
-    def _has_other_semaphores(self) -> bool:
-        return self.lost.look([i.pid for i in job_tree(self.root)], again=True)
+    def _is_of_a_semaphore(self, error: CriuFailed) -> bool:
+        return error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
 
     def _remaps(self) -> bool:
         return self.dump_options.link_remap or self.tries == _TRIES

@@ -270,6 +270,12 @@ def look(
                 reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
     prepared.host_bytes = max(0, sum(p.rss_anon + p.shm_bytes for p in observation.processes))
     reasons += more(observation, prepared.members)
+    if other is None and (other := claims.on(tree)) is not None:  # it has begun since
+        at_work = [busy(other)]
+        prepared.busy = claims.lives(other.holder)
+        reasons += at_work
+    if prepared.busy:  # what else was seen is what that one does
+        reasons = [*at_work, *asked]
     prepared.reasons = apply_force(reasons, force)
     return prepared
 

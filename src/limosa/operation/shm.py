@@ -69,20 +69,14 @@ class Lost:
         self.shared: set[int] = set()
         self._seen: set[int] = set()
 
-    def look(self, pids: Iterable[int], *, again: bool = False) -> bool:
-        """Looks; where nothing has come into the folder since the last time only if asked to, for it takes a while.
-
-        Returns:
-            Whether there are other names than before.
-        """
+    def look(self, pids: Iterable[int], *, again: bool = False) -> None:
+        """Looks; where nothing has come into the folder since the last time only if asked to, for it takes a while."""
         there = _by_inode()
         if there.keys() <= self._seen and not again:
-            return False
+            return
         self._seen = set(there)
         # What is there by such a name is really called so.
-        found = {name: inode for name, inode in _lost(pids, there) if name not in there[inode]}
-        changed, self.names = found != self.names, found
-        return changed
+        self.names = {name: inode for name, inode in _lost(pids, there) if name not in there[inode]}
 
     def look_for_shared(self, pids: Iterable[int], others: Collection[int]) -> None:
         """Looks what the job, which is frozen, shares within itself.

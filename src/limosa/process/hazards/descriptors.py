@@ -84,6 +84,11 @@ def _descriptor(process: ProcessObservation, fd: FdObservation, obs: JobObservat
     if fd.kind == "mqueue":
         text = f"{where} is the POSIX message queue {fd.target}, which CRIU cannot dump"
         return _refuse("message-queue", text, "use another kind of queue (multiprocessing's is fine)", process)
+    # In a mount namespace of its own (refused as such) what it inherited is on mounts that it does not see.
+    own = obs.host.namespaces.get("mnt", 0)
+    if not fd.mounted and process.namespaces.get("mnt", own) == own:
+        text = f"{where} is {fd.target} on a file system that is no longer (or not here) mounted"
+        return _refuse("unmounted-file", text, "", process)
     if fd.kind in ("device", "block") and not fd.target.startswith("/dev/nvidia"):
         # Major 1 are the memory devices (null, zero, full, random, urandom, kmsg): all were tried.
         if fd.kind == "device" and fd.device.partition(":")[0] == "1":
@@ -91,11 +96,6 @@ def _descriptor(process: ProcessObservation, fd: FdObservation, obs: JobObservat
         return _refuse("device", f"{where} is the device {fd.target}, which CRIU cannot dump", "", process)
     if fd.kind == "tty" and fd.device.partition(":")[0] == "4" and int(fd.device.partition(":")[2] or 0) >= 64:
         return _refuse("device", f"{where} is the serial line {fd.target}, which CRIU cannot dump", _RUN, process)
-    # In a mount namespace of its own (refused as such) what it inherited is on mounts that it does not see.
-    own = obs.host.namespaces.get("mnt", 0)
-    if not fd.mounted and process.namespaces.get("mnt", own) == own:
-        text = f"{where} is {fd.target} on a file system that is no longer (or not here) mounted"
-        return _refuse("unmounted-file", text, "", process)
     return None
 
 
