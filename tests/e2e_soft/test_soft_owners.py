@@ -119,6 +119,10 @@ def test_root_writes_and_restores_a_users_job(node: Any, place: Path, how: str) 
     if how == "suspended":
         node.limosa("suspend", job.pid)
     may = may_be_dumped()
+    if not may:
+        refused = node.limosa("checkpoint", "-o", "json", job.pid, "--output", place / "kept", rc=11)
+        assert refused.json["error"]["id"] == "resource-limits"
+        small.append("--force=resource-limits")
     said = node.limosa("checkpoint", "-o", "json", job.pid, "--output", place / "kept", "-R", *small, rc=None)
     there = residents(node)
     assert ("limosa-mover", 0) in there, "the chunks were written before CRIU was asked"

@@ -172,6 +172,7 @@ def _limits(obs: JobObservation) -> list[Reason]:
             exit_code=11,
             hint="give limosa CAP_SYS_RESOURCE (docker run --cap-add SYS_RESOURCE), or run it as that user",
             pid=others[0].pid,
+            forceable=True,
         )
     ]
 
