@@ -117,7 +117,8 @@ class Disturber:
         self.say(killed=who, at=name)
         for one in who:
             os.kill(living[one], signal.SIGKILL)
-            if one != who[-1]:
+            # Not for a worker: limosa would give its will to another before it is killed itself.
+            if one not in ("worker", who[-1]):
                 _wait_gone(living[one])
 
     def _run_id(self) -> None:
