@@ -351,6 +351,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
         disturber.say(crash=f"{type(error).__name__}: {error}"[:500])
         traceback.print_exc()
         code = 98
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes now comes too late
     with contextlib.suppress(Exception):
         for one in spare:  # never needed: it ends with our end of the pair
             one.connection.close()
