@@ -24,15 +24,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from limosa.errors import FailedUndone, Reason, Refused
 from limosa.image import ShmFile, copy_sparse, open_file
+from limosa.image.manifest import CRIU_NAME
+from limosa.process.hazards import SEMAPHORE_LIMIT
 from limosa.process.slurp import slurp
 
 FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
 _GONE = " (deleted)"  # proc_pid_maps(5)
-_LIMIT = 4096  # bytes of a semaphore at most, as in ``hazards``; the C library's have 32
 _LOST = re.compile(rb"^\S+ \S+ \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+ \(deleted\))$", re.MULTILINE)
 _SHARED = re.compile(rb"^\S+ .w.s \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+)$", re.MULTILINE)
 _DRIVERS = f"{FOLDER}/cuda."  # its own: it makes them anew
-_IMAGE = "criu"  # the folder in an image
 _REMAP = f"{FOLDER}/link_remap."  # CRIU's own names
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -86,15 +86,11 @@ class Lost:
             others: inodes of what it shares with processes outside.
         """
         there = _by_inode()
-        device = _device()
-        self.shared = set()
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                for dev, found, name in _SHARED.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
-                    inode, path = int(found), os.fsdecode(name)
-                    if dev == device and path in there.get(inode, []) and not path.startswith(_DRIVERS):
-                        self.shared.add(inode)
-        self.shared.difference_update(others)
+        self.shared = {
+            inode
+            for name, inode in _mapped(pids, _SHARED)
+            if name in there.get(inode, []) and not name.startswith(_DRIVERS)
+        }.difference(others)
 
     def look_for_remaps(self, pids: Iterable[int]) -> None:
         """Looks which names CRIU has given (``--link-remap``) what was lost since the last look; the job is frozen."""
@@ -105,11 +101,16 @@ class Lost:
 
 
 def _lost(pids: Iterable[int], there: dict[int, list[str]]) -> Iterator[tuple[str, int]]:
+    return ((name, inode) for name, inode in _mapped(pids, _LOST) if _is_small(there, inode))
+
+
+def _mapped(pids: Iterable[int], pattern: re.Pattern[bytes]) -> Iterator[tuple[str, int]]:
+    """What processes have mapped of that file system, of the lines of ``maps`` that fit: (name, inode)."""
     device = _device()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for dev, inode, name in _LOST.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
-                if dev == device and _is_small(there, int(inode)):
+            for dev, inode, name in pattern.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
+                if dev == device:
                     yield os.fsdecode(name), int(inode)
 
 
@@ -123,7 +124,9 @@ def _device() -> bytes:
 
 
 def _is_small(there: dict[int, list[str]], inode: int) -> bool:
-    return inode in there and os.lstat(there[inode][0]).st_size <= _LIMIT
+    with contextlib.suppress(OSError):  # it goes just now
+        return inode in there and os.lstat(there[inode][0]).st_size <= SEMAPHORE_LIMIT
+    return False
 
 
 def give_back(lost: Made) -> Made:
@@ -184,11 +187,11 @@ def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], Non
         content, kept = b"", ""
         with open(os.open(there[inode][0], _READ), "rb") as file:
             info = os.fstat(file.fileno())
-            small = info.st_size <= _LIMIT
+            small = info.st_size <= SEMAPHORE_LIMIT
             if not stat.S_ISREG(info.st_mode) or info.st_ino != inode or (inode in semaphores and not small):
                 raise FailedUndone(what="checkpoint", detail=f"{there[inode][0]} has grown in the middle of it")
             if small:
-                content = file.read(_LIMIT)
+                content = file.read(SEMAPHORE_LIMIT)
             else:
                 kept = f"limosa-shm-{inode}.img"
                 put(kept, file.fileno())
@@ -197,7 +200,7 @@ def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], Non
                 names=[name for name in there[inode] if name not in gone],
                 lost=gone,
                 content=content.hex(),
-                file=f"{_IMAGE}/{kept}" if kept else "",
+                file=f"{CRIU_NAME}/{kept}" if kept else "",
                 bytes=info.st_size,
                 mode=stat.S_IMODE(info.st_mode),
                 uid=info.st_uid,

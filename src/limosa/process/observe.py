@@ -173,7 +173,7 @@ def _wanted(processes: list[ProcessObservation]) -> Wanted:
             wanted.targets.add(f"socket:[{seen.inode}]")
             wanted.targets.update(f"socket:[{inode}]" for inode in (seen.peer_inode, *seen.pending_inodes) if inode)
         for mapping in process.maps:
-            if _nameless_shared(mapping) or mapping.named_shm:
+            if _may_have_peers(mapping):
                 wanted.memory.add(_memory_key(mapping))
     return wanted
 
@@ -182,6 +182,10 @@ def _nameless_shared(mapping: MapObservation) -> bool:
     return mapping.shared and (mapping.deleted or mapping.path.startswith("[anon_shmem:")) and (
         not mapping.path.startswith("/SYSV")  # told apart in sysv_ipc
     )  # fmt: skip
+
+
+def _may_have_peers(mapping: MapObservation) -> bool:
+    return _nameless_shared(mapping) or mapping.named_shm
 
 
 def _memory_key(mapping: MapObservation) -> tuple[int, int]:
@@ -217,7 +221,7 @@ def _hand_out(processes: list[ProcessObservation], found: Found) -> None:
             for inode in seen.pending_inodes:
                 seen.pending.extend([*inside.get(inode, []), *found.targets.get(f"socket:[{inode}]", [])])
         for mapping in process.maps:
-            if _nameless_shared(mapping) or mapping.named_shm:
+            if _may_have_peers(mapping):
                 mapping.peers = found.memory.get(_memory_key(mapping), [])
 
 

@@ -15,7 +15,7 @@ from limosa.process.observation import Peer
 from limosa.process.slurp import slurp
 
 # A semaphore that one has by a name that is gone others have by its own.
-_DELETED_LINE = re.compile(
+_SHARED_LINE = re.compile(
     rb"^\S+ (..)\S\S \S+ (\S+) (\d+) +(?:.*\(deleted\)|\[anon_shmem:.*|/dev/shm/.*)$", re.MULTILINE
 )
 
@@ -149,7 +149,7 @@ class _Search:
         except OSError:
             return
         seen = set()
-        for match in _DELETED_LINE.finditer(data):
+        for match in _SHARED_LINE.finditer(data):
             major, _, minor = match[2].partition(b":")
             key = (os.makedev(int(major, 16), int(minor, 16)), int(match[3]))
             if key in self.wanted.memory and key not in seen:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from limosa.errors import Reason
 from limosa.process.observation import FdObservation, JobObservation, MapObservation, ProcessObservation
 
-_SEMAPHORE_LIMIT = 4096  # bytes; the C library's has 32
+SEMAPHORE_LIMIT = 4096  # bytes; the C library's has 32
 _RUN = "start the job with limosa run"
 # anon inodes and special kinds that CRIU 4.2.1 dumps and restores; each was tried.
 _DUMPED = {"eventfd", "epoll", "inotify", "fanotify", "signalfd", "timerfd", "memfd", "namespace", "path"}
@@ -133,7 +133,7 @@ def renamed_files(process: ProcessObservation) -> dict[str, FdObservation | MapO
 
 def is_semaphore(name: str, had: FdObservation | MapObservation) -> bool:
     """Return whether that is a named semaphore, which an image has in it: a small file in /dev/shm that is mapped."""
-    small = isinstance(had, MapObservation) and had.size is not None and had.size <= _SEMAPHORE_LIMIT
+    small = isinstance(had, MapObservation) and had.size is not None and had.size <= SEMAPHORE_LIMIT
     return small and os.path.dirname(name) == "/dev/shm"  # noqa: S108 - sem_overview(7)
 
 

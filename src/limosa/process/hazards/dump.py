@@ -7,12 +7,13 @@ from collections.abc import Collection
 import msgspec
 
 from limosa.errors import Reason
+from limosa.process.hazards.common import may_trace_anyone
 from limosa.process.hazards.connections import connection_hazards, has_connections
 from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
-_CAP_SYS_PTRACE, _CAP_SYS_RESOURCE = 1 << 19, 1 << 24
+_CAP_SYS_RESOURCE = 1 << 24
 GHOST_LIMIT = 1 << 20  # CRIU's own default for --ghost-limit
 
 
@@ -146,7 +147,7 @@ def _tracing(obs: JobObservation) -> list[Reason]:
                 )
             )
     scope = obs.host.ptrace_scope
-    if (scope == 3 or (scope > 0 and not obs.host.caps & _CAP_SYS_PTRACE)) and obs.host.ancestors:
+    if (scope == 3 or (scope > 0 and not may_trace_anyone(obs))) and obs.host.ancestors:
         found.append(
             Reason(
                 id="ptrace-scope",
