@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from limosa.errors import LimosaError
 from limosa.process.identity import read_stat
@@ -238,3 +240,31 @@ class Victim:
         end_session(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.1)
+
+
+def as_user(uid: int, call: Callable[[], Any]) -> Any:
+    """Call a function in a child of this process that has become another user, with no way back and no groups.
+
+    What it raises is raised here as an AssertionError that says so: whoever expects it catches it in the function.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
+            told = ("gave", call())
+        except BaseException as error:
+            told = ("raised", f"{type(error).__name__}: {error}")
+        with open(writer, "wb") as out:
+            pickle.dump(told, out)
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        data = file.read()
+    os.waitpid(child, 0)
+    how, value = pickle.loads(data)
+    assert how == "gave", f"uid {uid}: {value}"
+    return value

@@ -1,0 +1,79 @@
+"""Opening one name in an open folder that somebody else may write to: no link, no mount, no pipe holds us up.
+
+Example: root reads ``claims`` in a user's folder. The user may exchange it for a link to a folder of root's, a pipe, or
+a file system of his own that never answers (FUSE). ``open_in`` follows no link and crosses no mount (openat2(2)), and
+does not wait (``O_NONBLOCK``: for a pipe's writer, for a lease). What was opened is looked at by the descriptor, never
+again by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+_SYS_OPENAT2 = 437  # the same on every architecture
+_NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS = 0x01, 0x02, 0x04
+_ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _How(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def open_in(folder: int, name: str, flags: int, mode: int = 0) -> int:
+    """Open a name in an open folder.
+
+    Args:
+        folder: the folder's descriptor.
+        name: one name, no path.
+        flags: as of open(2); that no link is followed and nothing is waited for goes without saying.
+        mode: of a file that is made.
+
+    Raises:
+        OSError: it is not there, is a link, is on another file system, or may not be opened.
+    """
+    if "/" in name or "\0" in name or name in ("", ".", ".."):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
+    how = _How(flags | _ALWAYS, mode, _NO_XDEV | _NO_MAGICLINKS | _NO_SYMLINKS)
+    arguments = (ctypes.c_int(folder), ctypes.c_char_p(os.fsencode(name)), ctypes.byref(how))
+    fd = int(_libc.syscall(ctypes.c_long(_SYS_OPENAT2), *arguments, ctypes.c_size_t(ctypes.sizeof(how))))
+    if fd >= 0:
+        return fd
+    number = ctypes.get_errno()
+    if number == errno.ENOSYS:  # before Linux 5.6, and in containers that do not know the call
+        return os.open(name, flags | _ALWAYS, mode, dir_fd=folder)
+    raise OSError(number, os.strerror(number), name)
+
+
+def open_folder_in(folder: int, name: str, uid: int) -> int:
+    """Open a folder in an open folder; it must belong to that user and be written by nobody else.
+
+    Raises:
+        OSError: it is not there, or is something else.
+    """
+    fd = open_in(folder, name, _FOLDER)
+    if only_by(os.fstat(fd), uid):
+        return fd
+    os.close(fd)
+    raise PermissionError(errno.EPERM, f"not a folder that only uid {uid} can write to", name)
+
+
+def only_by(found: os.stat_result, uid: int) -> bool:
+    """Whether it is a folder of that user that nobody else may write to."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Closes a descriptor in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)

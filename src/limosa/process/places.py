@@ -1,0 +1,372 @@
+"""Where Limosa keeps what it remembers: root in ``/run/limosa/0``, a user in ``/tmp/limosa-UID``.
+
+Nobody but root writes below ``/run/limosa`` (0755), so nobody can fill it, take a name there or hold a lock of
+root's. A user's folder lies where everybody may make files anyway, and outlives his logout, as a suspended job does.
+Each user writes into his own folder only, also about others' jobs: root that suspends a user's job writes into root's.
+
+Somebody else may have made ``/tmp/limosa-1001`` before uid 1001 did. That user's Limosa makes and uses
+``/tmp/limosa-1001.RANDOM`` then, and finds it again by listing. Others find users' folders by the same listing: names
+of that one form whose folder belongs to that very uid and is written by nobody else. A listing is cut off at a size;
+what is looked for then are the folders of the users that have processes now.
+
+``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
+``/tmp`` is. Root believes D only where nobody else can have put another folder there.
+
+In C: ``LIMOSA_OWN_DIR`` names the folder of whoever started the job (``environment``). Open it with ``O_DIRECTORY |
+O_NOFOLLOW``; it is yours if ``fstat`` says that it belongs to your effective uid and has none of the bits 022. Where
+it is not, yours is ``/tmp/limosa-UID`` (with ``LIMOSA_RUNTIME_DIR``: ``$LIMOSA_RUNTIME_DIR/users/limosa-UID``; root:
+``/run/limosa/0`` or ``$LIMOSA_RUNTIME_DIR/0``), looked at in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
+from limosa.process.openat import closing, only_by, open_folder_in
+
+RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
+OWN_DIR = "LIMOSA_OWN_DIR"
+_SETTING = "LIMOSA_RUNTIME_DIR"
+_FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
+_MOST_LISTED, _MOST_NAMES, _MOST_OF_ONE = 100_000, 2_000, 4
+_MOST_BYTES = 16 << 20  # of a folder itself: one that had millions of names is slow to list when they are gone
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Folder(NamedTuple):
+    """A user's folder for one kind of thing.
+
+    Attributes:
+        uid: whose it is, and who alone may have written to it.
+        path: its path, to be told. Only in the caller's own may it be used.
+        fd: its descriptor.
+    """
+
+    uid: int
+    path: Path
+    fd: int
+
+
+# -- where -------------------------------------------------------------------------------------------------------
+
+
+def _setting() -> Path | None:
+    text = os.environ.get(_SETTING)
+    return Path(os.path.realpath(text)) if text else None
+
+
+def base() -> Path:
+    """The folder that ``doctor`` names: ``/run/limosa``, or what ``LIMOSA_RUNTIME_DIR`` says."""
+    return _setting() or RUN
+
+
+def roots_place() -> Path:
+    """Where root's folder is."""
+    return base() / "0"
+
+
+def users_place() -> Path:
+    """Where users' folders are."""
+    chosen = _setting()
+    return TMP if chosen is None else chosen / "users"
+
+
+def environment() -> dict[str, str]:
+    """What a job is told so that what is preloaded into it finds the folder of whoever started it.
+
+    Raises:
+        LimosaError: there is none, and none can be made.
+    """
+    return {OWN_DIR: str(own_place())}
+
+
+# -- the caller's own --------------------------------------------------------------------------------------------
+
+
+def own_place() -> Path:
+    """The caller's own folder, made where it is missing: nobody else can write to it or put another in its place.
+
+    Raises:
+        PermissionDenied: it is not a folder that only the caller can write to.
+        NoRoomOnHost: it cannot be made for want of room.
+        FailedUndone: it cannot be made.
+    """
+    uid = os.geteuid()
+    chosen = _setting()
+    if chosen is not None:
+        _chosen(chosen, uid)
+    if uid == 0:
+        return _roots(RUN if chosen is None else chosen)
+    return _users(TMP if chosen is None else chosen / "users", uid)
+
+
+def own_folder(kind: str) -> Path:
+    """The caller's folder for one kind of thing (``jobs``, ``claims``, ``vault``, ``shim`` …), made where missing.
+
+    Raises:
+        LimosaError: as of ``own_place``.
+    """
+    return _owned(own_place() / kind, os.geteuid())
+
+
+def open_own(kind: str) -> Folder:
+    """The same, open; the descriptor is the caller's to close.
+
+    Raises:
+        LimosaError: as of ``own_place``.
+    """
+    path = own_folder(kind)
+    return Folder(os.geteuid(), path, os.open(path, _DIRECTORY | os.O_NOFOLLOW))
+
+
+def keep_from_cleaners() -> int:
+    """Lock the caller's folder (shared) for as long as the descriptor is open: systemd-tmpfiles leaves it alone then.
+
+    Raises:
+        LimosaError, OSError: it cannot be opened or locked.
+    """
+    fd = os.open(own_place(), _DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _chosen(path: Path, uid: int) -> None:
+    """Makes the folder that ``LIMOSA_RUNTIME_DIR`` names, and that of users in it; refuses one that others can change.
+
+    Raises:
+        PermissionDenied: it cannot be made, or is not safe.
+    """
+    wrong = f"{_SETTING}={path} cannot be made or is not safe to use"
+    for folder, mode in ((path, 0o755), (path / "users", 0o1777 if uid == 0 else 0o755)):
+        with contextlib.suppress(OSError):
+            os.mkdir(folder, 0o700)
+            os.chmod(folder, mode)  # past the umask; the folder is new and ours
+        try:
+            found = os.lstat(folder)
+        except OSError as error:
+            raise PermissionDenied(detail=f"{wrong}: {folder}: {error.strerror}") from error
+        if not _safe(found, uid):
+            raise PermissionDenied(detail=f"{wrong}: others may change what is in {folder}")
+    if uid == 0:  # ``0`` and ``users`` in it are not to be anybody else's
+        if os.lstat(path).st_mode & 0o022:
+            raise PermissionDenied(detail=f"{wrong}: others may make folders in {path}", hint=f"chmod 755 {path}")
+        for above in path.parents:
+            if not _safe(os.lstat(above), uid):
+                raise PermissionDenied(detail=f"{wrong}: others may change what is in {above}")
+
+
+def _safe(found: os.stat_result, uid: int) -> bool:
+    """Whether nobody but root and that user can change names in it that are not his own."""
+    open_to_others = bool(found.st_mode & 0o022) and not found.st_mode & stat.S_ISVTX
+    return stat.S_ISDIR(found.st_mode) and found.st_uid in (0, uid) and not open_to_others
+
+
+def _tighten(path: Path) -> None:
+    """Takes a folder of root's from everybody else: older versions left it as open as ``/tmp``."""
+    with closing(os.open(path, _DIRECTORY | os.O_NOFOLLOW)) as fd:
+        found = os.fstat(fd)
+        if found.st_uid != 0:
+            raise PermissionDenied(detail=f"{path} is not root's", hint=f"look at {path}; root may remove it")
+        if found.st_mode & 0o022:
+            os.fchmod(fd, 0o755)
+
+
+def _roots(path: Path) -> Path:
+    """Root's own folder. What somebody put in its place when everybody could is moved away and never looked at."""
+    if path == RUN:
+        _made(path)
+        _tighten(path)
+    own = path / "0"
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(own)
+        if found.st_uid != 0 or not stat.S_ISDIR(found.st_mode):
+            os.rename(own, path / f"not-roots-{secrets.token_hex(4)}")
+    return _owned(own, 0)
+
+
+def _users(place: Path, uid: int) -> Path:
+    """A user's own folder: by the plain name, or, where that is somebody else's, by one with something random."""
+    try:
+        with closing(os.open(place, _DIRECTORY)) as users:
+            if not _safe(os.fstat(users), uid):
+                raise PermissionDenied(
+                    detail=f"others may change what is in {place}: uid {uid} has no place to keep records",
+                    hint=f"{_SETTING} names another folder",
+                )
+            for names in ({f"limosa-{uid}"}, _listed(users, uid)[0]):
+                for name, fd in _believed(users, names):
+                    os.close(fd)
+                    return place / name
+    except OSError as error:
+        raise _cannot(place, error) from error
+    try:
+        return _owned(place / f"limosa-{uid}", uid, taken=True)
+    except FileExistsError:
+        return _owned(place / f"limosa-{uid}.{secrets.token_hex(4)}", uid)
+
+
+def _made(path: Path, mode: int = 0o755) -> bool:
+    """Makes a folder; False where something is there.
+
+    Raises:
+        LimosaError: it cannot be made.
+    """
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, mode)  # past the umask; the folder is new and ours
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise _cannot(path, error) from error
+    return True
+
+
+def _cannot(path: Path, error: OSError) -> NoRoomOnHost | PermissionDenied | FailedUndone:
+    text = f"{path}, where Limosa notes what it is doing, cannot be made: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoRoomOnHost(detail=text)
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return PermissionDenied(detail=text)
+    return FailedUndone(text)
+
+
+def _owned(path: Path, uid: int, *, taken: bool = False) -> Path:
+    """Makes ``path`` where it is missing and makes sure that it is a folder of ``uid`` that nobody else can write.
+
+    Args:
+        path: the folder.
+        uid: the caller.
+        taken: whether something of somebody else's there is a FileExistsError.
+
+    Raises:
+        LimosaError: it is not, or cannot be made.
+        FileExistsError: see ``taken``.
+    """
+    _made(path)
+    found = os.lstat(path)
+    if only_by(found, uid):
+        return path
+    if taken and found.st_uid != uid:
+        raise FileExistsError(path)
+    raise PermissionDenied(
+        detail=f"{path} is not a folder that only uid {uid} can write to",
+        hint=f"look at {path}; if it is a folder of yours: chmod 755 {path}",
+    )
+
+
+# -- everybody's -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def folders(kind: str, uid: int | None = None) -> Iterator[list[Folder]]:
+    """Open every user's folder for one kind of thing that is safe to read: the caller's first, then root's.
+
+    Args:
+        kind: ``jobs``, ``claims``, ``vault``, ``shim`` …
+        uid: only this user's (he may have several where somebody took his name).
+    """
+    caller, found = os.geteuid(), []
+    try:
+        for place in _places(uid):
+            with closing(place.fd), contextlib.suppress(OSError):
+                found.append(Folder(place.uid, place.path / kind, open_folder_in(place.fd, kind, place.uid)))
+        yield sorted(found, key=lambda f: (f.uid != caller, f.uid, f.path))
+    finally:
+        for folder in found:
+            os.close(folder.fd)
+
+
+def open_folder_of(uid: int, kind: str) -> Folder | None:
+    """A user's folder for one kind of thing, open; None where he has none that only he can write to.
+
+    The descriptor is the caller's to close.
+    """
+    with folders(kind, uid) as found:
+        return found[0]._replace(fd=os.dup(found[0].fd)) if found else None
+
+
+def uids() -> set[int]:
+    """The users that have a folder."""
+    found = set()
+    for place in _places(None):
+        os.close(place.fd)
+        found.add(place.uid)
+    return found
+
+
+def _places(uid: int | None) -> Iterator[Folder]:
+    """Users' folders, open; whoever takes one closes it."""
+    if uid in (None, 0):
+        with contextlib.suppress(OSError), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
+            if _safe(os.fstat(fd), 0):
+                yield Folder(0, roots_place(), open_folder_in(fd, "0", 0))
+    if uid == 0:
+        return
+    place = users_place()
+    with contextlib.suppress(OSError), closing(os.open(place, _DIRECTORY)) as users:
+        if not _safe(os.fstat(users), os.geteuid()):
+            return
+        names, whole = _listed(users, uid)
+        if not whole:
+            names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
+        for name, fd in _believed(users, names):
+            yield Folder(_owner_of(name), place / name, fd)
+
+
+def _owner_of(name: str) -> int:
+    """The uid in the name of a user's folder; -1 for another name."""
+    form = _FORM.fullmatch(name)
+    return int(form[1]) if form is not None else -1
+
+
+def _listed(users: int, uid: int | None) -> tuple[set[str], bool]:
+    """Names of that form (of that user's), and whether all have been looked at: anybody may have made a million."""
+    if os.fstat(users).st_size > _MOST_BYTES:
+        return set(), False
+    names: set[str] = set()
+    with os.scandir(users) as entries:
+        for n, entry in enumerate(entries):
+            if n >= _MOST_LISTED or len(names) >= _MOST_NAMES:
+                return names, False
+            if (owner := _owner_of(entry.name)) > 0 and uid in (None, owner):
+                names.add(entry.name)
+    return names, True
+
+
+def _believed(users: int, names: set[str]) -> Iterator[tuple[str, int]]:
+    """Open those that are folders of the user whom they name, and are written by nobody else; some of each user's."""
+    for owner, group in itertools.groupby(sorted(names), _owner_of):
+        mine = 0
+        for name in group:
+            try:
+                fd = open_folder_in(users, name, owner)
+            except OSError:
+                continue
+            yield name, fd
+            if (mine := mine + 1) == _MOST_OF_ONE:
+                break
+
+
+def _with_processes() -> set[int]:
+    """The users that have processes now."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                found.add(os.stat(f"/proc/{name}").st_uid)
+    return found - {0}

@@ -1,0 +1,224 @@
+"""Where root's and users' folders are, who can be in whose way there: real users, as root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import as_user
+
+from limosa.errors import LimosaError, PermissionDenied
+from limosa.process import openat, places
+
+pytestmark = pytest.mark.root
+ADA, EVE = 61001, 61002
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A ``run`` that is root's and a ``tmp`` that is everybody's, in place of those of this machine."""
+    path = Path(tempfile.mkdtemp(prefix="test-places-"))
+    path.chmod(0o755)
+    (path / "run").mkdir(mode=0o755)
+    (path / "tmp").mkdir()
+    (path / "tmp").chmod(0o1777)
+    monkeypatch.delenv("LIMOSA_RUNTIME_DIR")
+    monkeypatch.setattr(places, "RUN", path / "run" / "limosa")
+    monkeypatch.setattr(places, "TMP", path / "tmp")
+    yield path
+    shutil.rmtree(path)
+
+
+def own(kind: str = "jobs") -> str:
+    return str(places.own_folder(kind))
+
+
+def seen(kind: str = "jobs") -> list[tuple[int, str]]:
+    with places.folders(kind) as found:
+        return [(f.uid, f.path.parent.name) for f in found]
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_root_and_users_have_each_a_folder_that_all_can_read_and_nobody_else_write(machine: Path) -> None:
+    assert own() == str(machine / "run/limosa/0/jobs")
+    assert as_user(ADA, own) == str(machine / f"tmp/limosa-{ADA}/jobs")
+    for path in ("run/limosa", "run/limosa/0", "run/limosa/0/jobs", f"tmp/limosa-{ADA}", f"tmp/limosa-{ADA}/jobs"):
+        assert mode(machine / path) == 0o755
+    assert seen() == [(0, "0"), (ADA, f"limosa-{ADA}")]
+    assert as_user(ADA, seen) == [(ADA, f"limosa-{ADA}"), (0, "0")]
+    assert as_user(EVE, seen) == [(0, "0"), (ADA, f"limosa-{ADA}")]
+
+
+def test_a_user_whose_name_is_taken_gets_another_and_finds_it_again(machine: Path) -> None:
+    taken = machine / f"tmp/limosa-{ADA}"
+    as_user(EVE, lambda: taken.mkdir(mode=0o777))
+    first = as_user(ADA, own)
+    assert first.startswith(f"{taken}.")
+    assert as_user(ADA, own) == first
+    assert [uid for uid, _ in seen()] == [ADA]
+    assert as_user(EVE, own) == str(machine / f"tmp/limosa-{EVE}/jobs")
+    taken.rmdir()
+    assert as_user(ADA, own) == first, "what it has remembered is there"
+
+
+@pytest.mark.parametrize("how", ["link", "file", "pipe", "folder"])
+def test_what_is_in_the_way_of_a_users_folder_stops_nobody(machine: Path, how: str) -> None:
+    taken, bait = machine / f"tmp/limosa-{ADA}", machine / "tmp/bait"
+    bait.mkdir()
+    make = {
+        "link": lambda: taken.symlink_to(bait),
+        "file": lambda: void(taken.write_text("")),
+        "pipe": lambda: os.mkfifo(taken),
+        "folder": taken.mkdir,
+    }
+    as_user(EVE, make[how])
+    assert Path(as_user(ADA, own)).parent.name.startswith(f"limosa-{ADA}.")
+    assert list(bait.iterdir()) == []
+    assert [uid for uid, _ in seen()] == [ADA]
+
+
+def void(_: object) -> None:
+    """Gives nothing back."""
+
+
+def test_folders_that_others_may_write_to_or_that_name_another_or_no_user_do_not_count(machine: Path) -> None:
+    tmp = machine / "tmp"
+
+    def make() -> None:
+        for name in (f"limosa-{ADA}", f"limosa-0{EVE}", f"limosa-{EVE}.x", "limosa-", "limosa-0", f"limosa-{EVE}x"):
+            (tmp / name / "jobs").mkdir(parents=True)
+        (tmp / f"limosa-{EVE}" / "jobs").mkdir(parents=True)
+        (tmp / f"limosa-{EVE}").chmod(0o777)
+        (tmp / f"limosa-{EVE}.00000000").symlink_to(tmp / "limosa-")
+
+    as_user(EVE, make)
+    assert seen() == []
+    (tmp / f"limosa-{EVE}").chmod(0o755)
+    assert seen() == [(EVE, f"limosa-{EVE}")]
+    (tmp / f"limosa-{EVE}" / "jobs").chmod(0o775)
+    assert seen() == []
+
+
+def test_roots_folder_is_closed_and_what_others_left_there_is_moved_away(machine: Path) -> None:
+    """As an older version left it: 1777, and somebody has been there first."""
+    run = machine / "run/limosa"
+    run.mkdir()
+    run.chmod(0o1777)
+
+    def squat() -> None:
+        (run / "0" / "claims").mkdir(parents=True)
+        (run / "0" / "claims" / "x.json").write_text("{}")
+        (run / str(ADA)).mkdir()
+
+    as_user(EVE, squat)
+    assert own("claims") == str(run / "0/claims")
+    assert list(Path(own("claims")).iterdir()) == []
+    assert (mode(run), (run / "0").stat().st_uid) == (0o755, 0)
+    assert seen("claims") == [(0, "0")]
+    run.chmod(0o1777)
+    (run / "0" / "claims").rmdir()
+    (run / "0").rmdir()
+    as_user(EVE, lambda: (run / "0").symlink_to("/etc"))
+    assert own("claims") == str(run / "0/claims")
+    assert not (run / "0").is_symlink()
+
+
+def test_a_folder_of_another_users_is_no_runtime_folder_of_roots(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, inside = machine / "tmp/theirs", machine / "tmp/theirs/roots"
+    as_user(EVE, theirs.mkdir)
+    inside.mkdir()
+    for path in (theirs, inside):
+        monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(path))
+        with pytest.raises(PermissionDenied):
+            own()
+    assert list(inside.iterdir()) == [inside / "users"]
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(machine / "tmp"))
+    with pytest.raises(PermissionDenied, match="others may make folders"):
+        own()
+    assert mode(machine / "tmp") == 0o1777
+
+
+def test_with_a_setting_root_makes_a_place_for_users(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(machine / "chosen"))
+    assert own() == str(machine / "chosen/0/jobs")
+    assert as_user(ADA, own) == str(machine / f"chosen/users/limosa-{ADA}/jobs")
+    assert seen() == [(0, "0"), (ADA, f"limosa-{ADA}")]
+    assert as_user(ADA, places.environment) == {"LIMOSA_OWN_DIR": str(machine / f"chosen/users/limosa-{ADA}")}
+
+
+def test_thousands_of_names_cost_moments_and_hide_nobody_who_has_a_process(machine: Path) -> None:
+    tmp = machine / "tmp"
+
+    def flood() -> None:
+        for number in range(5_000):
+            os.mkdir(tmp / f"limosa-{100_000 + number}")
+        for number in range(200):
+            os.makedirs(tmp / f"limosa-{EVE}.{number:08x}/jobs")
+
+    as_user(ADA, own)
+    as_user(EVE, flood)
+    sleeper = subprocess.Popen(["sleep", "60"], user=ADA, group=ADA, extra_groups=[])
+    try:
+        begun = time.monotonic()
+        found = seen()
+        assert time.monotonic() - begun < 0.5
+        assert (ADA, f"limosa-{ADA}") in found
+        assert len([uid for uid, _ in found if uid == EVE]) <= 4
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_folder_is_opened_for_its_user_alone_and_followed_by_descriptor(machine: Path) -> None:
+    as_user(ADA, own)
+    folder = places.open_folder_of(ADA, "jobs")
+    assert folder is not None
+    with openat.closing(folder.fd):
+        away = machine / "tmp/away"
+        as_user(ADA, lambda: (machine / f"tmp/limosa-{ADA}").rename(away))
+        as_user(ADA, lambda: (machine / f"tmp/limosa-{ADA}").symlink_to("/etc"))
+        assert os.fstat(folder.fd).st_ino == (away / "jobs").stat().st_ino
+    assert places.open_folder_of(ADA, "jobs") is None
+    assert places.open_folder_of(EVE, "jobs") is None
+
+
+def test_a_mount_in_a_users_folder_is_not_entered(machine: Path) -> None:
+    """It may be a file system that never answers."""
+    path = Path(as_user(ADA, own))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"uid={ADA},mode=755", "none", str(path)], check=True, timeout=10)
+    try:
+        assert seen() == []
+    finally:
+        subprocess.run(["umount", str(path)], check=True, timeout=10)
+    assert seen() == [(ADA, f"limosa-{ADA}")]
+
+
+def test_a_name_is_one_name(tmp_path: Path) -> None:
+    with openat.closing(os.open(tmp_path, os.O_RDONLY)) as fd:
+        for name in ("", ".", "..", "a/b", "/etc/passwd", "a\0b"):
+            with pytest.raises(OSError, match="Invalid argument"):
+                openat.open_in(fd, name, os.O_RDONLY)
+
+
+def test_a_folder_of_ones_own_that_others_may_write_to_is_refused_with_what_to_type(machine: Path) -> None:
+    def refused() -> str:
+        places.own_place().chmod(0o777)
+        try:
+            places.own_place()
+        except LimosaError as error:
+            return error.hint
+        return ""
+
+    assert as_user(ADA, refused).endswith(f"chmod 755 {machine}/tmp/limosa-{ADA}")
