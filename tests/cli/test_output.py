@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import Terminal, lines
 
 from limosa.cli.output import Format, Report, error_object, plain, reporting
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoSuchProcess, Reason, Refused, UndoFailed, worst
@@ -48,8 +49,8 @@ def run_on_terminal(script: str, env: dict[str, str], *, stdout_too: bool = Fals
 
 TABLE = """
 from limosa.cli.output import console
-from limosa.cli import words
-words.table(console(), ("PID", "COMMAND"), [(1, "x" * 300)], right=("PID",))
+from limosa.cli.table import table
+table(console(), ("PID", "COMMAND"), [(1, "x" * 300)], right=("PID",), text=("COMMAND",))
 """
 
 
@@ -81,9 +82,9 @@ report.close()
 def test_progress_on_a_terminal_has_bytes_rate_and_time_left(environment):
     seen = run_on_terminal(PROGRESS.format(quiet=False), environment)
     assert "dump" in seen
-    assert "GB/s" in seen
+    assert "GiB/s" in seen
     assert "s left" in seen
-    assert "5.0 GB" in seen
+    assert "4.66 GiB" in seen
 
 
 def test_quiet_is_quiet(environment):
@@ -286,3 +287,51 @@ def test_closed_outputs_are_as_if_thrown_away(closed: str) -> None:
     shell = f"exec {sys.executable} -m limosa arena {closed}"
     ran = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, timeout=30, check=False)
     assert (ran.returncode, ran.stderr) == (0, b"")
+
+
+SEVERAL_THREADS = """
+import threading
+from limosa.cli.output import Report, Format
+from limosa.progress import Progress
+report = Report("restore", Format.text)
+begin = threading.Barrier(8)
+def work():
+    begin.wait()
+    report.progress(Progress("verify", 1, 2))
+threads = [threading.Thread(target=work) for _ in range(8)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+report.close()
+report.progress(Progress("verify", 2, 2))
+others = [t for t in threading.enumerate() if t is not threading.main_thread()]
+[t.join(2) for t in others]
+print("left:", [t.name for t in others if t.is_alive()], flush=True)
+"""
+
+
+def test_one_display_whoever_reports_first_and_none_after_the_end(environment):
+    seen = run_on_terminal(SEVERAL_THREADS, environment, stdout_too=True)
+    assert "left: []" in seen
+    assert "verify" not in seen.split("left:")[1]
+
+
+NARROW = """
+import time
+from limosa.cli.output import Report, Format
+from limosa.progress import Progress
+report = Report("checkpoint", Format.text)
+for done in range(0, 5):
+    text = "what takes long, in a good many words " * 3
+    report.progress(Progress("dump", done << 30, 100 << 30, text))
+    time.sleep(0.15)
+report.close()
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_step_is_one_line_however_narrow_the_terminal(environment, columns):
+    with Terminal([sys.executable, "-c", NARROW], columns=columns, env=environment) as terminal:
+        assert terminal.end() == 0
+        drawn = [line for line in lines(terminal.seen) if line.strip()]
+    assert len(drawn) >= 3
+    assert all("dump – wh" in line and "of 100 GiB" in line and len(line) <= columns for line in drawn), drawn

@@ -116,19 +116,40 @@ def test_detached_prints_the_pid_and_leaves_the_job_running(limosa, tmp_path):
         "schema": 1,
         "pid": found["pid"],
         "name": "counter",
-        "log": str(tmp_path / "counter.log"),
+        "log": str(tmp_path / "counter.limosa.log"),
         "warnings": [],
     }
     record = wait_record()
     assert (record.root, record.name, record.supervisor) == (Identity.of(found["pid"]), "counter", None)
     assert record.cwd == str(tmp_path)
-    wait_text(tmp_path / "counter.log", "tick 3")
+    wait_text(tmp_path / "counter.limosa.log", "tick 3")
     again = limosa("run", "-d", "--name", "counter", "--", "true", rc=125)
     assert str(found["pid"]) in again.stderr
     taken = limosa("run", "-d", "--name", "counter", "-o", "json", "--", "true", rc=125).json
     assert taken["error"]["exit_code"] == 125
     other = limosa("run", "-d", "-q", "--", "sh", "-c", "sleep 0.1", rc=0)
     assert int(other.stdout)
+
+
+def test_a_file_that_limosa_did_not_make_is_never_its_log(limosa, tmp_path):
+    """A script called train.py may well write train.log itself; each run has a log of its own."""
+    script = tmp_path / "train.py"
+    script.write_text("print('said')\nopen('train.log', 'a').write('kept\\n')\n")
+    (tmp_path / "train.log").write_text("an hour of work\n")
+    (tmp_path / "train.limosa.2.log").symlink_to(tmp_path / "train.log")
+    limosa("run", "-q", "--", sys.executable, "train.py", rc=0)
+    limosa("run", "-q", "--", sys.executable, "train.py", rc=0)
+    assert (tmp_path / "train.log").read_text() == "an hour of work\nkept\nkept\n"
+    assert (tmp_path / "train.limosa.log").read_text() == "said\n"
+    assert (tmp_path / "train.limosa.3.log").read_text() == "said\n"
+    assert (tmp_path / "train.limosa.log").stat().st_mode & 0o777 == 0o600
+    limosa("run", "-q", "--log", "train.log", "--", "sh", "-c", "echo asked for", rc=0)
+    assert (tmp_path / "train.log").read_text().endswith("kept\nasked for\n")
+
+
+def test_no_log_is_left_of_a_job_that_could_not_start(limosa, tmp_path):
+    limosa("run", "--name", "none", "--", "no-such-program", rc=127)
+    assert not list(tmp_path.glob("none*"))
 
 
 def test_json_needs_detach(limosa):

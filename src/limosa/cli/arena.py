@@ -32,7 +32,7 @@ def command(
     limosa arena 32G --keep 8h
 
     Jobs started by limosa run are suspended into pinned host memory.
-    Pinning it takes seconds (6 GB/s were measured), which a suspend has to
+    Pinning it takes seconds (5.6 GiB/s were measured), which a suspend has to
     wait for where it is not ready; the job runs meanwhile. SIZE is all of
     it, in use and free together; a suspend that needs more has more made,
     which is kept for ten minutes after use. Without SIZE: what there is (as

@@ -51,7 +51,7 @@ def command(
     ] = False,
     rate: Annotated[
         str | None,
-        typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second (2GB) while the job runs."),
+        typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second (2G) while the job runs."),
     ] = None,
     rounds: Annotated[
         int | None,
@@ -59,7 +59,7 @@ def command(
     ] = None,
     chunk: Annotated[
         str, typer.Option("--chunk", metavar="SIZE", help="Cut device memory into pieces of so much (4M to 64M).")
-    ] = "16MiB",
+    ] = "16M",
     print_stats: PrintStats = False,
     criu: CriuPath = None,
     max_pause: MaxPause = None,

@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, reporting
+from limosa.cli.output import Format, plain, reporting
+from limosa.cli.table import table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from limosa.gpu import Inventory
+    from limosa.operation.on_gpus import Holder
 
 
 def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
     """List the GPUs of this machine and who holds memory on them.
 
-    Suspended jobs hold nothing on a GPU, or with --release=memory-only their
-    context: limosa ps shows them. With CUDA_VISIBLE_DEVICES set, all GPUs
-    are listed all the same.
+    A process is shown with its job's name, or its command; what Limosa keeps
+    there itself is called so. Suspended jobs hold nothing on a GPU, or with
+    --release=memory-only their context: limosa ps shows them. With
+    CUDA_VISIBLE_DEVICES set, all GPUs are listed all the same.
     """
     with reporting("gpus", fmt, quiet, verbose) as report:
         from limosa.gpu import inventory
         from limosa.operation.counting import completed
+        from limosa.operation.on_gpus import holders
 
         found = completed(inventory())
+        whose = holders(p.pid for gpu in found.gpus for p in gpu.processes + gpu.mps_processes)
         if found.software:
             report.tell("these are software GPUs, not real ones")
-        report.result(found, lambda console: _draw(console, found))
+        value = plain(found)
+        for process in [p for gpu in value["gpus"] for p in gpu["processes"] + gpu["mps_processes"]]:
+            process.update(plain(whose[process["pid"]]))
+        report.result(value, lambda console: _draw(console, found, whose))
 
 
-def _draw(console: Console, found: Inventory) -> None:
+def _draw(console: Console, found: Inventory, whose: Mapping[int, Holder]) -> None:
     """A line a GPU, then a line for each process on it."""
     rows: list[tuple[Any, ...]] = []
     for gpu in found.gpus:
         notes = [n for n, on in (("MIG", gpu.mig), ("no persistence", not gpu.persistence)) if on]
-        total = words.size(gpu.memory_total)
         name = gpu.name + (f" ({', '.join(notes)})" if notes else "")
-        rows.append((gpu.index, words.size(gpu.memory_used), total, gpu.pci_bus_id, gpu.uuid, name))
-        for process in gpu.processes:
-            rows.append(("", words.size(process.memory_used), "", "", f"  process {process.pid}", ""))
-    rows += [(index, "", "", "", "", "lost: it has fallen off the bus") for index in found.lost]
-    words.table(console, ("GPU", "USED", "MEMORY", "BUS", "UUID", "NAME"), rows, right=("GPU", "USED", "MEMORY"))
+        used, total = words.size(gpu.memory_used), words.size(gpu.memory_total)
+        rows.append((gpu.index, used, total, "", name, gpu.pci_bus_id, gpu.uuid))
+        for process in gpu.processes + gpu.mps_processes:
+            who = _who(whose[process.pid])
+            rows.append(("", words.size(process.memory_used), "", process.pid, f"  {who}", "", ""))
+    rows += [(index, "", "", "", "lost: it has fallen off the bus", "", "") for index in found.lost]
+    table(
+        console,
+        ("GPU", "USED", "MEMORY", "PID", "NAME", "BUS", "UUID"),
+        rows,
+        right=("GPU", "USED", "MEMORY", "PID"),
+        text=("NAME",),
+        least=("UUID", "BUS", "MEMORY"),
+    )
+
+
+def _who(holder: Holder) -> str:
+    """What a line about a process calls it."""
+    if holder.limosa:
+        return f"Limosa's own, for {holder.user}"
+    command = words.command_line([os.path.basename(holder.command[0]), *holder.command[1:]]) if holder.command else "?"
+    return f"{holder.name}: {command}" if holder.name else command

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from limosa.cli import words
 from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
 from limosa.cli.output import Format, plain, reporting
+from limosa.cli.table import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,7 +75,7 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
     console.print(nodes[job.pid])
     if verbose:
         rows = [(f.pid, "mapped" if f.fd is None else f.fd, words.size(f.size), f.path) for f in manifest.open_files]
-        words.table(console, ("PID", "FD", "SIZE", "PATH"), rows, right=("PID", "FD", "SIZE"))
+        table(console, ("PID", "FD", "SIZE", "PATH"), rows, right=("PID", "FD", "SIZE"), text=("PATH",))
 
 
 def _label(process: TreeProcess) -> str:

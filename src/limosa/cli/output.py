@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -52,6 +53,8 @@ class Report:
         self.warnings: list[Reason] = []
         self.exit_code = 0
         self._display: Display | None = None
+        self._drawing = threading.RLock()  # operations report from several threads at once
+        self._closed = False
         self._printed = False
 
     @property
@@ -130,19 +133,24 @@ class Report:
         if self.quiet:
             return
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            if self._display is None:
-                from limosa.cli.progress import Display
+            from limosa.cli.progress import Display
 
-                self._display = Display()
-            self._display.update(event)
+            with self._drawing:
+                if self._closed:  # the last word of a thread that was slower than the operation
+                    return
+                if self._display is None:
+                    self._display = Display()
+                self._display.update(event)
         elif self.verbose and (event.message or event.done is None):
             self._say(f"{event.step}{': ' + event.message if event.message else ''}")
 
     def close(self) -> None:
-        """End the live display; the terminal is as it was."""
-        if self._display is not None:
-            self._display.close()
-            self._display = None
+        """End the live display for good; the terminal is as it was."""
+        with self._drawing:
+            self._closed = True
+            if self._display is not None:
+                self._display.close()
+                self._display = None
 
     # --- failures ------------------------------------------------------------------------------------------
 

@@ -1,62 +1,68 @@
-"""The live display on stderr: one line a step, with bytes, GB/s and time left where the bytes are known."""
+"""The live display on stderr: one line a step, with bytes, GiB/s and time left where the bytes are known."""
 
 from __future__ import annotations
 
 import threading
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 from rich.text import Text
 
+from limosa.cli import words
 from limosa.progress import Progress
+
+_WITH_BAR, _WITH_RATE = 100, 72  # columns: in fewer the words need the place
+
+
+def _fixed() -> Column:
+    """A column that is never wrapped."""
+    return Column(no_wrap=True)
 
 
 class Rate(ProgressColumn):
-    """GB/s and the time left, where both are known."""
+    """GiB/s and the time left, where both are known."""
 
     def render(self, task: Task) -> Text:
         """Draw it for one step."""
         if not task.total or not task.speed:
             return Text("")
-        text = f"{task.speed / 1e9:.2f} GB/s"
+        text = words.rate(task.speed)
         if task.time_remaining is not None and not task.finished:
             text += f" {task.time_remaining:.0f} s left"
         return Text(text)
 
 
-class Bytes(DownloadColumn):
+class Bytes(ProgressColumn):
     """Bytes done of all, where they are known."""
 
     def render(self, task: Task) -> Text:
         """Draw it for one step."""
-        return super().render(task) if task.total else Text("")
+        return Text(f"{words.size(task.completed)} of {words.size(task.total)}" if task.total else "")
 
 
 class Display:
-    """Steps as they come; safe to call from any thread."""
+    """Steps as they come; safe to call from any thread. A step is one line, however narrow the terminal is."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a Ctrl-C may close it in the middle of an update
         self._console = Console(stderr=True, highlight=False, markup=False)
+        columns = self._console.width
         self._bars = Bars(
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=20),
-            Bytes(),
-            Rate(),
-            TimeElapsedColumn(),
+            SpinnerColumn(finished_text="✓", table_column=_fixed()),
+            TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1, min_width=8),
+            ),
+            *([BarColumn(bar_width=20, table_column=_fixed())] if columns >= _WITH_BAR else []),
+            Bytes(table_column=_fixed()),
+            *([Rate(table_column=_fixed())] if columns >= _WITH_RATE else []),
+            TimeElapsedColumn(table_column=_fixed()),
             console=self._console,
             transient=True,
+            expand=True,
         )
         self._steps: dict[str, TaskID] = {}
         self._current = ""
@@ -65,13 +71,13 @@ class Display:
     def update(self, event: Progress) -> None:
         """Show one message of the operation."""
         with self._lock:
+            text = f"{event.step} – {event.message}" if event.message else event.step
             if event.step not in self._steps:
                 self._finish(self._current)
-                self._steps[event.step] = self._bars.add_task(event.step, total=event.total)
+                self._steps[event.step] = self._bars.add_task(text, total=event.total)
             self._current = event.step
-            text = f"{event.step} – {event.message}" if event.message else event.step
             task = self._steps[event.step]
-            self._bars.update(task, description=text[:60], total=event.total, completed=event.done or 0)
+            self._bars.update(task, description=text, total=event.total, completed=event.done or 0)
 
     def _finish(self, step: str) -> None:
         if step in self._steps:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose
 from limosa.cli.output import Format, reporting
+from limosa.cli.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,6 +22,10 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
 
     A job is a process that uses CUDA, or was started by limosa run, with its
     children. -v says why one cannot be moved, and lists its processes.
+
+    MOVES: fast (limosa run started it: most of its memory goes from GPU to
+    GPU), slow (the driver copies its memory through the host), no (-v says
+    why), or - where it has nothing on a GPU.
     """
     with reporting("ps", fmt, quiet, verbose) as report:
         from limosa.operation import ps
@@ -55,6 +60,13 @@ def _way(process: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
+def _moves(job: Ps) -> str:
+    """Whether it can be moved, and how long it would stand still for it."""
+    if not job.movable:
+        return "no" if job.way else "-"  # without CUDA state there is nothing to move
+    return "fast" if job.way == "parked" else "slow"
+
+
 def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
     """A line a job; with ``-v`` its reasons and processes below."""
     rows = [
@@ -65,14 +77,20 @@ def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
             _state(job),
             ",".join(str(g["index"]) for g in job.gpus) or "-",
             words.size(sum(g["memory_used"] for g in job.gpus)) if job.gpus else "-",
-            job.way or "-",
-            "yes" if job.movable else "no",
+            _moves(job),
             words.command_line(job.command),
         )
         for job in jobs
     ]
-    headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "WAY", "MOVABLE", "COMMAND")
-    words.table(console, headers, rows, right=("PID", "MEMORY"))
+    headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "MOVES", "COMMAND")
+    table(
+        console,
+        headers,
+        rows,
+        right=("PID", "MEMORY"),
+        text=("NAME", "USER", "STATE", "COMMAND"),
+        least=("USER", "COMMAND", "MOVES", "NAME"),
+    )
     for job in jobs if verbose else ():
         console.print(f"\nprocess {job.pid}")
         for process in job.processes:

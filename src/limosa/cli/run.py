@@ -39,7 +39,8 @@ def command(
     command_line: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What to start.", show_default=False)],
     *,
     log: Annotated[
-        Path | None, typer.Option("--log", metavar="FILE", help="Append its output here (default: NAME.log).")
+        Path | None,
+        typer.Option("--log", metavar="FILE", help="Append its output here (default: a new NAME.limosa.log)."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="What to call it (default: from COMMAND).")
@@ -63,8 +64,8 @@ def command(
     """Start a job that can be checkpointed.
 
     COMMAND gets a session of its own, no terminal and no pipes: stdin is
-    /dev/null, its output is appended to a file, which is shown here until the
-    job ends. Ctrl-C and other signals are passed on, also while it is moved,
+    /dev/null, its output goes to a file, which is shown here until the job
+    ends. Ctrl-C and other signals are passed on, also while it is moved,
     and its exit code is limosa's. It does not get to use io_uring.
 
     Exit code 75: a checkpoint ended the job. 125-127: it was not started.
@@ -109,9 +110,8 @@ def run(
                 records.check_name(name)
             chosen = name or default_name(command_line)
             env, sees = _only(gpus, env, report) if gpus is not None else (env, "")
-            place = log or Path(f"{chosen}.log")
             try:
-                launched = launch(command_line, place, env=env, seccomp=seccomp, detach=detach)
+                launched = launch(command_line, log, env=env, name=chosen, seccomp=seccomp, detach=detach)
             except BaseException:
                 device_nodes.forget(sees)
                 raise

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
 from limosa.cli.output import Format, reporting
+from limosa.cli.table import table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,7 +51,7 @@ def _faults() -> dict[str, Any]:
 def _draw(console: Console, found: dict[str, Any]) -> None:
     """A line a fault."""
     rows = [(fault["name"], fault["calls"], fault["rule"]) for fault in found["faults"]]
-    words.table(console, ("FAULT", "CALLS", "RULE"), rows, right=("CALLS",))
+    table(console, ("FAULT", "CALLS", "RULE"), rows, right=("CALLS",), text=("RULE",))
 
 
 def command(

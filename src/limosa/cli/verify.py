@@ -47,7 +47,7 @@ def _nothing(path: str, error: DamagedImage) -> dict[str, Any]:
 
 
 def _text(result: VerifyResult) -> str:
-    rate = f"{result.bytes / result.seconds / 1e9:.2f} GB/s" if result.seconds > 0.001 else "at once"
+    rate = words.rate(result.bytes / result.seconds) if result.seconds > 0.001 else "at once"
     if result.ok:
         return f"whole: {len(result.files)} files, {words.size(result.bytes)}, {rate}\nid {result.id}"
     lines = [f"damaged: {len(result.problems)} problem(s)"]

@@ -1,15 +1,12 @@
-"""Numbers, tables and reasons in words, for the text output."""
+"""Numbers and reasons in words, for the text output."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from limosa.errors import Reason
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -35,6 +32,11 @@ def size(number: float | None) -> str:
     return f"{value:.2f} TiB"
 
 
+def rate(number: float) -> str:
+    """Bytes a second as people read them: 5.50 GiB/s."""
+    return f"{number / (1 << 30):.2f} GiB/s"
+
+
 def seconds(number: float | None) -> str:
     """Seconds as people read them."""
     if number is None:
@@ -54,27 +56,6 @@ def job(name: str, pid: int) -> str:
 def command_line(command: Sequence[str]) -> str:
     """A command line on one line."""
     return clean(" ".join(command))
-
-
-def table(on: Console, headers: Sequence[str], rows: Iterable[Sequence[Any]], *, right: Sequence[str] = ()) -> None:
-    """Draw a table without lines: easy on people, easy on awk.
-
-    On a terminal the last column is cut at the edge; where a program reads, nothing is.
-    """
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
-    for header in headers:
-        drawn.add_column(
-            header,
-            justify="right" if header in right else "left",
-            no_wrap=True,
-            overflow="ellipsis" if header == headers[-1] and sys.stdout.isatty() else "fold",
-        )
-    for row in rows:
-        drawn.add_row(*(Text(clean(cell)) for cell in row))
-    on.print(drawn)
 
 
 def reason_lines(reasons: Iterable[Reason]) -> list[str]:

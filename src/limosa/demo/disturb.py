@@ -308,5 +308,5 @@ def _checkpoint_and_restore(job: Training, image: Path, show: Show) -> tuple[int
     job.restored(operation.restore(image, progress=show.progress, cancel=show.cancel).pid)
     with contextlib.suppress(OSError):
         shutil.rmtree(image)
-    size = written.bytes / 1e6
-    return written.bytes, f"{size:.0f} MB on disk, the process gone, back as a new one"
+    size = written.bytes / (1 << 20)
+    return written.bytes, f"{size:.0f} MiB on disk, the process gone, back as a new one"

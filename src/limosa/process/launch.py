@@ -20,6 +20,7 @@ from limosa.process.identity import Identity
 
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 _KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # what nohup, and a script's &, ignore for what they start
+_LOGS = 10_000  # of one name in one folder
 _ABOVE = 64  # sources are moved up here first, so that filling 0..4 never overwrites one of them
 
 
@@ -66,12 +67,37 @@ def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
     return fd, new
 
 
+def open_new_log(name: str, folder: str | os.PathLike[str] = ".") -> tuple[int, Path]:
+    """Makes the log of a job that was named none: ``NAME.limosa.log``; ``NAME.limosa.2.log`` where that is there.
+
+    The file is always a new one: what is there already may be the program's own, and its contents somebody's results.
+
+    Returns:
+        The descriptor, as ``open_log`` opens it, and the file's absolute path.
+
+    Raises:
+        RunFailed: it cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    place = Path(folder).absolute()
+    for number in range(1, _LOGS + 1):
+        path = place / (f"{name}.limosa.log" if number == 1 else f"{name}.limosa.{number}.log")
+        try:
+            return os.open(path, flags, 0o600), path
+        except FileExistsError:
+            continue
+        except OSError as e:
+            raise RunFailed(detail=f"cannot make the log {path}: {e.strerror}", hint="limosa run --log FILE") from e
+    raise RunFailed(detail=f"{place} has {_LOGS} logs of {name}", hint="remove old ones, or limosa run --log FILE")
+
+
 def launch(
     command: Sequence[str],
-    log: str | os.PathLike[str],
+    log: str | os.PathLike[str] | None,
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     *,
+    name: str = "job",
     seccomp: bool = True,
     detach: bool = False,
 ) -> Launched:
@@ -84,7 +110,8 @@ def launch(
 
     Args:
         command: argument vector; the first is searched for in the job's PATH.
-        log: file for its output, made (0600) where missing.
+        log: file for its output, made (0600) where missing; None: a new one, called after ``name``.
+        name: the job's name.
         cwd: its working folder, else the caller's.
         env: its environment, else the caller's; PYTHONUNBUFFERED=1 is added.
         seccomp: answer io_uring_setup with ENOSYS.
@@ -95,7 +122,6 @@ def launch(
         CommandNotExecutable: it cannot be executed.
         RunFailed: anything else: the log, the folder, the filter.
     """
-    path = Path(log).absolute()
     job_env = {**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"}
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
     ignored = [int(number) for number in _KEPT if signal.getsignal(number) is signal.SIG_IGN]
@@ -107,7 +133,12 @@ def launch(
             stack.callback(os.close, fd)
             return fd
 
-        log_fd, log_is_new = open_log(path)
+        if log is None:
+            log_is_new = True
+            log_fd, path = open_new_log(name)
+        else:
+            path = Path(log).absolute()
+            log_fd, log_is_new = open_log(path)
         own(log_fd)
         log_start = os.fstat(log_fd).st_size
         null = own(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

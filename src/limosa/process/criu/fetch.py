@@ -100,7 +100,7 @@ def fetch(log: Callable[[str], None] = lambda _: None, *, target: Path | None = 
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(place.parent).free < FREE_BYTES:
-            raise NoWorkingCriu(detail=f"{place.parent} has less than {FREE_BYTES >> 20} MB free")
+            raise NoWorkingCriu(detail=f"{place.parent} has less than {FREE_BYTES >> 20} MiB free")
         with tempfile.TemporaryDirectory(prefix=".criu-", dir=place.parent) as scratch:
             os.chmod(scratch, 0o755)  # apt downloads as user _apt, who must get into it
             unpacked = _fetch_into(Path(scratch), log, suite)
