@@ -32,7 +32,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, idle, room, shm
+from limosa.operation import driver_steps, idle, ports, room, shm
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
@@ -86,11 +86,13 @@ def restore(
         work.check()
         with work.timed("plan", "looking"):
             ready = look(opened.manifest, chosen, stop=work.stop_asked)
+            ready.reasons += [r for r in ports.in_the_way(opened.criu_fd) if r.refuses]
             work.check()
             if any(r.refuses for r in ready.reasons):
                 checked.wait()  # a damaged image is the first thing to be told
                 raise Refused(ready.reasons)
             program = find_criu(chosen.criu)
+        ports.free(work, opened.criu_fd)
         if not opened.manifest.device:
             checked.wait()
         result = _Restore(work, opened, ready, chosen, program, checked).run()
@@ -294,6 +296,8 @@ class _Restore:
                 )
         except CriuFailed as error:
             work.check()
+            if error.fields.get("kind") == "port-taken":
+                ports.refuse_taken(self.image.criu_fd)
             error.hint = "nothing was started; the image is as it was"
             raise
         finally:

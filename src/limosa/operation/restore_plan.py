@@ -18,7 +18,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, idle, room, shm
+from limosa.operation import estimate, idle, ports, room, shm
 from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
@@ -82,6 +82,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             if options.verify:
                 verify(opened).check()
             ready = look(manifest, options)
+            ready.reasons += ports.in_the_way(opened.criu_fd)
     except LimosaError as error:
         if error.exit_code not in (11, 16):
             raise

@@ -63,7 +63,7 @@ class Table(msgspec.Struct):
         return found or 0
 
 
-def _netlink_in(pid: int) -> socket.socket:
+def netlink_in(pid: int) -> socket.socket:
     """Return a sock_diag socket in the network namespace of a process."""
 
     def make() -> socket.socket:
@@ -98,7 +98,7 @@ def _netlink_in(pid: int) -> socket.socket:
     return result[0]
 
 
-def _dump(link: socket.socket, request: bytes) -> Iterator[bytes]:
+def dump(link: socket.socket, request: bytes) -> Iterator[bytes]:
     """Send one sock_diag dump request and yield the payload of each answer."""
     link.send(
         struct.pack("=IHHII", 16 + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST | _NLM_F_DUMP, 1, 0) + request
@@ -130,7 +130,7 @@ def _unix_entries(link: socket.socket) -> Iterator[Entry]:
     """Yield unix sockets (struct unix_diag_msg, linux/unix_diag.h)."""
     names: dict[int, str] = {}
     entries: list[Entry] = []
-    for data in _dump(link, struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _UDIAG_SHOW, 0, 0)):
+    for data in dump(link, struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _UDIAG_SHOW, 0, 0)):
         _, kind, state, _, inode = struct.unpack_from("=BBBBI", data)
         entry = Entry(inode, "unix", TYPES.get(kind, str(kind)), "", TCP_STATES.get(state, str(state)))
         for attribute, value in _attributes(data[16:]):
@@ -155,7 +155,7 @@ def _inet_entries(link: socket.socket, family: int, number: int, protocol: str) 
     name = "inet" if family == socket.AF_INET else "inet6"
     kind = {"tcp": "stream", "raw": "raw"}.get(protocol, "dgram")
     request = struct.pack("=BBBBI", family, number, 0, 0, 0xFFFFFFFF) + bytes(48)
-    for data in _dump(link, request):
+    for data in dump(link, request):
         own_family, state = data[0], data[1]
         own_port, far_port = struct.unpack_from(">HH", data, 4)
         queue = struct.unpack_from("=I", data, 56)[0]
@@ -185,7 +185,7 @@ def read_table(pid: int) -> Table:
     table = Table()
     kinds = [(6, "tcp"), (17, "udp"), (136, "udplite"), (255, "raw"), (1, "icmp")]
     try:
-        link: socket.socket | None = _netlink_in(pid)
+        link: socket.socket | None = netlink_in(pid)
     except OSError:
         link = None
     try:
