@@ -140,6 +140,17 @@ def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: 
     prover.twins_agree(job)
 
 
+def test_nccl_inside_one_process_goes_to_disk_and_comes_back(prover: Prover, images: Path) -> None:
+    """NCCL's bootstrap leaves connections in TIME_WAIT on ports that it goes on listening on: nobody has these ports."""
+    argv = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "parallel"]
+    job = prover.start(argv)
+    for name in ("first", "second"):
+        operation.checkpoint(job.pid, images / name)
+        back = lambda name=name: operation.restore(images / name)  # noqa: E731
+        prover.acts(job, back, prover.gpus, GB // 4)
+    prover.twins_agree(job)
+
+
 @pytest.mark.parametrize("kind", ["one", "vmm", "two"])
 def test_jax_put_aside_and_on_disk_and_brought_back(prover: Prover, images: Path, kind: str) -> None:
     """By the driver's way it ends there: it goes on asking the driver while it is checkpointed (caveats)."""

@@ -1,7 +1,9 @@
 """PyTorch at work, in the ways people use it: a small GPT that is trained, or only asked.
 
-    python proof_torch.py FOLDER --kind adamw|amp|compile|cudnn|graphs|inference|workers [--gb 1] [--hold N]
+    python proof_torch.py FOLDER --kind adamw|amp|compile|cudnn|graphs|inference|parallel|workers [--gb 1] [--hold N]
     torchrun --nproc-per-node=2 proof_torch.py FOLDER --kind torchrun      (DDP over gloo, all ranks on one GPU)
+
+``parallel`` is DataParallel on two GPUs: one process, with NCCL inside.
 
 Every step's loss is traced, and with every hundredth the parameters' own bits. ``--gb`` more lies there untouched, and
 is compared then, too.
@@ -189,6 +191,8 @@ def main():
     if options.kind == "torchrun":
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
+    if options.kind == "parallel":
+        model = nn.DataParallel(model, [0, 1])
     torch.manual_seed(100 + rank)
     rest = [
         torch.full((64 << 20,), i + 1, dtype=torch.int32, device=options.device) for i in range(int(options.gb * 4))
