@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from support import VICTIMS, Reaper, Victim, end_marked, end_session, own_network
+from surroundings import as_usual
+
+as_usual()  # before anything is started, workers of xdist among it
 
 
 def pytest_configure() -> None:

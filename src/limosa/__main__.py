@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ def main() -> NoReturn:
     """Run the command line."""
     _open_what_is_closed()
     try:
+        _hear_signals()
         from limosa.cli.main import entry
     except KeyboardInterrupt:
         _interrupted(sys.argv[1:])
@@ -29,6 +31,16 @@ def _open_what_is_closed() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - as long as the process lives
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def _hear_signals() -> None:
+    """What nobody asked for by nohup or ``&``: blocked signals (no Ctrl-C comes through), an ignored SIGCHLD.
+
+    With that one the kernel throws exit codes away, and a CRIU that has failed would look like one that has not. What
+    else is ignored stays so: that is how nohup, and a script's ``&``, protect what they start.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 def _interrupted(arguments: list[str]) -> NoReturn:

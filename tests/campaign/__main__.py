@@ -27,6 +27,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from surroundings import as_usual
+
 from campaign import cases, parked
 from campaign.cases import Case
 from campaign.processes import REAL, python_path
@@ -227,6 +229,7 @@ def main() -> int:
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
+    as_usual()
     if chosen.ground == "real":
         os.environ["LIMOSA_CAMPAIGN"] = "real"
         chosen.count = chosen.count or "330"

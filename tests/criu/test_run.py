@@ -396,3 +396,36 @@ def test_the_script_of_a_criu_that_was_killed_writes_into_nobodys_file(tmp_path)
         )
     assert ran.returncode == 1
     assert file.read_text() == "kept"
+
+
+@pytest.mark.parametrize("well", [True, False], ids=["CRIU has done it", "CRIU has failed"])
+def test_a_program_that_reaps_all_children_is_told_the_truth(criu, job, monkeypatch, well):
+    """Python calls an exit code that it cannot have 0: a dump that had failed was taken for one that had not."""
+    victim = job()
+    wait = run._Run._exit_status
+
+    def too_late(self: run._Run) -> int:
+        os.waitpid(self._child.pid, 0)
+        return wait(self)
+
+    monkeypatch.setattr(run._Run, "_exit_status", too_late)
+    if well:
+        dump(criu, victim.pid, victim.images, victim.work, TCP)
+        victim.reap()
+        assert restore(criu, victim.images, victim.work, BACK) == victim.pid
+    else:
+        with pytest.raises(CriuFailed):
+            dump(criu, victim.pid, victim.images, victim.work, TCP, on_action=lambda step: step != "post-dump")
+    assert victim.goes_on(), victim.errors()
+
+
+def test_a_program_that_ignores_sigchld_is_told_before_anything_begins(criu, job):
+    victim = job()
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(UsageError, match="SIGCHLD"):
+            dump(criu, victim.pid, victim.images, victim.work, TCP)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert victim.goes_on(), victim.errors()
+    assert os.listdir(victim.folder / "images") == []

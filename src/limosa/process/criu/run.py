@@ -27,7 +27,7 @@ from typing import IO, Literal
 
 import msgspec
 
-from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCriu, TimedOutUndone
+from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCriu, TimedOutUndone, UsageError
 from limosa.process.criu import cgroup, log, network, stats
 from limosa.process.criu.leftovers import Standstill
 from limosa.process.criu.options import DumpOptions, RestoreOptions
@@ -43,6 +43,8 @@ RESTORE_LOG = "restore.log"
 SAID = "criu.out"  # what it says before it has opened its log
 TICK = 0.05  # seconds between looks at cancel and the time limit
 _LOG_LIMIT = 64 << 20  # bytes of a log that are looked at
+_END_OF_LOG = 1 << 16  # bytes of its end, where CRIU says that it is done
+_DONE = {"dump": b"Dumping finished successfully", "restore": b"Restore finished successfully"}
 
 OnAction = Callable[[str], bool]
 """Told CRIU's step ("post-dump", "network-lock", …), in the caller's thread; False makes CRIU fail and undo."""
@@ -187,6 +189,11 @@ class _Run:
 
     def start(self, on_start: OnStart | None, *, new_session: bool, enter: Sequence[str] = ()) -> None:
         """Start CRIU; it does nothing before ``on_start`` has returned."""
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # CRIU would ignore it as well
+            raise UsageError(
+                detail="this program ignores SIGCHLD, so that nobody can tell whether CRIU has done what it was told",
+                hint="signal.signal(signal.SIGCHLD, signal.SIG_DFL) before",
+            )
         _unlink(self.log_name, self.work_fd)
         ask_read, ask_write = os.pipe()
         answer_read, answer_write = os.pipe()
@@ -281,7 +288,7 @@ class _Run:
                         self._act(line.decode(errors="replace"), on_action)
                 elif pidfd in ready:
                     break
-            status = self._child.wait()
+            status = self._exit_status()
         except BaseException:
             # Ctrl-C in a program that uses this as a library: whoever asks from here on gets a no, and what CRIU does
             # with that is waited for, so that the caller's undo comes after it.
@@ -302,6 +309,26 @@ class _Run:
         )
         cause = log.cause(text, status)
         raise CriuFailed(what=self.what, reason=cause.text, log=self.log_path, kind=cause.kind, raw=cause.raw)
+
+    def _exit_status(self) -> int:
+        """CRIU's exit code; where somebody else in this program has reaped it, what its log ends with."""
+        assert self._child is not None
+        try:
+            os.waitid(os.P_PID, self._child.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:
+            self._child.wait()  # says 0 whatever it was
+            return 0 if self._says_done() else 1
+        return self._child.wait()
+
+    def _says_done(self) -> bool:
+        """Whether the last that CRIU has written is that it has done it."""
+        try:
+            fd = os.open(self.log_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.work_fd)
+        except OSError:
+            return False
+        with open(fd, "rb") as file:
+            file.seek(max(0, os.fstat(fd).st_size - _END_OF_LOG))
+            return _DONE[self.kind] in file.read()
 
     def _act(self, action: str, on_action: OnAction | None) -> None:
         """Answer one question."""
