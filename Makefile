@@ -12,7 +12,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-long test-gpu faults bench bench-driver bench-gpu lint check clean help
+.PHONY: demo test test-soft test-long test-gpu faults fuzz bench bench-driver bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-long  every kill of the parked way, 90 of them (make test has two thirds): ten minutes"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
+	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"
 
@@ -69,6 +70,11 @@ faults:
 		--seed $(or $(SEED),1) $(if $(N),--count $(N)) $(if $(SUMMARY),--summary $(SUMMARY)) \
 		$(if $(ROOMS),--rooms $(ROOMS)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(WITHOUT),--without $(WITHOUT)) \
 		$(if $(MERGE),--merge $(MERGE))
+
+# What comes from strangers: runtime files, the shim's replies, packets, manifests, command lines (tests/fuzz).
+fuzz:
+	@$(READY_TEST)
+	$(SUDO) env LIMOSA_FUZZ=$(or $(N),100000) $(if $(SEED),LIMOSA_FUZZ_SEED=$(SEED)) $(PYTEST) -q -n 2 --durations=10 tests/fuzz
 
 bench:
 	@$(READY_TEST)
