@@ -252,6 +252,13 @@ class NoWorkingCriu(LimosaError):
     hint_template = "limosa doctor --fix fetches one"
 
 
+class CriuNotPermitted(NoWorkingCriu):
+    """CRIU may not run for this user, whichever it is: it needs root."""
+
+    id, exit_code, template = "criu-not-permitted", 11, "CRIU needs root: {detail}"
+    hint_template = "sudo, or a container with those capabilities"
+
+
 # --- 18, 21, 22: undone --------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ def test_doctor(cli):
     listed = PAGE[PAGE.index("Names: ") : PAGE.index("Exit code 0 where `ok`, else 24")]
     assert names == set(re.findall(r"`(\w+)`", listed))
     for check in said["checks"]:
-        assert set(check) == {"name", "status", "detail", "fix"}
+        assert set(check) == {"name", "status", "detail", "fix", "more"}
         assert check["status"] in ("ok", "warn", "fail")
         assert check["detail"]
 

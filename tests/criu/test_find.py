@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from limosa.errors import NoWorkingCriu
+from limosa.errors import CriuNotPermitted, NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch, find, network, program
 from limosa.process.criu.trial import TrialResult, missing_right, trial
@@ -83,13 +83,22 @@ def test_without_the_right_find_says_so_at_once(criu, alone):
             os.environ["XDG_CACHE_HOME"] = "/nonexistent"
             find.find(str(private_folder(criu)))
         except NoWorkingCriu as error:
-            status = 0 if "uid 65534 lacks" in error.message and "sudo" in error.hint else 2
+            told = "uid 65534 lacks" in error.message and "sudo" in error.hint
+            status = 0 if told and error.exit_code == 11 else 2
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # --- which one -------------------------------------------------------------------------------------------------
+
+
+def test_without_the_right_none_at_all_is_not_what_is_missing(alone, monkeypatch):
+    monkeypatch.setattr(find, "effective_capabilities", lambda: 0)
+    with pytest.raises(CriuNotPermitted) as caught:
+        find.find()
+    assert (caught.value.exit_code, caught.value.hint[:4]) == (11, "sudo")
+    assert "lacks" in caught.value.message
 
 
 def test_none_at_all_is_said_with_the_way_out(alone):

@@ -27,7 +27,7 @@ def command(
 ) -> None:
     """Say what works on this machine, what does not, and what to do about it.
 
-    CRIU is tried: a small process is dumped and restored.
+    CRIU is tried: a small process is dumped and restored. -v tells more.
 
     Exit code 0: all that this machine needs works. 24: no working CRIU.
     12: a GPU whose driver does not do it. 11: not permitted.
@@ -37,11 +37,11 @@ def command(
 
         found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell)
         checks = [{k: v for k, v in c.items() if k != "exit_code"} for c in plain(found.checks)]
-        report.result({"ok": found.ok, "checks": checks}, lambda c: _draw(c, found), exit_code=found.exit_code)
+        report.result({"ok": found.ok, "checks": checks}, lambda c: _draw(c, found, verbose), exit_code=found.exit_code)
 
 
-def _draw(console: Console, found: Diagnosis) -> None:
-    """A line a check, and its way out below."""
+def _draw(console: Console, found: Diagnosis, verbose: int = 0) -> None:
+    """A line a check, and its way out below; with ``-v`` what is known beyond that."""
     from rich.text import Text
 
     width = max(len(c.name) for c in found.checks)
@@ -49,6 +49,8 @@ def _draw(console: Console, found: Diagnosis) -> None:
         line = Text(f"{check.status:<5}", style=_STYLE[check.status])
         line.append(f"{check.name:<{width}}  {words.clean(check.detail)}", style="default")
         console.print(line, soft_wrap=True)
+        if check.more and verbose:
+            console.print(Text(f"{'':<5}{'':<{width}}  {words.clean(check.more)}"), soft_wrap=True)
         if check.fix and check.status != "ok":
             console.print(Text(f"{'':<5}{'':<{width}}  → {words.clean(check.fix)}"), soft_wrap=True)
     console.print("all that this machine needs works" if found.ok else "not everything that is needed works")

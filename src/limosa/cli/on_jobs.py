@@ -90,7 +90,7 @@ def tell(report: Report, verb: str, outcomes: Sequence[Outcome]) -> None:
         value = {**results[0], **value}
     elif errors:
         value["error"] = error_object(next(e for e in errors if e.exit_code == code))
-    lines = [_line(o.result) for o in outcomes if o.result is not None]
+    lines = [_line(o.result, report.verbose) for o in outcomes if o.result is not None]
     report.result(value, "\n".join(lines), exit_code=code)
     for outcome in outcomes:
         if outcome.error is not None:
@@ -104,28 +104,38 @@ def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
     return {"operation": verb, "pid": outcome.pid, "error": error_object(outcome.error)}
 
 
-def _line(result: JobResult) -> str:
-    """One job in a sentence."""
+def _line(result: JobResult, verbose: int = 0) -> str:
+    """One job in a sentence; with ``-v`` which way it took."""
     who = words.job(result.name, result.pid)
     told = {"checkpointed": "suspended", "parked": "suspended (its context stays on the GPU)"}
     state = told.get(result.state, result.state)
     if result.already:
-        return f"{who} is {state} already"
+        return f"{who} {_is_so(result, state)} already"
     pause = result.timings.get("pause_seconds")
     stood = f", stood still for {words.seconds(pause)}" if pause is not None and state == "running" else ""
-    moved = words.moves(result.map)
+    moved = words.moves(result.map, result.gpus)
     onto = f" ({moved})" if moved else ""
-    return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result)}"
+    return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result) if verbose else ''}"
+
+
+def _is_so(result: JobResult, state: str) -> str:
+    """What a job is that nothing had to be done to: where it is asked to be."""
+    where = words.places(result.gpus)
+    if state != "running":
+        return f"is {state}"
+    if result.operation == "resume":
+        return f"runs on {where}" if where else "runs"
+    return f"is on {where}" if where else "is there"
 
 
 def _by(result: JobResult) -> str:
-    """Which way it took, and what the other would have cost."""
+    """Which way it took, and what was estimated for the other."""
     if result.other is None:
         return ""
     other = words.seconds(result.other.pause_seconds or result.other.seconds)
     if result.way == "parked":
-        return f" (parked; the driver alone: about {other})"
-    return f" (by the driver alone; with the library of limosa run: about {other})"
+        return f" (parked; by the driver alone {other} were estimated)"
+    return f" (by the driver alone; with the library of limosa run {other} were estimated)"
 
 
 def _plan_of(verb: str, outcome: Outcome) -> Plan:
@@ -153,11 +163,11 @@ def print_plans(report: Report, plans: Sequence[Plan]) -> None:
     value: dict[str, Any] = {"results": entries}
     if len(plans) == 1:
         value = {**entries[0], **value}
-    text = "\n".join(_plan_text(p) for p in plans)
+    text = "\n".join(_plan_text(p, report.verbose) for p in plans)
     report.result(value, text, exit_code=worst([p.exit_code for p in plans]))
 
 
-def _plan_text(plan: Plan) -> str:
+def _plan_text(plan: Plan, verbose: int = 0) -> str:
     who = words.job(plan.name, plan.pid)
     lines = [f"{plan.operation} of {who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
     if plan.already:
@@ -169,7 +179,7 @@ def _plan_text(plan: Plan) -> str:
         lines.append(
             f"  {words.size(plan.estimate.bytes)} to copy, about {words.seconds(plan.estimate.seconds)} in all"
         )
-        if plan.other is not None:
+        if plan.other is not None and verbose:
             what = {"parked": "with the library of limosa run", "driver": "by the driver alone"}[plan.other.way]
             pause, whole = plan.other.pause_seconds, plan.other.seconds
             cost = (
@@ -178,7 +188,7 @@ def _plan_text(plan: Plan) -> str:
                 else f"stand still for about {words.seconds(pause)}"
             )
             lines.append(f"  way: {plan.way}; {what} it would {cost}")
-        moved = words.moves(plan.map)
+        moved = words.moves(plan.map, plan.gpus)
         if moved:
             lines.append(f"  {moved}")
         lines += [f"  {number}. {step}" for number, step in enumerate(plan.steps, 1)]

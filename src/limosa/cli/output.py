@@ -209,9 +209,12 @@ class Report:
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(error.format_message() + "\n")
             return 2
+        from limosa.cli.meant import meant
+
         ctx = getattr(error, "ctx", None)
         path = ctx.command_path if ctx is not None else "limosa"
-        return self.failure(UsageError(error.format_message(), hint=f"{path} --help"))
+        message, guess = meant(error)
+        return self.failure(UsageError(message, hint=f"{guess}{path} --help"))
 
 
 @contextmanager

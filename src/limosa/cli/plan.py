@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from limosa.cli.meant import nearest
 from limosa.cli.options import FormatOption, Quiet, Verbose
 from limosa.cli.output import Format, json_wanted, reporting
 from limosa.errors import UsageError
@@ -36,7 +37,9 @@ def command(
         fmt = Format.json
     if verb not in VERBS:
         with reporting("plan", fmt, quiet, verbose):
-            raise UsageError(detail=f"there is no plan for {verb!r}", hint=f"one of {', '.join(VERBS)}")
+            guess = nearest(verb, VERBS)
+            hint = f"did you mean limosa plan {guess}?" if guess else f"one of {', '.join(VERBS)}"
+            raise UsageError(detail=f"there is no plan for {verb!r}", hint=hint)
     common = ["-o", fmt.value] if fmt is Format.json else []
     common += ["-q"] * quiet + ["-v"] * verbose
     chosen = main.verb(verb)

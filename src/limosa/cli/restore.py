@@ -145,7 +145,7 @@ def _end_of_log(image: Path) -> int:
 
 def _text(done: RestoreResult, stats: bool) -> str:
     who = words.job(done.name, done.pid)
-    moved = words.moves(done.map)
+    moved = words.moves(done.map, done.gpus)
     onto = f" ({moved})" if moved else ""
     lines = [f"{who} runs{onto}" + (f"; its output goes to {words.clean(done.log)}" if done.log else "")]
     if stats:

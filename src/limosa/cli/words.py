@@ -70,16 +70,30 @@ def reason_lines(reasons: Iterable[Reason]) -> list[str]:
     return lines
 
 
-def moves(gpu_map: Mapping[str, str]) -> str:
-    """What a map changes: GPU 0 → GPU 1, or by UUID where the numbers cannot be had; "" where nothing."""
-    changed = {a: b for a, b in gpu_map.items() if a != b}
+def moves(gpu_map: Mapping[str, str], onto: Sequence[str]) -> str:
+    """What a map changes for a job that has memory on ``onto`` afterwards: GPU 0 → GPU 1; "" where nothing.
+
+    The rest of the map is the driver's: it wants a full permutation of what the job can open.
+    """
+    changed = {a: b for a, b in gpu_map.items() if a != b and b in onto}
     if not changed:
         return ""
+    named = gpu_names()
+    return ", ".join(f"{named.get(a, clean(a))} → {named.get(b, clean(b))}" for a, b in changed.items())
+
+
+def places(uuids: Sequence[str]) -> str:
+    """GPUs by number, or by UUID where the numbers cannot be had: GPU 0, GPU 1."""
+    named = gpu_names() if uuids else {}
+    return ", ".join(sorted(named.get(uuid, clean(uuid)) for uuid in uuids))
+
+
+def gpu_names() -> dict[str, str]:
+    """UUID → GPU 0; empty where the numbers cannot be had."""
     from limosa import gpu
     from limosa.errors import LimosaError
 
     try:
-        index = {g.uuid: f"GPU {g.index}" for g in gpu.inventory().gpus}
+        return {g.uuid: f"GPU {g.index}" for g in gpu.inventory().gpus}
     except LimosaError:
-        index = {}
-    return ", ".join(f"{index.get(a, clean(a))} → {index.get(b, clean(b))}" for a, b in changed.items())
+        return {}

@@ -133,7 +133,11 @@ def find_gpu(inventory: Inventory, spec: object) -> Gpu:
             prefix = text.lower().removeprefix("gpu-")
             found = [gpu for gpu in inventory.gpus if len(prefix) >= 8 and gpu.uuid[4:].startswith(prefix)]
     if len(found) != 1:
-        raise UnknownGpu(spec=str(spec))
+        there = ", ".join(f"GPU {gpu.index}" for gpu in found or inventory.gpus)
+        if found:
+            raise UnknownGpu(f"{str(spec)!r} could be each of {there}", hint="limosa gpus shows them", spec=str(spec))
+        hint = f"there are {there}" if len(inventory.gpus) > 1 else f"there is {there or 'none'}"
+        raise UnknownGpu(hint=f"{hint} (limosa gpus shows more)", spec=str(spec))
     return found[0]
 
 

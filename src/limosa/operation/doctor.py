@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from limosa.errors import LimosaError, NoWorkingCriu
+from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process.memory import gib
 from limosa.process.procfs import effective_capabilities
@@ -90,6 +90,8 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
             fetch(log)
             found = find(explicit, use_cache=False)
     except LimosaError as error:
+        if isinstance(error, CriuNotPermitted):
+            return None, fail("criu", 11, error.message, error.hint)
         if rights.status == "fail":  # nothing would pass: what is missing is the right, not the program
             return None, fail("criu", 11, f"{error.message}; {rights.detail}", rights.fix)
         return None, fail("criu", 24, error.message, error.hint or "limosa doctor --fix")
@@ -195,17 +197,16 @@ def _nftables(works: Criu | None) -> Check:
         return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
     left = [line.split()[-1] for line in ran.stdout.splitlines() if " CRIU-" in line]
     if left:
-        return ok("nftables", f"nft lists tables; {_kept_tables(left, argv)}")
+        kept = "1 table of CRIU's keeps" if len(left) == 1 else f"{len(left)} tables of CRIU's keep"
+        return ok("nftables", f"nft lists tables; {kept} connections of checkpointed jobs", _kept_tables(left, argv))
     return ok("nftables", "nft lists tables")
 
 
 def _kept_tables(names: list[str], nft: list[str]) -> str:
     """What the tables that CRIU has left are for, and how each goes: kept on purpose unless nobody has their image."""
-    each = "one table of CRIU's is" if len(names) == 1 else f"{len(names)} tables of CRIU's are"
     return (
-        f"{each} there ({', '.join(names)}), each keeping the peers of a checkpointed job's TCP connections waiting "
-        "until its image is restored or removed (limosa restore, limosa rm); if no image is left: "
-        f"{shlex.join(nft)} delete table inet {names[0]}"
+        f"{', '.join(names)}: the peers of a checkpointed job's TCP connections wait until its image is restored or "
+        f"removed (limosa restore, limosa rm); if no image is left: {shlex.join(nft)} delete table inet {names[0]}"
     )
 
 

@@ -24,6 +24,7 @@ class Check(msgspec.Struct, kw_only=True):
         detail: what was found, in a sentence.
         fix: what to type or to change, or "".
         exit_code: what a failure exits with; 0 unless status is "fail".
+        more: what only some want to know, or "".
     """
 
     name: str
@@ -31,11 +32,12 @@ class Check(msgspec.Struct, kw_only=True):
     detail: str
     fix: str = ""
     exit_code: int = 0
+    more: str = ""
 
 
-def ok(name: str, detail: str) -> Check:
+def ok(name: str, detail: str, more: str = "") -> Check:
     """A check that found all well."""
-    return Check(name=name, status="ok", detail=detail)
+    return Check(name=name, status="ok", detail=detail, more=more)
 
 
 def warn(name: str, detail: str, fix: str = "") -> Check:

@@ -146,6 +146,7 @@ class Prepared(msgspec.Struct, kw_only=True):
             steps=self.steps,
             estimate=Estimate(pause_seconds=0.0) if self.done else self.estimated(),
             map=maps,
+            gpus=[] if self.operation == "suspend" else room.places(self.members),
             way="parked" if self.by_parking else "driver" if self.members else "host",
             other=None if self.done else self.other_way(),
             already=self.done,

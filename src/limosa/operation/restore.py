@@ -222,6 +222,7 @@ class _Restore:
             other=other_way(self.ready, self.manifest),
             device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
+            gpus=room.places(self.members),
             stats=self.stats,
             warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
         )

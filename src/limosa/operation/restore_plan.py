@@ -102,6 +102,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         steps=steps,
         estimate=estimate.of("restore", ready.members, host_bytes, parked=manifest.device_bytes),
         map={a: b for m in ready.members for a, b in m.map.items()},
+        gpus=room.places(ready.members),
         way="parked" if manifest.device else "driver" if ready.members else "host",
         other=other_way(ready, manifest),
     )

@@ -46,6 +46,7 @@ class Plan(msgspec.Struct, kw_only=True):
         reasons: refusals first, then warnings.
         steps: the steps in their order, in words.
         map: what each GPU (by UUID) becomes, full permutation; empty for jobs without CUDA state.
+        gpus: UUIDs of the GPUs that the job would have memory on afterwards.
         way: how the job's state is held: "driver", "parked" or "host" (no CUDA state: CRIU alone).
         other: what the other way would cost, where there is another.
         already: nothing would have to be done.
@@ -59,6 +60,7 @@ class Plan(msgspec.Struct, kw_only=True):
     steps: list[str] = []
     estimate: Estimate = msgspec.field(default_factory=Estimate)
     map: dict[str, str] = {}
+    gpus: list[str] = []
     way: str = "driver"
     other: OtherWay | None = None
     already: bool = False
@@ -75,6 +77,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     Attributes:
         state: the job's state now: "running", "checkpointed" (suspended) or "parked" (its memory alone is suspended).
         map: GPU UUID → GPU UUID, the full map that was used; empty where nothing was restored.
+        gpus: UUIDs of the GPUs that the job has memory on now; none where it is suspended.
         timings: seconds for each step ("plan", "lock", "checkpoint", "restore", "unlock", "total") and
             "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
         bytes: device memory that was moved.
@@ -89,6 +92,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     name: str = ""
     state: str = "running"
     map: dict[str, str] = {}
+    gpus: list[str] = []
     timings: dict[str, float] = {}
     bytes: int = 0
     already: bool = False
@@ -156,6 +160,7 @@ class RestoreResult(msgspec.Struct, kw_only=True):
         pid: the job's root process.
         id: the image's id.
         map: GPU UUID (in the image) → GPU UUID (here).
+        gpus: UUIDs of the GPUs that the job has memory on.
         log: the job's log file where it was started by ``limosa run``, else "".
         way: "parked" where device memory was in the image as chunks, "driver", or "host" (no CUDA state).
         other: what the other way would have cost, by estimate.
@@ -171,6 +176,7 @@ class RestoreResult(msgspec.Struct, kw_only=True):
     other: OtherWay | None = None
     device_bytes: int = 0
     map: dict[str, str] = {}
+    gpus: list[str] = []
     timings: dict[str, float] = {}
     warnings: list[Reason] = []
     stats: dict[str, Any] = {}

@@ -31,6 +31,11 @@ def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
     return wanted
 
 
+def places(members: Sequence[Member]) -> list[str]:
+    """UUIDs of the GPUs where these members have memory once their maps are carried out."""
+    return sorted({member.map.get(uuid, uuid) for member in members for uuid in member.held})
+
+
 def shortage(
     inventory: Inventory,
     members: Sequence[Member],

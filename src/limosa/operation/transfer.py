@@ -203,6 +203,7 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobRe
         name=prepared.job.name,
         state=_state_after(prepared),
         map={} if already or operation == "suspend" else map_,
+        gpus=[] if operation == "suspend" else room.places(prepared.members),
         timings=work.timings,
         bytes=0 if already else max(work.parked_bytes, estimate.device_bytes(prepared.members)),
         already=already,

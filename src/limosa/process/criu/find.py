@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 
-from limosa.errors import NoWorkingCriu
+from limosa.errors import CriuNotPermitted, NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
-from limosa.process.criu.trial import TrialResult, trial
+from limosa.process.criu.trial import TrialResult, missing_right, trial
 from limosa.process.procfs import effective_capabilities
 
 NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
@@ -49,6 +49,7 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
 
     Raises:
         NoWorkingCriu: none does; says of each why.
+        CriuNotPermitted: none can: the caller lacks the right.
         UsageError: a settings file is broken.
     """
     reasons: list[str] = []
@@ -69,8 +70,10 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
             break  # it is not about this CRIU
     if not reasons:
         reasons = ["none is installed, and there is no private folder"]
-    hint = None if permitted else "CRIU needs root: sudo, or a container with those capabilities"
-    raise NoWorkingCriu(detail="; ".join(reasons), hint=hint)
+    lacks = missing_right(effective_capabilities(), os.geteuid())
+    if lacks or not permitted:  # no CRIU would pass: what is missing is the right, not the program
+        raise CriuNotPermitted(detail=lacks or "; ".join(reasons))
+    raise NoWorkingCriu(detail="; ".join(reasons))
 
 
 def _candidates(explicit: str | None) -> list[tuple[str, Path]]:

@@ -1,0 +1,35 @@
+"""What somebody may have meant who has mistyped a verb or an option."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The known word that is most like this one, or ""."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)), "")
+
+
+def meant(error: Any) -> tuple[str, str]:
+    """What to say about a usage error of the option parser.
+
+    Returns:
+        The message, and a guess that ends in "; " or is empty.
+    """
+    ctx, param, text = getattr(error, "ctx", None), getattr(error, "param", None), error.format_message()
+    options = [name for p in (ctx.command.params if ctx is not None else ()) for name in p.opts]
+    wrong = getattr(error, "option_name", "")
+    if wrong:
+        guess = nearest(wrong, options)
+        return f"there is no option {wrong}", f"did you mean {guess}? " if guess else ""
+    if getattr(param, "name", "") == "fmt" and "--output" in options:
+        return text, "did you mean --output DIR? -o is how the result is printed; "
+    if "No such command" in text:
+        from limosa.cli.main import ALIASES, VERBS
+
+        word = text.split("'")[1] if "'" in text else ""
+        guess = nearest(word, [*VERBS, *ALIASES])
+        return f"there is no verb {word!r}", f"did you mean limosa {guess}? " if guess else ""
+    return text, ""

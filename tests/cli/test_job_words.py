@@ -1,0 +1,97 @@
+"""What ``move``, ``suspend``, ``resume`` and mistyped commands say: about the job, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from limosa.cli import words
+from limosa.cli.on_jobs import _line, _plan_text
+from limosa.errors import UnknownGpu
+from limosa.gpu import Gpu, Inventory, find_gpu
+from limosa.operation.results import Estimate, JobResult, OtherWay, Plan
+
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
+SWAP = {A: B, B: A, C: C}
+
+
+@pytest.fixture(autouse=True)
+def _three_gpus(monkeypatch):
+    monkeypatch.setattr(words, "gpu_names", lambda: {A: "GPU 0", B: "GPU 1", C: "GPU 2"})
+
+
+def result(**fields: Any) -> JobResult:
+    return JobResult(**{"operation": "move", "pid": 7, "map": SWAP, "gpus": [B], "bytes": 4 << 30, **fields})
+
+
+def test_a_move_tells_of_the_gpu_that_the_job_was_on_and_is_on_now():
+    said = _line(result(name="train", timings={"pause_seconds": 0.45}))
+    assert said == "train (process 7) is running (GPU 0 → GPU 1), 4.00 GiB, stood still for 450 ms"
+    both = _line(result(gpus=[A, B]))
+    assert "(GPU 0 → GPU 1, GPU 1 → GPU 0)" in both
+
+
+def test_the_other_way_is_told_only_when_asked_for_and_as_an_estimate():
+    slower = result(way="parked", other=OtherWay(way="driver", pause_seconds=0.53), timings={"pause_seconds": 2.18})
+    assert "driver" not in _line(slower)
+    assert "by the driver alone 530 ms were estimated" in _line(slower, 1)
+    plan = Plan(operation="move", pid=7, estimate=Estimate(pause_seconds=1.0), other=slower.other, way="parked")
+    assert "way:" not in _plan_text(plan)
+    assert "by the driver alone it would stand still for about 530 ms" in _plan_text(plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "process 7 is on GPU 1 already"),
+        ({"gpus": [B, A]}, "process 7 is on GPU 0, GPU 1 already"),
+        ({"operation": "resume"}, "process 7 runs on GPU 1 already"),
+        ({"operation": "suspend", "state": "checkpointed", "gpus": []}, "process 7 is suspended already"),
+        ({"operation": "resume", "gpus": []}, "process 7 runs already"),
+    ],
+)
+def test_what_is_so_already(fields, said):
+    assert _line(result(already=True, **fields)) == said
+
+
+def inventory(numbers: Sequence[int]) -> Inventory:
+    gpus = [
+        Gpu(index=n, uuid=f"GPU-1234567{n}", name="x", memory_total=1, memory_used=0, memory_free=1) for n in numbers
+    ]
+    return Inventory(driver_version="580", cuda_version="13.0", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("there", "hint"), [([0, 1], "there are GPU 0, GPU 1"), ([0], "there is GPU 0"), ([], "there is none")]
+)
+def test_a_gpu_that_is_not_there_names_those_that_are(there, hint):
+    with pytest.raises(UnknownGpu) as caught:
+        find_gpu(inventory(there), "7")
+    assert "'7'" in caught.value.message
+    assert caught.value.hint == f"{hint} (limosa gpus shows more)"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("mvoe 1", "did you mean limosa move?"),
+        ("ckeckpoint 1", "did you mean limosa checkpoint?"),
+        ("plan mvoe 1", "did you mean limosa plan move?"),
+        ("checkpoint 1 -o /data/x", "did you mean --output DIR?"),
+        ("checkpoint 1 --otput /data/x", "did you mean --output?"),
+        ("move 1 --too 3", "did you mean --to?"),
+    ],
+)
+def test_did_you_mean(inside, typed, said):
+    ran = inside(*typed.split())
+    assert ran.returncode == 2
+    assert said in ran.stderr
+
+
+@pytest.mark.parametrize("typed", ["xyzzy", "move 1 --xyzzy", "ps -o yaml"])
+def test_no_guess_where_nothing_is_like_it(inside, typed):
+    ran = inside(*typed.split())
+    assert ran.returncode == 2
+    assert "did you mean" not in ran.stderr
