@@ -27,7 +27,7 @@ help:
 
 demo:
 	@$(READY_DEMO)
-	@$(SUDO) $(PY) -m limosa demo
+	@$(SUDO) $(PY) -I -m limosa demo
 	@echo "limosa is $(dir $(PY))limosa"
 
 test: lint check test-soft
@@ -53,10 +53,10 @@ test-long:
 
 lint:
 	@$(READY_TEST)
-	$(PY) -m ruff check .
-	$(PY) -m ruff format --check .
-	$(PY) -m mypy
-	$(PY) -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())'
+	$(PY) -I -m ruff check .
+	$(PY) -I -m ruff format --check .
+	$(PY) -I -m mypy
+	$(PY) -I -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())'
 
 test-gpu:
 	@$(READY_TEST)

@@ -9,10 +9,8 @@ only jobs whose children inherited GPU device mappings cannot be checkpointed th
 
 from __future__ import annotations
 
-import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 try:
@@ -21,8 +19,11 @@ except ImportError:  # run as a program, where hatchling need not be
     BuildHookInterface = None  # type: ignore[assignment,misc]
 
 NATIVE = Path(__file__).resolve().parent / "src" / "limosa" / "native"
-# By its file: nothing of Limosa is installed yet when it is built.
-native = SimpleNamespace(**runpy.run_path(str(NATIVE / "build.py")))
+sys.path.insert(0, str(NATIVE.parents[1]))  # nothing of Limosa is installed yet when it is built
+try:
+    from limosa.native import build as native
+finally:
+    del sys.path[0]
 PARTS = (
     ("the CRIU plugin", native.build_plugin, native.CRIU, [native.PLUGIN]),
     ("the software GPU", native.build_softgpu, native.SOFTGPU, native.LIBRARIES),

@@ -171,7 +171,7 @@ def test_the_tables_that_criu_keeps_are_named_with_what_they_are_for(monkeypatch
     lines = ["table ip filter", *(f"table inet {name}" for name in tables)]
     nft.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     nft.chmod(0o755)
-    monkeypatch.setattr(module.shutil, "which", lambda _: str(nft))
+    monkeypatch.setattr(module.start, "program", lambda _: str(nft))
     check = module._nftables(None)
     assert check.status == "ok"
     for part in said:

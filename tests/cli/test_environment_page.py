@@ -7,9 +7,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).parents[2]
 INTERNAL = {
-    "LIMOSA_RESIDENT_SYS_PATH",  # from one process of Limosa's to the next
-    "LIMOSA_RESIDENT_TELLS",
-    "LIMOSA_WORKER_SYS_PATH",
+    "LIMOSA_RESIDENT_TELLS",  # from one process of Limosa's to the next
     "LIMOSA_DEMO_WHY",
     "LIMOSA_CRIU_RETRY",  # told to the CRIU plugin
     "LIMOSA_ASK",  # told to CRIU's action script
@@ -24,7 +22,7 @@ def test_every_variable_is_documented() -> None:
     native = "\n".join(path.read_text() for path in (PROJECT / "src/limosa/native").rglob("*.c"))
     read = {name for name in re.findall(r"""["'](LIMOSA_\w+)["']""", python) if not name.endswith("_")}
     read |= set(re.findall(r'getenv\("(LIMOSA_\w+)"', native))
-    read |= set(re.findall(r"""environ\.get\(["'](XDG_\w+)["']""", python)) - {
+    read |= set(re.findall(r"""(?:environ\.get|user_folder)\(["'](XDG_\w+)["']""", python)) - {
         "XDG_RUNTIME_DIR"
     }  # LIMOSA_RUNTIME_DIR's
     assert len(read) > 12

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from limosa import start
 from limosa.errors import DriverHung, DriverTooOld, GpuUnavailable, IllegalState, InvalidMap, LimosaError
 from limosa.gpu import Driver, LockResult, State
 from limosa.gpu.binding import libcuda_found
@@ -348,7 +349,7 @@ def test_a_killed_worker_fails_the_call_under_way_and_the_next_call_has_another(
 
 
 def test_a_worker_that_cannot_start_says_why(driver: Driver, monkeypatch):
-    monkeypatch.setattr(sys, "path", ["/nonexistent"])
+    monkeypatch.setattr(start, "python", lambda *_: [sys.executable, "-I", "-c", "import not_there"])
     with pytest.raises(DriverHung, match="No module named"):
         driver.set_will(["/bin/true"], limit=10)
 

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import NoSuchProcess
-from limosa.gpu import worker_main
-from limosa.parking import resident
 from limosa.process import sockets
 from limosa.process.candidates import candidates, is_own
 from limosa.process.cgroups import memory_levels, tightest
@@ -23,6 +21,7 @@ from limosa.process.hazards import checkpoint_hazards
 from limosa.process.identity import Identity
 from limosa.process.observation import JobObservation
 from limosa.process.observe import observe
+from limosa.start import python
 
 
 def test_descriptors_with_flags_position_and_size(job):
@@ -294,8 +293,8 @@ def test_limosas_own_processes_are_no_candidates(job, tmp_path, name):
 @pytest.mark.parametrize(
     ("command", "own"),
     [
-        (["-I", "-c", f"import time; time.sleep(30)\n{resident._BOOT}", "mover", "0"], True),
-        (["-c", "import time; time.sleep(30)", worker_main.__file__, "7"], True),
+        (["-c", "import time; time.sleep(30)", *python("limosa.parking.resident_main", "mover", "0")], True),
+        (["-c", "import time; time.sleep(30)", *python("limosa.gpu.worker_main", "7", "8")], True),
         (["-c", "import time; time.sleep(30)", "limosa-mover"], False),
     ],
 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
+from limosa import start
 from limosa.errors import LimosaError
 
 WHY = "LIMOSA_DEMO_WHY"
 """Says to the demo in the node why it is there: what the machine lacks."""
 
+_SCREEN = ("COLUMNS", "FORCE_COLOR", "NO_COLOR", "TERM")
 _GPUS, _MEMORY = 2, 1 << 30
 
 
@@ -38,6 +40,14 @@ def go_on_in_a_node(no_gpus: str, arguments: Sequence[str]) -> str:
         node.enter(make_spec(_GPUS, [_MEMORY], ["H200"]))
     except LimosaError as error:
         return f"{no_gpus}; {error.message}" + (f" ({error.hint})" if error.hint else "")
-    os.environ[WHY] = no_gpus
-    node.run_here([sys.executable, "-m", "limosa", "demo", *arguments])
+    shown = {name: os.environ[name] for name in _SCREEN if name in os.environ}
+    os.chdir(start.FOLDER)
+    node.run_here(start.python("limosa.demo.node", *arguments), start.environment({**shown, WHY: no_gpus}))
     raise AssertionError("unreachable")
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """The demo in the node."""
+    from limosa.cli.main import entry
+
+    entry(["demo", *argv])

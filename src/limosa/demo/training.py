@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from limosa import start
 from limosa.errors import LimosaError, UsageError
 from limosa.process.identity import Identity, read_stat
 from limosa.process.launch import launch
@@ -57,7 +57,7 @@ def find_stack(gpus: int, only_numpy: bool = False, *, software: bool = False) -
         return Stack(sys.executable, "cuda", "cuda")
     best: Stack | None = None
     names = [sys.executable, "python3", "python", "/usr/bin/python3"]
-    for python in dict.fromkeys(p for name in names if (p := shutil.which(name))):
+    for python in dict.fromkeys(p for name in names if (p := start.program(name))):
         if only_numpy or not _answers(python, "import torch, torch.utils.data"):
             continue
         if not gpus:
@@ -79,12 +79,16 @@ _TRY_CUDA = "from cuda.bindings import driver; assert driver.cuInit(0)[0] == 0 a
 
 def _answers(python: str, program: str) -> bool:
     try:
-        done = subprocess.run(
-            [python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_SECONDS, check=False
-        )
+        done = start.run([python, "-c", program], env=_environment(), capture_output=True, timeout=_START_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
+
+
+def _environment() -> dict[str, str]:
+    """What the training's Python gets, and who tries it: PyTorch may be where PYTHONPATH says (HPC modules)."""
+    python_path = ":".join(start.folders("PYTHONPATH"))
+    return start.environment({"PYTHONPATH": python_path} if python_path else {})
 
 
 class Training:
@@ -105,7 +109,7 @@ class Training:
         program = str(Path(__file__).with_name(PROGRAMS[stack.framework]))
         command = [stack.python, program, str(folder), "--framework", stack.framework]
         command += ["--device", stack.device, "--steps", str(steps), "--pace", str(pace)]
-        env = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
         self.root: Identity = launch(command, folder / "log", cwd=folder, env=env).identity
         self._session = self.root.pid  # a restored one has the same
         self._codes: dict[int, int] = {}

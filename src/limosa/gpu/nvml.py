@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from limosa.errors import BindingsTooOld, DriverTooOld, GpuUnavailable, SymbolMissing
 from limosa.gpu.gpus import Gpu, GpuProcess, Inventory
 from limosa.gpu.names import normal_pci
+from limosa.start import clean
 
 T = TypeVar("T")
 SOFTWARE_PREFIX = "Soft GPU"
@@ -36,6 +37,11 @@ def inventory() -> Inventory:
         SymbolMissing: NVML lacks a function that is needed.
         GpuUnavailable: NVML fails in another way, or has not answered for ``INVENTORY_LIMIT`` seconds.
     """
+    if not clean("LD_LIBRARY_PATH"):  # the loader of this process has it as it was: the worker's has not
+        from limosa.gpu.worker import Driver
+
+        with Driver() as driver:
+            return driver.inventory(INVENTORY_LIMIT)
     found: list[Inventory | BaseException] = []
 
     def ask() -> None:

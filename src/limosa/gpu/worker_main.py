@@ -1,22 +1,18 @@
 """The resident worker process: makes the driver calls that may hang, and outlives its controller.
 
-Started by :class:`limosa.gpu.Driver` as a file (``python -I worker_main.py FD CONTROLLER``), so that nothing of the
-command line has to be loaded. It has a session of its own and ignores what a terminal or an impatient parent sends:
-a driver call under way must not be lost. It ends when its controller does: once the calls under way are done it turns
-into the controller's will, if there is one.
+Started by :class:`limosa.gpu.Driver`; nothing of the command line has to be loaded. It has a session of its own and
+ignores what a terminal or an impatient parent sends: a driver call under way must not be lost. It ends when its
+controller does: once the calls under way are done it turns into the controller's will, if there is one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-SEARCH_PATH = "LIMOSA_WORKER_SYS_PATH"
 _SHIELDED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -53,14 +49,13 @@ def table() -> dict[str, Callable[..., Any]]:
     return {**{name: driver_call(name) for name in names}, "inventory": inventory, "facts": facts}
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     """Run the worker.
 
     Args:
         argv: the descriptor of the socketpair's end, the controller's pid.
 
-    Returns:
-        The exit code; a will replaces the process instead.
+    Does not return: a will replaces the process.
     """
     for number in _SHIELDED:
         signal.signal(number, signal.SIG_IGN)
@@ -87,10 +82,10 @@ def main(argv: list[str]) -> int:
     will = serve(connection, table(), controller)
     if will:
         become(will)
-    return 0
+    os._exit(0)  # the driver may keep threads that a normal exit would wait for
 
 
-def become(argv: list[str]) -> None:
+def become(argv: list[str]) -> NoReturn:
     """Replace this process by a command: default signals, no descriptors but the standard three.
 
     Raises:
@@ -105,9 +100,3 @@ def become(argv: list[str]) -> None:
             except OSError:
                 pass  # the descriptor of the listing itself
     os.execvpe(argv[0], argv, os.environ)  # noqa: S606 - the controller's own command, no shell
-
-
-if __name__ == "__main__":
-    sys.path[:] = json.loads(os.environ.pop(SEARCH_PATH, "[]")) or sys.path
-    # The driver may keep threads that a normal exit would wait for.
-    os._exit(main(sys.argv[1:]))

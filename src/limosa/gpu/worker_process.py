@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from limosa import start
 from limosa.gpu.wire import Frames, Reply, Request, Sender
-from limosa.gpu.worker_main import SEARCH_PATH
 
 
 class Slot:
@@ -53,28 +50,20 @@ def launch() -> Launched:
 
     It gets a session of its own, "/" as working directory and nothing of ours but its end of the socketpair, so that
     neither our terminal nor whoever waits for our pipes to close is concerned with it. CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER are dropped: what the controller may see is not what the job may.
+    CUDA_DEVICE_ORDER are none of its environment: what the controller may see is not what the job may.
 
     Raises:
         OSError: it cannot be started.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")}
-    environment[SEARCH_PATH] = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
-    if environment.get("PYTHONPATH"):  # "/" is no place from which to look for relative ones, in the will neither
-        parts = environment["PYTHONPATH"].split(os.pathsep)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in parts if part)
-    main = str(Path(__file__).with_name("worker_main.py").resolve())
     ours, theirs = socket.socketpair()
     words = os.memfd_create("limosa-worker-stderr")
     try:
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable or "python3", "-I", main, str(theirs.fileno()), str(os.getpid())],
+            process = start.popen(
+                start.python("limosa.gpu.worker_main", str(theirs.fileno()), str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=words,
-                cwd="/",
-                env=environment,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )

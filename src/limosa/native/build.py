@@ -1,17 +1,18 @@
 """Compiles what is in C. ``native_build.py`` does so when Limosa is installed or checked out.
 
-Where there was no compiler then, ``limosa doctor --fix`` and ``limosa softgpu`` do it later. Nothing of Limosa is
-imported here: a build has nothing but Python and a C compiler.
+Where there was no compiler then, ``limosa doctor --fix`` and ``limosa softgpu`` do it later. Nothing that has to be
+installed is imported here: a build has nothing but Python and a C compiler.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from limosa import start
 
 CRIU = Path(__file__).resolve().parent / "criu"
 PLUGIN = "limosa_plugin.so"
@@ -43,8 +44,9 @@ def compilers() -> list[list[str]]:
     """Return the C compilers to try: $CC alone where it is set, else those found."""
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
-        return [chosen]
-    return [[name] for name in ("cc", "gcc", "clang", "tcc") if shutil.which(name)]
+        found = start.program(chosen[0])
+        return [[found, *chosen[1:]]] if found else []
+    return [[found] for name in ("cc", "gcc", "clang", "tcc") if (found := start.program(name))]
 
 
 def build_plugin(folder: Path = CRIU) -> str | None:
@@ -169,7 +171,7 @@ def _compile(
         commands.append([*compiler, *flags, "-o", str(new), *map(str, sources), *map(str, objects), *links])
         try:
             for argv in commands:
-                done = subprocess.run(argv, capture_output=True, timeout=120, check=False)
+                done = start.run(argv, capture_output=True, timeout=120)
                 if done.returncode:
                     problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
                     break

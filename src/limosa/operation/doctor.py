@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from limosa import start
 from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process.memory import gib
@@ -180,7 +180,7 @@ def _ptrace_scope(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Ch
 
 def _nftables(works: Criu | None) -> Check:
     """The check "nftables": CRIU shuts connected sockets off with it while it dumps them."""
-    program = shutil.which("nft")
+    program = start.program("nft")
     argv = works.nft if works is not None and works.nft else [program] if program else None
     if argv is None:
         return warn(
@@ -189,13 +189,13 @@ def _nftables(works: Criu | None) -> Check:
             "install nftables, or limosa doctor --fix",
         )
     try:
-        ran = subprocess.run([*argv, "list", "tables"], capture_output=True, text=True, timeout=10, check=False)
+        ran = start.run([*argv, "list", "tables"], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
         return warn("nftables", f"nft does not run: {error}")
     if ran.returncode:
-        why = (ran.stderr.strip().splitlines() or ["?"])[0]
+        why = (ran.stderr.decode(errors="replace").strip().splitlines() or ["?"])[0]
         return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
-    left = [line.split()[-1] for line in ran.stdout.splitlines() if " CRIU-" in line]
+    left = [line.split()[-1] for line in ran.stdout.decode(errors="replace").splitlines() if " CRIU-" in line]
     if left:
         kept = "1 table of CRIU's keeps" if len(left) == 1 else f"{len(left)} tables of CRIU's keep"
         return ok("nftables", f"nft lists tables; {kept} connections of checkpointed jobs", _kept_tables(left, argv))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from limosa.operation import claims, journal
 from limosa.operation.recover import recover
 
 
-def main() -> int:
-    """Waits until the dead controller's journal can be taken (moments), then recovers it."""
-    operation_id = sys.argv[1]
+def main(argv: list[str]) -> int:
+    """Waits until the dead controller's journal can be taken (moments), then recovers it.
+
+    Args:
+        argv: the operation's id.
+    """
+    operation_id = argv[0]
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         results = recover(only=operation_id)
@@ -24,7 +27,3 @@ def main() -> int:
             return 0
         time.sleep(0.05)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

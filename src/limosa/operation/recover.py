@@ -15,12 +15,11 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from limosa import gpu
+from limosa import gpu, start
 from limosa.errors import LeftSuspended, LimosaError, UndoFailed
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, journal
@@ -35,8 +34,6 @@ from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
 from limosa.progress import Progress, ProgressFn, silent
-
-_FOR_USERS = frozenset({"PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH"})
 
 
 @many_descriptors()
@@ -140,14 +137,13 @@ def _as_its_owner(left: journal.Summary, dry_run: bool) -> Recovered:
         group = pwd.getpwuid(left.owner).pw_gid
     except KeyError:
         group = left.owner
-    command = [sys.executable, "-m", "limosa.operation.orphan", left.id]
+    command = start.python("limosa.operation.orphan", left.id)
     # The user owns what runs: he may read its environment, and write to a terminal that it has.
-    environment = {k: v for k, v in os.environ.items() if k in _FOR_USERS or k.startswith("LIMOSA_")}
+    environment = start.environment(for_user=True)
     try:
-        done = subprocess.run(
-            command, user=left.owner, group=group, extra_groups=[], cwd="/", env=environment, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
-            timeout=CRIU_PATIENCE,
+        done = start.run(
+            command, user=left.owner, group=group, extra_groups=[], env=environment, start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CRIU_PATIENCE,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
         entry.error, entry.exit_code = f"{user} cannot run limosa here: {error}", 40

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
-from limosa import gpu
+from limosa import gpu, start
 from limosa.errors import (
     CancelledUndone,
     CannotBeMoved,
@@ -222,7 +221,7 @@ class Work(Clock):
         self.driver.set_will(self._will())
 
     def _will(self) -> list[str]:
-        return [sys.executable, "-m", "limosa.operation.orphan", self.id]
+        return start.python("limosa.operation.orphan", self.id)
 
     def note(self, step: str, phase: str, pid: int = 0, **data: object) -> None:
         """Journals a record, where there is a journal."""

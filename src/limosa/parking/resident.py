@@ -9,13 +9,11 @@ nobody's children, and in the cgroup of that operation.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import stat
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -26,30 +24,15 @@ import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.packets import VERSION, peer, receive_all, send
-from limosa.parking.resident_main import TELLS
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
 from limosa.process.runtime import own_folder, runtime_dir
 from limosa.process.slurp import slurp
+from limosa.start import environment, popen, python
 
-_SEARCH_PATH = "LIMOSA_RESIDENT_SYS_PATH"
-_BOOT = f"""
-import importlib, json, os, sys
-came_up, tells = os.pipe()
-child = os.fork()
-if child:
-    os.close(tells)
-    os._exit(0 if os.read(came_up, 1) else min(255, abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))))
-os.close(came_up)
-os.environ["{TELLS}"] = str(tells)
-sys.path[:] = json.loads(os.environ.pop("{_SEARCH_PATH}"))
-os._exit(importlib.import_module(f"limosa.parking.{{sys.argv[1]}}_main").main(sys.argv[2:]))
-"""
-"""Who starts it waits until it listens; it is nobody's child then: whoever calls Limosa may be a job itself."""
 START_SECONDS = 15.0
 ANSWER_SECONDS = float(os.environ.get("LIMOSA_ANSWER_SECONDS", "5"))
 """A resident that has not answered a greeting for so long hangs."""
-_FOR_USERS = frozenset({"PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PYTHONPATH"})
 _WHAT = {
     "vault": "the vault, which holds a job's memory while it is moved,",
     "mover": "the mover, which copies device memory,",
@@ -281,21 +264,13 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
         OSError: it cannot be started.
     """
     mine = uid == os.geteuid()
-    environment = {
-        k: v
-        for k, v in os.environ.items()
-        if k != "LD_PRELOAD" and (mine or k in _FOR_USERS or k.startswith("LIMOSA_"))  # he may read its environment
-    }
-    environment[_SEARCH_PATH] = json.dumps([os.path.abspath(entry) for entry in sys.path if entry])
-    if not mine:
-        environment["LIMOSA_RUNTIME_DIR"] = str(runtime_dir().path)
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-c", _BOOT, kind, str(uid)],
+    more = {} if mine else {"LIMOSA_RUNTIME_DIR": str(runtime_dir().path)}
+    process = popen(
+        python("limosa.parking.resident_main", kind, str(uid)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=environment,
+        env=environment(more, for_user=not mine),
         start_new_session=True,
     )
     threading.Thread(target=process.wait, name="limosa-resident-starts", daemon=True).start()  # it leaves no zombie

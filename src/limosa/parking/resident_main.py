@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import os
 import pwd
 import resource
@@ -14,6 +15,26 @@ _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal
 _PR_SET_DUMPABLE = 4
 TELLS = "LIMOSA_RESIDENT_TELLS"
 """The variable that names the descriptor by which one that comes up says that it listens."""
+
+
+def main(argv: list[str]) -> int:
+    """Become a vault or mover that is nobody's child: whoever calls Limosa may be a job itself.
+
+    Args:
+        argv: "vault" or "mover", and the user it is for.
+
+    Returns:
+        The exit code, as soon as it listens.
+    """
+    kind, *arguments = argv
+    came_up, tells = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(tells)
+        return 0 if os.read(came_up, 1) else min(255, abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+    os.close(came_up)
+    os.environ[TELLS] = str(tells)
+    os._exit(importlib.import_module(f"limosa.parking.{kind}_main").main(arguments))
 
 
 def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
@@ -31,7 +52,6 @@ def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
     """
     for number in (*_IGNORED, *ignored):
         signal.signal(number, signal.SIG_IGN)
-    os.environ.pop("LD_PRELOAD", None)
     with open("/proc/self/comm", "w", encoding="ascii") as file:
         file.write(name)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

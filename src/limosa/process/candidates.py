@@ -11,7 +11,7 @@ import re
 from limosa.process.slurp import slurp
 
 _OWN_NAMES = (b"limosa-mover", b"limosa-vault", b"limosa-worker")
-_OWN_COMMANDS = re.compile(rb"""limosa\.parking\.\{sys\.argv\[1\]\}_main|/limosa/gpu/worker_main\.py\0""")
+_OWN_COMMANDS = re.compile(rb"/limosa/boot\.py\0[^\0]*\0limosa\.(parking\.resident_main|gpu\.worker_main)\0")
 """Of one that has not taken its name yet."""
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFailed
 from limosa.process.identity import Identity
+from limosa.start import environment
 
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 _KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # what nohup, and a script's &, ignore for what they start
@@ -180,7 +181,7 @@ def _spawn(sources: Sequence[int], ignored: Sequence[int]) -> int:
         argv = [sys.executable, "-I", "-S", str(_TRAMPOLINE)]
         defaults = [s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP, *ignored)]
         return os.posix_spawn(
-            sys.executable, argv, dict(os.environ), file_actions=actions, setsigmask=[], setsigdef=defaults
+            sys.executable, argv, environment(), file_actions=actions, setsigmask=[], setsigdef=defaults
         )
     finally:
         for fd in moved:

@@ -7,12 +7,12 @@ for the user, whose values win. Known keys: ``criu`` (a program or a private fol
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 from limosa.errors import UsageError
+from limosa.start import user_folder
 
 SYSTEM_FILE = Path("/etc/limosa.toml")
 # Python 3.10 has no tomllib; what the settings need of TOML there is one string a line.
@@ -21,8 +21,7 @@ _LINE = re.compile(r"""^\s*([A-Za-z0-9_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*
 
 def user_file() -> Path:
     """Return the user's settings file; it need not exist."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return Path(base if base.startswith("/") else Path.home() / ".config", "limosa", "config.toml")
+    return user_folder("XDG_CONFIG_HOME", ".config") / "limosa" / "config.toml"
 
 
 def text(key: str) -> str | None:

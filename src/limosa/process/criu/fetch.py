@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from limosa import start
 from limosa.errors import NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu.program import VERSIONS_FILE, Criu, from_folder
@@ -32,6 +33,7 @@ KEYRINGS = (
 )
 KEYRING_PACKAGE = "debian-archive-keyring"
 LIMIT = 600.0  # seconds for one apt-get call: a slow mirror, not a hung one
+_PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 FREE_BYTES = 250 << 20  # lists (20 MB), packages (10 MB) and the unpacked folder (30 MB), with a margin
 
 # Hooks in apt.conf act on the system (container images remove /var/cache/apt/*.deb in one): cleared for our calls.
@@ -67,8 +69,7 @@ def folder() -> Path:
 
 def user_folder() -> Path:
     """Return the user's own private folder, ``$XDG_DATA_HOME/limosa/criu``."""
-    base = os.environ.get("XDG_DATA_HOME", "")
-    return Path(base if base.startswith("/") else Path.home() / ".local/share", "limosa", "criu")
+    return start.user_folder("XDG_DATA_HOME", ".local/share") / "limosa" / "criu"
 
 
 def folders() -> list[Path]:
@@ -94,7 +95,7 @@ def fetch(log: Callable[[str], None] = lambda _: None, *, target: Path | None = 
         NoWorkingCriu: there is no apt, the mirror or the signature failed, or there is no room; says which.
     """
     for program in ("apt-get", "dpkg-deb"):
-        if shutil.which(program) is None:
+        if start.program(program) is None:
             raise NoWorkingCriu(detail=f"this system has no {program} to fetch Debian's packages with")
     place = target or folder()
     try:
@@ -165,15 +166,14 @@ def mirror_of_this_machine() -> str:
     setting = settings.text("debian_mirror")
     if setting:
         return setting
-    if _os_release().get("ID") == "debian" and shutil.which("apt-get"):
-        listing = subprocess.run(
-            ["apt-get", "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"],
+    apt = start.program("apt-get")
+    if _os_release().get("ID") == "debian" and apt is not None:
+        listing = start.run(
+            [apt, "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            stdin=subprocess.DEVNULL,
             env=_environment(),
             timeout=60,
-            check=False,
         ).stdout.decode(errors="replace")
         mirror = debian_mirror(listing, _os_release().get("VERSION_CODENAME", ""))
         if mirror:
@@ -257,15 +257,9 @@ class _Apt:
 def _run(argv: list[str], what: str, cwd: Path | None = None) -> str:
     """Run a program to its end and return its output; raises NoWorkingCriu with its error lines."""
     try:
-        done = subprocess.run(
-            argv,
-            cwd=cwd,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=LIMIT,
-            check=False,
-        )
+        program = start.program(argv[0]) or argv[0]
+        where = start.FOLDER if cwd is None else str(cwd)
+        done = start.run([program, *argv[1:]], cwd=where, env=_environment(), capture_output=True, timeout=LIMIT)
     except subprocess.TimeoutExpired:
         raise NoWorkingCriu(detail=f"{what} has not ended after {LIMIT:g} s") from None
     if done.returncode != 0:
@@ -276,12 +270,10 @@ def _run(argv: list[str], what: str, cwd: Path | None = None) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return our environment with English messages and without a foreign apt configuration."""
-    drop = {"APT_CONFIG", "LANGUAGE", "LD_PRELOAD", "LD_LIBRARY_PATH"}
-    return {key: value for key, value in os.environ.items() if key not in drop} | {
-        "LC_ALL": "C.UTF-8",
-        "DEBIAN_FRONTEND": "noninteractive",
-    }
+    """Return an environment with English messages, with the proxies that are set and no other apt configuration."""
+    proxies = {name: value for name, value in os.environ.items() if name.lower() in _PROXIES}
+    made = start.environment({**proxies, "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive"})
+    return {name: value for name, value in made.items() if name not in ("LANGUAGE", "LD_LIBRARY_PATH")}
 
 
 def _architecture() -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from limosa import start
 from limosa.errors import CriuNotPermitted, NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch
@@ -137,8 +138,7 @@ def _key(criu: Criu) -> str:
 
 def cache_folder() -> Path | None:
     """Return where answers are kept: ``$XDG_CACHE_HOME/limosa``; None where no folder is safely ours."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    user = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    user = start.user_folder("XDG_CACHE_HOME", ".cache")
     for place in (user, ROOT_CACHE) if os.geteuid() == 0 else (user,):
         folder = place / "limosa"
         with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ import re
 import socket
 import subprocess
 
+from limosa import start
 from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
@@ -73,9 +74,7 @@ def _nft(criu: Criu, *arguments: str) -> str:
             detail="there is no nft program", hint="limosa doctor --fix fetches one, or install nftables"
         )
     try:
-        done = subprocess.run(
-            [*criu.nft, *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False
-        )
+        done = start.run([*criu.nft, *arguments], capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NetworkError(detail=f"nft cannot be run: {error}") from None
     if done.returncode != 0:

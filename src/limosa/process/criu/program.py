@@ -6,12 +6,12 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import msgspec
 
+from limosa import start
 from limosa.errors import NoWorkingCriu
 
 VERSIONS_FILE = "VERSIONS"  # in a private folder: one line "package version" for each package
@@ -102,8 +102,7 @@ def from_program(path: str) -> Criu:
 
 def system_program(name: str) -> str | None:
     """Find a program of the system, in the folders for administration too, which a user's PATH may lack."""
-    folders = [*os.environ.get("PATH", "").split(":"), "/usr/local/sbin", "/usr/sbin", "/sbin"]
-    return shutil.which(name, path=":".join(filter(os.path.isabs, folders)))
+    return start.program(name)
 
 
 def system_nft() -> list[str] | None:
@@ -144,14 +143,7 @@ def _version(argv: list[str]) -> str:
 def _asked_version(argv: tuple[str, ...], _build: tuple[int, ...]) -> str:
     """Ask once for each file: every operation wants to know, and asking takes 10 ms."""
     try:
-        done = subprocess.run(
-            [*argv, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=20,
-            check=False,
-        )
+        done = start.run([*argv, "--version"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoWorkingCriu(detail=f"{argv[-1]} cannot be started: {error}") from None
     text = done.stdout.decode(errors="replace")

@@ -27,6 +27,7 @@ from typing import IO, Literal
 
 import msgspec
 
+from limosa import start
 from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCriu, TimedOutUndone, UsageError
 from limosa.process.criu import cgroup, log, network, stats
 from limosa.process.criu.leftovers import Standstill
@@ -211,16 +212,16 @@ class _Run:
             "--action-script", _script("action.sh"),
             *plugin,
         ]  # fmt: skip
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("LD_")}
-        environment |= {"LIMOSA_ASK": str(ask_write), "LIMOSA_ANSWER": str(answer_read), "LC_ALL": "C.UTF-8"}
+        # No HOME: CRIU would take options, also programs to run, from a file there.
+        environment = {"LIMOSA_ASK": str(ask_write), "LIMOSA_ANSWER": str(answer_read), "LC_ALL": "C.UTF-8"}
         if self._criu.asks_retry:
             environment["LIMOSA_CRIU_RETRY"] = "1"
-        environment["PATH"] = f"{environment.get('PATH', '')}:/usr/sbin:/sbin:/usr/bin:/bin"
+        environment["PATH"] = start.environment()["PATH"]
         said = os.open(
             SAID, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.work_fd
         )
         try:
-            self._child = subprocess.Popen(
+            self._child = start.popen(
                 ["/bin/sh", _script("start.sh"), str(len(enter)), *enter, *command],
                 stdin=None if not new_session else subprocess.DEVNULL,
                 stdout=said,
@@ -228,7 +229,6 @@ class _Run:
                 start_new_session=new_session,
                 pass_fds=(self._images_fd, self.work_fd, ask_write, answer_read),
                 env=environment,
-                cwd="/",
             )
         except OSError as error:
             self.close()

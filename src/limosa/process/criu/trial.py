@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from limosa import start
 from limosa.errors import CriuFailed, LimosaError
 from limosa.process.criu import network
 from limosa.process.criu.log import TAKEN
@@ -81,17 +82,13 @@ def trial(criu: Criu) -> TrialResult:
     reason = missing_right(effective_capabilities(), os.geteuid())
     if reason:
         return TrialResult(ok=False, reason=reason, permitted=False)
-    environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "PYTHONSTARTUP")}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "limosa.process.criu.trial"],
+        done = start.run(
+            start.python("limosa.process.criu.trial"),
             input=msgspec.json.encode(criu),
             capture_output=True,
-            env=environment,
             start_new_session=True,
             timeout=LIMIT,
-            check=False,
         )
         result = msgspec.json.decode(done.stdout, type=TrialResult)
     except subprocess.TimeoutExpired:
@@ -115,13 +112,13 @@ def _attempt(criu: Criu, lock: str) -> None:
     images = os.open(folder / "images", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     work = os.open(folder / "work", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     errors = os.open(folder / "errors", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    process = subprocess.Popen(
-        [sys.executable, "-I", str(victim), str(beat)],
+    process = start.popen(
+        [sys.executable, "-I", "-S", str(victim), str(beat)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
         start_new_session=True,
-        cwd=folder,
+        cwd=str(folder),
     )
     table = None
     try:
@@ -182,8 +179,13 @@ def _end(session: int) -> None:
         _reap_all()
 
 
-def _main() -> None:
-    """Read a Criu from stdin, try it, write the result to stdout."""
+def main(argv: list[str]) -> int:
+    """Read a Criu from stdin, try it, write the result to stdout.
+
+    Args:
+        argv: nothing.
+    """
+    del argv
     criu = msgspec.json.decode(sys.stdin.buffer.read(), type=Criu)
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     result = TrialResult(ok=False)
@@ -199,7 +201,4 @@ def _main() -> None:
             result = TrialResult(ok=True, network_lock=lock)
             break
     sys.stdout.buffer.write(msgspec.json.encode(result))
-
-
-if __name__ == "__main__":
-    _main()
+    return 0

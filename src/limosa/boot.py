@@ -1,0 +1,31 @@
+"""Runs a module of this very Limosa in a process of its own; :func:`limosa.start.python` writes the command line.
+
+``python -I boot.py FOLDERS MODULE ARGUMENT…``. ``-I``: nothing is taken from the working directory, from ``PYTHON…``
+variables or from the user's own packages. ``limosa`` is the package that this file lies in, wherever that is;
+``FOLDERS`` (with colons) are where else its dependencies may be, after all of Python's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from os import path
+
+
+def main() -> object:
+    """Run ``main(arguments)`` of the module; what it returns is the exit code."""
+    folders, name, *arguments = sys.argv[1:]
+    sys.path += [folder for folder in folders.split(":") if folder and folder not in sys.path]
+    package = path.dirname(path.abspath(__file__))
+    spec = spec_from_file_location("limosa", path.join(package, "__init__.py"), submodule_search_locations=[package])
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["limosa"] = limosa = module_from_spec(spec)
+    spec.loader.exec_module(limosa)
+    sys.argv = [name, *arguments]
+    return import_module(name).main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # type: ignore[arg-type]

@@ -1,0 +1,233 @@
+"""How Limosa starts programs: the one place, so that none of them takes code from where a stranger can put it.
+
+Root calls Limosa in any user's folder, and with variables that came from anywhere. What is started therefore
+
+- works in ``/``, and is named by an absolute path;
+- gets a small environment that is written down here. Of ``PATH`` and ``LD_LIBRARY_PATH`` those folders are kept that
+  are absolute and, for root, :func:`trusted`; nothing that makes an interpreter, a loader or a compiler load more
+  (``PYTHON…``, ``LD_PRELOAD``, ``GCC_EXEC_PREFIX``, ``CUDA_INJECTION64_PATH``, …);
+- is, where it is Python, ``python -I`` with this very package (:mod:`limosa.boot`).
+
+A job is its user's own business: it gets the environment and the folder of whoever starts it (``process/launch.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pwd
+import stat
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = "/"
+SYSTEM = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_PACKAGE = Path(__file__).resolve().parent
+_BOOT = _PACKAGE / "boot.py"
+_FOLDERS = ("PATH", "LD_LIBRARY_PATH")
+_XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
+_KEPT = frozenset(
+    {"HOME", "LANG", "LANGUAGE", "LOGNAME", "SUDO_UID", "TMPDIR", "TZ", "USER", *_XDG}
+    | {"CUDA_CACHE_DISABLE", "CUDA_CACHE_MAXSIZE", "CUDA_CACHE_PATH", "CUDA_MODULE_LOADING"}
+    | {"CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_PIPE_DIRECTORY"}
+)
+_KEPT_FOR_USERS = frozenset({"LANG"})
+_MOST_LINKS = 40
+_SYSTEM_GROUPS = 100  # below that are groups like Debian's staff, whose members are as good as root
+_KEPT_BEGINNINGS = ("LC_", "LIMOSA_")
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """Return the command line that runs ``main(arguments)`` of a module of Limosa in a Python of its own.
+
+    Args:
+        module: e.g. ``limosa.operation.orphan``.
+        arguments: as texts.
+    """
+    flags = ["-I", "-B"] if sys.dont_write_bytecode else ["-I"]
+    return [sys.executable, *flags, str(_BOOT), _search_path(), module, *arguments]
+
+
+def environment(more: Mapping[str, str] | None = None, *, for_user: bool = False) -> dict[str, str]:
+    """Return the environment for a program that Limosa starts.
+
+    Args:
+        more: variables besides.
+        for_user: the program will be another user's, who may read its environment: nothing of ours that is not needed.
+    """
+    kept = _KEPT_FOR_USERS if for_user else _KEPT
+    made = {k: v for k, v in os.environ.items() if k in kept or k.startswith(_KEPT_BEGINNINGS)}
+    for name in _FOLDERS:
+        if value := ":".join(folders(name)):
+            made[name] = value
+    made["PATH"] = ":".join(dict.fromkeys([*filter(None, made.get("PATH", "").split(":")), *SYSTEM]))
+    for name in ("TMPDIR", *_XDG):
+        if name in made and not (os.path.isabs(made[name]) and _usable(made[name])):
+            del made[name]
+    if "HOME" in made:
+        made["HOME"] = str(home())
+    return made | dict(more or {})
+
+
+def folders(variable: str) -> list[str]:
+    """Return the folders that a variable of ours names, with colons, and from which programs may be started."""
+    return [entry for entry in os.environ.get(variable, "").split(":") if os.path.isabs(entry) and _usable(entry)]
+
+
+def clean(variable: str) -> bool:
+    """Return whether all of the folders that a variable names may be used."""
+    return not (value := os.environ.get(variable, "")) or folders(variable) == value.split(":")
+
+
+def program(name: str) -> str | None:
+    """Return the absolute path of a program of the system: on ``PATH``, else where the system has them; None for none.
+
+    Args:
+        name: e.g. "nft"; a path only where it is absolute.
+    """
+    if "/" in name:
+        return name if os.path.isabs(name) and os.access(name, os.X_OK) and _usable(name) else None
+    for folder in dict.fromkeys([*folders("PATH"), *SYSTEM]):
+        path = os.path.join(folder, name)
+        if os.path.isfile(path) and os.access(path, os.X_OK) and _usable(path):
+            return path
+    return None
+
+
+def run(
+    argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str = FOLDER, **options: Any
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program to its end, as ``subprocess.run`` does.
+
+    Args:
+        argv: its first is an absolute path.
+        env: its environment; :func:`environment` where None.
+        cwd: its working folder, one of ours.
+        options: as of ``subprocess.run``.
+
+    Raises:
+        OSError: it cannot be started.
+        subprocess.TimeoutExpired: it has not ended in time.
+    """
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    made = environment() if env is None else env
+    return subprocess.run(_absolute(argv), env=made, cwd=cwd, check=False, **options)
+
+
+def popen(
+    argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str = FOLDER, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a program, as ``subprocess.Popen`` does; see :func:`run`.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    return subprocess.Popen(_absolute(argv), env=environment() if env is None else env, cwd=cwd, **options)
+
+
+def home() -> Path:
+    """Return the caller's home folder: for root that of the password file where ``HOME`` is another user's (sudo)."""
+    try:
+        found = Path.home()
+        return found if _usable(str(found)) else Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except (KeyError, RuntimeError):  # nobody knows this user
+        return Path("/nonexistent")
+
+
+def user_folder(variable: str, usual: str) -> Path:
+    """Return a folder of the caller's by the XDG rules: the variable's, else the usual one in his home.
+
+    Args:
+        variable: e.g. ``XDG_DATA_HOME``; what is not absolute does not count, nor another user's where we are root.
+        usual: below the home folder, e.g. ``.local/share``.
+    """
+    base = os.environ.get(variable, "")
+    return Path(base) if os.path.isabs(base) and _usable(base) else home() / usual
+
+
+def trusted(path: str | os.PathLike[str]) -> bool:
+    """Return whether nobody but root, we and whoever installed Limosa can change what is at a path.
+
+    The file or folder, every folder above it, and those that links lead to. What is not there yet is as its folder is.
+    """
+    try:
+        return untrusted_part(path) is None
+    except OSError:
+        return False
+
+
+def untrusted_part(path: str | os.PathLike[str]) -> str | None:
+    """Return which file or folder on the way to a path somebody else can change; None for none.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    if _ours(Path(os.path.abspath(path))):
+        return None
+    owners = frozenset({0, os.geteuid(), _owner_of_limosa()})
+    pending = deque(part for part in os.path.abspath(path).split("/") if part)
+    at, links = Path("/"), 0
+    while True:
+        info = os.lstat(at)
+        if info.st_uid not in owners or (_others_write(info) and not (pending and info.st_mode & stat.S_ISVTX)):
+            return str(at)
+        if not pending:
+            return None
+        name = pending.popleft()
+        if name == "..":
+            at = at.parent
+            continue
+        try:
+            link = os.readlink(at / name)
+        except FileNotFoundError:
+            return None
+        except OSError:  # it is no link
+            at /= name
+            continue
+        if os.lstat(at / name).st_uid not in owners or (links := links + 1) > _MOST_LINKS:
+            return str(at / name)
+        pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
+        at = Path("/") if link.startswith("/") else at
+
+
+def _others_write(info: os.stat_result) -> bool:
+    """Whether more than the owner may write: others, or a group that is neither the system's nor the owner's own."""
+    group = info.st_mode & stat.S_IWGRP and info.st_gid >= _SYSTEM_GROUPS and info.st_gid != info.st_uid
+    return not stat.S_ISLNK(info.st_mode) and bool(info.st_mode & stat.S_IWOTH or group)
+
+
+def _usable(path: str) -> bool:
+    """Whether what lies there may be started: for root where it is trusted; else it is the caller's own choice."""
+    return os.geteuid() != 0 or trusted(path)
+
+
+def _ours(path: Path) -> bool:
+    """Whether it is of this Limosa, or of the Python that runs it: code from there runs already."""
+    places = (_PACKAGE, Path(sys.prefix), Path(sys.base_prefix))
+    return any(place == path or place in path.parents for place in places if str(place) not in ("/", "/usr"))
+
+
+@functools.lru_cache(maxsize=1)
+def _owner_of_limosa() -> int:
+    return _BOOT.stat().st_uid
+
+
+def _search_path() -> str:
+    """Where else than in Python's own folders our dependencies may be: by what we found them, if no stranger's."""
+    try:
+        here = os.getcwd()
+    except OSError:
+        here = ""
+    found = [entry for entry in sys.path if os.path.isabs(entry) and entry != here and ":" not in entry]
+    return ":".join(entry for entry in dict.fromkeys(found) if _usable(entry))
+
+
+def _absolute(argv: Sequence[str]) -> list[str]:
+    if not os.path.isabs(argv[0]):
+        raise FileNotFoundError(2, "not an absolute path", argv[0])
+    return list(argv)
