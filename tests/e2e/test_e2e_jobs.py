@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import semaphore_names
+from support import semaphore_names, stat_of
 
 from limosa.image import open_image
 from limosa.operation import remove_image
@@ -36,6 +38,7 @@ JOBS = [
     "epoll",
     "threads",
     "unlinked",
+    "proc_files",
 ]
 
 
@@ -164,6 +167,23 @@ def test_a_file_that_lost_one_of_its_names_needs_criu_s_way(start, limosa, tmp_p
     victim.goes_on()
     checkpointed(limosa, victim, tmp_path / "image", "--link-remap")
     restored(limosa, victim, tmp_path / "image")
+    victim.goes_on()
+    victim.finish()
+
+
+def test_a_stopped_job_comes_back_stopped(start, limosa, tmp_path) -> None:
+    victim = start("tree")
+    os.kill(victim.pid, signal.SIGSTOP)
+    victim.until(lambda: stat_of(victim.pid)[2] == "T", 10, "to be stopped")
+    for options in (["--leave-running"], []):
+        done = checkpointed(limosa, victim, tmp_path / f"image{len(options)}", *options)
+        assert [r["id"] for r in done["warnings"]] == ["comes-back-stopped"]
+        if options:
+            victim.until(lambda: stat_of(victim.pid)[2] == "T", 10, "to be stopped again")
+    done = restored(limosa, victim, tmp_path / "image0")
+    assert [(r["id"], r["pid"]) for r in done["warnings"]] == [("comes-back-stopped", victim.pid)]
+    victim.until(lambda: stat_of(victim.pid)[2] == "T", 10, "to be stopped as before")
+    os.kill(victim.pid, signal.SIGCONT)
     victim.goes_on()
     victim.finish()
 

@@ -72,6 +72,14 @@ CHANGED, MISSING = ("file-changed", 23), ("file-missing", 23)
 
 
 @pytest.mark.parametrize("rewind", [False, True])
+def test_a_file_of_a_process_is_there_once_the_process_is(rewind: bool) -> None:
+    """Images of earlier versions name them; their size is 0 whatever is in them."""
+    names = ["statm", "mountinfo", "mem", "task/4711/stat"]
+    assert ids(*(opened(Path(f"/proc/4711/{name}"), 0, flags=os.O_RDONLY) for name in names), rewind=rewind) == []
+    assert ids(opened(Path("/proc/gone"), 0, flags=os.O_RDONLY)) == [MISSING]
+
+
+@pytest.mark.parametrize("rewind", [False, True])
 def test_a_file_of_the_size_that_it_had_is_right_whoever_has_it(log: Path, rewind: bool) -> None:
     size = len(BEFORE)
     files = [opened(log, size), opened(log, size, flags=os.O_RDONLY), mapped(log, size)]

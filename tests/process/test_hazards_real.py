@@ -65,6 +65,14 @@ ALONE = {
         "l = socket.create_server(('127.0.0.1', 0)); s = socket.create_connection(l.getsockname())",
         ["descriptor 3", "1 connection that"],
     ),
+    "proc-thread": (
+        "t = threading.Thread(target=time.sleep, args=(60,), daemon=True); t.start()\n"
+        "f = open(f'/proc/self/task/{t.native_id}/stat')",
+        ["descriptor 3", "/proc/{pid}/task/"],
+    ),
+    "proc-outside": ("f = open(f'/proc/{os.getppid()}/stat')", ["descriptor 3", "/proc/{parent}/stat"]),
+    "proc-folder": ("os.chdir('/proc/self')", ["working directory", "/proc/{pid},"]),
+    "program-path": ("os.open('/proc/self/exe', os.O_PATH)", ["descriptor 3", "O_PATH"]),
     "main-thread-ended": ("threading.Timer(0.2, ready).start(); libc.pthread_exit(None)", ["{pid}"]),
     "nested-namespace": (
         "if os.fork() == 0:\n    assert libc.unshare(0x08000000) == 0\n    ready()\nwhile True: time.sleep(60)",
@@ -106,16 +114,42 @@ def test_file_locks_are_fine_with_the_option(job):
     assert hazards.checkpoint_needs(obs).file_locks
 
 
-def test_a_stopped_job_is_refused_until_it_goes_on(job):
+def test_what_tells_of_the_job_itself_in_proc_is_fine(job):
+    victim = job(
+        "child = os.fork()\nif child == 0: time.sleep(60)\ngone = os.fork()\nif gone == 0: os._exit(0)\n"
+        "def tell(*names): return [os.open(f'/proc/{name}', os.O_RDONLY) for name in names]\n"
+        "kept = tell('self/statm', 'self/mem', 'thread-self/stat', f'{child}/stat', f'{gone}/stat', 'self', '1/stat')\n"
+        "os.waitpid(gone, 0); os.chdir('/proc')"
+    )
+    assert refusals(observe(victim.identity)) == {}
+
+
+def test_shared_memory_without_a_name_may_be_open(job):
+    victim = job(
+        "m = mmap.mmap(-1, 4096)\n"
+        "span = next(line.split()[0] for line in open('/proc/self/maps') if '/dev/zero (deleted)' in line)\n"
+        "f = os.open(f'/proc/self/map_files/{span}', os.O_RDWR)"
+    )
+    obs = observe(victim.identity)
+    assert refusals(obs) == {}
+    fd = os.open(f"/proc/{victim.pid}/fd/3", os.O_RDWR)
+    try:
+        found = refusals(observe(victim.identity))
+    finally:
+        os.close(fd)
+    assert set(found) == {"memory-shared"}
+    assert f"process {os.getpid()}" in found["memory-shared"].text
+
+
+def test_a_stopped_job_is_told_of_until_it_goes_on(job):
     victim = job("")
     os.kill(victim.pid, signal.SIGSTOP)
     os.waitpid(victim.pid, os.WUNTRACED)
-    found = refusals(observe(victim.identity))
-    assert set(found) == {"stopped"}
-    assert found["stopped"].hint == f"kill -CONT {victim.pid}"
+    (found,) = reasons(observe(victim.identity))
+    assert (found.id, found.exit_code, found.hint) == ("comes-back-stopped", 0, f"kill -CONT {victim.pid}")
     os.kill(victim.pid, signal.SIGCONT)
     os.waitpid(victim.pid, os.WCONTINUED)
-    assert refusals(observe(victim.identity)) == {}
+    assert reasons(observe(victim.identity)) == []
 
 
 def test_a_debugger_is_named(job):

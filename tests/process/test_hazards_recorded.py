@@ -206,11 +206,13 @@ def test_what_the_driver_says_counts_where_it_was_asked():
     assert hazards.cuda_hazards(obs, cuda_pids=set()) == []
 
 
-def test_a_stopped_cuda_process_is_never_forced_and_a_cpu_one_may_be():
+def test_a_stopped_cuda_process_is_refused_and_a_cpu_one_comes_back_stopped():
     (on_gpu,) = hazards.common_hazards(job(cuda(state="T")))
     (on_cpu,) = hazards.common_hazards(job(process(state="T")))
     assert (on_gpu.id, on_gpu.exit_code, on_gpu.forceable) == ("stopped", 13, False)
-    assert (on_cpu.id, on_cpu.forceable) == ("stopped", True)
+    assert (on_cpu.id, on_cpu.exit_code) == ("comes-back-stopped", 0)
+    beside = hazards.common_hazards(job(cuda(), process(101, state="T")))
+    assert ids(beside) == {"stopped": 13}
     traced = hazards.common_hazards(job(process(state="t", tracer_pid=9, tracer_name="gdb")))
     assert "debugger 9 (gdb)" in traced[0].text
 

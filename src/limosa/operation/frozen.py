@@ -11,6 +11,7 @@ from limosa.errors import LimosaError
 from limosa.image import OpenFile, TreeProcess
 from limosa.operation.jobs import command_of
 from limosa.operation.prepare import Prepared
+from limosa.process.descriptors import ANONYMOUS_SHARED, read_mounts
 from limosa.process.identity import read_stat
 
 _DRIVERS = "/dev/nvidia"  # what the driver has mapped there it has let go since: no restore needs it
@@ -75,13 +76,19 @@ def shared_outside(prepared: Prepared) -> set[int]:
 
 def _open_files(pid: int, lent: Collection[str]) -> list[OpenFile]:
     found = []
+    mounts = read_mounts(f"/proc/{pid}")
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError, ValueError):
             info = os.stat(f"/proc/{pid}/fd/{name}")
             target = os.readlink(f"/proc/{pid}/fd/{name}")
-            if not stat.S_ISREG(info.st_mode) or not target.startswith("/") or target.startswith("/memfd:"):
+            if not stat.S_ISREG(info.st_mode) or not target.startswith("/"):
+                continue
+            if target.startswith("/memfd:") or target == ANONYMOUS_SHARED:
                 continue
             fields = dict(line.split(":\t", 1) for line in _lines(f"/proc/{pid}/fdinfo/{name}") if ":\t" in line)
+            mount = mounts.get(int(fields["mnt_id"]))
+            if mount is not None and mount.inside(target)[:1].isdigit():
+                continue  # /proc/PID/…: it comes and goes with its process
             flags = int(fields["flags"], 8)
             writes = flags & os.O_ACCMODE != os.O_RDONLY
             deleted = info.st_nlink == 0

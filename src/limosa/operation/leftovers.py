@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from limosa.errors import LimosaError
 from limosa.process.criu import network
@@ -50,7 +50,7 @@ def end_rest(tree: Iterable[Identity]) -> None:
 
 
 def let_go_on(tree: Iterable[Identity]) -> list[int]:
-    """Continues what is stopped (state T), or about to be, of a job that CRIU has brought back.
+    """Continues what is stopped (state T), or about to be, of a job with CUDA state that CRIU has brought back.
 
     It was stopped between the last look at it and the moment when CRIU froze it, and CRIU brings it back as it found
     it; the driver cannot be asked about a stopped process, it answers after SIGCONT (measured).
@@ -59,13 +59,19 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
         The pids that were stopped.
     """
     found = []
+    for identity in stopped(tree):
+        with contextlib.suppress(LimosaError), Handle(identity) as handle:
+            handle.signal(signal.SIGCONT)
+            found.append(identity.pid)
+    return found
+
+
+def stopped(tree: Iterable[Identity]) -> Iterator[Identity]:
+    """Those of a job that are stopped, or about to be."""
     for identity in tree:
         with contextlib.suppress(LimosaError):
             if read_stat(identity.pid).stopped or _is_to_stop(identity.pid):
-                with Handle(identity) as handle:
-                    handle.signal(signal.SIGCONT)
-                found.append(identity.pid)
-    return found
+                yield identity
 
 
 def _is_to_stop(pid: int) -> bool:

@@ -279,9 +279,9 @@ def _criu_was_done(dead: Journal) -> bool:
 
 def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
     members = dead.header.members
-    let_go_on(job_tree(root))
     if not members:
         return []
+    let_go_on(job_tree(root))
     pids = {i.pid: i for i in job_tree(root)}
     if dead.began("open"):  # it may have run, and a process of it have ended since
         members = [m for m in members if m.pid in pids]

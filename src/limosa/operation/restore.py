@@ -36,7 +36,7 @@ from limosa.operation import driver_steps, idle, ports, room, shm
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
-from limosa.operation.leftovers import let_go_on
+from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.parked.gates import any_waits, gate_was_opened
 from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors
@@ -320,9 +320,14 @@ class _Restore:
         assert work.claim is not None
         work.claim.pids = job_tree(self.root)
         work.claim.save()
-        for stopped in let_go_on(work.claim.pids):
-            text = f"process {stopped} was stopped when it was written to disk; it goes on"
-            work.warnings.append(Reason(id="was-stopped", text=text, pid=stopped))
+        if self.members:
+            for pid in let_go_on(work.claim.pids):
+                text = f"process {pid} was stopped when it was written to disk; it goes on"
+                work.warnings.append(Reason(id="was-stopped", text=text, pid=pid))
+            return
+        for pid in (identity.pid for identity in stopped(work.claim.pids)):
+            text, hint = f"process {pid} is stopped, as it was when it was written to disk", f"kill -CONT {pid}"
+            work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=pid))
 
     def _started(self, who: Identity) -> None:
         self.criu = who

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -19,6 +20,8 @@ import msgspec
 
 from limosa.errors import FailedUndone, Reason
 from limosa.image import Manifest, OpenFile
+
+_OF_A_PROCESS = re.compile(r"/proc/\d+/")  # in images of earlier versions: there as soon as the process is
 
 
 class Rewind(msgspec.Struct, kw_only=True):
@@ -106,7 +109,7 @@ def changed_files(
     todo: list[Rewind] = []
     by_path: dict[str, list[OpenFile]] = {}
     for file in manifest.open_files:
-        if not file.deleted and file.path not in comes_anew:
+        if not file.deleted and file.path not in comes_anew and not _OF_A_PROCESS.match(file.path):
             by_path.setdefault(file.path, []).append(file)
     for path, uses in by_path.items():
         reason = _one(path, uses, rewind, todo, manifest)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat as stat_bits
+from collections.abc import Mapping
+from typing import NamedTuple
 
+from limosa.errors import LimosaError
+from limosa.process.identity import read_stat
 from limosa.process.observation import FdObservation
 from limosa.process.slurp import slurp
 
@@ -20,6 +25,8 @@ _ANONYMOUS = {
     "pidfd": "pidfd",
 }
 _FILE_LIKE = ("file", "dir", "fifo", "device", "block", "path")
+ANONYMOUS_SHARED = f"/dev/zero{_DELETED}"
+"""What the kernel calls shared memory without a name, which is open where /proc/PID/map_files was opened."""
 # Size that a POSIX message queue's inode always shows (FILENT_SIZE in the kernel's ipc/mqueue.c).
 _MQUEUE_SIZE = 80
 
@@ -53,6 +60,8 @@ def kind_of(target: str, info: os.stat_result | None) -> str:
         return "anon"
     mode = info.st_mode
     if stat_bits.S_ISREG(mode):
+        if target == ANONYMOUS_SHARED:
+            return "memfd"
         # Files of nsfs are regular and called "net:[4026531840]".
         return "namespace" if not target.startswith("/") and ":[" in target else "file"
     if stat_bits.S_ISDIR(mode):
@@ -85,17 +94,36 @@ def _fill_from_fdinfo(entry: FdObservation, folder: str) -> None:
             break  # what follows is long and not used (epoll's targets, io_uring's rings)
 
 
-def mount_ids(folder: str) -> set[int]:
-    """Return the ids of the mounts that ``/proc/PID`` sees (first field of its mountinfo)."""
-    return {int(line.split(None, 1)[0]) for line in slurp(f"{folder}/mountinfo").splitlines()}
+class Mount(NamedTuple):
+    """A mount, as a process sees it: where it is, and which part of a procfs it shows (None: it is of another kind)."""
+
+    point: str
+    proc_root: str | None
+
+    def inside(self, target: str) -> str:
+        """The path in its procfs of a file that is called ``target``; "" where it is on another file system."""
+        if self.proc_root is None:
+            return ""
+        below = target.removeprefix(self.point).lstrip("/")
+        return f"{self.proc_root.strip('/')}/{below}".strip("/")
 
 
-def read_descriptors(folder: str, mounts: set[int]) -> list[FdObservation]:
+def read_mounts(folder: str) -> dict[int, Mount]:
+    """Return the mounts that ``/proc/PID`` sees, by id (proc_pid_mountinfo(5))."""
+    found = {}
+    for line in slurp(f"{folder}/mountinfo").splitlines():
+        fields = os.fsdecode(line).split()
+        procfs = fields[fields.index("-", 6) + 1] == "proc"
+        found[int(fields[0])] = Mount(fields[4], fields[3] if procfs else None)
+    return found
+
+
+def read_descriptors(folder: str, mounts: Mapping[int, Mount]) -> list[FdObservation]:
     """Return all descriptors of a process, ascending.
 
     Args:
         folder: ``/proc/PID``.
-        mounts: ids of the mounts it sees.
+        mounts: the mounts that it sees.
 
     Raises:
         PermissionError: it is somebody else's.
@@ -117,7 +145,7 @@ def read_descriptors(folder: str, mounts: set[int]) -> list[FdObservation]:
     return found
 
 
-def _read_descriptor(folder: str, number: int, mounts: set[int]) -> tuple[FdObservation, str]:
+def _read_descriptor(folder: str, number: int, mounts: Mapping[int, Mount]) -> tuple[FdObservation, str]:
     """Return one descriptor, and its link's text as it was at first.
 
     Raises:
@@ -149,6 +177,17 @@ def _read_descriptor(folder: str, number: int, mounts: set[int]) -> tuple[FdObse
         entry.kind = "path"
     if entry.kind in _FILE_LIKE:
         entry.mounted = entry.mount_id in mounts
+        if entry.mounted and (inside := mounts[entry.mount_id].inside(entry.target)):
+            entry.in_proc, entry.watched_pid = inside, _told_of(inside)
         if entry.kind == "file" and not entry.mounted and entry.size == _MQUEUE_SIZE and target.count("/") == 1:
             entry.kind = "mqueue"
     return entry, target
+
+
+def _told_of(inside: str) -> int:
+    """The process, or thread, that a file of procfs tells of, while it lives; 0."""
+    first = inside.partition("/")[0]
+    with contextlib.suppress(LimosaError):
+        if first.isdigit() and len(first) < 8 and not read_stat(int(first)).ended:
+            return int(first)
+    return 0

@@ -90,7 +90,8 @@ class FdObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
         mounted: whether that mount is in the process's mountinfo.
         locks: the ``lock:`` lines of fdinfo (file locks and leases).
         tty_index: number of the pty that a master belongs to; -1.
-        watched_pid: the process a pidfd is of; 0.
+        watched_pid: the process that a pidfd is of, or that a file under ``/proc/PID`` tells of while it lives; 0.
+        in_proc: where the file is on a procfs, its path there ("4711/statm", "meminfo"); "".
         peers: for pipes and ptys every other holder outside of the tree; for memfds likewise.
     """
 
@@ -110,6 +111,7 @@ class FdObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
     locks: list[str] = msgspec.field(default_factory=list)
     tty_index: int = -1
     watched_pid: int = 0
+    in_proc: str = ""
     peers: list[Peer] = msgspec.field(default_factory=list)
 
 

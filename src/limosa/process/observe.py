@@ -10,7 +10,7 @@ import time
 
 from limosa.errors import NoSuchProcess
 from limosa.process.candidates import candidates
-from limosa.process.descriptors import mount_ids, read_descriptors
+from limosa.process.descriptors import Mount, read_descriptors, read_mounts
 from limosa.process.identity import Identity, ancestors, read_stat
 from limosa.process.memory import host_memory
 from limosa.process.observation import (
@@ -79,7 +79,7 @@ def observe_host(hidden: int = 0) -> HostObservation:
 
 def _read_tree(root: Identity) -> list[ProcessObservation]:
     mountinfo = os.fsdecode(slurp("/proc/self/mountinfo"))
-    mounts_of: dict[int, set[int]] = {}
+    mounts_of: dict[int, dict[int, Mount]] = {}
     processes = []
     for identity in job_tree(root):
         try:
@@ -88,7 +88,7 @@ def _read_tree(root: Identity) -> list[ProcessObservation]:
             try:
                 view = seen.namespaces.get("mnt", -identity.pid)
                 if view not in mounts_of:
-                    mounts_of[view] = mount_ids(folder)
+                    mounts_of[view] = read_mounts(folder)
                 seen.fds = read_descriptors(folder, mounts_of[view])
             except PermissionError:
                 seen.unreadable.append("fd")

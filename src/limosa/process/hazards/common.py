@@ -20,13 +20,17 @@ def common_hazards(obs: JobObservation) -> list[Reason]:
         obs: the job.
 
     Returns:
-        ``own-ancestor`` (2), ``wrong-user`` and ``permission`` (11), ``stopped``, ``frozen`` (13).
+        ``own-ancestor`` (2), ``wrong-user`` and ``permission`` (11), ``stopped``, ``frozen`` (13) and the warning
+        ``comes-back-stopped``.
     """
     found = [*_own(obs), *_access(obs)]
-    # The driver hangs on a stopped process past every time limit; CRIU alone would dump it as it is.
+    # The driver hangs on a stopped process past every time limit; CRIU alone dumps it as it is.
     cpu_only = not any(process.has_libcuda or process.unreadable for process in obs.processes)
     for process in obs.processes:
-        if process.state in "Tt":
+        if process.state == "T" and cpu_only:
+            text = f"process {process.title} is stopped (state T), and so it comes back"
+            found.append(Reason(id="comes-back-stopped", text=text, hint=f"kill -CONT {process.pid}", pid=process.pid))
+        elif process.state in "Tt":
             traced = process.state == "t" and process.tracer_pid
             how = (
                 f"held by the debugger {process.tracer_pid} ({process.tracer_name})" if traced else "stopped (state T)"
@@ -38,7 +42,6 @@ def common_hazards(obs: JobObservation) -> list[Reason]:
                     exit_code=13,
                     hint="let the debugger go" if traced else f"kill -CONT {process.pid}",
                     pid=process.pid,
-                    forceable=cpu_only,
                 )
             )
         elif process.frozen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from limosa.errors import Reason
 from limosa.process.observation import FdObservation, JobObservation, MapObservation, ProcessObservation
@@ -40,13 +40,15 @@ def descriptor_hazards(obs: JobObservation) -> list[Reason]:
     """Return the descriptors and mappings that CRIU cannot dump, each kind once for a process.
 
     Returns:
-        ``io-uring``, ``anonymous-inode``, ``device``, ``pidfd-outside``, ``message-queue``, ``unmounted-file`` (13).
+        ``io-uring``, ``anonymous-inode``, ``device``, ``pidfd-outside``, ``message-queue``, ``unmounted-file``,
+        ``program-path`` (13).
     """
     found: list[Reason] = []
+    programs = {process.exe for process in obs.processes}
     for process in obs.processes:
         found += _io_uring(process)
         for fd in process.fds:
-            reason = _descriptor(process, fd, obs)
+            reason = _descriptor(process, fd, obs) or _path_of_program(process, fd, programs)
             if reason is not None:
                 found.append(reason)
         for mapping in process.maps:
@@ -97,6 +99,14 @@ def _descriptor(process: ProcessObservation, fd: FdObservation, obs: JobObservat
     if fd.kind == "tty" and fd.device.partition(":")[0] == "4" and int(fd.device.partition(":")[2] or 0) >= 64:
         return _refuse("device", f"{where} is the serial line {fd.target}, which CRIU cannot dump", _RUN, process)
     return None
+
+
+def _path_of_program(process: ProcessObservation, fd: FdObservation, programs: Collection[str]) -> Reason | None:
+    """CRIU takes such a descriptor for the program's own file as well, and cannot start it by that (measured)."""
+    if fd.kind != "path" or fd.target not in programs:
+        return None
+    text = f"descriptor {fd.fd} of process {process.title} is a path (O_PATH) to the program {fd.target} of the job, "
+    return _refuse("program-path", text + "which CRIU cannot restore", "open it to read", process)
 
 
 def _mapping(process: ProcessObservation, mapping: MapObservation) -> Reason | None:

@@ -10,6 +10,7 @@ from limosa.errors import Reason
 from limosa.process.hazards.common import may_trace_anyone
 from limosa.process.hazards.connections import connection_hazards, has_connections
 from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
+from limosa.process.hazards.proc_files import proc_hazards
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
 
@@ -127,6 +128,7 @@ def checkpoint_hazards(
                 )
         found += file_hazards(process, file_locks=file_locks, link_remap=link_remap)
     found += descriptor_hazards(obs)
+    found += proc_hazards(obs)
     found += shared_hazards(obs)
     found += connection_hazards(obs, tcp_established=tcp_established, tcp_close=tcp_close)
     return found

@@ -1,0 +1,75 @@
+"""Files and folders of procfs that tell of a process: CRIU opens them anew by their path, ``/proc/PID/…``.
+
+What tells of a process of the job comes back with it, and so does what told of one that has ended. Measured with CRIU
+4.2.1: files are opened before threads are made, and a working directory ``/proc/PID`` is written down wrongly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from limosa.errors import Reason
+from limosa.process.observation import JobObservation, ProcessObservation
+
+_THREAD = re.compile(r"(\d+)/task/(\d+)(/|\Z)")
+_FOLDER = re.compile(r"/proc/(\d+/?.*)", re.DOTALL)
+
+
+def proc_hazards(obs: JobObservation) -> list[Reason]:
+    """Return what the job has open in ``/proc/PID`` and could not be restored.
+
+    Returns:
+        ``proc-thread``, ``proc-folder`` (13) and ``proc-outside`` (13, forceable).
+    """
+    threads = {t.tid: p for p in obs.processes for t in p.threads if t.tid != p.pid}
+    found: list[Reason] = []
+    for process in obs.processes:
+        for fd in process.fds:
+            if fd.in_proc[:1].isdigit():
+                where = f"descriptor {fd.fd} of process {process.title}"
+                found += _one(obs, process, where, fd.in_proc, fd.watched_pid, threads)
+        for what, path in (("working directory", process.cwd), ("root directory", process.file_root)):
+            match = _FOLDER.fullmatch(path)
+            if match is None:
+                continue
+            where = f"the {what} of process {process.title}"
+            if match[1].isdigit():
+                text = f"{where} is {path}, which CRIU cannot restore"
+                found.append(Reason(id="proc-folder", text=text, exit_code=13, pid=process.pid))
+            else:
+                number = int(match[1].partition("/")[0])
+                found += _one(obs, process, where, match[1], number, threads)
+    return found
+
+
+def _one(  # noqa: PLR0917 - one thing, where it is and whom it tells of
+    obs: JobObservation,
+    process: ProcessObservation,
+    where: str,
+    inside: str,
+    watched: int,
+    threads: dict[int, ProcessObservation],
+) -> Iterator[Reason]:
+    match = _THREAD.match(inside)
+    number = int(inside.partition("/")[0])
+    # In a pid namespace of its own the numbers are that one's: nobody outside of it is seen there.
+    own = process.namespaces.get("pid") == obs.host.namespaces.get("pid")
+    if (match is not None and match[1] != match[2]) or (own and number in threads):
+        yield Reason(
+            id="proc-thread",
+            text=f"{where} is /proc/{inside}, of a thread, which CRIU opens before there are threads again",
+            exit_code=13,
+            hint="close it for the time of the checkpoint",
+            pid=process.pid,
+        )
+    elif own and watched > 1 and watched not in obs.pids:
+        yield Reason(
+            id="proc-outside",
+            text=f"{where} is /proc/{inside}, of process {watched}, which is not part of the job: it cannot be "
+            "opened again once that process has ended",
+            exit_code=13,
+            hint="close it; --force=proc-outside where that process lives on until the restore",
+            pid=process.pid,
+            forceable=True,
+        )
