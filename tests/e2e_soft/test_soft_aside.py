@@ -327,7 +327,7 @@ def cannot_go_home(parked: Any, job: Any, copying: str, *command: object) -> Non
     """An operation fails while its GPU is full, which leaves it suspended (41); a resume brings it to the other one."""
     held = Held(parked, copying, *command, job.pid)
     waits_for(parked, lambda: parked.state(job) == "checkpointed")
-    with parked.switches.fill(0, leave=4 * MIB):
+    with parked.switches.fill(0, leave=2 * MIB):
         kill(parked, "limosa-mover")
         parked.judge(parked.ends(held.process, 60), 41, "")
         parked.switches.remove(held.rule)

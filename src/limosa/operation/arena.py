@@ -13,7 +13,6 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
 from limosa.operation.jobs import user_name
-from limosa.operation.room import gib
 from limosa.parking.mover import Mover
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, residents
@@ -22,7 +21,7 @@ from limosa.parking.vault import Vault, no_room
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
-from limosa.process.memory import grow_host_memory, host_memory
+from limosa.process.memory import grow_host_memory, host_memory, two
 
 KEEP_SECONDS = 3600.0
 """How long an arena that was asked for is kept, by default."""
@@ -162,12 +161,14 @@ def host_room(fresh: int, uid: int | None = None) -> str:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
         level = tightest(memory_levels(file.read()))
         if level.room is not None and level.room < fresh:
-            return f"the memory cgroup {level.path} has {gib(level.room)} left, and the arena needs {gib(fresh)} more"
+            left, needed = two(level.room, fresh)
+            return f"the memory cgroup {level.path} has {left} left, and the arena needs {needed} more"
     available = host_memory()[1]
     if available < fresh:
         available = grow_host_memory(fresh)
     if available < fresh:
-        return f"the machine has {gib(available)} of host memory available, and the arena needs {gib(fresh)} more"
+        left, needed = two(available, fresh)
+        return f"the machine has {left} of host memory available, and the arena needs {needed} more"
     return ""
 
 

@@ -22,6 +22,7 @@ from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.run import DumpOptions
+from limosa.process.memory import two
 from limosa.process.observe import JobObservation
 
 
@@ -161,7 +162,8 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     need += 16 << 20  # CRIU's tables
     free = free_bytes(output)
     if free < need:
-        text = f"{output.parent} has {room.gib(free)} free and about {room.gib(need)} are needed"
+        left, needed = two(free, need)
+        text = f"{output.parent} has {left} free and about {needed} are needed"
         reasons.append(Reason(id="disk-room", text=text, exit_code=15, hint="choose another disk", forceable=True))
     return reasons
 

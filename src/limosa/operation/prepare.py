@@ -269,6 +269,10 @@ def look(
             if short:
                 hint = "make room there (limosa ps shows who holds it), or choose another GPU"
                 reasons.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
+        if operation in ("suspend", "checkpoint") and prepared.inventory is not None:
+            short = room.no_way_back(prepared.inventory, prepared.members)
+            if short:
+                reasons.append(Reason(id="gpu-room", text=f"it could not come back: {short}", exit_code=14))
     prepared.host_bytes = max(0, sum(p.rss_anon + p.shm_bytes for p in observation.processes))
     reasons += more(observation, prepared.members)
     if other is None and (other := claims.on(tree)) is not None:  # it has begun since

@@ -29,7 +29,7 @@ from limosa.process.cgroups import memory_levels
 from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
 from limosa.process.identity import Identity
-from limosa.process.memory import grow_host_memory, host_memory
+from limosa.process.memory import grow_host_memory, host_memory, two
 
 _PID_SECONDS = 10.0
 
@@ -202,15 +202,14 @@ def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = la
     levels = memory_levels(f"1:memory:{relative}\n0::{relative}" if group else Path("/proc/self/cgroup").read_text())
     for level in levels:
         if level.room is not None and level.room < needed:
-            text = (
-                f"the control group {level.path} has {room.gib(level.room)} of its memory limit left "
-                f"and about {room.gib(needed)} are needed"
-            )
+            left, wanted = two(level.room, needed)
+            text = f"the control group {level.path} has {left} of its memory limit left and about {wanted} are needed"
             hint = "raise its limit, or name another with --cgroup"
             found.append(Reason(id="cgroup", text=text, exit_code=15, hint=hint, forceable=True))
             break
     if not found and host_memory()[1] < needed and (available := grow_host_memory(needed, stop=stop)) < needed:
-        text = f"the machine has {room.gib(available)} of memory available and about {room.gib(needed)} are needed"
+        left, wanted = two(available, needed)
+        text = f"the machine has {left} of memory available and about {wanted} are needed"
         found.append(Reason(id="host-memory", text=text, exit_code=15, hint="end something", forceable=True))
     return found
 

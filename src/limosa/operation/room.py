@@ -13,12 +13,15 @@ from limosa.gpu import Gpu, Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member, added_up
 from limosa.process import memory
+from limosa.process.candidates import is_own
 
 gib = memory.gib
 MARGIN = 64 << 20
-"""Bytes kept free for each restored process beside what it held: contexts differ by a few MiB between GPUs.
-
-Not asked for where a process comes back to its own GPU and nobody else is there: it has fitted before."""
+"""Bytes kept free on a GPU that what is restored comes to for the first time: contexts differ by a few MiB between
+GPUs, and a restore that runs out of memory loses its process."""
+NEAR = 4 << 20
+"""The same where it comes home beside others: of each process NVML counts a few MiB for nobody, and others may have
+grown into these. Alone at home nothing is kept free: it has fitted before."""
 
 
 def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
@@ -26,14 +29,18 @@ def needs(members: Sequence[Member], *, home: bool = False) -> dict[str, int]:
     wanted: dict[str, int] = {}
     for member in members:
         for uuid, size in member.held.items():
-            target = uuid if home else member.map.get(uuid, uuid)
-            wanted[target] = wanted.get(target, 0) + size + MARGIN
+            target = _target(member, uuid, home=home)
+            wanted[target] = wanted.get(target, 0) + size
     return wanted
 
 
 def places(members: Sequence[Member]) -> list[str]:
     """UUIDs of the GPUs where these members have memory once their maps are carried out."""
     return sorted({member.map.get(uuid, uuid) for member in members for uuid in member.held})
+
+
+def _target(member: Member, uuid: str, *, home: bool) -> str:
+    return uuid if home else member.map.get(uuid, uuid)
 
 
 def shortage(
@@ -55,38 +62,67 @@ def shortage(
     """
     by_uuid = inventory.by_uuid()
     told = []
-    for uuid, wanted in needs(members, home=home).items():
+    for uuid, held in needs(members, home=home).items():
         if uuid not in by_uuid:
-            told += [f"GPU {uuid} does not answer any more"] if wanted else []
+            told += [f"GPU {uuid} does not answer any more"] if held else []
             continue
         there = by_uuid[uuid]
         spoken_for = claims.reserved(uuid, but=operation_id)
         available = there.memory_free + (vacated or {}).get(uuid, 0) - spoken_for
-        spare = 0 if spoken_for else _margin_at_home(there, members, home=home)
-        if wanted - spare > available:
+        spare = _spare(inventory, there, members, spoken_for, home=home)
+        if held + spare > available:
+            free, needed = memory.two(max(0, available), held + spare)
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            need = f"{gib(wanted - spare)} are needed{_of_that(wanted - spare, members, uuid, home=home)}"
-            told.append(f"GPU {there.index} has {gib(max(0, available))} free{others} and {need}")
+            told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{_of_that(spare)}")
     return "; ".join(told)
 
 
-def _of_that(wanted: int, members: Sequence[Member], uuid: str, *, home: bool) -> str:
-    """What of it is margin, in brackets; "" where none is asked for."""
-    held = [size for m in members for u, size in m.held.items() if (u if home else m.map.get(u, u)) == uuid]
-    if wanted == sum(held):
-        return ""
-    each = "" if len(held) == 1 else f" for each of {len(held)} processes"
-    return f" ({gib(MARGIN)} of it{each} to spare)"
+def _of_that(spare: int) -> str:
+    return f" ({gib(spare)} of it to spare)" if spare else ""
 
 
-def _margin_at_home(there: Gpu, members: Sequence[Member], *, home: bool) -> int:
-    """The margin in what these members need on a GPU, where they can do without: all were there, and nobody else is."""
+def _spare(inventory: Inventory, there: Gpu, members: Sequence[Member], spoken_for: int, *, home: bool) -> int:
+    """The bytes to be kept free on a GPU beside what comes there: once, however many processes come."""
+    before = {uuid for member in members for uuid in member.held}
+    coming = {uuid for m in members for uuid in m.held if _target(m, uuid, home=home) == there.uuid}
+    alone = not spoken_for and not _others(there, members)
+    if coming == {there.uuid}:
+        return 0 if alone else NEAR
+    # The job's own GPUs change places: each has had as much as a GPU of that kind has.
+    by_uuid = inventory.by_uuid()
+    kinds = {(g.name, g.memory_total) for uuid in coming if (g := by_uuid.get(uuid)) is not None}
+    freed = there.uuid in before and coming <= by_uuid.keys() and kinds == {(there.name, there.memory_total)}
+    return NEAR if freed and alone else MARGIN
+
+
+def _others(there: Gpu, members: Sequence[Member]) -> bool:
+    """Whether anybody but these members, and Limosa itself, has memory on a GPU: also who NVML does not name."""
     pids = {m.pid for m in members}
-    coming = [m for m in members for uuid in m.held if (uuid if home else m.map.get(uuid, uuid)) == there.uuid]
-    at_home = all(there.uuid in m.held and (home or m.map.get(there.uuid, there.uuid) == there.uuid) for m in coming)
-    others = {p.pid for p in there.processes + there.mps_processes} - pids
-    unseen = there.memory_used - sum(there.used_by(pid) for pid in pids)  # an idle GPU shows a few MiB
-    return MARGIN * len(coming) if at_home and not others and unseen < MARGIN else 0
+    seen = there.processes + there.mps_processes
+    if any(p.pid not in pids and not is_own(p.pid) for p in seen):
+        return True
+    return there.memory_used - sum(p.memory_used for p in seen) >= MARGIN  # an idle GPU shows a few MiB
+
+
+def no_way_back(inventory: Inventory, members: Sequence[Member]) -> str:
+    """What would not fit on its own GPU if nobody else were there, in a sentence; "" where everything would.
+
+    Asked before a job leaves its GPUs: what could never come back does not leave.
+    """
+    by_uuid = inventory.by_uuid()
+    told = []
+    for uuid, held in needs(members, home=True).items():
+        there = by_uuid.get(uuid)
+        if there is None:
+            continue  # it is not to leave from there
+        pids = {m.pid for m in members}
+        others = sum(p.memory_used for p in there.processes + there.mps_processes if p.pid not in pids)
+        idle = min(max(0, there.memory_used - others - held), MARGIN)  # what an empty GPU shows as used
+        most = there.memory_free + there.memory_used - idle
+        if held > most:
+            free, needed = memory.two(most, held)
+            told.append(f"GPU {there.index} has {free} when it is empty, and {needed} would have to come back")
+    return "; ".join(told)
 
 
 def check(

@@ -82,6 +82,8 @@ def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
     begun = work.paused_at
     if asleep:
         driver_steps.restore(work, asleep)
+        if operation == "resume":
+            work.has_taken(room.needs(members))
     locked = [m for m in members if m in asleep or m.was == "locked"]
     if locked or parked is None:
         driver_steps.unlock(work, locked)

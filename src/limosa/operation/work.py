@@ -13,7 +13,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 from limosa import gpu, start
@@ -211,6 +211,13 @@ class Work(Clock):
         # The worker may still be coming up: a job that CRIU alone works on need not stand in line for that.
         self.driver.set_will(self._will(), wait=False)
         return self.journal
+
+    def has_taken(self, gpus: Mapping[str, int]) -> None:
+        """Says of room on GPUs that was claimed that it is taken now: others would count it twice."""
+        if self.claim is not None:
+            self.claim.gpus = {uuid: max(0, size - gpus.get(uuid, 0)) for uuid, size in self.claim.gpus.items()}
+            with contextlib.suppress(LimosaError, OSError):  # others wait for longer then
+                self.claim.save()
 
     def armed(self) -> None:
         """Makes sure that the worker has its will, before what cannot be taken back.

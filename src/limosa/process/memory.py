@@ -16,7 +16,7 @@ from limosa.errors import Reason
 from limosa.process.cgroups import memory_levels
 from limosa.process.observation import CgroupObservation, JobObservation
 
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _CHUNK = 256 << 20
 _PATIENCE = 3  # chunks without growth before giving up: growth comes in steps, not byte by byte
 
@@ -117,7 +117,14 @@ class _Level(msgspec.Struct):
 
 def gib(size: int) -> str:
     """Bytes in words, as refusals have them."""
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / (1 << 20):.0f} MiB"
+    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+
+
+def two(there: int, needed: int) -> tuple[str, str]:
+    """Return what there is and what is needed in words that differ: "2,047 MiB" and "2,048 MiB"."""
+    if gib(there) != gib(needed) and abs(needed - there) >= _GIB // 10:
+        return gib(there), gib(needed)
+    return f"{there // _MIB:,} MiB", f"{-(-needed // _MIB):,} MiB"
 
 
 def memory_hazards(
@@ -155,11 +162,12 @@ def memory_hazards(
     if short:
         worst = max(short, key=lambda level: level.needed - (level.observation.room or 0))
         room, limit = worst.observation.room or 0, worst.observation.limit_bytes or 0
+        left, wanted = two(room, worst.needed)
         found.append(
             Reason(
                 id="cgroup",
-                text=f"the memory cgroup {worst.observation.path} has {gib(room)} left of {gib(limit)}, and the "
-                f"job's device memory needs {gib(worst.needed)}: the kernel would kill it halfway",
+                text=f"the memory cgroup {worst.observation.path} has {left} left of {gib(limit)}, and the "
+                f"job's device memory needs {wanted}: the kernel would kill it halfway",
                 exit_code=15,
                 hint="raise the cgroup's memory limit",
                 pid=worst.pids[0],
@@ -171,11 +179,11 @@ def memory_hazards(
     if available < total and probe and not short:
         available = grow(total)
     if available < total:
+        left, wanted = two(available, total)
         found.append(
             Reason(
                 id="host-memory",
-                text=f"the machine has {gib(available)} of host memory available, and the job's device memory "
-                f"needs {gib(total)}",
+                text=f"the machine has {left} of host memory available, and the job's device memory needs {wanted}",
                 exit_code=15,
                 hint="end something that uses host memory, or suspend fewer jobs at a time",
                 pid=obs.root,

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, LimosaError, Reason
-from limosa.operation import claims, counting, idle, room
+from limosa.operation import claims, counting, idle
 from limosa.operation.journal import Member
 from limosa.operation.parked import shares
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Hello, Memory, Shim, under_shim
+from limosa.process.memory import two
 
 LARGE = 512 << 20
 """Bytes of an allocation that the driver was seen not to restore where GPUs have peer access (``refusals``)."""
@@ -141,8 +142,8 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     for one in inventory.gpus:
         free = one.memory_free + spare.get(one.uuid, 0) - claims.reserved(one.uuid)
         if wanted.get(one.uuid, 0) > free:
-            size = room.gib(wanted[one.uuid])
-            told.append(f"GPU {one.index} has {room.gib(max(0, free))} free, and {size} come before anything leaves")
+            left, size = two(max(0, free), wanted[one.uuid])
+            told.append(f"GPU {one.index} has {left} free, and {size} come before anything leaves")
     return "; ".join(told), imported
 
 

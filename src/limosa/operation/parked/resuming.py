@@ -76,6 +76,7 @@ class Resuming(Beside[_Coming]):
                 made = mover.make(f"{pid}/{gpu}", [p.bytes for p in mine], gpu)
                 part.target.update(zip((p.id for p in mine), made, strict=True))
                 self._work.made = added_up([self._work.made, *({gpu: p.bytes} for p in mine)])
+        self._work.has_taken(self._work.made)
         shares.join((part.shim, part.target) for part in self._parts)
         for part in self._parts:
             pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
