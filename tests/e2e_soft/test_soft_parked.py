@@ -247,6 +247,15 @@ def test_a_job_whose_gpu_does_not_come_to_rest_is_refused(parked: Any) -> None:
     job.kill()
 
 
+def test_a_swap_that_is_refused_says_why_once(node: Any) -> None:
+    jobs = [node.job("--mib", 16), node.job("--mib", 16)]
+    answer = node.limosa("move", *[job.pid for job in jobs], "--swap", rc=2)
+    assert answer.stderr.count("--swap needs two jobs") == 1, answer
+    assert f"jobs {jobs[0].pid} and {jobs[1].pid}: " in answer.stderr
+    for job in jobs:
+        job.kill()
+
+
 def test_a_swap_that_is_refused_says_of_each_job_what_it_is(parked: Any) -> None:
     asleep, awake = start(parked, "--mib", 16), start(parked, "--mib", 16, "--gpu", 1)
     parked.limosa("suspend", asleep.pid)

@@ -92,9 +92,14 @@ def tell(report: Report, verb: str, outcomes: Sequence[Outcome]) -> None:
         value["error"] = error_object(next(e for e in errors if e.exit_code == code))
     lines = [_line(o.result, report.verbose) for o in outcomes if o.result is not None]
     report.result(value, "\n".join(lines), exit_code=code)
-    for outcome in outcomes:
-        if outcome.error is not None:
-            report.problem(outcome.error, about=f"job {outcome.pid}: ")
+    told: dict[tuple[str, str, str], list[Outcome]] = {}
+    for outcome in outcomes:  # what is true of several is said once (two that were to change places)
+        if (e := outcome.error) is not None:
+            told.setdefault((e.message, e.job_state, e.hint), []).append(outcome)
+    for those in told.values():
+        pids = " and ".join(str(outcome.pid) for outcome in those)
+        assert those[0].error is not None
+        report.problem(those[0].error, about=f"{'jobs' if len(those) > 1 else 'job'} {pids}: ")
 
 
 def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:

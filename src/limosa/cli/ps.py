@@ -63,7 +63,8 @@ def _way(process: dict[str, Any]) -> str:
 def _moves(job: Ps) -> str:
     """Whether it can be moved, and how long it would stand still for it."""
     if not job.movable:
-        return "no" if job.way else "-"  # without CUDA state there is nothing to move
+        # Without CUDA state there is nothing to move.
+        return "no" if job.way or any(reason.refuses for reason in job.reasons) else "-"
     return "fast" if job.way == "parked" else "slow"
 
 

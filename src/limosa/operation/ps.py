@@ -17,7 +17,7 @@ from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
 from limosa.operation.ways import way_of
 from limosa.process import records
-from limosa.process.candidates import is_own
+from limosa.process.candidates import is_own, may_be_seen
 from limosa.process.tree import job_tree
 
 
@@ -91,6 +91,10 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
             known = {r.id for r in reasons}
             moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)
             reasons = [*reasons, *(r for r in moving if r.id not in known)]
+    elif unseen := [p for p in pids if not may_be_seen(p)]:
+        text = f"process {unseen[0]} is {user_of(unseen[0])}'s: what it holds on a GPU cannot be looked at"
+        reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
+        in_tree = ["unknown"]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
     bytes_of = added_up({uuid: size} for (uuid, _), size in held.items())

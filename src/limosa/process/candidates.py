@@ -35,6 +35,17 @@ def may_use_cuda(pid: int) -> bool:
         return False
 
 
+def may_be_seen(pid: int) -> bool:
+    """Return whether a process's mappings may be read (another user's may not); True where it is gone."""
+    try:
+        os.close(os.open(f"/proc/{pid}/maps", os.O_RDONLY | os.O_CLOEXEC))
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def candidates() -> list[int]:
     """Return the pids of all processes that have libcuda mapped, ascending.
 
