@@ -210,6 +210,7 @@ class Process:
 
     def __init__(self, fd: int):
         self.cuda, self.pieces, self.device = Cuda(), [], 0
+        self.pills: list[int] = []
         self.peer = socket.socket(fileno=fd) if fd >= 0 else None
         self.work: threading.Thread | None = None
         self.stop, self.steps = threading.Event(), 0
@@ -422,6 +423,35 @@ class Process:
             "sums_s": {name: sum(one) for name, one in times.items()},
             "most_s": {name: max(one) for name, one in times.items()},
         }  # fmt: skip
+
+    def pill(self, kind: int) -> dict[str, Any]:
+        """A small piece of managed memory: the driver does not checkpoint a process that has some."""
+        self.current()
+        at, begun = u64(), time.perf_counter()
+        self.cuda("cuMemAllocManaged", ctypes.byref(at), u64(65536), kind)
+        self.pills.append(at.value)
+        return {"alloc_s": time.perf_counter() - begun}
+
+    def no_pill(self) -> dict[str, Any]:
+        begun = time.perf_counter()
+        for at in self.pills:
+            self.cuda("cuMemFree_v2", u64(at))
+        self.pills.clear()
+        return {"free_s": time.perf_counter() - begun}
+
+    def launches(self) -> dict[str, Any]:
+        """Seconds for many small pieces of work, and for a large one."""
+        found: dict[str, Any] = {}
+        if self.torch:
+            small, large = (self.torch.ones(n, n, device="cuda") for n in (16, 4096))
+            for name, one, times in (("small", small, 20000), ("large", large, 200)):
+                self.torch.cuda.synchronize()
+                begun = time.perf_counter()
+                for _ in range(times):
+                    one.add_(1)
+                self.torch.cuda.synchronize()
+                found[f"{name}_s"] = time.perf_counter() - begun
+        return found
 
     def ordinary(self) -> dict[str, Any]:
         """What a program asks the driver for, so that its mmap calls can be told from those of a checkpoint."""
@@ -646,6 +676,43 @@ class Experiment:
         if self.devices > 1:
             self.refused(devices=2)
 
+    def pills(self, torch: bool = False, devices: int = 1) -> None:
+        """Imported memory, and a small piece of managed memory beside it, which the driver refuses to checkpoint."""
+        victim, giver = self.pair(torch=torch, devices=devices)
+        giver.tell("give", count=4, bytes_=64 * MIB)
+        victim.tell("imported", count=4, bytes_=64 * MIB)
+        for kind, name in ((1, "global"), (2, "host")):
+            without = [victim.tell("launches") for _ in range(2)] if torch else []
+            victim.tell("busy") if kind == 1 else None
+            made = [victim.tell("pill", kind=kind) for _ in range(2)]
+            if kind == 1:
+                self.say(idle=victim.tell("idle"))
+            self.say(kind=name, made=made, without=without, beside=[victim.tell("launches") for _ in range(2)])
+            for _ in range(4):
+                victim.logged()
+                calls = self.cycle(victim, "Lock Checkpoint")
+                states = {call["state"] for call in calls}
+                if "checkpointed" in states:
+                    self.say(kind=name, calls=calls, note="the pill does not help")
+                    return
+                calls += self.cycle(victim, "Checkpoint Unlock")
+                self.say(kind=name, calls=calls, mmaps=self.mmaps(victim, victim.logged()), check=victim.tell("check"))
+            self.say(kind=name, other_tools=self.other_tools(victim), check=victim.tell("check"))
+            self.say(kind=name, freed=victim.tell("no_pill"))
+        self.say(forgotten=victim.tell("forget"))
+        victim.tell("own", count=4, bytes_=64 * MIB)
+        self.say(calls=self.cycle(victim), check=victim.tell("check"), note="without imported memory and pill")
+        made = victim.tell("pill", kind=1)
+        self.say(made=made, calls=self.cycle(victim, "Lock Checkpoint Unlock"), freed=victim.tell("no_pill"))
+        self.say(calls=self.cycle(victim), check=victim.tell("check"), note="once more")
+
+    def pills_torch(self) -> None:
+        self.pills(torch=True)
+
+    def pills_two(self) -> None:
+        if self.devices > 1:
+            self.pills(devices=2)
+
     def other_tools(self, victim: Child) -> dict[str, Any]:
         """What others make of it: NVIDIA's program where it is there, cuda.core."""
         found: dict[str, Any] = {}
@@ -676,7 +743,9 @@ class Experiment:
             victim, _ = self.pair()
             done = [victim.tell("own_imported", keep_original=keep)]
             kind = f"its own memory, imported again, original {'held' if keep else 'let go'}"
-            self.say(kind=kind, steps=done, calls=self.cycle(victim), check=victim.tell("check"))
+            calls = self.cycle(victim)
+            runs = calls[-1]["state"] == "running"
+            self.say(kind=kind, steps=done, calls=calls, check=victim.tell("check") if runs else None)
 
     def ordinary(self) -> None:
         """mmap calls with MAP_POPULATE that are no checkpoint's."""
@@ -718,7 +787,8 @@ class Experiment:
 
     def run(self, only: list[str]) -> None:
         refused = [self.refused, self.refused_torch, self.refused_two]
-        cases = [self.own, self.imported, *refused, self.variants, self.ordinary, self.costs]
+        pills = [self.pills, self.pills_torch, self.pills_two]
+        cases = [self.own, self.imported, *refused, *pills, self.variants, self.ordinary, self.costs]
         for case in cases:
             if only and case.__name__ not in only:
                 continue
