@@ -205,6 +205,27 @@ class ShmFile(msgspec.Struct, frozen=True, kw_only=True):
     gid: Uid = 0
 
 
+class LockedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A descriptor of a file that the job had locked.
+
+    Attributes:
+        pid, fd: who had it, and as what.
+        path: as /proc has it.
+        locks: kind, type, first and last byte of each, as in fdinfo: "POSIX WRITE 120 120", "FLOCK WRITE 0 EOF".
+        modified: when the file was last written to, nanoseconds since the epoch; 0 for what is no regular file with a
+            name.
+    """
+
+    pid: Pid
+    fd: Fd
+    path: PathText
+    locks: Annotated[
+        list[Annotated[str, msgspec.Meta(pattern=r"^[A-Z]{1,16} [A-Z]{1,16} \d{1,20} (\d{1,20}|EOF)\Z")]],
+        msgspec.Meta(max_length=1_000_000),
+    ]
+    modified: Size = 0
+
+
 class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
     """One piece of device memory of a process that runs under the shim.
 
@@ -252,6 +273,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         files: every file of ``criu/``; filled in by ``Draft.commit``.
         open_files: regular files it had open or mapped.
         shm: named shared memory and semaphores, with what is in them.
+        locks: the locks that it held on files.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
@@ -274,6 +296,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: Annotated[list[ImageFile], msgspec.Meta(max_length=100_000)] = []
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
     shm: Annotated[list[ShmFile], msgspec.Meta(max_length=100_000)] = []
+    locks: Annotated[list[LockedFile], msgspec.Meta(max_length=1_000_000)] = []
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
     chunk_bytes: Size = 0

@@ -50,7 +50,7 @@ def compilers() -> list[list[str]]:
 
 
 def build_plugin(folder: Path = CRIU) -> str | None:
-    """Compile the CRIU plugin, unless it is newer than its source.
+    """Compile the CRIU plugin, unless it is newer than its sources.
 
     Args:
         folder: where it is put, whole or not at all.
@@ -58,8 +58,8 @@ def build_plugin(folder: Path = CRIU) -> str | None:
     Returns:
         None where it is there afterwards, else why not.
     """
-    source = CRIU / "limosa_plugin.c"
-    return _compile(folder / PLUGIN, [source], _PLUGIN_FLAGS, [source])
+    sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c"]
+    return _compile(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
 
 
 def build_softgpu(folder: Path = SOFTGPU) -> str | None:

@@ -41,13 +41,14 @@ from limosa.image import (
     GpuRecord,
     Image,
     JobRecord,
+    LockedFile,
     Manifest,
     OpenFile,
     ShmFile,
     TreeProcess,
     now,
 )
-from limosa.operation import driver_steps, estimate, shm
+from limosa.operation import driver_steps, estimate, locks, shm
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import shared_outside, tree_and_files
@@ -143,6 +144,7 @@ class _Checkpoint:
         self.saving: Saving | None = None
         self.open_files: list[OpenFile] = []
         self.shm: list[ShmFile] = []
+        self.locks: list[LockedFile] = []
         self.tree: list[TreeProcess] = []
         self.nft_table: str | None = None
         self.device: list[DeviceMemory] = []
@@ -418,6 +420,8 @@ class _Checkpoint:
         put = lambda name, source: self.draft.put_in(name, source, self.work.check)  # noqa: E731
         self.shm = shm.read(self.lost.names | self.lost.remaps, self.lost.shared, put)
         self.tree, self.open_files = tree_and_files(self.prepared, self.lost.names)
+        if self.dump_options.file_locks:
+            self.locks = locks.read(i.pid for i in self.prepared.tree)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
@@ -519,6 +523,7 @@ class _Checkpoint:
             ],
             open_files=self.open_files,
             shm=self.shm,
+            locks=self.locks,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
             chunk_bytes=self.options.chunk_bytes if self.device else 0,

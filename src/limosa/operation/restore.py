@@ -32,7 +32,7 @@ from limosa.errors import (
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
-from limosa.operation import driver_steps, idle, ports, room, shm
+from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
@@ -291,9 +291,11 @@ class _Restore:
                     self.image.criu_fd,
                     log_fd,
                     options,
+                    on_action=self._on_action,
                     on_start=self._started,
                     timeout=work.left,
                     cancel=work.cancel,
+                    locks=locks.for_plugin(self.manifest),
                 )
         except CriuFailed as error:
             work.check()
@@ -328,6 +330,12 @@ class _Restore:
         for pid in (identity.pid for identity in stopped(work.claim.pids)):
             text, hint = f"process {pid} is stopped, as it was when it was written to disk", f"kill -CONT {pid}"
             work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=pid))
+
+    def _on_action(self, action: str) -> bool:
+        """What is looked at in CRIU's steps; at "pre-resume" it does not ask any more, but nothing runs yet."""
+        if action == "pre-resume":
+            locks.see_all_there(self.manifest, self.criu)
+        return True
 
     def _started(self, who: Identity) -> None:
         self.criu = who

@@ -18,7 +18,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, idle, ports, room, shm
+from limosa.operation import estimate, idle, locks, ports, room, shm
 from limosa.operation.journal import Member, added_up
 from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
@@ -134,6 +134,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
     changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_anew)
     reasons += changed
+    reasons += locks.in_the_way(manifest)
     reasons += _host_reasons(manifest, options)
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 /*
- * CRIU plugin: NVIDIA device files that forked children have inherited.
+ * CRIU plugin: NVIDIA device files that forked children have inherited; locks.c has the file locks.
  *
  * The process that uses the GPU has nothing of it left once the driver has checkpointed it. Its children (the workers
  * of a DataLoader) still hold what they inherited: mappings and descriptors of device files that they never use, and
@@ -18,10 +18,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "plugin.h"
+
 /* ---- CRIU's side of the interface, in declarations of our own --------------------------------------------------- */
 
-enum { HOOK_DUMP_EXT_FILE = 2, HOOK_RESTORE_EXT_FILE = 3, HOOK_HANDLE_DEVICE_VMA = 7, HOOK_UPDATE_VMA_MAP = 8 };
-#define HOOKS 9		   /* the highest one used + 1: a CRIU that knows fewer refuses the plugin */
+enum {
+	HOOK_DUMP_EXT_FILE = 2,
+	HOOK_RESTORE_EXT_FILE = 3,
+	HOOK_HANDLE_DEVICE_VMA = 7,
+	HOOK_UPDATE_VMA_MAP = 8,
+	HOOK_RESUME_DEVICES_LATE = 9,
+};
+#define HOOKS 10	   /* the highest one used + 1: a CRIU that knows fewer refuses the plugin */
 #define INTERFACE 0x000200 /* 0.2.0, since CRIU 1.5 */
 
 struct descriptor {
@@ -32,16 +40,6 @@ struct descriptor {
 	unsigned int max_hooks;
 	void *hooks[HOOKS];
 };
-
-extern int criu_get_image_dir(void);
-extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((weak, format(printf, 2, 3)));
-
-#define say(level, ...)                                                            \
-	do {                                                                       \
-		if (print_on_level)                                                \
-			print_on_level(level, "limosa-plugin: " __VA_ARGS__);      \
-	} while (0)
-enum { ERROR = 1, WARNING = 2, INFO = 3 };
 
 /* ---- Which files are meant --------------------------------------------------------------------------------------- */
 
@@ -203,9 +201,7 @@ static const uint8_t *varint(const uint8_t *at, const uint8_t *end, uint64_t *va
 	return NULL;
 }
 
-/* One field of a protobuf message: its number, its value, or its length where it holds bytes (then *data is set). */
-static const uint8_t *field(const uint8_t *at, const uint8_t *end, uint64_t *number, uint64_t *value,
-			    const uint8_t **data)
+const uint8_t *field(const uint8_t *at, const uint8_t *end, uint64_t *number, uint64_t *value, const uint8_t **data)
 {
 	uint64_t key;
 
@@ -359,5 +355,6 @@ __attribute__((visibility("default"))) struct descriptor CR_PLUGIN_DESC = {
 		[HOOK_RESTORE_EXT_FILE] = (void *)restore_ext_file,
 		[HOOK_HANDLE_DEVICE_VMA] = (void *)handle_device_vma,
 		[HOOK_UPDATE_VMA_MAP] = (void *)update_vma_map,
+		[HOOK_RESUME_DEVICES_LATE] = (void *)take_locks_again,
 	},
 };

@@ -120,6 +120,7 @@ def restore(
     on_start: OnStart | None = None,
     timeout: float | None = None,
     cancel: threading.Event | None = None,
+    locks: bytes = b"",
 ) -> int:
     """Bring the processes of an image back to life under their old pids.
 
@@ -133,6 +134,7 @@ def restore(
         on_start: told who CRIU is before it does anything.
         timeout: seconds after which the run is cancelled, as long as "post-restore" has not been answered.
         cancel: the same as soon as it is set.
+        locks: the POSIX locks that the plugin takes again, as in CRIU's ``filelocks.img``; empty for that very file.
 
     Returns:
         The pid of the topmost process, which runs. Its parent is the caller where the caller is a subreaper (prctl(2)
@@ -151,7 +153,7 @@ def restore(
     # An old answer must not pass for a new one: CRIU does not write over a pid file.
     _unlink("restore.pid", work_fd)
     # CRIU takes the terminal for a shell's job from its own session.
-    run.start(on_start, new_session=not options.shell_job, enter=cgroup.entry_files(options.cgroup))
+    run.start(on_start, new_session=not options.shell_job, enter=cgroup.entry_files(options.cgroup), locks=locks)
     run.follow(on_action, timeout, cancel)
     raw = stats.read_at(work_fd, "restore.pid").strip()
     if not raw.isdigit():
@@ -188,7 +190,9 @@ class _Run:
         self._cancelled: LimosaError | None = None
         self._raised: BaseException | None = None  # by on_action
 
-    def start(self, on_start: OnStart | None, *, new_session: bool, enter: Sequence[str] = ()) -> None:
+    def start(
+        self, on_start: OnStart | None, *, new_session: bool, enter: Sequence[str] = (), locks: bytes = b""
+    ) -> None:
         """Start CRIU; it does nothing before ``on_start`` has returned."""
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # CRIU would ignore it as well
             raise UsageError(
@@ -217,6 +221,12 @@ class _Run:
         if self._criu.asks_retry:
             environment["LIMOSA_CRIU_RETRY"] = "1"
         environment["PATH"] = start.environment()["PATH"]
+        handed = []
+        if locks:
+            handed.append(os.memfd_create("limosa-locks", os.MFD_CLOEXEC))
+            with open(handed[0], "wb", closefd=False) as file:
+                file.write(locks)
+            environment["LIMOSA_LOCKS"] = str(handed[0])
         said = os.open(
             SAID, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.work_fd
         )
@@ -227,7 +237,7 @@ class _Run:
                 stdout=said,
                 stderr=said,
                 start_new_session=new_session,
-                pass_fds=(self._images_fd, self.work_fd, ask_write, answer_read),
+                pass_fds=(self._images_fd, self.work_fd, ask_write, answer_read, *handed),
                 env=environment,
             )
         except OSError as error:
@@ -237,6 +247,8 @@ class _Run:
             os.close(ask_write)
             os.close(answer_read)
             os.close(said)
+            for fd in handed:
+                os.close(fd)
         try:
             if on_start is not None:
                 pid = self._child.pid

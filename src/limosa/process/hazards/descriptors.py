@@ -131,6 +131,22 @@ def locked_files(process: ProcessObservation) -> list[FdObservation]:
     return [fd for fd in process.fds if fd.locks and not fd.target.startswith("/dev/nvidia")]
 
 
+def mapped_locks(process: ProcessObservation) -> list[Reason]:
+    """Return what CRIU alone would lose: POSIX locks on files that the process has mapped as well.
+
+    Returns:
+        ``mapped-locks`` (13).
+    """
+    mapped = {m.inode for m in process.maps if m.inode}
+    lost = [fd for fd in locked_files(process) if fd.inode in mapped and any(" POSIX " in lock for lock in fd.locks)]
+    if not lost:
+        return []
+    text = (
+        f"process {process.title} holds POSIX locks on {lost[0].target}, which it has mapped as well: CRIU loses them"
+    )
+    return [_refuse("mapped-locks", text, "Limosa's CRIU plugin keeps them, on x86-64: limosa doctor --fix", process)]
+
+
 def renamed_files(process: ProcessObservation) -> dict[str, FdObservation | MapObservation]:
     """Return the files that lost the name they were opened by and have another: that name → how the process has it.
 

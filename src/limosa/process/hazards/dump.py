@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from limosa.errors import Reason
 from limosa.process.hazards.common import may_trace_anyone
 from limosa.process.hazards.connections import connection_hazards, has_connections
-from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, terminals
+from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, mapped_locks, terminals
 from limosa.process.hazards.proc_files import proc_hazards
 from limosa.process.hazards.shared import shared_hazards
 from limosa.process.observation import JobObservation, ProcessObservation
@@ -126,6 +127,8 @@ def checkpoint_hazards(
                         pid=process.pid,
                     )
                 )
+        if file_locks and not (plugin and platform.machine() == "x86_64"):
+            found += mapped_locks(process)
         found += file_hazards(process, file_locks=file_locks, link_remap=link_remap)
     found += descriptor_hazards(obs)
     found += proc_hazards(obs)
