@@ -10,6 +10,7 @@ INTERNAL = {
     "LIMOSA_RESIDENT_TELLS",  # from one process of Limosa's to the next
     "LIMOSA_DEMO_WHY",
     "LIMOSA_CRIU_RETRY",  # told to the CRIU plugin
+    "LIMOSA_LOCKS",
     "LIMOSA_ASK",  # told to CRIU's action script
     "LIMOSA_ANSWER",
 }
