@@ -391,6 +391,14 @@ class CommandNotFound(RunFailed):
     id, exit_code, template = "command-not-found", 127, "there is no command {command}"
 
 
+class JobSuspended(LimosaError):
+    """The job is suspended: it cannot handle a signal before it has its GPU back."""
+
+    id, exit_code = "suspended", 13
+    template = "process {pid} is suspended: it cannot save anything or end by itself before it is resumed"
+    hint_template = "limosa resume {job}, then this again; or limosa stop {job} --kill, and what it holds is lost"
+
+
 class Refused(LimosaError):
     """``plan`` said no: the first refusing reason gives id and exit code."""
 

@@ -15,10 +15,11 @@ import pytest
 
 from limosa.errors import Reason
 from limosa.gpu import Gpu, GpuProcess, Inventory
-from limosa.image import GpuRecord, ImageFile, JobRecord, Manifest, OpenFile, TreeProcess
+from limosa.image import GpuRecord, ImageFile, JobRecord, Listed, Manifest, OpenFile, TreeProcess
 from limosa.image.verify import FileCheck, Problem, VerifyResult
 from limosa.operation import results
 from limosa.operation.doctor_gpu import Check
+from limosa.operation.on_gpus import Holder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
 SECTIONS = {
@@ -51,6 +52,10 @@ DOCUMENTED = [
     ("verify", FileCheck, set()),
     ("verify", Problem, set()),
     ("recover", results.Recovered, set()),
+    ("images", Listed, set()),
+    ("wait", results.WaitResult, set()),
+    ("stop", results.StopResult, set()),
+    ("gpus", Holder, set()),
     ("doctor", Check, {"exit_code"}),
 ]
 

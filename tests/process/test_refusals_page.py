@@ -15,7 +15,7 @@ PLANS = [
     *(PROJECT / "src/limosa/operation").glob("*.py"),
     PROJECT / "src/limosa/process/launch.py",
     PROJECT / "src/limosa/process/records.py",
-    PROJECT / "src/limosa/cli/run.py",
+    PROJECT / "src/limosa/job.py",
 ]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import VICTIMS
 
-from limosa.cli.run import default_name
+from limosa.job import default_name
 from limosa.process.identity import Identity
 from limosa.process.records import EndedRecord, RunRecord
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from limosa.cli import words
 from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, reporting
+from limosa.cli.output import Format, console, reporting
 from limosa.cli.table import table
+from limosa.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +22,16 @@ if TYPE_CHECKING:
     from limosa.operation.results import Ps
 
 
-def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+_SECONDS = 2.0  # between two looks of --watch
+
+
+def command(
+    *,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds, until Ctrl-C.")] = False,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
     """List jobs: what they hold, what state they are in, and whether they can be moved.
 
     A job is a process that uses CUDA, or was started by limosa run, with its
@@ -32,8 +46,37 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
         from limosa.process import records
 
         report.warn(*records.runtime_dir().warnings)
+        if watch:
+            if report.json or not sys.stdout.isatty():
+                raise UsageError(detail="--watch is for a terminal", hint="limosa ps -o json, as often as you like")
+            _watch(verbose)
+            return
         jobs = ps()
-        report.result({"jobs": jobs}, lambda console: _draw(console, jobs, verbose))
+        report.result({"jobs": jobs}, lambda on: _draw(on, jobs, verbose))
+
+
+def _watch(verbose: int) -> None:
+    """Draws again and again; a Ctrl-C leaves what was drawn last."""
+    from limosa.gpu import Driver
+    from limosa.operation import ps
+
+    on = console()
+    driver = Driver()
+    try:
+        while True:
+            with on.capture() as drawn:
+                _draw(on, ps(driver), verbose)
+            lines = drawn.get().splitlines()
+            room = max(2, on.height - 1)
+            if len(lines) > room:
+                lines[room - 1 :] = [f"… {len(lines) - room + 1} lines more"]
+            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
+            sys.stdout.flush()
+            time.sleep(_SECONDS)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        driver.close()
 
 
 def _state(job: Ps) -> str:
@@ -68,7 +111,7 @@ def _moves(job: Ps) -> str:
     return "fast" if job.way == "parked" else "slow"
 
 
-def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
+def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:
     """A line a job; with ``-v`` its reasons and processes below."""
     rows = [
         (
@@ -85,7 +128,7 @@ def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
     ]
     headers = ("PID", "NAME", "USER", "STATE", "GPU", "MEMORY", "MOVES", "COMMAND")
     table(
-        console,
+        on,
         headers,
         rows,
         right=("PID", "MEMORY"),
@@ -93,12 +136,12 @@ def _draw(console: Console, jobs: Sequence[Ps], verbose: int) -> None:
         least=("USER", "COMMAND", "MOVES", "NAME"),
     )
     for job in jobs if verbose else ():
-        console.print(f"\nprocess {job.pid}")
+        on.print(f"\nprocess {job.pid}")
         for process in job.processes:
             text = words.command_line(process["command"])
             held = words.size(process["memory_used"]) if process["memory_used"] else "-"
-            console.print(f"  {process['pid']} {process['state'] or 'no CUDA'} {held} {text}")
+            on.print(f"  {process['pid']} {process['state'] or 'no CUDA'} {held} {text}")
             if "way" in process:
-                console.print(f"    {_way(process)}")
+                on.print(f"    {_way(process)}")
         for line in words.reason_lines(job.reasons):
-            console.print(line)
+            on.print(line)

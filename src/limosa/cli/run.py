@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from limosa.cli.options import FormatOption, Quiet, Verbose
 from limosa.cli.output import Format, Report, reporting
-from limosa.errors import LimosaError, Reason, RunFailed, UsageError
-from limosa.parking import preload
+from limosa.errors import LimosaError, RunFailed
+from limosa.job import run
 from limosa.process import device_nodes, records
 from limosa.process.follow import Signals, follow_job, stop_adopting
 from limosa.process.identity import Identity
-from limosa.process.launch import Launched, launch
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows COMMAND is COMMAND's
 ENDED_BY_CHECKPOINT = 75
@@ -30,9 +28,6 @@ class Part(str, Enum):
 
     bulk = "bulk"
     stack = "stack"
-
-
-_INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
 
 
 def command(
@@ -72,59 +67,35 @@ def command(
     """
     with reporting("run", fmt, quiet, verbose) as report:
         try:
-            env = None if no_shim else preload(without=[part.value for part in without or ()])
-            options = {"log": log, "name": name, "detach": detach, "seccomp": not no_seccomp, "env": env}
-            options["gpus"] = gpus
-            report.exit_code = run(command_line, report, **options)  # type: ignore[arg-type]
+            started: dict[str, Any] = {
+                "log": log,
+                "name": name,
+                "gpus": gpus,
+                "seccomp": not no_seccomp,
+                "shim": not no_shim,
+            }
+            started["without"] = [part.value for part in without or ()]
+            report.exit_code = _run(command_line, report, detach, started)
         except LimosaError as error:
             if not isinstance(error, RunFailed):
                 error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
             raise
 
 
-def run(
-    command_line: Sequence[str],
-    report: Report,
-    *,
-    log: Path | None = None,
-    name: str | None = None,
-    detach: bool = False,
-    seccomp: bool = True,
-    env: Mapping[str, str] | None = None,
-    gpus: str | None = None,
-) -> int:
-    """Starts the job; follows it to its end unless ``detach``.
-
-    Returns:
-        The exit code for ``limosa run``.
-
-    Raises:
-        LimosaError: it was not started.
-    """
+def _run(command_line: Sequence[str], report: Report, detach: bool, options: Mapping[str, Any]) -> int:
+    """Starts the job and follows it to its end unless ``detach``; the exit code for ``limosa run``."""
     if report.json and not detach:
         raise RunFailed(detail="-o json needs --detach: while attached, stdout is the job's output")
     with Signals() if not detach else contextlib.nullcontext() as signals:
-        report.warn(*records.runtime_dir().warnings)
-        with records.lock("jobs"):
-            if name is not None:
-                records.check_name(name)
-            chosen = name or default_name(command_line)
-            env, sees = _only(gpus, env, report) if gpus is not None else (env, "")
-            try:
-                launched = launch(command_line, log, env=env, name=chosen, seccomp=seccomp, detach=detach)
-            except BaseException:
-                device_nodes.forget(sees)
-                raise
-            _remember(chosen, command_line, launched, report, attached=not detach, sees=sees)
-        report.warn(*launched.warnings)
-        job = launched.identity
+        started = run(command_line, detach=detach, **options)
+        report.warn(*started.warnings)
         if signals is None:
-            fields = {"pid": job.pid, "name": chosen, "log": launched.log}
-            report.result(fields, str(job.pid))
+            fields = {"pid": started.pid, "name": started.name, "log": started.log}
+            report.result(fields, str(started.pid))
             return 0
-        signals.to(job)
-        report.tell(f"{chosen} is process {job.pid}, its output is kept in {launched.log}")
-        return follow(job, launched.log, report, offset=launched.log_start, signals=signals)
+        signals.to(started.identity)
+        report.tell(f"{started.name} is process {started.pid}, its output is kept in {started.log}")
+        return follow(started.identity, started.log, report, offset=started.log_start, signals=signals)
 
 
 def follow(
@@ -159,77 +130,6 @@ def follow(
         report.tell(f"process {job.pid} has ended; it was not a child of this limosa, so its exit code is not known")
         return RunFailed.exit_code
     return ended.exit_code
-
-
-def default_name(command_line: Sequence[str]) -> str:
-    """A name for a job that was given none: its program's (``python train.py``: train), numbered where taken."""
-    words = [os.path.basename(command_line[0])]
-    if _INTERPRETER.fullmatch(words[0]):
-        arguments = list(command_line[1:])
-        while arguments and arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
-            del arguments[: 2 if arguments[0] in ("-X", "-W") else 1]
-        if arguments[:1] == ["-m"]:
-            words.append(arguments[1] if len(arguments) > 1 else "")
-        elif arguments and arguments[0] != "-c":
-            words.append(Path(arguments[0]).stem)
-    base = re.sub(r"[^A-Za-z0-9._-]", "-", words[-1]).strip("-.")[:50]
-    if not re.match(r"[A-Za-z_]", base):
-        base = f"job-{base}".rstrip("-")
-    taken = {r.name for r in records.RunRecord.all()}
-    return next(n for i in range(1, len(taken) + 2) if (n := base if i == 1 else f"{base}-{i}") not in taken)
-
-
-def _only(gpus: str, env: Mapping[str, str] | None, report: Report) -> tuple[dict[str, str], str]:
-    """How a job is to see these GPUs only.
-
-    Returns:
-        Its environment, and the file that says what it sees; "" where that is not hidden from it.
-
-    Raises:
-        UnknownGpu: there is no such GPU.
-        UsageError: one is named twice.
-        RunFailed: what it is to see cannot be noted.
-    """
-    from limosa.gpu import find_gpu, inventory
-
-    found = inventory()
-    chosen = [find_gpu(found, name.strip()) for name in gpus.split(",")]
-    if len({g.uuid for g in chosen}) < len(chosen):
-        raise UsageError(detail=f"--gpus {gpus} names a GPU twice")
-    made = dict(os.environ if env is None else env)
-    if len(chosen) == len(found.gpus):
-        made.pop("CUDA_VISIBLE_DEVICES", None)
-        return made, ""
-    if device_nodes.LIBRARY.is_file() and all(g.minor is not None for g in found.gpus):
-        made.pop("CUDA_VISIBLE_DEVICES", None)  # it counts, or names, other GPUs than the job will have
-        try:
-            return device_nodes.preload(made, [g.minor for g in chosen if g.minor is not None])
-        except OSError as error:
-            raise RunFailed(detail=f"what it is to see of the GPUs cannot be noted: {error}") from error
-    text = "the other GPUs cannot be hidden from the job here, only taken out of CUDA's sight"
-    report.warn(Reason(id="gpus-not-hidden", text=text, hint="limosa doctor says what was not built"))
-    made["CUDA_VISIBLE_DEVICES"] = ",".join(g.uuid for g in chosen)
-    return made, ""
-
-
-def _remember(
-    name: str, command_line: Sequence[str], launched: Launched, report: Report, *, attached: bool, sees: str
-) -> None:
-    """Writes the job's record; a job that runs is worth more than its record, so failing is a warning."""
-    record = records.RunRecord(
-        root=launched.identity,
-        name=name,
-        command=list(command_line),
-        log=launched.log,
-        cwd=os.getcwd(),
-        supervisor=Identity.of(os.getpid()) if attached else None,
-        sees=sees,
-    )
-    try:
-        record.save()
-    except (OSError, LimosaError) as error:
-        text = f"the job cannot be called {name}, only by its pid {launched.identity.pid}: {error}"
-        report.warn(Reason(id="no-record", text=text))
 
 
 def _to_stdout(data: bytes) -> None:

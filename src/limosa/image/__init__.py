@@ -3,6 +3,7 @@
 from limosa.image.chunks import Chunks
 from limosa.image.draft import Draft, destination_taken, free_bytes, missing_parent
 from limosa.image.files import copy_sparse, open_file
+from limosa.image.listing import Listed, images
 from limosa.image.manifest import (
     DeviceMemory,
     DevicePiece,
@@ -34,6 +35,7 @@ __all__ = [
     "Image",
     "ImageFile",
     "JobRecord",
+    "Listed",
     "LockedFile",
     "Manifest",
     "OpenFile",
@@ -46,6 +48,7 @@ __all__ = [
     "destination_problem",
     "destination_taken",
     "free_bytes",
+    "images",
     "missing_parent",
     "now",
     "open_file",

@@ -19,7 +19,7 @@ from limosa.image.chunks import CHUNKS_NAME, Chunks, chunk_path
 from limosa.image.files import open_file, typed_errors
 from limosa.image.hashing import Cancel, Stopped, hash_fd, threads_here
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile
-from limosa.image.read import MARKER_NAME, Image
+from limosa.image.read import MARKER_NAME, Image, open_image
 from limosa.progress import Progress, ProgressFn, silent
 
 _WHAT = "verifying the image"
@@ -101,7 +101,7 @@ class _Found(msgspec.Struct):
 
 
 def verify(
-    image: Image,
+    image: Image | str | os.PathLike[str],
     progress: ProgressFn = silent,
     *,
     cancel: Cancel | None = None,
@@ -111,7 +111,7 @@ def verify(
     """Compare every file with the manifest.
 
     Args:
-        image: open; its descriptors of ``criu/`` and ``chunks/`` are the ones that are used.
+        image: open: its descriptors of ``criu/`` and ``chunks/`` are the ones that are used. Or its folder.
         progress: told of the step "verify" in bytes.
         cancel: looked at between parts of files.
         threads: for hashing; None for as many as there are processors, at most eight.
@@ -124,7 +124,11 @@ def verify(
     Raises:
         CancelledUndone: ``cancel`` was set.
         PermissionDenied: a file may not be read.
+        DamagedImage: of a folder: not even its manifest can be read.
     """
+    if not isinstance(image, Image):
+        with open_image(image, trust=False) as opened:
+            return verify(opened, progress, cancel=cancel, threads=threads, read_chunks=read_chunks)
     begin = time.monotonic()
     wanted = image.manifest.files
     chunks = image.manifest.chunk_sizes()

@@ -8,6 +8,7 @@ what state the job is in.
 from __future__ import annotations
 
 from limosa.operation.checkpoint import checkpoint
+from limosa.operation.ending import stop, wait
 from limosa.operation.jobs import Job, resolve
 from limosa.operation.move import move, resume, suspend, toggle, worst_exit_code
 from limosa.operation.plan import plan, plan_restore
@@ -28,7 +29,9 @@ __all__ = [
     "resolve",
     "restore",
     "resume",
+    "stop",
     "suspend",
     "toggle",
+    "wait",
     "worst_exit_code",
 ]

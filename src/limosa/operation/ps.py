@@ -21,13 +21,17 @@ from limosa.process.candidates import is_own, may_be_seen
 from limosa.process.tree import job_tree
 
 
-def ps() -> list[Ps]:
+def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     """All jobs that hold CUDA state or were started by ``limosa run``.
 
     NVML does not show a suspended job; those are found by asking the driver about every process that has libcuda
     mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
+
+    Args:
+        driver: asked for states; one of its own where None. Whoever looks again and again keeps one.
     """
-    driver = gpu.Driver()
+    own = driver is None
+    driver = driver or gpu.Driver()
     try:
         states = cuda_states(driver)
         runs = {r.root.pid for r in records.RunRecord.all()}
@@ -46,7 +50,8 @@ def ps() -> list[Ps]:
                 found.append(_unreadable(pid, error))
         return found
     finally:
-        driver.close()
+        if own:
+            driver.close()
 
 
 def _unreadable(pid: int, error: LimosaError) -> Ps:

@@ -183,6 +183,40 @@ class RestoreResult(msgspec.Struct, kw_only=True):
     operation: str = "restore"
 
 
+class WaitResult(msgspec.Struct, kw_only=True):
+    """How a job ended that was waited for.
+
+    Attributes:
+        exit_code: its topmost process's, 128 + the signal that ended it; None where nobody can know, and where a
+            checkpoint ended it.
+        ended: when, RFC 3339.
+        image: the image, where a checkpoint ended it, else "".
+    """
+
+    pid: int
+    name: str = ""
+    exit_code: int | None = None
+    ended: str = ""
+    image: str = ""
+
+
+class StopResult(msgspec.Struct, kw_only=True):
+    """What ``stop`` did.
+
+    Attributes:
+        exit_code: as in :class:`WaitResult`.
+        killed: processes that did not end by themselves and were sent SIGKILL.
+        seconds: how long it took.
+    """
+
+    pid: int
+    name: str = ""
+    exit_code: int | None = None
+    killed: list[int] = []
+    seconds: float = 0.0
+    operation: str = "stop"
+
+
 class Recovered(msgspec.Struct, kw_only=True):
     """What ``recover`` did about one thing that a dead operation left.
 

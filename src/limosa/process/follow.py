@@ -140,6 +140,11 @@ class Tail:
         if self._fd >= 0 and not stat.S_ISREG(os.fstat(self._fd).st_mode):
             self.close()
 
+    @property
+    def opened(self) -> bool:
+        """Whether there is a file to copy."""
+        return self._fd >= 0
+
     def copy(self) -> bool:
         """Copies what is there now (one chunk); whether there was something."""
         if self._fd < 0:
@@ -169,6 +174,33 @@ def log_end(path: str) -> int:
         return os.stat(path).st_size
     except OSError:
         return 0
+
+
+def last_lines(path: str, count: int) -> int:
+    """Where the last ``count`` lines of a file begin, in bytes; 0 where it has fewer or cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError:
+        return 0
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return 0
+        at = end = os.fstat(fd).st_size
+        left = count + (end > 0 and os.pread(fd, 1, end - 1) == b"\n")  # the newline at the end begins no line
+        if count == 0:
+            return end
+        while at > 0:
+            begin = max(0, at - _CHUNK)
+            data = os.pread(fd, at - begin, begin)
+            while (found := data.rfind(b"\n")) >= 0:
+                left -= 1
+                if left == 0:
+                    return begin + found + 1
+                data = data[:found]
+            at = begin
+        return 0
+    finally:
+        os.close(fd)
 
 
 def follow_job(job: Identity, log: str, write: Callable[[bytes], None], *, offset: int | None = None) -> Ended:

@@ -136,7 +136,7 @@ def launch(
 
         if log is None:
             log_is_new = True
-            log_fd, path = open_new_log(name)
+            log_fd, path = open_new_log(name, folder)
         else:
             path = Path(log).absolute()
             log_fd, log_is_new = open_log(path)

@@ -41,3 +41,9 @@ def test_the_page_s_lines_work_and_say_what_happened_to_the_job(soft):
     assert "Limosa's own, for root" in text
     before = losses.read_text().count("\n")
     waits_for(node, lambda: losses.read_text().count("\n") > before)
+
+    node.limosa("suspend", "job")
+    refused = node.limosa("stop", "job", "-o", "json", rc=13).json
+    assert refused["error"]["id"] == "suspended"
+    assert node.limosa("stop", "job", "--kill", "-o", "json").json["killed"] == [pid]
+    assert node.limosa("ps", "-o", "json").json["jobs"] == []

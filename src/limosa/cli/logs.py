@@ -1,0 +1,108 @@
+"""``limosa logs``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
+from limosa.cli.output import Format, Report, reporting
+from limosa.errors import NoSuchProcess, UsageError
+
+_CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
+
+
+def command(
+    job: OneJob,
+    *,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show what comes until the job ends.")] = False,
+    last: Annotated[
+        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Begin with the last N lines.")
+    ] = None,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """Show the output of a job that limosa run started.
+
+    limosa logs train -n 20 -f
+
+    It is a file: limosa logs train -o json says which. Ctrl-C ends -f and
+    leaves the job alone.
+    """
+    with reporting("logs", fmt, quiet, verbose) as report:
+        from limosa.operation import resolve
+        from limosa.process.follow import Tail, last_lines, log_end
+        from limosa.process.records import RunRecord
+
+        try:
+            (found,) = resolve([job])
+        except NoSuchProcess as error:
+            error.hint = _ended(job) or error.hint
+            raise
+        record = RunRecord.of(found.root)
+        if record is None or not record.log:
+            raise UsageError(
+                detail=f"process {found.root.pid} was not started by limosa run: nobody keeps its output",
+                hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
+            )
+        if report.json:
+            if follow:
+                raise UsageError(detail="-o json and --follow: stdout is the job's output then")
+            fields = {"pid": found.root.pid, "name": found.name, "log": record.log, "bytes": log_end(record.log)}
+            report.result(fields, "")
+            return
+        begin = 0 if last is None else last_lines(record.log, last)
+        tail = Tail(record.log, begin, _writer(record.log))
+        if not tail.opened:
+            raise UsageError(detail=f"the log {words.clean(record.log)} cannot be read", hint="limosa logs -o json")
+        try:
+            _follow(report, job, tail.copy) if follow else _all(tail.copy)
+        finally:
+            tail.close()
+
+
+def _all(copy: Callable[[], bool]) -> None:
+    while copy():
+        pass
+
+
+def _follow(report: Report, job: str, copy: Callable[[], bool]) -> None:
+    from limosa.operation import wait
+
+    try:
+        done = wait(job, while_waiting=copy)
+    except KeyboardInterrupt:
+        return
+    if done.image:
+        report.tell(f"a checkpoint ended the job; its image is {words.clean(done.image)}")
+
+
+def _ended(job: str) -> str:
+    """Where the output of a job that has ended may be: a log of that name here."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", job):
+        return ""
+    found = sorted(Path().glob(f"{job}.limosa*.log"), key=lambda path: path.stat().st_mtime)
+    return f"if it has ended, its output is in {words.clean(found[-1])}" if found else ""
+
+
+def _writer(log: str) -> Callable[[bytes], None]:
+    """Writes to stdout; what another user's job says must not drive our terminal."""
+    try:
+        foreign = sys.stdout.isatty() and os.stat(log).st_uid != os.geteuid()
+    except OSError:
+        foreign = False
+
+    def write(data: bytes) -> None:
+        out = sys.stdout.buffer
+        out.write(_CONTROLS.sub(b"?", data).replace(b"\xc2\x9b", b"?") if foreign else data)
+        out.flush()
+
+    return write

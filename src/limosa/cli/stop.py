@@ -1,0 +1,52 @@
+"""``limosa stop``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from limosa.cli import words
+from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
+from limosa.cli.output import Format, reporting
+
+if TYPE_CHECKING:
+    from limosa.operation.results import StopResult
+
+
+def command(
+    job: OneJob,
+    *,
+    grace: Annotated[float, typer.Option("--grace", metavar="SECONDS", min=0, help="Until SIGKILL.")] = 10.0,
+    kill: Annotated[bool, typer.Option("--kill", help="SIGKILL at once, also where it is suspended.")] = False,
+    fmt: FormatOption = Format.text,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+) -> None:
+    """End a job: SIGTERM, then SIGKILL to what is left of it.
+
+    limosa stop train
+
+    limosa stop train --grace 120        it saves its weights on SIGTERM
+
+    A suspended job is refused: it could handle nothing before it is resumed.
+    --kill ends it all the same, and what it has in host memory is gone. To
+    end a job and keep it: limosa checkpoint.
+    """
+    with reporting("stop", fmt, quiet, verbose) as report:
+        from limosa.cli.signals import cancelling
+        from limosa.operation import stop
+
+        with cancelling(report, "no longer waiting for it to end") as cancel:
+            done = stop(job, grace=grace, kill=kill, progress=report.progress, cancel=cancel)
+        report.result(done, _text(done))
+
+
+def _text(done: StopResult) -> str:
+    who = words.job(done.name, done.pid)
+    how = f" with exit code {done.exit_code}" if done.exit_code is not None else ""
+    killed = ""
+    if done.killed:
+        pids = ", ".join(map(str, done.killed))
+        killed = f"; SIGKILL for process{'es' if len(done.killed) > 1 else ''} {pids}"
+    return f"{who} has ended{how}, after {words.seconds(done.seconds)}{killed}"

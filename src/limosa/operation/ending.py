@@ -1,0 +1,175 @@
+"""``wait`` and ``stop``: how a job ended, and ending it by signals."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from limosa import gpu
+from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, Zombie
+from limosa.operation import claims
+from limosa.operation.jobs import JobLike, job, rfc3339
+from limosa.operation.results import StopResult, WaitResult
+from limosa.process import records
+from limosa.process.candidates import may_use_cuda
+from limosa.process.exit_code import exit_code
+from limosa.process.identity import Handle, Identity, read_stat, refuse_ancestor
+from limosa.process.tree import job_tree
+from limosa.progress import Progress, ProgressFn, silent
+
+_STEP = 0.1  # seconds between looks
+_KILLED_SECONDS = 30.0  # a process with a GPU takes up to seconds to end
+
+
+def wait(
+    which: JobLike, *, cancel: threading.Event | None = None, while_waiting: Callable[[], bool] | None = None
+) -> WaitResult:
+    """Waits until a job's topmost process has ended.
+
+    Args:
+        which: the job.
+        cancel: set it to stop waiting.
+        while_waiting: called again and again meanwhile; true where it has more to do at once.
+
+    Returns:
+        Its exit code, where the kernel tells it (Linux 6.15 and newer) or a checkpoint ended it.
+
+    Raises:
+        NoSuchProcess: there is no such job.
+        CancelledUndone: ``cancel`` was set; the job is as it was.
+    """
+    found = job(which)
+    with Handle(found.root) as handle:
+        more = while_waiting is not None and while_waiting()
+        while not handle.wait(0 if more else _STEP):
+            if cancel is not None and cancel.is_set():
+                raise CancelledUndone(f"no longer waiting for process {found.root.pid}")
+            more = while_waiting is not None and while_waiting()
+        ended = time.time()
+        code = exit_code(handle.fd)
+    while while_waiting is not None and while_waiting():
+        pass
+    image = _image_of(found.root) if code in (None, 128 + signal.SIGKILL) else ""
+    return WaitResult(
+        pid=found.root.pid, name=found.name, exit_code=None if image else code, ended=rfc3339(ended), image=image
+    )
+
+
+def _image_of(root: Identity) -> str:
+    """The image, where a checkpoint ended the job."""
+    record = records.EndedRecord.of(root)
+    return record.image if record is not None and os.path.isdir(record.image) else ""
+
+
+def stop(
+    which: JobLike,
+    *,
+    grace: float = 10.0,
+    kill: bool = False,
+    progress: ProgressFn = silent,
+    cancel: threading.Event | None = None,
+) -> StopResult:
+    """Ends a job: SIGTERM to its topmost process, and after ``grace`` seconds SIGKILL to all that is left of it.
+
+    Once the topmost process has ended its children are sent SIGTERM, too, unless they end with it.
+
+    Args:
+        which: the job.
+        grace: seconds it has to end by itself.
+        kill: SIGKILL at once, also of a suspended job.
+        progress: told what is waited for.
+        cancel: set it to stop waiting: nothing is killed then.
+
+    Raises:
+        JobSuspended: it is suspended, and would not get to handle the signal.
+        Busy: another operation works on it.
+        PermissionDenied: it is somebody else's.
+        CancelledUndone: ``cancel`` was set; it has been sent SIGTERM.
+    """
+    found = job(which)
+    refuse_ancestor(found.root)
+    started = time.monotonic()
+    tree = job_tree(found.root)
+    claim = claims.on(tree)
+    if claim is not None and claims.lives(claim.holder):
+        raise Busy(pid=found.root.pid, by=f"{claim.operation} (process {claim.holder.pid})")
+    if not kill:
+        _refuse_suspended(found.root, found.name, tree)
+    killed: list[int] = []
+    with Handle(found.root) as handle:
+        if not kill:
+            progress(Progress("stop", message=f"SIGTERM to process {found.root.pid}"))
+            _send([found.root], signal.SIGTERM)
+            tree = _wait_for(found.root, tree, started + grace, cancel)
+        else:
+            tree = _left(found.root, tree)
+        if tree:
+            progress(Progress("stop", message=f"SIGKILL to {len(tree)} processes"))
+            killed = [one.pid for one in tree]
+            _send(tree, signal.SIGKILL)
+            _wait_for(found.root, tree, time.monotonic() + _KILLED_SECONDS, None)
+        handle.wait(_KILLED_SECONDS)
+        code = exit_code(handle.fd)
+    return StopResult(
+        pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=time.monotonic() - started
+    )
+
+
+def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> None:
+    record = records.SuspendRecord.of(root)
+    if record is not None and record.release != "all":  # the driver does not know of it
+        raise JobSuspended(pid=root.pid, job=name or root.pid)
+    pids = [one.pid for one in tree if may_use_cuda(one.pid)]
+    if not pids:
+        return
+    driver = gpu.Driver()
+    try:
+        states = driver.states(pids, timeout=5.0)
+    except LimosaError:  # no driver: nothing is suspended by one
+        return
+    finally:
+        driver.close()
+    if any(isinstance(state, str) and str(state) in ("locked", "checkpointed") for state in states.values()):
+        raise JobSuspended(pid=root.pid, job=name or root.pid)
+
+
+def _send(processes: Iterable[Identity], number: signal.Signals) -> None:
+    for one in processes:
+        with contextlib.suppress(NoSuchProcess, Zombie), Handle(one) as handle:
+            handle.signal(number)
+            if number == signal.SIGTERM and read_stat(one.pid).stopped:
+                handle.signal(signal.SIGCONT)  # a stopped process takes no signal until it goes on
+
+
+def _left(root: Identity, tree: Iterable[Identity]) -> list[Identity]:
+    """Those of the tree that live, and what has been born below the root since."""
+    with contextlib.suppress(NoSuchProcess, Zombie):
+        tree = {*tree, *job_tree(root)}
+    return sorted(one for one in set(tree) if _alive(one))
+
+
+def _alive(one: Identity) -> bool:
+    try:
+        return one.alive()
+    except LimosaError:
+        return True
+
+
+def _wait_for(root: Identity, tree: Iterable[Identity], until: float, cancel: threading.Event | None) -> list[Identity]:
+    """Waits for all of them to end; those that have not."""
+    told: set[Identity] = {root}
+    while left := _left(root, tree):
+        if cancel is not None and cancel.is_set():
+            raise CancelledUndone(f"process {root.pid} was sent SIGTERM and nothing else; it may still be ending")
+        if time.monotonic() > until:
+            return left
+        if root not in left:
+            _send([one for one in left if one not in told], signal.SIGTERM)
+            told |= set(left)
+        tree = left
+        time.sleep(_STEP)
+    return []
