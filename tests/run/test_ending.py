@@ -9,7 +9,6 @@ import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -149,8 +148,8 @@ def test_where_the_last_lines_begin(tmp_path, text, lines, begin):
 def test_the_same_from_python(tmp_path, runtime):
     job = api.run(["sh", "-c", f"echo here; {GO} exit 4"], name="api", cwd=tmp_path, shim=False)
     assert job.log == str(tmp_path / "api.limosa.log")
-    threading.Timer(0.3, (tmp_path / "go").touch).start()
-    assert api.wait("api").exit_code == (4 if KNOWN else None)
+    ended = api.wait("api", while_waiting=lambda: bool((tmp_path / "go").touch()))
+    assert ended.exit_code == (4 if KNOWN else None)
     assert Path(job.log).read_text() == "here\n"
     with pytest.raises(api.NoSuchProcess):
         api.stop(job.identity)
