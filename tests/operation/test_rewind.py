@@ -309,3 +309,9 @@ def test_half_a_tail_is_never_put_back(log: Path) -> None:
     todo.undo()
     assert log.read_bytes() == BEFORE + SINCE + SINCE
     assert os.listdir(log.parent) == [log.name]
+
+
+@pytest.mark.parametrize("rest", ["root/etc/passwd", "cwd/x", "fd/0", "exe", "map_files/1-2", "task/1/root/etc/passwd"])
+def test_a_name_through_the_links_of_a_process_is_no_file_of_the_jobs(rest: str) -> None:
+    """The kernel gives no file such a name; whether those links may be read is another question."""
+    assert ids(OpenFile(path=f"/proc/1/{rest}", size=1, pid=4711, fd=5)) in ([CHANGED], [MISSING])

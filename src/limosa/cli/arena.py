@@ -70,7 +70,7 @@ def seconds_of(text: str) -> float:
     Raises:
         UsageError: it is no time.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text.strip().lower())
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", text.strip().lower())
     if found is None:
         raise UsageError(detail=f"{text!r} is not a time (90s, 30m, 8h)")
     return float(found[1]) * _UNITS[found[2]]

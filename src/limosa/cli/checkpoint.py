@@ -106,12 +106,14 @@ def command(
         from limosa.cli.signals import cancelling
 
         if dry_run:
+            from limosa.process.identity import pid_in
+
             try:
                 plan = operation.plan("checkpoint", job, output=output, **options)
             except UsageError:
                 raise
             except LimosaError as error:
-                plan = refused("checkpoint", error, pid=int(job) if job.isdigit() else 0)
+                plan = refused("checkpoint", error, pid=pid_in(job) or 0)
             print_plans(report, [plan])
             return
         with cancelling(report) as cancel:

@@ -36,8 +36,10 @@ class Selection(NamedTuple):
     @property
     def pid(self) -> int:
         """The pid where it is one job named by its pid, else 0."""
+        from limosa.process.identity import pid_in
+
         one = self.jobs[0] if self.jobs and len(self.jobs) == 1 else ""
-        return int(one) if one.isdigit() else 0
+        return pid_in(one) or 0
 
 
 def act(report: Report, verb: str, named: Selection, *, dry_run: bool = False, **options: Any) -> None:

@@ -12,6 +12,9 @@ import typer
 from limosa.cli.output import Format
 from limosa.errors import UsageError
 
+_MOST_SECONDS = 1e9  # 30 years
+_MOST_BYTES = 1 << 62
+
 FormatOption = Annotated[
     Format, typer.Option("-o", "--format", help="Print the result as text or json.", show_default=False)
 ]
@@ -46,12 +49,33 @@ MapOption = Annotated[
     str | None, typer.Option("--map", metavar="A=B,...", help="Which GPU becomes which; the rest is filled in.")
 ]
 
+
+def sane_seconds(value: float | None) -> float | None:
+    """A time that can be waited for; what it is not (nan, inf) passes by a smallest and a largest value.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    if value is not None and not 0 <= value <= _MOST_SECONDS:
+        raise typer.BadParameter(f"{value} is not a number of seconds")
+    return value
+
+
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Undo and give up after this long.")
+    float | None,
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0, callback=sane_seconds, help="Undo and give up after this long."
+    ),
 ]
 MaxPause = Annotated[
     float | None,
-    typer.Option("--max-pause", metavar="SECONDS", min=0, help="Refuse where the job would stand still longer."),
+    typer.Option(
+        "--max-pause",
+        metavar="SECONDS",
+        min=0,
+        callback=sane_seconds,
+        help="Refuse where the job would stand still longer.",
+    ),
 ]
 Force = Annotated[
     list[str] | None,
@@ -67,7 +91,7 @@ PrintStats = Annotated[bool, typer.Option("--print-stats", help="Show CRIU's sta
 CriuPath = Annotated[Path | None, typer.Option("--criu", metavar="PATH", help="Use this criu program.")]
 ImageDir = Annotated[Path, typer.Argument(metavar="DIR", help="The image's folder.")]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _FACTOR = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -82,7 +106,10 @@ def parse_size(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a size (1048576, 64M, 64MiB)")
     number, unit, binary, byte = found.groups()
     base = 1000 if byte and unit and not binary else 1024
-    return int(float(number) * base ** _FACTOR[unit.lower()])
+    size = int(float(number) * base ** _FACTOR[unit.lower()])
+    if size > _MOST_BYTES:
+        raise typer.BadParameter(f"{text!r} is more than any machine has")
+    return size
 
 
 def check_force(ids: Sequence[str] | None) -> list[str]:

@@ -38,7 +38,8 @@ def command(
     suspended. Whole images are kept, unfinished ones removed. Your own
     operations only; as root, everybody's.
 
-    Exit code 0: nothing is left. 40: look. 41: a job had to stay suspended.
+    Exit code 0: nothing is left. 2, 11: DIR is no folder, or may not be read.
+    40: look. 41: a job had to stay suspended.
     """
     with reporting("recover", fmt, quiet, verbose) as report:
         from limosa.cli.signals import cancelling

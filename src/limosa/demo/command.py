@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from limosa.cli.options import FormatOption, Quiet, Verbose
+from limosa.cli.options import FormatOption, Quiet, Verbose, sane_seconds
 from limosa.cli.output import Format, Report, reporting
 from limosa.cli.signals import cancelling
 
@@ -25,7 +25,9 @@ def command(
     steps: Annotated[
         int | None, typer.Option("--steps", min=50, help="Training steps (default: 400; 1000 on GPUs).")
     ] = None,
-    pace: Annotated[float, typer.Option("--pace", min=0, help="Seconds of rest after each.")] = 0.02,
+    pace: Annotated[
+        float, typer.Option("--pace", min=0, callback=sane_seconds, help="Seconds of rest after each.")
+    ] = 0.02,
     numpy: Annotated[bool, typer.Option("--numpy", help="NumPy on the CPU, also where PyTorch is installed.")] = False,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from limosa.errors import LimosaError, NoRoomOnHost, PermissionDenied
+from limosa.errors import LimosaError, NoRoomOnHost, PermissionDenied, UsageError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -191,6 +191,7 @@ def typed_errors(what: str) -> Iterator[None]:
     Raises:
         NoRoomOnHost: no room or no quota.
         PermissionDenied: not permitted, or read-only.
+        UsageError: no file can have such a name.
     """
     try:
         yield
@@ -204,6 +205,8 @@ def _typed(e: OSError, what: str) -> LimosaError | OSError:
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         where = f" ({e.filename})" if e.filename else ""
         return PermissionDenied(detail=f"{what}: {e.strerror}{where}")
+    if e.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+        return UsageError(detail=f"{what if len(what) < 300 else what[:300] + '…'}: {e.strerror}")
     return e
 
 

@@ -16,7 +16,7 @@ from limosa.operation.jobs import user_name
 from limosa.parking.mover import Mover
 from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, residents
-from limosa.parking.segments import exactly
+from limosa.parking.segments import SMALL
 from limosa.parking.vault import Vault, no_room
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.identity import Identity
@@ -126,7 +126,7 @@ def _wait_for_mover(*, end: bool) -> None:
 
 @many_descriptors()
 def _reserve(bytes_: int, keep: float) -> None:
-    bytes_ = sum(exactly(bytes_))
+    bytes_ = -(-bytes_ // SMALL) * SMALL
     inventory = gpu.inventory() if bytes_ else None
     if inventory is not None and not inventory.gpus:
         raise GpuUnavailable(detail="there is no GPU here")

@@ -14,7 +14,7 @@ from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoCudaState, NoSuchProcess, UsageError
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
-from limosa.process.identity import Identity, ancestors
+from limosa.process.identity import Identity, ancestors, pid_in
 from limosa.process.tree import group_by_topmost
 
 
@@ -39,11 +39,12 @@ def job(like: JobLike) -> Job:
         return like
     if isinstance(like, Identity):
         return Job(like, _name_of(like))
-    if isinstance(like, int) or like.isdigit():
-        identity = Identity.of(int(like))
-        return Job(identity, _name_of(identity))
-    record = records.job_named(like)
-    return Job(record.root, record.name)
+    pid = like if isinstance(like, int) else pid_in(like)
+    if pid is None:
+        record = records.job_named(str(like))
+        return Job(record.root, record.name)
+    identity = Identity.of(pid)
+    return Job(identity, _name_of(identity))
 
 
 def _name_of(identity: Identity) -> str:

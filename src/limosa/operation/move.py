@@ -30,7 +30,7 @@ from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.transfer import result_of, transfer
 from limosa.operation.work import Clock, Work
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 
 
@@ -230,7 +230,7 @@ def _pid_of(like: JobLike) -> int:
         return like.root.pid
     if isinstance(like, Identity):
         return like.pid
-    return int(like) if str(like).isdigit() else 0
+    return (like if isinstance(like, int) else pid_in(like)) or 0
 
 
 def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:

@@ -12,6 +12,7 @@ A journal whose lock can be taken has lost its operation. What is done with it:
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import subprocess
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from limosa import gpu, start
-from limosa.errors import LeftSuspended, LimosaError, UndoFailed
+from limosa.errors import LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, journal
 from limosa.operation.journal import Journal, Member
@@ -34,6 +35,12 @@ from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
 from limosa.progress import Progress, ProgressFn, silent
+
+_NOT_READ = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), UsageError.exit_code),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), PermissionDenied.exit_code),
+}
+"""The exit codes for folders that were named and cannot be read."""
 
 
 @many_descriptors()
@@ -88,7 +95,8 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
     try:
         listed = unfinished(folder)
     except OSError as error:
-        return [Recovered(kind="folder", image=str(folder), error=f"cannot be read: {error.strerror}", exit_code=1)]
+        text = f"{folder} cannot be read: {error.strerror}"
+        return [Recovered(kind="folder", image=str(folder), error=text, exit_code=_NOT_READ.get(error.errno or 0, 40))]
     for litter in listed:
         if any(str(litter.path) in one.did for one in before):
             continue  # a whole dump of a job that is gone: the pass before has said so, and only rm removes it
@@ -99,7 +107,7 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
                 try:
                     remove_image(litter.path)
                 except (LimosaError, OSError) as error:
-                    entry.did, entry.error, entry.exit_code = "", str(error), getattr(error, "exit_code", 1)
+                    entry.did, entry.error, entry.exit_code = "", str(error), getattr(error, "exit_code", 40)
         else:
             entry.did = f"left {litter.path} alone: " + (
                 "it is being written" if litter.state == "alive" else "another machine may be writing it"

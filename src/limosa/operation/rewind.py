@@ -21,7 +21,9 @@ import msgspec
 from limosa.errors import FailedUndone, Reason
 from limosa.image import Manifest, OpenFile
 
-_OF_A_PROCESS = re.compile(r"/proc/\d+/")  # in images of earlier versions: there as soon as the process is
+_OF_A_PROCESS = re.compile(
+    r"/proc/[0-9]+/(?!(task/[0-9]+/)?(root|cwd|exe|fd|map_files)(/|$))"
+)  # in images of earlier versions: there as soon as the process is
 
 
 class Rewind(msgspec.Struct, kw_only=True):
@@ -119,7 +121,11 @@ def changed_files(
 
 
 def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], manifest: Manifest) -> Reason | None:
-    if os.path.realpath(path) != path:  # what the kernel named had no links in it; do not follow new ones
+    try:
+        real = os.path.realpath(path)
+    except OSError as error:  # a link of /proc that may not be read
+        return Reason(id="file-missing", text=f"{path} cannot be looked at ({error.strerror})", exit_code=23)
+    if real != path:  # what the kernel named had no links in it; do not follow new ones
         return Reason(id="file-changed", text=f"{path} leads through a symbolic link now", exit_code=23)
     size = uses[0].size
     who = f"process {uses[0].pid} had it " + ("mapped" if uses[0].fd is None else f"open as descriptor {uses[0].fd}")

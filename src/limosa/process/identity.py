@@ -18,6 +18,7 @@ from limosa.process.slurp import slurp
 
 _PF_EXITING = 0x4  # include/linux/sched.h, in the flags of /proc/PID/stat
 _PENDING = (b"SigPnd:", b"ShdPnd:")
+_LONGEST_PID = 10  # digits of a pid_t
 
 
 class Stat(msgspec.Struct, frozen=True):
@@ -133,6 +134,16 @@ def _thread_group(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         pass
     raise NoSuchProcess(pid=pid)
+
+
+def pid_in(text: str) -> int | None:
+    """Return the pid that a text is; None where it is anything else, a name for instance.
+
+    Examples:
+        >>> pid_in("4711"), pid_in("train"), pid_in("²")
+        (4711, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= _LONGEST_PID else None
 
 
 class Identity(msgspec.Struct, frozen=True, order=True):

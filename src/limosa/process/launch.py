@@ -151,6 +151,10 @@ def launch(
         reader = stack.enter_context(open(answer, "rb"))
         try:
             started = _spawn([null, log_fd, log_fd, spec_fd, answer_end], ignored)
+        except OSError as error:
+            if log_is_new:
+                path.unlink(missing_ok=True)
+            raise RunFailed(detail=f"no process can be started: {error.strerror}") from error
         finally:
             os.close(answer_end)
         said: dict[str, Any] = {}

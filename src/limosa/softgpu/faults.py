@@ -205,8 +205,8 @@ def _check_lie(rule: str, lie: str, function: str) -> None:
 
 def result_number(name: str) -> int | None:
     """Return the number of a ``CUresult`` or ``nvmlReturn_t`` given by name or number, None where there is none."""
-    if name.isdigit():
-        return int(name)
+    if name.isascii() and name.isdigit():
+        return int(name[:20])
     if not name.startswith(("CUDA_", "NVML_")):
         name = f"CUDA_{name}" if name == "SUCCESS" else f"CUDA_ERROR_{name}"
     if name.startswith("NVML_"):
