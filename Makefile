@@ -12,7 +12,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-long test-gpu faults fuzz bench bench-driver bench-gpu lint check clean help
+.PHONY: demo test test-soft test-long test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
+	@echo "make mutants    sixty mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"
 
@@ -75,6 +76,11 @@ faults:
 fuzz:
 	@$(READY_TEST)
 	$(SUDO) env LIMOSA_FUZZ=$(or $(N),100000) $(if $(SEED),LIMOSA_FUZZ_SEED=$(SEED)) $(PYTEST) -q -n 2 --durations=10 tests/fuzz
+
+# Never in the checkout. SIDE=2: two copies side by side; TABLE=FILE: the result as a page.
+mutants:
+	@$(READY_TEST)
+	$(SUDO) env PYTHONPATH=tests $(PY) -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SIDE),--side $(SIDE)) $(if $(TABLE),--table $(TABLE))
 
 bench:
 	@$(READY_TEST)

@@ -76,6 +76,14 @@ def test_what_is_committed_is_what_is_opened(tmp_path: Path) -> None:
         assert 0 < timings.sync < timings.total
 
 
+def test_discarding_what_is_committed_changes_nothing(tmp_path: Path) -> None:
+    with Draft.create(tmp_path / "image") as draft:
+        fill(draft)
+        draft.commit(manifest()).close()
+        assert draft.discard() == 0
+    assert is_whole(tmp_path / "image")
+
+
 def test_hashes_are_those_of_b3sum(tmp_path: Path) -> None:
     """Known answers (BLAKE3's test vectors), below and above the size from which several threads hash."""
     vector = bytes(i % 251 for i in range(102400))

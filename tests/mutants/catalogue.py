@@ -1,0 +1,554 @@
+"""The mutants: each one mistake that would hurt somebody, and the tests that must notice it.
+
+By area: the way back, the commit point, who is believed, who a process is, room, maps, the worker's will, the gate, and
+who holds the last copy. ``old`` stands in the file exactly once (a test of ``make test`` compares); whoever changes
+such a line changes the mutant with it. A mutant that survives gets a test, or a ``reason`` why nothing can show it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OPERATION = ("tests/operation",)
+IMAGE = ("tests/image",)
+WORKER = ("tests/gpu_room/test_gpu_worker.py",)
+MAPS = ("tests/gpu_room/test_gpu_maps.py",)
+GATE = ("tests/shim/test_shim_gate.py", "tests/shim/test_shim_parking.py")
+RESIDENTS = ("tests/parking",)
+PARKED = ("tests/e2e_soft/test_soft_parked.py", "tests/e2e_soft/test_soft_aside.py")
+
+
+class Mutant(NamedTuple):
+    """One mistake.
+
+    Attributes:
+        name: what it is called.
+        file: in the project.
+        old, new: the text that is replaced, and by what.
+        hurts: what would become of somebody's job.
+        tests: which must notice it: paths, with ``::name`` where one is enough.
+        reason: why nobody needs to, where nobody can.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    hurts: str
+    tests: tuple[str, ...]
+    reason: str = ""
+
+
+_OPERATION = "src/limosa/operation/"
+_IMAGE = "src/limosa/image/"
+_SHIM = "src/limosa/native/shim/"
+
+UNDO = (
+    Mutant(
+        "undo-oldest-first",
+        _OPERATION + "work.py",
+        "name, undo = self._undo.pop()",
+        "name, undo = self._undo.pop(0)",
+        "the claim is let go of, and vault and mover with it, before the job has its memory again",
+        (*OPERATION, "tests/e2e_soft/test_soft_parked.py::test_whatever_fails_once_the_job_runs_on_with_its_memory"),
+    ),
+    Mutant(
+        "undo-stops-at-the-first-failure-in-silence",
+        _OPERATION + "work.py",
+        "            except BaseException as undo_error:\n                self.try_note",
+        "            except BaseException as undo_error:\n                continue\n                self.try_note",
+        "an undo that fails is not told (40): the journal goes, and nobody recovers the job",
+        OPERATION,
+    ),
+    Mutant(
+        "journal-gone-before-the-undo",
+        _OPERATION + "work.py",
+        '                self.progress(Progress("undo", message=f"{self.operation}: {error}; undoing"))\n',
+        "                self.journal and self.journal.finish()\n                self.journal = None\n",
+        "killed while it undoes, nothing tells what is where",
+        OPERATION,
+    ),
+    Mutant(
+        "driver-undo-not-registered",
+        _OPERATION + "transfer.py",
+        '    work.push("driver", lambda: driver_steps',
+        '    work.push("driver", lambda: None and driver_steps',
+        "a move that fails leaves the job locked",
+        OPERATION,
+    ),
+    Mutant(
+        "target-stays-mapped",
+        _OPERATION + "transfer.py",
+        '        work.push("parked-target", parked.leave_target)\n',
+        '        work.push("parked-target", lambda: None)\n',
+        "a move that fails late brings the process home with the other GPU's memory mapped",
+        ("tests/e2e_soft/test_soft_parked.py::test_whatever_fails_once_the_job_runs_on_with_its_memory",),
+    ),
+    Mutant(
+        "home-by-the-same-map",
+        _OPERATION + "driver_steps.py",
+        "{b: a for a, b in m.map.items()} if m in away else m.home",
+        "m.map if m in away else m.home",
+        "the way back leads further away",
+        OPERATION,
+    ),
+    Mutant(
+        "half-a-job-goes-on",
+        _OPERATION + "driver_steps.py",
+        'whole = member.was == "running" and member.root not in broken',
+        'whole = member.was == "running"',
+        "one process of a job is lost, the others run on without it",
+        OPERATION,
+    ),
+    Mutant(
+        "where-it-is-not-asked",
+        _OPERATION + "driver_steps.py",
+        '        away = open_step == "restore"\n',
+        "        pass\n",
+        "a restore that was given up on and done later is not seen: the job is looked for on the wrong GPU",
+        OPERATION,
+    ),
+    Mutant(
+        "undo-beside-a-call-under-way",
+        _OPERATION + "driver_steps.py",
+        "if not driver.wait_under_way(member.pid, _PATIENCE):",
+        "if False:",
+        "a lock that comes after the undo is nobody's to take back",
+        OPERATION,
+    ),
+    Mutant(
+        "one-answer-is-believed",
+        _OPERATION + "driver_steps.py",
+        '            if none_before:\n                return ""\n',
+        '            return ""\n',
+        "a member of which the driver says once that it has no CUDA state stays locked",
+        OPERATION,
+    ),
+    Mutant(
+        "no-way-back-forgotten",
+        _OPERATION + "parked/gates.py",
+        "        if self.opened:\n            raise gate_was_opened(self._work.operation)\n        leave(parts)",
+        "        leave(parts)",
+        "the memory of a job that may run already is taken away again",
+        PARKED,
+    ),
+    Mutant(
+        "copy-still-reads",
+        _OPERATION + "parked/moving.py",
+        "        self._copying.settle()  # it reads what is about to be given back\n",
+        "",
+        "the mover reads memory that the job has again",
+        PARKED,
+    ),
+)
+
+COMMIT = (
+    Mutant(
+        "discard-after-the-commit",
+        _IMAGE + "draft.py",
+        "if self.committed or self._parent_fd < 0:",
+        "if self._parent_fd < 0:",
+        "the image, the only copy, is emptied",
+        IMAGE,
+    ),
+    Mutant(
+        "renamed-before-it-is-on-disk",
+        _IMAGE + "draft.py",
+        "            self._files.fsync(self.fd)\n            stop_if(cancel)",
+        "            stop_if(cancel)",
+        "after a power cut the image is there without its manifest",
+        IMAGE,
+    ),
+    Mutant(
+        "file-not-on-disk",
+        _IMAGE + "sync.py",
+        "            files.chmod(fd, FILE_MODE)\n        files.fsync(fd)\n        return begin",
+        "            files.chmod(fd, FILE_MODE)\n        return begin",
+        "after a power cut the image's pages are zeroes",
+        IMAGE,
+    ),
+    Mutant(
+        "chunk-not-on-disk",
+        _IMAGE + "sync.py",
+        "                files.fsync(fd)\n            finally:",
+        "                pass\n            finally:",
+        "after a power cut device memory is missing",
+        IMAGE,
+    ),
+    Mutant(
+        "rename-not-on-disk-is-no-error",
+        _IMAGE + "draft.py",
+        "        try:\n            self._files.fsync(self._parent_fd)\n",
+        "        try:\n            pass\n",
+        "the job is ended, and after a power cut its image has an unfinished name",
+        IMAGE,
+    ),
+    Mutant(
+        "somebody-elses-folder",
+        _IMAGE + "draft.py",
+        "        self._check_renamed()\n",
+        "",
+        "a folder that somebody put in the place of ours becomes the image",
+        IMAGE,
+    ),
+    Mutant(
+        "hash-of-the-manifest-not-compared",
+        _IMAGE + "manifest.py",
+        "    if digest != digest_line(found):",
+        "    if False:",
+        "a manifest that was changed is taken for whole",
+        IMAGE,
+    ),
+    Mutant(
+        "file-content-not-compared",
+        _IMAGE + "verify.py",
+        "found[f.path].problem is None and found[f.path].digest != f.blake3]",
+        "found[f.path].problem is None and found[f.path].size != f.size]",
+        "a damaged image is restored",
+        IMAGE,
+    ),
+    Mutant(
+        "chunk-content-not-compared",
+        _IMAGE + "verify.py",
+        "    if digest == name:\n        return None\n",
+        "    return None\n",
+        "damaged device memory is restored",
+        IMAGE,
+    ),
+    Mutant(
+        "chunk-sizes-not-compared",
+        _IMAGE + "manifest.py",
+        "            if len(piece.chunks) != -(-piece.bytes // size):",
+        "            if False:",
+        "a piece of memory has fewer chunks than bytes",
+        IMAGE,
+    ),
+    Mutant(
+        "last-chunk-as-long-as-the-others",
+        _IMAGE + "manifest.py",
+        "                last = piece.bytes - (len(piece.chunks) - 1) * self.chunk_bytes\n",
+        "                last = self.chunk_bytes\n",
+        "the end of a piece of memory is read past its chunk, or refused",
+        IMAGE,
+    ),
+    Mutant(
+        "needed-chunks-are-removed",
+        _IMAGE + "chunks.py",
+        "gone = [name for name in self.names() if name not in names]",
+        "gone = [name for name in self.names() if name in names]",
+        "the commit removes the job's memory",
+        IMAGE,
+    ),
+    Mutant(
+        "what-is-being-written-is-removed",
+        _IMAGE + "remove.py",
+        'owner.state == "alive" and owner.owner != this_process()',
+        'owner.state == "dead" and owner.owner != this_process()',
+        "`limosa rm` removes an image that is being written",
+        IMAGE,
+    ),
+    Mutant(
+        "removed-under-its-own-name",
+        _IMAGE + "remove.py",
+        "            files.rename(path.name, name, parent_fd)\n",
+        "            name = path.name\n",
+        "killed in the middle of `rm`, half an image has an image's name",
+        IMAGE,
+    ),
+    Mutant(
+        "ended-without-a-will",
+        _OPERATION + "checkpoint.py",
+        "        self.work.armed()\n",
+        "",
+        "the job is ended while nobody would finish if limosa died",
+        ("tests/operation", "tests/e2e/test_e2e_crash.py"),
+    ),
+)
+
+BELIEVED = (
+    Mutant(
+        "any-owner-of-a-folder-on-the-way",
+        _IMAGE + "trust.py",
+        '    if info.st_uid not in trusted:\n        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")\n    if (server',
+        "    if (server",
+        "a stranger exchanges the image on its way to CRIU",
+        ("tests/image/test_image_trust.py",),
+    ),
+    Mutant(
+        "any-owner-of-a-part",
+        _IMAGE + "trust.py",
+        '    if info.st_uid not in trusted:\n        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")\n    if not (stat',
+        "    if not (stat",
+        "root runs a stranger's code",
+        ("tests/image/test_image_trust.py",),
+    ),
+    Mutant(
+        "others-may-write",
+        _IMAGE + "trust.py",
+        "    if info.st_mode & _OTHERS_WRITE:\n",
+        "    if False:\n",
+        "what was verified is not what CRIU reads",
+        ("tests/image/test_image_trust.py",),
+    ),
+    Mutant(
+        "a-link-of-anybodys",
+        _IMAGE + "trust.py",
+        "                    _check_owner(info, os.path.join(where, name), shown, trusted, served)\n",
+        "",
+        "a stranger's link leads root to another image",
+        ("tests/image/test_image_trust.py",),
+    ),
+    Mutant(
+        "recovered-as-root",
+        _OPERATION + "recover.py",
+        "command, user=left.owner, group=group, extra_groups=[], cwd",
+        "command, cwd",
+        "what a user's journal says is done with root's rights",
+        ("tests/operation",),
+    ),
+    Mutant(
+        "resident-of-anybody",
+        "src/limosa/parking/vault_main.py",
+        "if peer(client)[1] in (0, os.geteuid()):",
+        "if True:",
+        "a stranger reads another's memory out of the vault",
+        RESIDENTS,
+    ),
+    Mutant(
+        "unsealed-words",
+        "src/limosa/parking/packets.py",
+        "if seals & _SEALED != _SEALED or",
+        "if",
+        "what is read is changed while it is read",
+        RESIDENTS,
+    ),
+)
+
+WHO = (
+    Mutant(
+        "pid-alone-is-a-process",
+        "src/limosa/process/identity.py",
+        "        return stat.start_time == self.start_time and not stat.ended",
+        "        return not stat.ended",
+        "another process with the same pid is taken for the job",
+        ("tests/process/test_identity.py",),
+    ),
+    Mutant(
+        "reused-pid-is-signalled",
+        "src/limosa/process/identity.py",
+        "        try:\n            identity.check()\n        except BaseException:\n",
+        "        try:\n            pass\n        except BaseException:\n",
+        "another process is ended in the job's place",
+        ("tests/process/test_identity.py",),
+    ),
+    Mutant(
+        "changed-since-it-was-looked-at",
+        _OPERATION + "holding.py",
+        "            if state != member.was:\n",
+        "            if False:\n",
+        "a job that somebody has suspended meanwhile is moved as if it ran",
+        OPERATION,
+    ),
+    Mutant(
+        "grown-since-it-was-looked-at",
+        _OPERATION + "holding.py",
+        "    for p in prepared:\n        refuse_growth(work.driver, p)\n    if members:",
+        "    if members:",
+        "a process that has got a context meanwhile is left behind",
+        OPERATION,
+    ),
+)
+
+ROOM = (
+    Mutant(
+        "no-last-look-at-the-room",
+        _OPERATION + "driver_steps.py",
+        "        room.check(inventory, members, work.id, made=work.made)\n",
+        "",
+        "a restore runs out of device memory, and the driver never takes the process back",
+        OPERATION,
+    ),
+    Mutant(
+        "promised-to-others",
+        _OPERATION + "room.py",
+        "+ (vacated or {}).get(uuid, 0) - spoken_for",
+        "+ (vacated or {}).get(uuid, 0)",
+        "two operations are given the same gigabytes",
+        OPERATION,
+    ),
+    Mutant(
+        "no-room-kept-for-the-way-back",
+        _OPERATION + "holding.py",
+        "        for uuid, size in room.needs(members, home=True).items():\n",
+        "        for uuid, size in ():\n",
+        "somebody else takes the place while the job is away, and it cannot go home",
+        OPERATION,
+    ),
+    Mutant(
+        "home-is-where-it-goes",
+        _OPERATION + "room.py",
+        "            target = uuid if home else member.map.get(uuid, uuid)\n",
+        "            target = member.map.get(uuid, uuid)\n",
+        "the way back is weighed on the wrong GPU",
+        OPERATION,
+    ),
+)
+
+MAP = (
+    Mutant(
+        "gives-way-in-silence",
+        "src/limosa/gpu/maps.py",
+        "if held.get(uuid, 0) > 0 and uuid in taken:",
+        "if False:",
+        "memory of the job is moved of which nobody has spoken",
+        MAPS,
+    ),
+    Mutant(
+        "any-chip",
+        "src/limosa/gpu/maps.py",
+        "[other for other in free if names[other].name == names[uuid].name]",
+        "list(free)",
+        "the map leads to another chip, which the driver refuses when the job stands still",
+        MAPS,
+    ),
+)
+
+WILL = (
+    Mutant(
+        "no-will",
+        _OPERATION + "work.py",
+        "        self.driver.set_will(self._will(), wait=False)\n",
+        "",
+        "limosa is killed, and the job stays locked until somebody calls recover",
+        ("tests/operation", "tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back"),
+    ),
+    Mutant(
+        "will-beside-a-call-under-way",
+        "src/limosa/gpu/worker_loop.py",
+        "    loop.finish()\n",
+        "",
+        "the undo begins while the driver still copies",
+        WORKER,
+    ),
+    Mutant(
+        "last-word-not-heard",
+        "src/limosa/gpu/worker_loop.py",
+        "if not loop.read(until_empty=dead) or dead:",
+        "if dead or not loop.read(until_empty=dead):",
+        "a will that was taken back just before the end is carried out",
+        WORKER,
+    ),
+    Mutant(
+        "will-of-a-worker-that-was-given-up",
+        "src/limosa/gpu/worker_loop.py",
+        "            self.will = [str(part) for part in argv] if argv else None\n",
+        "            self.will = [str(part) for part in argv] if argv else self.will\n",
+        "an operation that has ended is undone",
+        WORKER,
+    ),
+)
+
+CLOSED = (
+    Mutant(
+        "gate-does-not-wait",
+        _SHIM + "gate.c",
+        "        while (atomic_load_explicit(&reader->inside, memory_order_acquire)) {\n",
+        "        while (0) {\n",
+        "memory is taken away from under a call",
+        GATE,
+    ),
+    Mutant(
+        "gate-opens-itself",
+        _SHIM + "gate.c",
+        "        while (atomic_load_explicit(&gate_closed, memory_order_relaxed))\n            syscall",
+        "        if (atomic_load_explicit(&gate_closed, memory_order_relaxed))\n            syscall",
+        "a thread that is woken too early comes through",
+        GATE,
+        "the outer loop looks again before it lets anybody through",
+    ),
+    Mutant(
+        "gate-not-looked-at-again",
+        _SHIM + "gate.c",
+        "    } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));\n",
+        "    } while (0);\n",
+        "a thread slips through between being woken and being counted",
+        GATE,
+    ),
+    Mutant(
+        "closed-in-children",
+        _SHIM + "gate.c",
+        "    atomic_store(&gate_closed, 0);\n    if (!gate_fence)",
+        "    if (!gate_fence)",
+        "a child forked while its parent was held stands still for ever",
+        GATE,
+    ),
+    Mutant(
+        "device-not-waited-for",
+        _SHIM + "still.c",
+        "    CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);\n",
+        "    CUresult result = CUDA_SUCCESS;\n",
+        "memory is taken away from under a kernel",
+        GATE,
+    ),
+    Mutant(
+        "opened-with-nothing-there",
+        _SHIM + "still.c",
+        "    if (state == STATE_AWAY)\n        return -EBUSY;",
+        "    if (0)\n        return -EBUSY;",
+        "the job meets addresses with nothing behind them",
+        GATE,
+    ),
+    Mutant(
+        "came-once-and-not-again",
+        _SHIM + "park.c",
+        "        memory->kept = fds_away(fd);\n",
+        "        fds_close(fd);\n",
+        "memory that was moved once cannot be moved again",
+        GATE,
+    ),
+)
+
+HELD = (
+    Mutant(
+        "vault-ends-with-what-it-holds",
+        "src/limosa/parking/vault_main.py",
+        "        if vault.held or len(ready.get_map()) > 1:\n",
+        "        if len(ready.get_map()) > 1:\n",
+        "the vault ends while it holds a job's memory",
+        (*RESIDENTS, "tests/e2e_soft/test_soft_aside.py"),
+    ),
+    Mutant(
+        "half-a-message-is-kept",
+        "src/limosa/parking/vault_main.py",
+        '        if asked.get("more"):\n            return\n',
+        "",
+        "of many descriptors the last are held, the others are not",
+        RESIDENTS,
+    ),
+    Mutant(
+        "held-for-another-with-that-pid",
+        "src/limosa/parking/vault_main.py",
+        "        if not alive:\n            held.pop(key).close()",
+        "        if alive:\n            held.pop(key).close()",
+        "the vault lets go of the memory of a job that lives",
+        (*RESIDENTS, "tests/e2e_soft/test_soft_aside.py"),
+    ),
+    Mutant(
+        "source-not-held",
+        _OPERATION + "parked/moving.py",
+        'for side, fds in (("source", part.source), ("target", part.target)):\n            ids',
+        'for side, fds in (("target", part.target),):\n            ids',
+        "limosa is killed, and nobody has the memory that the job left",
+        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back",),
+    ),
+    Mutant(
+        "suspended-before-it-is-kept",
+        _OPERATION + "transfer.py",
+        "            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
+        "            driver_steps.leave_suspended(members, release=prepared[0].release)\n            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
+        "killed in between, the job counts as suspended and nobody has its memory",
+        (*PARKED,),
+    ),
+)
+
+MUTANTS = (*UNDO, *COMMIT, *BELIEVED, *WHO, *ROOM, *MAP, *WILL, *CLOSED, *HELD)
