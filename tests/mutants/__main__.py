@@ -210,13 +210,13 @@ def main() -> int:
     )
     chosen = parser.parse_args()
     as_usual()
-    if wrong := problems():
+    picked = [m for m in MUTANTS if not chosen.only or any(part in m.name for part in chosen.only)]
+    if wrong := problems(picked):
         print("\n".join(wrong))
         return 2
     if chosen.check:
-        print(f"{len(MUTANTS)} mutants")
+        print(f"{len(picked)} mutants")
         return 0
-    picked = [m for m in MUTANTS if not chosen.only or any(part in m.name for part in chosen.only)]
     with tempfile.TemporaryDirectory(prefix="limosa-mutants-") as top:
         os.chmod(top, 0o755)  # other users' parts of a test read it
         copies: SimpleQueue[Copy] = SimpleQueue()

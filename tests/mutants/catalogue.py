@@ -301,8 +301,8 @@ BELIEVED = (
     Mutant(
         "recovered-as-root",
         _OPERATION + "recover.py",
-        "command, user=left.owner, group=group, extra_groups=[], cwd",
-        "command, cwd",
+        "command, user=left.owner, group=group, extra_groups=[], env",
+        "command, env",
         "what a user's journal says is done with root's rights",
         ("tests/operation",),
     ),
@@ -387,8 +387,8 @@ ROOM = (
     Mutant(
         "home-is-where-it-goes",
         _OPERATION + "room.py",
-        "            target = uuid if home else member.map.get(uuid, uuid)\n",
-        "            target = member.map.get(uuid, uuid)\n",
+        "    return uuid if home else member.map.get(uuid, uuid)\n",
+        "    return member.map.get(uuid, uuid)\n",
         "the way back is weighed on the wrong GPU",
         OPERATION,
     ),
