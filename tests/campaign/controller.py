@@ -293,9 +293,10 @@ def limits(told: dict[str, float]) -> None:
         setattr(owner, name, value)
 
 
-def open_here() -> int:
-    """How many descriptors this process has, but for those that libnvidia-ml keeps as long as a process lives."""
-    return sum(not where.startswith("/dev/nvidia") for where in map(readlink, os.listdir("/proc/self/fd")))
+def open_here() -> dict[int, str]:
+    """The descriptors that this process has, but for those that libnvidia-ml keeps as long as a process lives."""
+    found = {int(fd): readlink(fd) for fd in os.listdir("/proc/self/fd")}
+    return {fd: where for fd, where in found.items() if where and not where.startswith("/dev/nvidia")}
 
 
 def readlink(fd: str) -> str:
@@ -310,7 +311,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
     """The child: installs what disturbs it and becomes a ``limosa`` command line; does not return."""
     code: int | str | None = 0
     disturber = Disturber(order, pipe)
-    before = 0
+    before: dict[int, str] = {}
     try:
         spare: list[Any] = []
         if order.get("worker") != "exec":
@@ -356,7 +357,9 @@ def run(order: dict[str, Any], pipe: int) -> None:
         for one in spare:  # never needed: it ends with our end of the pair
             one.connection.close()
             os.close(one.words)
-        disturber.say(descriptors=open_here() - before + 2 * len(spare))
+        now = open_here()
+        grown = [where for fd, where in sorted(now.items()) if before.get(fd) != where]
+        disturber.say(descriptors=len(now) - len(before) + 2 * len(spare), new=grown)
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code if isinstance(code, int) else 0)

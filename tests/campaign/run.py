@@ -265,9 +265,11 @@ class Run(Fault):
             problems.append("the job is suspended and not noted as such")
         if self.case.parked:
             self._judge_parked(now[0][0])
-        grown = next((one["descriptors"] for one in found.said if "descriptors" in one), 0)
-        if grown > (6 if rc != 40 else 12):  # those of modules that were loaded on the way; what is left to recover
-            problems.append(f"limosa itself has left {grown} descriptors open")
+        grown, new = next(((one["descriptors"], one["new"]) for one in found.said if "descriptors" in one), (0, []))
+        ours = [where for where in new if where.startswith(f"{room.base}/")]
+        # Modules and libraries that were loaded on the way have some; after a 40 something is left to recover.
+        if grown > (12 if rc == 40 else 6) or (ours and rc != 40):
+            problems.append(f"limosa itself has left {grown} descriptors open: {new}")
 
     def _judge_parked(self, state: str) -> None:
         """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""

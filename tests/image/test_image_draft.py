@@ -292,6 +292,7 @@ def test_the_disk_fails_at_every_change(tmp_path: Path) -> None:
     write_image(dest, noting).close()
     remove(dest)
     past_the_commit_point = []
+    descriptors = os.listdir("/proc/self/fd")
     for n in range(len(noting.done)):
         number, error = DISK_ERRORS[n % 3]
         files = FailingFiles(n, number)
@@ -312,11 +313,39 @@ def test_the_disk_fails_at_every_change(tmp_path: Path) -> None:
         assert is_whole(dest)
         remove(dest)
         assert list(tmp_path.iterdir()) == []
+        assert os.listdir("/proc/self/fd") == descriptors, files.failed
     # Removing the marker may fail unnoticed: it means nothing any more.
     assert past_the_commit_point == [f"fsync:{tmp_path}", "unlink:unfinished.json"]
     untouched = FailingFiles(len(noting.done))
     write_image(dest, untouched).close()
     assert not untouched.failed
+
+
+def test_a_folder_whose_mode_cannot_be_set_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int, mode: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "fchmod", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        Draft.create(tmp_path / "image")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_without_a_descriptor_left_nothing_is_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image's own descriptors are made before the rename: behind it nothing fails for want of one."""
+
+    def refuse(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "dup", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        write_image(tmp_path / "image")
+    assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_draft_that_cannot_be_discarded_is_recognised(tmp_path: Path) -> None:

@@ -239,6 +239,20 @@ class Draft:
         Raises: as ``commit``.
         """
         with typed_errors(WHAT):
+            image = self._opened()  # before the rename, behind which nothing may fail for want of a descriptor
+        try:
+            self._rename()
+        except BaseException:
+            image.close()
+            raise
+        try:
+            self._files.unlink(MARKER_NAME, self.fd)
+        except OSError:  # it means nothing any more
+            pass
+        return image
+
+    def _rename(self) -> None:
+        with typed_errors(WHAT):
             try:
                 self._files.rename(self._name, self.dest.name, self._parent_fd)
             except OSError as e:
@@ -255,12 +269,18 @@ class Draft:
         except OSError as e:
             detail = f"{self.dest.parent} could not be put on disk: {e.strerror}"
             raise FailedUndone(what=WHAT, detail=detail, image=str(self.dest)) from e
+
+    def _opened(self) -> Image:
+        """The image with descriptors of its own."""
+        image = Image(self.dest, -1, -1, self._id, self._manifest)
         try:
-            self._files.unlink(MARKER_NAME, self.fd)
-        except OSError:  # it means nothing any more
-            pass
-        chunks_fd = os.dup(self.chunks_fd) if self._manifest.device else -1
-        return Image(self.dest, os.dup(self.fd), os.dup(self.criu_fd), self._id, self._manifest, chunks_fd)
+            image.fd = os.dup(self.fd)
+            image.criu_fd = os.dup(self.criu_fd)
+            image.chunks_fd = os.dup(self.chunks_fd) if self._manifest.device else -1
+        except OSError:
+            image.close()
+            raise
+        return image
 
     def discard(self) -> int:
         """Remove the temporary folder, never following a symlink; after the commit point it does nothing.

@@ -32,7 +32,11 @@ class Files:
         """
         os.mkdir(name, FOLDER_MODE, dir_fd=dir_fd)
         fd = open_folder(name, dir_fd)
-        os.fchmod(fd, FOLDER_MODE)
+        try:
+            os.fchmod(fd, FOLDER_MODE)
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
 
     def write(self, name: str, data: bytes, dir_fd: int) -> None:
@@ -111,9 +115,12 @@ def open_file(name: str, dir_fd: int) -> int:
         OSError: ELOOP for a symlink, EINVAL for anything else that is no regular file.
     """
     fd = os.open(name, _FILE, dir_fd=dir_fd)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", name)
+    except BaseException:
         os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", name)
+        raise
     return fd
 
 

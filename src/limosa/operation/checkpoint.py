@@ -319,6 +319,9 @@ class _Checkpoint:
     def _discard(self) -> None:
         if self.image is None:
             self.draft.discard()
+        else:  # it is committed and stays
+            self.image.close()
+            self.draft.close()
 
     def _bring_back(self) -> None:
         driver_steps.bring_back(self.work.driver, self.members, self.work.journal, self.work.id, self.work.progress)

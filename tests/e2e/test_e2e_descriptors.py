@@ -1,0 +1,64 @@
+"""A program that calls Limosa again and again has as many descriptors as before, also where it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limosa import operation
+from limosa.errors import FailedUndone
+from limosa.image import open_image
+
+pytestmark = pytest.mark.criu
+
+
+def descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:
+            continue
+    return sorted(found)
+
+
+def test_a_checkpoint_that_fails_when_its_image_is_committed_leaves_none(
+    start: Callable[..., Any], tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU is killed when the image is there and the tree has not ended: the job runs on, and the image is named."""
+    module = sys.modules["limosa.operation.checkpoint"]  # the function has its name
+    real = module.dump
+
+    def killed(*arguments: Any, on_action: Any, on_start: Any, **options: Any) -> Any:
+        criu: list[int] = []
+
+        def started(who: Any) -> None:
+            criu.append(who.pid)
+            on_start(who)
+
+        def act(action: str) -> bool:
+            said = bool(on_action(action))
+            if action == "post-dump":
+                os.kill(criu[0], signal.SIGKILL)
+            return said
+
+        return real(*arguments, on_action=act, on_start=started, **options)
+
+    victim = start("counter")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "dump", killed)
+        with pytest.raises(FailedUndone):  # what is loaded once is loaded now
+            operation.checkpoint(victim.pid, tmp_path / "first")
+        before = descriptors()
+        with pytest.raises(FailedUndone, match="committed all the same") as failed:
+            operation.checkpoint(victim.pid, tmp_path / "image")
+        assert descriptors() == before
+    assert failed.value.fields["image"] == str(tmp_path / "image")
+    open_image(tmp_path / "image").close()
+    victim.goes_on()
