@@ -191,5 +191,5 @@ def limosa(runtime: Path, tmp_path: Path) -> Iterator[Limosa]:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-        for record in runtime.glob("*/jobs/*.json"):
+        for record in runtime.glob("**/jobs/*.json"):
             end_session(json.loads(record.read_bytes())["root"]["pid"])

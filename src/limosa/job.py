@@ -17,6 +17,7 @@ from limosa.parking import preload
 from limosa.process import device_nodes, records
 from limosa.process.identity import Identity
 from limosa.process.launch import Launched, launch
+from limosa.process.runtime import lock
 
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
 
@@ -74,9 +75,9 @@ def run(
         UnknownGpu: there is no such GPU.
     """
     made = preload(env, without=without) if shim else env
-    warnings = list(records.runtime_dir().warnings)
+    warnings: list[Reason] = []
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
-    with records.lock("jobs"):
+    with lock("jobs"):
         if name is not None:
             records.check_name(name)
         chosen = name or default_name(command)

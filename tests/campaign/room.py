@@ -375,6 +375,7 @@ class Room:
         if job is not None:
             end_session(job.pid)
             self.reap()
+            sees(job.folder).unlink(missing_ok=True)
             self.ground.wait_for_memory()
             shutil.rmtree(job.folder, ignore_errors=True)
             self.images.pop(f"{key}-{job.shape}", None)

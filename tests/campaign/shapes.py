@@ -120,4 +120,4 @@ COMMANDS = {"exit": 1, "fork": 2, "join": 3, "spin": 4, "callback": 5}
 
 def sees(folder: Path) -> Path:
     """The file that says which GPUs a victim in that folder sees, as ``limosa run --gpus`` makes one."""
-    return folder / str(os.geteuid()) / "sees" / "gpus"
+    return Path(os.environ["LIMOSA_RUNTIME_DIR"]) / "0" / "sees" / folder.name

@@ -334,7 +334,7 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"], first = str(first), 0
     if known.hidden:
         file = sees(place)
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(str(first))
         os.environ["LIMOSA_SEES"], first = str(file), 0
     slot = 0

@@ -154,7 +154,8 @@ class Disturbed:
 
     def litter(self) -> list[str]:
         """Journals and claims that are there."""
-        return [str(p.relative_to(self.runtime)) for k in ("journals", "claims") for p in self.runtime.glob(f"*/{k}/*")]
+        found = [p for kind in ("journals", "claims") for p in self.runtime.glob(f"**/{kind}/*")]
+        return [str(p.relative_to(self.runtime)) for p in found]
 
 
 @pytest.fixture

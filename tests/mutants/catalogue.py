@@ -300,9 +300,9 @@ BELIEVED = (
     ),
     Mutant(
         "recovered-as-root",
-        _OPERATION + "recover.py",
-        "command, user=left.owner, group=group, extra_groups=[], env",
-        "command, env",
+        _OPERATION + "recover_users.py",
+        ", user=uid, group=group, extra_groups=[],\n",
+        ",\n",
         "what a user's journal says is done with root's rights",
         ("tests/operation",),
     ),

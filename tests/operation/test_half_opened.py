@@ -30,6 +30,7 @@ class Holder:
     def __init__(self, keys: dict[str, int], meanwhile: Any):
         self.keys, self.meanwhile = keys, meanwhile
         self.drop = self.unput = self.keys.pop
+        self.uid = os.geteuid()
 
     def held(self) -> dict[str, int]:
         self.meanwhile()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -20,11 +21,12 @@ from driver_double import GB, DriverDouble, failure
 
 from limosa import operation
 from limosa.errors import Busy, LimosaError, Refused
-from limosa.operation import claims, journal
+from limosa.operation import claims, journal, recover_users
 from limosa.operation.journal import Header, Journal, Member
 from limosa.operation.remove_image import remove_image
 from limosa.process.identity import Identity
-from limosa.process.records import RunRecord, SuspendRecord, folders, own_folder
+from limosa.process.places import folders, own_folder
+from limosa.process.records import RunRecord, SuspendRecord
 
 GpuLike = Callable[..., int]
 NOBODY = 65534
@@ -34,8 +36,8 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 
 def folder_of_nobody(runtime: Path, kind: str) -> Path:
     """A runtime folder as that user would have made it."""
-    own_folder(kind)  # makes what all users share, too
-    path = runtime / str(NOBODY) / kind
+    own_folder(kind)  # makes the place of users, too
+    path = runtime / "users" / f"limosa-{NOBODY}" / kind
     path.mkdir(parents=True, exist_ok=True)
     for each in (path.parent, path):
         os.chown(each, NOBODY, NOBODY)
@@ -84,7 +86,7 @@ def test_recover_by_root_cuts_no_file_that_another_users_journal_names(
     (entry,) = operation.recover()
     assert target.read_text() == "root"
     assert kept.exists()
-    assert (entry.id, entry.exit_code) == (theirs.stem, 40)
+    assert (entry.id, entry.exit_code, entry.user) == (theirs.stem, 40, "nobody")
     assert theirs.exists()
 
 
@@ -114,28 +116,76 @@ def open_folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.fixture
+def public_runtime(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A runtime folder that users can get at."""
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(open_folder / "run"))
+    return open_folder / "run"
+
+
+@pytest.fixture
+def users_python(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What runs, as a shell script, where root has a user recover."""
+
+    def go(script: str) -> None:
+        program = open_folder / "python"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+
+    return go
+
+
 def test_recover_by_root_has_the_user_finish_his_own_with_his_rights_and_without_roots_environment(
-    open_folder: Path, own_runtime: Path, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    open_folder: Path,
+    public_runtime: Path,
+    double: DriverDouble,
+    users_python: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    journal_of_nobody(own_runtime, header("move"))
-    program = open_folder / "python"
+    left = journal_of_nobody(public_runtime, header("move"))
     told = open_folder / "told"
-    program.write_text(
-        f'#!/bin/sh\n(id -u; id -G; echo "$3"; readlink /proc/self/fd/0; ps -o sid= -p $$; echo $$; env) > {told}\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
+    asked = 'id -u; id -G; echo "$*"; readlink /proc/self/fd/0; ps -o sid= -p $$; echo $$; pwd; env'
+    users_python(f"({asked}) > {told}; rm {left}")
     monkeypatch.setenv("A_SECRET_OF_ROOTS", "hunter2")
     (planned,) = operation.recover(dry_run=True)
     assert not told.exists()
     assert f"uid {NOBODY}" in planned.did
     (entry,) = operation.recover()
-    assert entry.exit_code == 0
-    uid, groups, which, stdin, session, own, *environment = told.read_text().splitlines()
-    assert (uid, groups, which, stdin) == (str(NOBODY), str(NOBODY), "move-x", "/dev/null")
+    assert (entry.exit_code, entry.user) == (0, "nobody")
+    uid, groups, command, stdin, session, own, folder, *environment = told.read_text().splitlines()
+    assert (uid, groups, stdin, folder) == (str(NOBODY), str(NOBODY), "/dev/null", "/")
+    assert command.startswith("-I ")
+    assert command.endswith("limosa.operation.orphan")
     assert session.strip() == own, "it can write to root's terminal"
-    assert f"LIMOSA_RUNTIME_DIR={own_runtime}" in environment
+    assert f"LIMOSA_RUNTIME_DIR={public_runtime}" in environment
     assert not any("hunter2" in line for line in environment)
+
+
+@pytest.mark.parametrize("how", ["stopped", "endless"])
+def test_a_user_does_not_hold_up_roots_recover(
+    public_runtime: Path,
+    open_folder: Path,
+    double: DriverDouble,
+    users_python: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+) -> None:
+    """He owns the process that root starts for him. It is told of, and is not in root's exit code."""
+    for number in range(100):
+        journal_of_nobody(public_runtime, msgspec.structs.replace(header("move"), id=f"move-{number}"))
+    pid = open_folder / "pid"
+    users_python(f"echo $$ > {pid}; " + ("kill -STOP $$" if how == "stopped" else "exec sleep 60"))
+    monkeypatch.setattr(recover_users, "SECONDS", 1.5)
+    begun = time.monotonic()
+    try:
+        found = operation.recover()
+    finally:
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert time.monotonic() - begun < 4
+    assert len(found) == 20
+    assert {(one.user, one.exit_code) for one in found} == {("nobody", 19)}
+    assert all(pid.read_text().strip() in one.error for one in found)
 
 
 @pytest.mark.parametrize("whose", ["own", "another's"])
@@ -202,7 +252,7 @@ def test_a_bad_claim_stops_nobody_even_in_the_middle_of_an_undo(
         operation.move(pid, to="0")
     assert caught.value.exit_code == 21
     assert (double.states[pid], double.where(pid)) == ("running", [1])
-    assert [c for c in claims.everybodys() if c.pids or c.gpus or claims.lives(c.holder)] == []
+    assert [c for c in claims.everybodys() if c.pids or c.gpus or c.alive] == []
 
 
 def void(_: object) -> None:
@@ -210,19 +260,29 @@ def void(_: object) -> None:
 
 
 def test_a_user_claims_gpus_and_folders_only_by_a_process_of_his(
-    own_runtime: Path, start: Callable[..., object]
+    own_runtime: Path, start: Callable[..., object], open_folder: Path
 ) -> None:
+    """Of folders: only those that are his, or that he could make himself."""
+    (open_folder / "roots").mkdir()
     theirs = start(["setpriv", f"--reuid={NOBODY}", "--clear-groups", "sleep", "60"], ready=None)
     pid: int = theirs.pid  # type: ignore[attr-defined]
     theirs.until(lambda: os.stat(f"/proc/{pid}").st_uid == NOBODY)  # type: ignore[attr-defined]
     for name, holder in (("roots", Identity.of(1)), ("dead", GONE), ("his", Identity.of(pid))):
-        claim = claims.Claim(id=name, operation="move", holder=holder, gpus={name: 5}, paths=[f"/{name}"])
+        claim = claims.Claim(
+            id=name, operation="move", holder=holder, gpus={name: 5}, paths=[f"/{name}", str(open_folder / name)]
+        )
         claim_of_nobody(own_runtime, claim)
     assert [claims.reserved(name) for name in ("roots", "dead", "his")] == [0, 0, 5]
     myself = Identity.of(os.getpid())
-    claims.make(claims.Claim(id="a", operation="restore", holder=myself, paths=["/roots", "/dead"]))
+    free = ["/roots", "/dead", "/his", *(str(open_folder / name) for name in ("roots", "dead"))]
+    claims.make(claims.Claim(id="a", operation="restore", holder=myself, paths=free))
     with pytest.raises(Busy):
-        claims.make(claims.Claim(id="b", operation="restore", holder=myself, paths=["/his"]))
+        claims.make(claims.Claim(id="b", operation="restore", holder=myself, paths=[str(open_folder / "his")]))
+    (open_folder / "his").mkdir()
+    claims.make(claims.Claim(id="b", operation="restore", holder=myself, paths=[str(open_folder / "his")]))
+    os.chown(open_folder / "his", NOBODY, NOBODY)
+    with pytest.raises(Busy):
+        claims.make(claims.Claim(id="c", operation="restore", holder=myself, paths=[str(open_folder / "his")]))
 
 
 def test_a_claim_on_what_cannot_be_a_path_keeps_nobody_from_removing_an_image(
@@ -281,5 +341,6 @@ def test_a_bad_record_of_another_users_stops_nobody(
 
 def test_the_folders_of_these_tests_count_as_that_users(own_runtime: Path) -> None:
     folder = folder_of_nobody(own_runtime, "claims")
-    assert (NOBODY, folder) in folders("claims")
+    with folders("claims") as found:
+        assert (NOBODY, folder) in [(f.uid, f.path) for f in found]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755

@@ -43,9 +43,7 @@ def command(
     """
     with reporting("ps", fmt, quiet, verbose) as report:
         from limosa.operation import ps
-        from limosa.process import records
 
-        report.warn(*records.runtime_dir().warnings)
         if watch:
             if report.json or not sys.stdout.isatty():
                 raise UsageError(detail="--watch is for a terminal", hint="limosa ps -o json, as often as you like")

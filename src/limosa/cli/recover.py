@@ -36,7 +36,8 @@ def command(
 
     Jobs left locked or half-way run on where they were; suspended ones stay
     suspended. Whole images are kept, unfinished ones removed. Your own
-    operations only; as root, everybody's.
+    operations; as root, users' own limosa is started for theirs, and what
+    they come to is told but is not in the exit code.
 
     Exit code 0: nothing is left. 2, 11: DIR is no folder, or may not be read.
     40: look. 41: a job had to stay suspended.
@@ -47,14 +48,15 @@ def command(
 
         with cancelling(report, "going on: what is half recovered is worse. Ctrl-C once more stops at once."):
             done = recover(folders or (), dry_run=dry_run, progress=report.progress)
-        report.result({"recovered": done}, _text(done), exit_code=worst([r.exit_code for r in done]))
+        report.result({"recovered": done}, _text(done), exit_code=worst([r.exit_code for r in done if not r.user]))
 
 
 def _text(done: Sequence[Recovered]) -> str:
     lines = []
     for one in done:
         of = f" of job {one.pid}" if one.pid else ""
-        lines.append(f"{one.operation or one.kind}{of}: {words.clean(one.did or one.error)}")
+        whose = f" ({words.clean(one.user)})" if one.user else ""
+        lines.append(f"{one.operation or one.kind}{of}{whose}: {words.clean(one.did or one.error)}")
         if one.did and one.error:
             lines.append(f"  but {words.clean(one.error)}")
         if one.image and os.path.lexists(one.image):  # what was never finished has been removed

@@ -1,28 +1,45 @@
 """Claims: who works on which job, and which GPU's free memory is spoken for.
 
-A claim is a file ``<runtime>/<uid>/claims/<id>.json`` that everybody may read. All claims are looked at and made under
-one machine-wide lock (``<runtime>/lock``), held for milliseconds, so that two operations can neither take the same job
-nor the same free gigabytes. A claim counts while its holder lives, and after that as long as its journal is there:
-until the worker of a killed holder, or ``limosa recover``, has finished or undone what it was about.
+A claim is a file ``claims/<id>.json`` in its maker's folder (``places``) that everybody may read. It counts while its
+holder lives, and after that as long as its journal is there: until the worker of a killed holder, or ``limosa
+recover``, has finished or undone what it was about.
+
+**Two never both have a job, and nobody can hold up another user.** Users share no lock. Among one user's own, and
+among root's, a lock is held from the first look to the last (``flock`` on a file that only he can open). Between users
+a claim is made by writing and then looking:
+
+1. Look at everybody's claims. Where another has the job: Busy.
+2. Write the claim (renamed into place, whole).
+3. Look again. Where another has the job now, remove the claim, wait some random milliseconds, begin anew; for a second
+   at most, then Busy.
+
+Say that A and B both got past 3 with the same job, and that A wrote first. B looked after it wrote, so after A wrote. A
+that got past 3 has not removed its claim, so B saw it, and did not get past 3: a contradiction. It rests on this: a
+name that was renamed into a folder is in every listing of it that is begun later, and B believes A's claim. Whoever may
+work on a process at all is its own user or root, and both are believed about it (``everybodys``). That both give way,
+again and again, is possible and ends in Busy for both after a second: nothing is touched then. Room on GPUs is looked
+at in step 3 as well, when one's own claim can be seen by others.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
+import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable
+from typing import Annotated
 
 import msgspec
 
 from limosa.errors import Busy, LimosaError
-from limosa.process import records
+from limosa.process import belief, runtime
+from limosa.process.belief import Id, PathText, Processes, Sizes, Time, Word
 from limosa.process.identity import Identity
+from limosa.process.places import own_folder
 
 _KIND = "claims"
-_LOCK_WAIT = 10.0  # seconds; a holder needs milliseconds
+_PATIENCE = 1.0  # seconds for which claims that were written at the same time give way to each other
 
 
 class Claim(msgspec.Struct, kw_only=True):
@@ -34,68 +51,100 @@ class Claim(msgspec.Struct, kw_only=True):
         holder: the process that made it.
         pids: the processes it works on.
         gpus: bytes by GPU UUID that must stay free for it (its destination, and its way back).
-        paths: image folders it writes or restores.
+        paths: image folders it writes or restores, by all their names.
+        owner: whose it is. This and the next two are for whoever reads it to say, whatever the file says.
+        alive: whether its holder lives, and is the owner's.
+        left: whether its holder is dead and has left a journal.
     """
 
-    id: str
-    operation: str
+    id: Id
+    operation: Word
     holder: Identity
     pids: list[Identity] = []
-    gpus: dict[str, int] = {}
-    paths: list[str] = []
-    since: float = msgspec.field(default_factory=time.time)
+    gpus: Sizes = {}
+    paths: Annotated[list[PathText], msgspec.Meta(max_length=16)] = []
+    since: Time = msgspec.field(default_factory=time.time)
+    owner: int = -1
+    alive: bool = True
+    left: bool = False
 
     def save(self) -> None:
         """Writes or rewrites the claim."""
-        records.write_atomic(records.own_folder(_KIND) / f"{self.id}.json", msgspec.json.encode(self))
+        runtime.write_atomic(own_folder(_KIND) / f"{self.id}.json", msgspec.json.encode(self))
 
     def release(self) -> None:
-        """Removes the claim, whoever's folder it lies in; one that cannot be removed is emptied and claims nothing."""
-        for _, folder in records.folders(_KIND):
-            records.remove_or_empty(folder / f"{self.id}.json")
+        """Removes the claim from the caller's folder; one that cannot be removed is emptied and claims nothing."""
+        released(self.id)
+
+
+def released(operation_id: str) -> None:
+    """Removes the caller's claim of an operation that is over."""
+    belief.remove(_KIND, f"{operation_id}.json", os.geteuid())
+
+
+def names_of(path: str | os.PathLike[str]) -> set[str]:
+    """What a folder may be called in a claim: as it was named, and without links."""
+    return {os.path.abspath(path), os.path.realpath(path)}
 
 
 def everybodys() -> list[Claim]:
-    """Every claim that can be read. A claim by a user on a process that is not his is not believed."""
-    return [
-        claim
-        for owner, folder in records.folders(_KIND)
-        for path in sorted(folder.glob("*.json"))
-        if (claim := _believed(path, owner)) is not None
-    ]
-
-
-def _believed(path: Path, owner: int) -> Claim | None:
-    """What a claim's file says, as far as its owner may say it: hostile, like all that others write.
-
-    A user may speak for his own processes and, while his own process holds the claim, for room on GPUs and for folders.
-    """
-    data = records.read_owned(path, owner)
-    try:
-        claim = msgspec.json.decode(data, type=Claim) if data is not None else None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if claim is None or claim.id != path.stem or any(size < 0 for size in claim.gpus.values()):
-        return None
-    if owner != 0:
-        claim.pids = [p for p in claim.pids if _owner(p.pid) == owner]
-        if lives(claim.holder) and _owner(claim.holder.pid) != owner:
-            claim.gpus, claim.paths = {}, []
-    return claim
+    """Every claim that counts, as far as its owner may make it."""
+    caller, processes = os.geteuid(), Processes()
+    journals: set[tuple[int, str]] | None = None
+    found = []
+    for note in belief.read(_KIND):
+        claim = belief.decoded(note.data, Claim)
+        if claim is None or f"{claim.id}.json" != note.name:
+            continue
+        claim.owner = note.owner
+        claim.alive = processes.speaks_for(note.owner, claim.holder) and _lives(claim.holder)
+        if note.owner != 0:
+            claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]
+        claim.left = False
+        if not claim.alive:
+            journals = belief.named("journals") if journals is None else journals
+            claim.left = (note.owner, f"{claim.id}.jsonl") in journals
+            if not claim.left and note.owner != caller:
+                continue
+            if note.owner not in (0, caller):  # to be recovered: that is between him, his processes and root
+                claim.gpus, claim.paths = {}, []
+        found.append(claim)
+    return found
 
 
 def on(tree: Iterable[Identity]) -> Claim | None:
     """The claim of another operation, living or dead, on one of these processes."""
     pids = set(tree)
-    return next((claim for claim in everybodys() if pids & set(claim.pids)), None)
+    return next((claim for claim in everybodys() if not pids.isdisjoint(claim.pids)), None)
 
 
 def being_worked_on() -> set[int]:
     """Processes that somebody works on now: their shims are his, and answer nobody else until he lets go of them."""
-    return {process.pid for claim in everybodys() if lives(claim.holder) for process in claim.pids}
+    return {process.pid for claim in everybodys() if claim.alive for process in claim.pids}
 
 
-def lives(holder: Identity) -> bool:
+def in_the_way(claim: Claim, paths: Collection[str]) -> str:
+    """Which of these folders another's claim speaks for; "" where it is none.
+
+    A user speaks for folders of his, and for those that he could make: for all others he could do nothing either. The
+    folders looked at are the caller's own, by the names that he has for them (``names_of``).
+    """
+    for path in sorted(set(paths) & set(claim.paths)):
+        if claim.owner in (0, os.geteuid()) or _could_make(path, claim.owner):
+            return path
+    return ""
+
+
+def _could_make(path: str, uid: int) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return os.stat(path).st_uid == uid
+    with contextlib.suppress(OSError, ValueError):
+        above = os.stat(os.path.dirname(path))
+        return above.st_uid == uid or bool(above.st_mode & 0o002)
+    return False
+
+
+def _lives(holder: Identity) -> bool:
     """Whether a claim's holder lives; one that may not be looked at does."""
     try:
         return holder.alive()
@@ -103,97 +152,73 @@ def lives(holder: Identity) -> bool:
         return True
 
 
-def _owner(pid: int) -> int:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return -1
-
-
-@contextlib.contextmanager
-def machine_lock() -> Iterator[None]:
-    """The lock under which claims are made.
-
-    Raises:
-        Busy: somebody has held it for ten seconds.
-    """
-    path = records.runtime_dir().path / "lock"
-    try:
-        # Without O_CREAT first: fs.protected_regular refuses O_CREAT on others' files in sticky folders.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644))
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + _LOCK_WAIT
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise Busy(f"{path} has been held by another process for {_LOCK_WAIT:g} s", pid=0) from None
-                time.sleep(0.005)
-        yield
-    finally:
-        os.close(fd)
-
-
 def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
-    """Claims jobs (and images), or says who has them.
+    """Claims jobs (and images), or says who has them; see the module.
 
     Args:
         claim: what to claim.
-        check: called under the lock before the claim is written (is there room?); what it raises is passed on.
+        check: called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
 
     Raises:
         Busy: another operation works on one of them, or died working on it (the hint says ``limosa recover``).
     """
+    claim.paths = sorted(set().union(*map(names_of, claim.paths)))
+    with runtime.lock(_KIND):
+        end = time.monotonic() + _PATIENCE
+        while True:
+            before = now = everybodys()
+            _refuse(claim, before)
+            claim.save()
+            try:
+                now = everybodys()
+                _refuse(claim, now)
+                check()
+                return claim
+            except BaseException as error:
+                claim.release()
+                came = {(c.owner, c.id) for c in now} - {(c.owner, c.id) for c in before} - {(os.geteuid(), claim.id)}
+                if not came or not isinstance(error, LimosaError) or time.monotonic() > end:
+                    raise
+            time.sleep(random.uniform(0.001, 0.02))  # noqa: S311 - who goes first
+
+
+def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
+    """Refuses what somebody else has; a claim of the caller's own that nothing is behind any more is removed.
+
+    Raises:
+        Busy: who has it, or that he has died with it.
+    """
     wanted = set(claim.pids)
-    with machine_lock():
-        for other in everybodys():
-            if other.id == claim.id:
-                continue
-            shared = wanted & set(other.pids)
-            paths = set(claim.paths) & set(other.paths)
-            if not shared and not paths:
-                continue
-            if lives(other.holder):
-                who = f"{other.operation} by process {other.holder.pid}"
-                if shared:
-                    raise Busy(pid=next(iter(shared)).pid, by=who)
-                raise Busy(f"{next(iter(paths))} is being worked on by {who}", pid=0)
-            if _has_journal(other.id):
-                pid = next(iter(shared)).pid if shared else 0
-                raise Busy(
-                    f"a {other.operation} that died has left "
-                    + (f"process {pid}" if shared else str(next(iter(paths))))
-                    + " in the middle",
-                    hint="limosa recover",
-                    pid=pid,
-                )
-            other.release()
-        check()
-        claim.save()
-    return claim
+    for other in others:
+        shared, path = wanted & set(other.pids), in_the_way(other, claim.paths)
+        if (other.id == claim.id and other.owner == os.geteuid()) or not (shared or path):
+            continue
+        pid = min(shared).pid if shared else 0
+        if other.alive:
+            who = f"{other.operation} by process {other.holder.pid}"
+            raise Busy(pid=pid, by=who) if shared else Busy(f"{path} is being worked on by {who}", pid=0)
+        if other.left:
+            what = f"process {pid}" if shared else path
+            raise Busy(f"a {other.operation} that died has left {what} in the middle", hint="limosa recover", pid=pid)
+        other.release()
 
 
-def reserved(uuid: str, but: str = "") -> int:
-    """Bytes of that GPU that others speak for: operations under way, and those that are still to be recovered."""
-    return sum(c.gpus.get(uuid, 0) for c in everybodys() if c.id != but and (lives(c.holder) or _has_journal(c.id)))
+def reserved(uuid: str, but: str = "", most: int = 1 << 50) -> int:
+    """Bytes of that GPU that others speak for: operations under way, and those that are still to be recovered.
+
+    Args:
+        uuid: the GPU.
+        but: the id of the operation whose claim does not count.
+        most: its size: nobody speaks for more.
+    """
+    by_owner: dict[int, int] = {}
+    for claim in everybodys():
+        if claim.id != but and (claim.alive or claim.left):
+            by_owner[claim.owner] = by_owner.get(claim.owner, 0) + claim.gpus.get(uuid, 0)
+    return sum(min(size, most) for size in by_owner.values())
 
 
 def stale() -> list[Claim]:
-    """Claims whose holder is dead and which have no journal: litter. Emptied ones of the caller's own are removed."""
-    records.remove_emptied(records.own_folder(_KIND), "*.json")
-    return [c for c in everybodys() if not lives(c.holder) and not _has_journal(c.id)]
-
-
-def _has_journal(operation_id: str) -> bool:
-    # Journals are 0600 and their folder 0755: that one exists, and is not empty (finished), can be seen by all.
-    for _, folder in records.folders("journals"):
-        with contextlib.suppress(OSError):
-            if os.stat(folder / f"{operation_id}.jsonl").st_size:
-                return True
-    return False
+    """The caller's claims whose holder is dead and which have no journal: litter. Emptied ones are removed."""
+    runtime.remove_emptied(own_folder(_KIND), "*.json")
+    return [c for c in everybodys() if c.owner == os.geteuid() and not c.alive and not c.left]

@@ -19,6 +19,7 @@ import msgspec
 from limosa import start
 from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
+from limosa.process import places
 from limosa.process.memory import gib
 from limosa.process.procfs import effective_capabilities
 
@@ -289,12 +290,12 @@ def _stale() -> Check:
 
 
 def _runtime_dir() -> Check:
-    from limosa.process import records
-
     try:
-        found = records.runtime_dir()
+        found = places.own_place()
     except (LimosaError, OSError) as error:
         return fail("runtime_dir", 11, str(error), getattr(error, "hint", ""))
-    if found.warnings:
-        return warn("runtime_dir", found.warnings[0].text, found.warnings[0].hint)
-    return ok("runtime_dir", str(found.path))
+    name = f"limosa-{os.geteuid()}"
+    if os.geteuid() and found.name != name:
+        text = f"somebody else has taken {found.parent / name}: records are kept in {found}"
+        return warn("runtime_dir", text, f"root may remove {found.parent / name}")
+    return ok("runtime_dir", str(found))

@@ -95,7 +95,7 @@ def stop(
     started = time.monotonic()
     tree = job_tree(found.root)
     claim = claims.on(tree)
-    if claim is not None and claims.lives(claim.holder):
+    if claim is not None and claim.alive:
         raise Busy(pid=found.root.pid, by=f"{claim.operation} (process {claim.holder.pid})")
     if not kill:
         _refuse_suspended(found.root, found.name, tree)

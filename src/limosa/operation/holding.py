@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from limosa import gpu
 from limosa.errors import DriverHung, LimosaError, NoRoomOnGpu
 from limosa.operation import driver_steps, estimate, room
-from limosa.operation.claims import machine_lock
 from limosa.operation.journal import Member
 from limosa.operation.prepare import Prepared, find_members
 from limosa.operation.work import Work
+from limosa.process import runtime
 from limosa.process.candidates import may_use_cuda
 from limosa.process.records import SuspendRecord
 from limosa.process.tree import job_tree
@@ -106,9 +106,9 @@ def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
     if work.journal is not None:
         work.journal.rewrite_header()
     if operation == "move" and work.claim is not None:
-        with machine_lock():
+        with runtime.lock("claims"):
+            work.claim.gpus = room.needs(members)
+            work.claim.save()  # before looking, as in ``claims.make``: others look as well
             short = room.shortage(inventory, members, work.id, vacated=room.held_now(members))
             if short:
                 raise NoRoomOnGpu(detail=short, hint="something has changed since it was looked at: limosa gpus")
-            work.claim.gpus = room.needs(members)
-            work.claim.save()

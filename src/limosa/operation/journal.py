@@ -1,7 +1,7 @@
 """The journal: what an operation is about to do and has done, on disk before it is done.
 
-One file an operation (``<runtime>/<uid>/journals/<id>.jsonl``, 0600), a JSON line each: first the :class:`Header`,
-then a :class:`Record` for each begin and end of a step, each fsynced. Its writer holds an exclusive ``flock`` on it; a
+One file an operation (``journals/<id>.jsonl`` in its maker's folder, 0600), a JSON line each: the :class:`Header`, then
+a :class:`Record` for each begin and end of a step, each fsynced. Its writer holds an exclusive ``flock`` on it; a
 journal that can be locked has lost its operation, and ``recover`` works from what it says and from what the driver
 says. A finished operation removes its journal.
 """
@@ -20,12 +20,14 @@ from typing import Any
 
 import msgspec
 
-from limosa.process import records
+from limosa.process import belief
 from limosa.process.identity import Identity, boot_id
-from limosa.process.runtime import unless_taken
+from limosa.process.places import own_folder
+from limosa.process.runtime import remove_emptied, sync_folder, unless_taken
 
-_KIND = "journals"
+KIND = "journals"
 _LIMIT = 16 << 20  # bytes of a journal that are read
+_MOST_TOLD = 100  # jobs of one operation that a summary names
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -113,17 +115,17 @@ class Header(msgspec.Struct, kw_only=True):
         boot: the kernel's boot id.
     """
 
-    id: str
-    operation: str
+    id: belief.Id
+    operation: belief.Word
     roots: list[Identity]
     members: list[Member] = []
     tree: list[Identity] = []
     controller: Identity
-    since: float = msgspec.field(default_factory=time.time)
-    image: str = ""
-    draft: str = ""
+    since: belief.Time = msgspec.field(default_factory=time.time)
+    image: belief.PathText = ""
+    draft: belief.PathText = ""
     leave_running: bool = False
-    boot: str = ""
+    boot: belief.Text = ""
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -157,7 +159,7 @@ class Journal:
             OSError: no room, no permission.
         """
         header.boot = boot_id()
-        path = records.own_folder(_KIND) / f"{header.id}.jsonl"
+        path = own_folder(KIND) / f"{header.id}.jsonl"
         return unless_taken(path, lambda: cls._create(path, header))
 
     @classmethod
@@ -170,7 +172,7 @@ class Journal:
             journal = cls(path, fd, header, [])
             journal._write(header)
             os.rename(part, path)
-            records.sync_folder(path.parent)
+            sync_folder(path.parent)
         except BaseException:
             for name in (part, path):
                 with contextlib.suppress(OSError):
@@ -279,30 +281,29 @@ class Summary(msgspec.Struct, kw_only=True):
 
 def under_way() -> list[Summary]:
     """Every journal that the caller may read, with what it says was done last."""
+    processes = belief.Processes()
     found = []
-    for owner, folder in records.folders(_KIND):
-        for path in sorted(folder.glob("*.jsonl")):
-            data = records.read_owned(path, owner)
-            parsed = _parse(data) if data else None
-            if parsed is None or parsed[0].id != path.stem:
-                continue
-            header, entries = parsed
-            last = entries[-1] if entries else None
-            step = f"{last.step} {last.phase}" if last else "planned"
-            pids = [r.pid for r in header.roots]
-            where = f", image {header.image}" if header.image else ""
-            text = f"{header.operation} of {', '.join(map(str, pids)) or 'an image'}: last step {step}{where}"
-            found.append(
-                Summary(
-                    id=header.id,
-                    operation=header.operation,
-                    pids=pids,
-                    step=step,
-                    text=text,
-                    alive=header.boot == boot_id() and header.controller.alive(),
-                    owner=owner,
-                )
+    for note in belief.read(KIND):
+        parsed = _parse(note.data)
+        if parsed is None or f"{parsed[0].id}.jsonl" != note.name:
+            continue
+        header, entries = parsed
+        last = entries[-1] if entries else None
+        step = f"{last.step} {last.phase}"[:80] if last else "planned"
+        pids = [r.pid for r in header.roots][:_MOST_TOLD]
+        where = f", image {header.image}" if header.image else ""
+        alive = processes.speaks_for(note.owner, header.controller) and header.controller.alive()
+        found.append(
+            Summary(
+                id=header.id,
+                operation=header.operation,
+                pids=pids,
+                step=step,
+                text=f"{header.operation} of {', '.join(map(str, pids)) or 'an image'}: last step {step}{where}",
+                alive=header.boot == boot_id() and alive,
+                owner=note.owner,
             )
+        )
     return found
 
 
@@ -315,8 +316,8 @@ def dead(only: str | None = None) -> Iterator[Journal]:
     Args:
         only: the id of the one to look for.
     """
-    folder = records.own_folder(_KIND)
-    records.remove_emptied(folder, "*.jsonl")  # finished, and could not be removed then (none begins empty)
+    folder = own_folder(KIND)
+    remove_emptied(folder, "*.jsonl")  # finished, and could not be removed then (none begins empty)
     for path in sorted(folder.glob("*.jsonl")):
         if only is None or path.stem == only:
             journal = Journal.take(path)
@@ -331,7 +332,7 @@ def dead_of_others() -> list[Summary]:
 
 def path_of(operation_id: str) -> Path:
     """Where the caller's journal of that id lies."""
-    return records.own_folder(_KIND) / f"{operation_id}.jsonl"
+    return own_folder(KIND) / f"{operation_id}.jsonl"
 
 
 class _HeaderLine(msgspec.Struct):

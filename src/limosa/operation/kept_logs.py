@@ -7,13 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
-from limosa.process import records
+from limosa.process.places import own_folder
 
 _KEPT = 20  # logs; a verbose one has a few MiB, and /run is memory
 
 
 def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
-    """Copies a log out of a folder into ``<runtime>/<uid>/logs`` and removes the oldest beyond twenty.
+    """Copies a log out of a folder into the caller's ``logs`` and removes the oldest beyond twenty.
 
     Args:
         folder_fd: the folder CRIU logged into.
@@ -23,7 +23,7 @@ def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
     Returns:
         Where it is kept; where it could not be copied, where it was.
     """
-    folder = records.own_folder("logs")
+    folder = own_folder("logs")
     target = folder / f"{operation_id}.log"
     try:
         source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)

@@ -203,7 +203,7 @@ def look(
     other = claims.on(tree)
     at_work = [busy(other)] if other is not None else []
     reasons += at_work
-    prepared.busy = other is not None and claims.lives(other.holder)
+    prepared.busy = other is not None and other.alive
     prepared.members, asked = find_members(driver, which.root, tree, observation, clock)
     clock.check()
     reasons += asked
@@ -277,7 +277,7 @@ def look(
     reasons += more(observation, prepared.members)
     if other is None and (other := claims.on(tree)) is not None:  # it has begun since
         at_work = [busy(other)]
-        prepared.busy = claims.lives(other.holder)
+        prepared.busy = other.alive
         reasons += at_work
     if prepared.busy:  # what else was seen is what that one does
         reasons = [*at_work, *asked]
@@ -427,7 +427,7 @@ def _unknown_size(member: Member) -> Reason:
 
 def busy(claim: claims.Claim) -> Reason:
     """The reason where another operation, living or dead, has its hands on one of these processes."""
-    if claims.lives(claim.holder):
+    if claim.alive:
         text = f"{claim.operation} by process {claim.holder.pid} works on this job"
         return Reason(id="busy", text=text, exit_code=19, hint="wait for it")
     text = f"a {claim.operation} that died has left this job in the middle"

@@ -77,7 +77,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     other = claims.on(tree.values())
     under_way: dict[str, Any] | None = None
     if other is not None:
-        under_way = {"operation": other.operation, "alive": claims.lives(other.holder)}
+        under_way = {"operation": other.operation, "alive": other.alive}
     worker = under_way["operation"] if under_way and under_way["alive"] else ""
     ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False

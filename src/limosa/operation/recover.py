@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import errno
 import os
-import pwd
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from limosa import gpu, start
+from limosa import gpu
 from limosa.errors import LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, journal
@@ -29,6 +27,7 @@ from limosa.operation.parked import holders, left_closed
 from limosa.operation.parked.gates import any_waits
 from limosa.operation.parked.recovering import all_in_arenas, bring_home
 from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
+from limosa.operation.recover_users import recover_users
 from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
 from limosa.process.limits import many_descriptors
@@ -128,39 +127,9 @@ def _round(dry_run: bool, progress: ProgressFn, only: str | None, known: Collect
             dead.close()
         else:
             found.append(_one(dead, progress))
-    for left in journal.dead_of_others() if only is None else []:
-        if left.id not in known:
-            found.append(_as_its_owner(left, dry_run))
+    if only is None:
+        found += recover_users([s for s in journal.dead_of_others() if s.id not in known], dry_run=dry_run)
     return found
-
-
-def _as_its_owner(left: journal.Summary, dry_run: bool) -> Recovered:
-    """Has a user's operation recovered with that user's rights: what his journal says is his word, not root's."""
-    user = f"uid {left.owner}"
-    entry = Recovered(kind="operation", id=left.id, operation=left.operation, pid=left.pids[0] if left.pids else 0)
-    if dry_run:
-        entry.did = f"would have {user} finish or undo: {left.text}"
-        return entry
-    try:
-        group = pwd.getpwuid(left.owner).pw_gid
-    except KeyError:
-        group = left.owner
-    command = start.python("limosa.operation.orphan", left.id)
-    # The user owns what runs: he may read its environment, and write to a terminal that it has.
-    environment = start.environment(for_user=True)
-    try:
-        done = start.run(
-            command, user=left.owner, group=group, extra_groups=[], env=environment, start_new_session=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=CRIU_PATIENCE,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError) as error:
-        entry.error, entry.exit_code = f"{user} cannot run limosa here: {error}", 40
-        return entry
-    entry.exit_code = done.returncode if done.returncode in (0, 41) else 40
-    entry.did = f"{user} has finished or undone it" if done.returncode == 0 else ""
-    if done.returncode:
-        entry.error = f"limosa recover, as {user}, ended with {done.returncode}"
-    return entry
 
 
 def _others_at_work(found: list[Recovered]) -> bool:
@@ -195,9 +164,7 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         driver.close()
     holders.forget(dead.header.id)
     dead.finish()
-    for claim in claims.everybodys():
-        if claim.id == dead.header.id:
-            claim.release()
+    claims.released(dead.header.id)
     return result
 
 

@@ -6,12 +6,14 @@ import contextlib
 import os
 from pathlib import Path
 
-from limosa.errors import Busy, LimosaError
+from limosa.errors import Busy, LimosaError, UsageError
 from limosa.image import open_image
 from limosa.image.manifest import LOG_NAME
 from limosa.image.remove import remove as remove_folder
 from limosa.operation import claims
 from limosa.operation.leftovers import remove_table, tables_of
+
+_LONGEST = 4096  # PATH_MAX of Linux
 
 
 def remove_image(path: str | os.PathLike[str]) -> int:
@@ -24,10 +26,12 @@ def remove_image(path: str | os.PathLike[str]) -> int:
         UsageError: it is neither.
         Busy: a living checkpoint writes it.
     """
-    absolute = os.path.abspath(path)
+    if len(os.fspath(path)) > _LONGEST:
+        raise UsageError(detail=f"a path of {len(os.fspath(path))} characters is none")
+    names = claims.names_of(path)
     for claim in claims.everybodys():
-        if any(_same(absolute, path) for path in claim.paths) and claims.lives(claim.holder):
-            raise Busy(f"{absolute} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
+        if claim.alive and (found := claims.in_the_way(claim, names)):
+            raise Busy(f"{found} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
     tables = []
     with contextlib.suppress(LimosaError), open_image(path, trust=False) as image:
         tables = [image.manifest.nft_table] if image.manifest.nft_table else []
@@ -42,14 +46,6 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     for table in set(tables):
         remove_table(table)
     return freed
-
-
-def _same(path: str, claimed: str) -> bool:
-    """Whether both name the same folder, one of them through a link maybe."""
-    try:
-        return path == claimed or os.path.realpath(path) == os.path.realpath(claimed)
-    except ValueError:  # somebody has claimed what cannot be a path
-        return False
 
 
 def log_folder(path: str | os.PathLike[str]) -> int:

@@ -226,9 +226,11 @@ class Recovered(msgspec.Struct, kw_only=True):
         state: the job's state now, or "".
         error: why it could not be done, or "".
         exit_code: 0, 40 or 41; for a folder also what kept it from being removed (11, 19).
+        user: whose own matter it is, where it is another user's than the caller's: 19 where he is not done with it.
     """
 
     kind: str
+    user: str = ""
     id: str = ""
     operation: str = ""
     pid: int = 0

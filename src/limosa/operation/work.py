@@ -37,7 +37,6 @@ from limosa.errors import (
 )
 from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, common_state
-from limosa.process import records
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
@@ -128,7 +127,7 @@ class Work(Clock):
         self.max_pause = max_pause
         self.progress = _harmless(progress)
         self.timings: dict[str, float] = {}
-        self.warnings: list[Reason] = list(records.runtime_dir().warnings)
+        self.warnings: list[Reason] = []
         self.journal: Journal | None = None
         self.claim: Claim | None = None
         self.paused_at: float | None = None

@@ -9,6 +9,7 @@ nobody's children, and in the cgroup of that operation.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -24,10 +25,11 @@ import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.packets import VERSION, peer, receive_all, send
+from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
-from limosa.process.runtime import own_folder, runtime_dir
-from limosa.process.slurp import slurp
+from limosa.process.openat import closing, open_in
+from limosa.process.places import folders, own_folder, users_place
 from limosa.start import environment, popen, python
 
 START_SECONDS = 15.0
@@ -42,7 +44,7 @@ _WHAT = {
 _T = TypeVar("_T")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-_MOST_HOLDERS = 64
+_MOST_HOLDERS, _MOST_NAMES = 64, 1_000
 
 
 class Greeting(msgspec.Struct):
@@ -89,15 +91,36 @@ def understood(message: dict[str, Any], type_: type[_T], who: str) -> _T:
         raise FailedUndone(f"{who} says something that cannot be understood ({error})") from error
 
 
-def socket_path(kind: str, uid: int) -> Path:
-    """Return where a user's vault or mover listens.
+def socket_name(kind: str) -> str:
+    """Return what the socket is called at which a user's vault or mover listens.
 
     Who sees another /dev sees other GPUs, so there is a mover for each; who sees other processes (a container that
     shares the folder) would not know for whom they hold something, and whether that one has ended.
     """
-    folder = own_folder(kind) if uid == os.geteuid() else runtime_dir().path / str(uid) / kind
     name = f"socket-{os.stat('/proc/self/ns/pid').st_ino}"
-    return folder / (name if kind == "vault" else f"{name}-{os.stat('/dev').st_dev}")
+    return name if kind == "vault" else f"{name}-{os.stat('/dev').st_dev}"
+
+
+def socket_path(kind: str, uid: int) -> Path:
+    """Return where a user's vault or mover listens: his folder may have another name, if somebody took that one."""
+    folder = own_folder(kind) if uid == os.geteuid() else users_place() / f"limosa-{uid}" / kind
+    return folder / socket_name(kind)
+
+
+def _connect(connection: socket.socket, kind: str, uid: int, name: str) -> None:
+    """Connect to a socket in a user's folder, by descriptor: he may exchange what is there for something else.
+
+    Raises:
+        OSError: there is none, or nobody listens.
+    """
+    with folders(kind, uid) as found:
+        for folder in found:
+            with contextlib.suppress(FileNotFoundError), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+                seen = os.fstat(fd)
+                if stat.S_ISSOCK(seen.st_mode) and seen.st_uid == uid:
+                    connection.connect(f"/proc/self/fd/{fd}")
+                    return
+    raise FileNotFoundError(name)
 
 
 def connect(kind: str, uid: int) -> Found:
@@ -152,33 +175,32 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
         _signal(found.identity, uid, signal.SIGTERM)
 
 
-def look_for(kind: str, uid: int, path: Path | None = None, *, replaces: bool = True) -> Found | None:
+def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> Found | None:
     """Return a connection to a user's resident, or None where there is none that answers.
 
     Args:
         kind: "vault" or "mover".
         uid: whose.
-        path: where it listens; one that is retiring counts as well then.
+        name: of its socket; one that is retiring counts as well then.
         replaces: whether a mover that hangs is ended.
 
     Raises:
         FailedUndone: it does not answer, or not as it should.
     """
-    where = path or socket_path(kind, uid)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.settimeout(ANSWER_SECONDS)
     identity: Identity | None = None
     try:
-        connection.connect(str(where))
+        _connect(connection, kind, uid, name or socket_name(kind))
         pid, owner = peer(connection)
         if owner != uid:
-            raise FailedUndone(f"{where} is not uid {uid}'s {kind}")
+            raise FailedUndone(f"who listens in the folder of uid {uid} is not that user's {kind}")
         identity = Identity.of(pid)
         send(connection, {"verb": "ping"})
         message, fds = receive_all(connection, ANSWER_SECONDS)
         _close(fds)
         said = understood(message, Greeting, _WHAT[kind])
-        if path is not None or not said.retiring:
+        if name or not said.retiring:
             connection.settimeout(ANSWER_SECONDS)
             return Found(connection, identity, said)
     except (FileNotFoundError, NotADirectoryError, ConnectionError, EOFError):
@@ -225,36 +247,18 @@ def _signal(identity: Identity, uid: int, number: signal.Signals) -> None:
             handle.wait(1.0)
 
 
-def owners_of(pid: int) -> set[int]:
-    """Return the uids that a process runs with (real, effective, saved, of the file system).
-
-    Raises:
-        OSError: it is gone.
-    """
-    for line in slurp(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"Uid:"):
-            return {int(word) for word in line.split()[1:]}
-    raise ProcessLookupError(pid)
-
-
 def _unlink(kind: str, uid: int) -> None:
-    """Removes a socket in a folder that its user may change meanwhile: no link in it leads elsewhere.
+    """Removes a socket in a folder that its user may change meanwhile, by the folder's descriptor.
 
     Raises:
         OSError: it could not be removed, or is something else.
     """
-    path, flags = socket_path(kind, uid), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    folder = os.open(path.parent.parent.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for name in (path.parent.parent.name, path.parent.name):
-            inner = os.open(name, flags, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISSOCK(found.st_mode) and os.fstat(folder).st_uid == uid:
-            os.unlink(path.name, dir_fd=folder)
-    finally:
-        os.close(folder)
+    name = socket_name(kind)
+    with folders(kind, uid) as found:
+        for folder in found:
+            with closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    os.unlink(name, dir_fd=folder.fd)
 
 
 def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
@@ -264,13 +268,12 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
         OSError: it cannot be started.
     """
     mine = uid == os.geteuid()
-    more = {} if mine else {"LIMOSA_RUNTIME_DIR": str(runtime_dir().path)}
     process = popen(
         python("limosa.parking.resident_main", kind, str(uid)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment(more, for_user=not mine),
+        env=environment(for_user=not mine),
         start_new_session=True,
     )
     threading.Thread(target=process.wait, name="limosa-resident-starts", daemon=True).start()  # it leaves no zombie
@@ -279,18 +282,13 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
 
 def residents(kind: str) -> list[Found]:
     """Return connections to those that live and that the caller may talk to: his own; for root, everybody's."""
-    found = []
-    uids = {os.geteuid()}
-    if os.geteuid() == 0:
-        with contextlib.suppress(OSError):
-            uids |= {int(p.name) for p in runtime_dir().path.iterdir() if p.name.isascii() and p.name.isdigit()}
+    caller, found = os.geteuid(), []
+    with folders(kind) as everybodys:
+        uids = {folder.uid for folder in everybodys if caller in (0, folder.uid)} | {caller}
     for uid in sorted(uids):
-        with contextlib.suppress(LimosaError, OSError):
-            if (one := look_for(kind, uid, replaces=False)) is not None:  # it may hold a last copy
-                found.append(one)
-        for path in _holders(kind, uid):
+        for name in ("", *_holders(kind, uid)):
             with contextlib.suppress(LimosaError, OSError):
-                if (one := look_for(kind, uid, path, replaces=False)) is not None:
+                if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
                     found.append(one)
     return found
 
@@ -303,9 +301,9 @@ def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
     """
     found: list[Found] = []
     silent: LimosaError | None = None
-    for path in (socket_path(kind, uid), *_holders(kind, uid)):
+    for name in (socket_name(kind), *_holders(kind, uid)):
         try:
-            if (one := look_for(kind, uid, path, replaces=False)) is not None:
+            if (one := look_for(kind, uid, name, replaces=False)) is not None:
                 found.append(one)
         except LimosaError as error:
             silent = error
@@ -317,25 +315,26 @@ def holder_path(path: Path | str) -> str:
     return f"{path}.{os.getpid()}.holds"
 
 
-def _holders(kind: str, uid: int) -> list[Path]:
+def _holders(kind: str, uid: int) -> list[str]:
     """Movers that have given their name away, and those of other views of /dev: each may hold something."""
     if kind != "mover":
         return []
-    try:
-        path = socket_path(kind, uid)
-        found = [one for one in path.parent.glob(f"{path.name.rpartition('-')[0]}-*") if one != path]
-    except (LimosaError, OSError):
-        return []
-    living = [one for one in found if _may_live(one)]
-    return sorted(living, key=lambda one: (not one.name.startswith(path.name), one.name))[:_MOST_HOLDERS]
+    own, found = socket_name(kind), set()
+    with folders(kind, uid) as there:
+        for folder in there:
+            with os.scandir(folder.fd) as entries:
+                names = (entry.name for entry in itertools.islice(entries, _MOST_NAMES))
+                found |= {name for name in names if name.startswith(f"{own.rpartition('-')[0]}-")}
+    living = sorted(found - {own}, key=lambda name: (not name.startswith(own), name))
+    return list(itertools.islice((name for name in living if _may_live(kind, uid, name)), _MOST_HOLDERS))
 
 
-def _may_live(path: Path) -> bool:
+def _may_live(kind: str, uid: int, name: str) -> bool:
     """Whether somebody listens there; a socket that was left behind, by whoever was killed, refuses at once."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     connection.setblocking(False)
     try:
-        connection.connect(str(path))
+        _connect(connection, kind, uid, name)
     except BlockingIOError:
         return True
     except OSError:

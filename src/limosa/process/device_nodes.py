@@ -1,9 +1,9 @@
 """Which GPUs a job sees: ``limosa run --gpus`` preloads a library that opens the device nodes of these alone.
 
-Which they are is in a small file in the runtime folder of whoever started the job, named by a variable of the job's.
-The library (``native/sight``) reads it whenever a node is opened. A driver looks anew at what a process can open when
-it restores it, so a job whose file is changed while it is checkpointed (:func:`show`) can go to a GPU that it did not
-see.
+Which they are is in a small file in the folder of whoever started the job (``places``), named by a variable of the
+job's. The library (``native/sight``) reads it whenever a node is opened. A driver looks anew at what a process can open
+when it restores it, so a job whose file is changed while it is checkpointed (:func:`show`) can go to a GPU that it did
+not see.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import ctypes
 import errno
 import os
 import pwd
+import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from limosa.process.runtime import own_folder, read_owned, write_atomic
+from limosa.process import belief, places
+from limosa.process.openat import closing, open_folder_in, open_in
+from limosa.process.runtime import write_atomic
 
 LIBRARY = Path(__file__).resolve().parents[1] / "native" / "sight" / "liblimosa_sight.so"
 _SEES = "LIMOSA_SEES"
 _KIND = "sees"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
 _SETGROUPS = {"x86_64": 116}.get(os.uname().machine, 159)  # of the newer machines, arm64 among them
 
 
@@ -37,33 +41,39 @@ def preload(env: Mapping[str, str], minors: Iterable[int]) -> tuple[dict[str, st
         PermissionDenied: the runtime folder is somebody else's.
         OSError: the file cannot be written.
     """
-    path = own_folder(_KIND) / secrets.token_hex(8)
+    path = places.own_folder(_KIND) / secrets.token_hex(8)
     write_atomic(path, _text(minors))
     others = [part for part in env.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
     return {**env, _SEES: str(path), "LD_PRELOAD": ":".join([*others, str(LIBRARY)])}, str(path)
 
 
 def owner(path: str) -> int | None:
-    """Return the user in whose runtime folder it is (``…/UID/sees/NAME``); None where it is nowhere of that kind."""
-    parts = Path(path).parts
-    if not path.startswith("/") or len(parts) < 4 or parts[-2] != _KIND or ".." in parts:
+    """Return the user in whose folder it is; None where it is nowhere of that kind, as of an older Limosa."""
+    folder, name = os.path.split(path)
+    place, kind = os.path.split(folder)
+    if kind != _KIND or not _NAME.fullmatch(name):
         return None
-    return int(parts[-3]) if parts[-3].isascii() and parts[-3].isdigit() else None
+    if place == str(places.roots_place()):
+        return 0
+    users, own = os.path.split(place)
+    uid = places.owner_of(own)
+    return uid if users == str(places.users_place()) and uid > 0 else None
 
 
 def seen(path: str) -> set[int] | None:
     """Return the minor numbers in such a file; None where it is gone, and all are seen."""
     uid = owner(path)
-    text = None if uid is None else read_owned(Path(path), uid)
-    if text is None:
-        return None
-    return {int(word) for word in text.split(b",") if word.isdigit() and len(word) < 6}
+    for note in belief.read_called(_KIND, os.path.basename(path)):
+        if note.owner == uid:
+            return {int(word) for word in note.data.split(b",") if word.isdigit() and len(word) < 6}
+    return None
 
 
 def show(path: str, minors: Iterable[int]) -> bool:
     """Change what the job of that file sees; its folder is made anew where it is missing, after a restart.
 
-    Written with the rights of the user whose folder it is in: a path comes from records and images of users.
+    Written with the rights of the user whose folder it is in, and by descriptor: a path comes from records and images
+    of users.
 
     Returns:
         Whether it sees these alone. Where the file cannot be written it is removed, and all GPUs are seen: that is no
@@ -80,19 +90,58 @@ def show(path: str, minors: Iterable[int]) -> bool:
     written = []
 
     def write() -> None:
-        try:
-            Path(path).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            write_atomic(Path(path), _text(wanted))
-            written.append(path)
-        except OSError:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(path)
+        with contextlib.suppress(OSError), _folder(path, uid) as folder:
+            try:
+                _write(folder, os.path.basename(path), _text(wanted))
+                written.append(path)
+            except OSError:
+                os.unlink(os.path.basename(path), dir_fd=folder)
 
     if uid == os.geteuid():
         write()
     else:
         _as(uid, write)
     return bool(written)
+
+
+@contextlib.contextmanager
+def _folder(path: str, uid: int) -> Iterator[int]:
+    """Open the folder of such a file, made where it is missing."""
+    *_, place, kind, _ = path.split("/")
+    above = os.path.dirname(os.path.dirname(os.path.dirname(path)))
+    with (
+        closing(os.open(above, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as users,
+        closing(_open_or_make(users, place, uid)) as own,
+        closing(_open_or_make(own, kind, uid)) as folder,
+    ):
+        yield folder
+
+
+def _open_or_make(folder: int, name: str, uid: int) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=folder)
+        with closing(open_folder_in(folder, name, uid)) as made:
+            os.fchmod(made, 0o755)  # past the umask
+    return open_folder_in(folder, name, uid)
+
+
+def _write(folder: int, name: str, data: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    part = f".{name}.{secrets.token_hex(4)}"
+    try:
+        with closing(open_in(folder, part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)) as fd:
+            os.fchmod(fd, 0o644)
+            os.write(fd, data)
+            os.fsync(fd)
+        os.rename(part, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(part, dir_fd=folder)
+        raise
 
 
 def forget(path: str) -> None:

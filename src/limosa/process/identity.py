@@ -10,6 +10,7 @@ import os
 import select
 import signal
 from types import TracebackType
+from typing import Annotated
 
 import msgspec
 
@@ -154,8 +155,8 @@ class Identity(msgspec.Struct, frozen=True, order=True):
         start_time: clock ticks since boot, field 22 of ``/proc/PID/stat``.
     """
 
-    pid: int
-    start_time: int
+    pid: Annotated[int, msgspec.Meta(ge=1, le=0x7FFFFFFF)]
+    start_time: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
     @classmethod
     def of(cls, pid: int) -> Identity:

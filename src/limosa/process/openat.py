@@ -17,7 +17,8 @@ from collections.abc import Iterator
 
 _SYS_OPENAT2 = 437  # the same on every architecture
 _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS = 0x01, 0x02, 0x04
-_ALWAYS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_ALWAYS = os.O_NOFOLLOW | os.O_CLOEXEC
+_UNLESS_PATH = os.O_NONBLOCK | os.O_NOCTTY
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -41,14 +42,15 @@ def open_in(folder: int, name: str, flags: int, mode: int = 0) -> int:
     """
     if "/" in name or "\0" in name or name in ("", ".", ".."):
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), name)
-    how = _How(flags | _ALWAYS, mode, _NO_XDEV | _NO_MAGICLINKS | _NO_SYMLINKS)
+    flags |= _ALWAYS | (0 if flags & os.O_PATH else _UNLESS_PATH)
+    how = _How(flags, mode, _NO_XDEV | _NO_MAGICLINKS | _NO_SYMLINKS)
     arguments = (ctypes.c_int(folder), ctypes.c_char_p(os.fsencode(name)), ctypes.byref(how))
     fd = int(_libc.syscall(ctypes.c_long(_SYS_OPENAT2), *arguments, ctypes.c_size_t(ctypes.sizeof(how))))
     if fd >= 0:
         return fd
     number = ctypes.get_errno()
     if number == errno.ENOSYS:  # before Linux 5.6, and in containers that do not know the call
-        return os.open(name, flags | _ALWAYS, mode, dir_fd=folder)
+        return os.open(name, flags, mode, dir_fd=folder)
     raise OSError(number, os.strerror(number), name)
 
 

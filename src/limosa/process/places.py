@@ -82,6 +82,12 @@ def users_place() -> Path:
     return TMP if chosen is None else chosen / "users"
 
 
+def owner_of(name: str) -> int:
+    """The uid in the name of a user's folder; -1 for another name."""
+    form = _FORM.fullmatch(name)
+    return int(form[1]) if form is not None else -1
+
+
 def environment() -> dict[str, str]:
     """What a job is told so that what is preloaded into it finds the folder of whoever started it.
 
@@ -325,13 +331,7 @@ def _places(uid: int | None) -> Iterator[Folder]:
         if not whole:
             names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
         for name, fd in _believed(users, names):
-            yield Folder(_owner_of(name), place / name, fd)
-
-
-def _owner_of(name: str) -> int:
-    """The uid in the name of a user's folder; -1 for another name."""
-    form = _FORM.fullmatch(name)
-    return int(form[1]) if form is not None else -1
+            yield Folder(owner_of(name), place / name, fd)
 
 
 def _listed(users: int, uid: int | None) -> tuple[set[str], bool]:
@@ -343,14 +343,14 @@ def _listed(users: int, uid: int | None) -> tuple[set[str], bool]:
         for n, entry in enumerate(entries):
             if n >= _MOST_LISTED or len(names) >= _MOST_NAMES:
                 return names, False
-            if (owner := _owner_of(entry.name)) > 0 and uid in (None, owner):
+            if (owner := owner_of(entry.name)) > 0 and uid in (None, owner):
                 names.add(entry.name)
     return names, True
 
 
 def _believed(users: int, names: set[str]) -> Iterator[tuple[str, int]]:
     """Open those that are folders of the user whom they name, and are written by nobody else; some of each user's."""
-    for owner, group in itertools.groupby(sorted(names), _owner_of):
+    for owner, group in itertools.groupby(sorted(names), owner_of):
         mine = 0
         for name in group:
             try:

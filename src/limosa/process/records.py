@@ -1,4 +1,4 @@
-"""Records: what this machine remembers about jobs while they live, kept in the runtime folder (``runtime``).
+"""Records: what this machine remembers about jobs while they live, kept in the runtime folder (``places``).
 
 A record is believed only where the owner of the folder that it lies in may speak for the process: it is his process,
 or he is root. A record of a process that has ended, or of another boot, is stale.
@@ -6,71 +6,35 @@ or he is root. A record of a process that has ended, or of another boot, is stal
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from limosa.errors import NoSuchProcess, UsageError
-from limosa.process import device_nodes
+from limosa.process import belief, device_nodes
+from limosa.process.belief import PathText, Processes, Sizes, Text, Time
 from limosa.process.identity import Identity, boot_id
-from limosa.process.runtime import (
-    RuntimeDir,
-    entries,
-    folders,
-    lock,
-    own_folder,
-    read_owned,
-    remove_emptied,
-    remove_or_empty,
-    runtime_dir,
-    sync_folder,
-    write_atomic,
-)
+from limosa.process.places import own_folder
+from limosa.process.runtime import write_atomic
 
-__all__ = [
-    "EndedRecord",
-    "Record",
-    "RunRecord",
-    "RuntimeDir",
-    "SuspendRecord",
-    "belongs_to_root",
-    "check_name",
-    "folders",
-    "job_named",
-    "lock",
-    "own_folder",
-    "read_owned",
-    "remove_emptied",
-    "remove_or_empty",
-    "runtime_dir",
-    "sync_folder",
-    "write_atomic",
-]
-
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", re.ASCII)
+_MOST_COMMAND = 64 << 10  # bytes of a command that are remembered
 R = TypeVar("R", bound="Record")
+Name = Annotated[str, msgspec.Meta(pattern=rf"\A({_NAME.pattern})?\Z")]
 
 
-def _uid_of(identity: Identity) -> int | None:
-    """The real uid of a living process (proc_pid_status(5)), or None where it is gone."""
-    try:
-        for line in Path(f"/proc/{identity.pid}/status").read_text().splitlines():
-            if line.startswith("Uid:"):
-                return int(line.split()[1])
-    except OSError:
-        return None
-    return None
+def _is_the_callers(identity: Identity) -> bool:
+    return Processes().owner_of(identity) == os.geteuid()
 
 
 def belongs_to_root(identity: Identity) -> bool:
     """Whether it is root's process, of which only root's records count."""
-    return _uid_of(identity) == 0
+    return Processes().owner_of(identity) == 0
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -84,8 +48,11 @@ class Record(msgspec.Struct, kw_only=True):
 
     kind: ClassVar[str] = ""
     root: Identity
-    since: float = msgspec.field(default_factory=time.time)
-    boot: str = msgspec.field(default_factory=boot_id)
+    since: Time = msgspec.field(default_factory=time.time)
+    boot: Text = msgspec.field(default_factory=boot_id)
+
+    def _file(self) -> str:
+        return f"{self.root.pid}-{self.root.start_time}.json"
 
     def save(self) -> Path:
         """Writes the record into the caller's folder, in place of an older one.
@@ -94,20 +61,22 @@ class Record(msgspec.Struct, kw_only=True):
             PermissionDenied: the runtime folder is somebody else's.
             OSError: it cannot be written.
         """
-        path = own_folder(self.kind) / f"{self.root.pid}-{self.root.start_time}.json"
+        path = own_folder(self.kind) / self._file()
         write_atomic(path, msgspec.json.encode(self))
         return path
 
     def forget(self) -> None:
         """Removes every record of this kind about this process that the caller may remove (root: all of them)."""
-        for _, folder in folders(self.kind):
-            remove_or_empty(folder / f"{self.root.pid}-{self.root.start_time}.json")
+        belief.remove(self.kind, self._file())
 
-    def believed(self, owner: int) -> bool:
-        """Whether a record in the folder of uid ``owner`` counts: the process lives and he may speak for it."""
+    def believed(self, owner: int, processes: Processes) -> bool:
+        """Whether a record in the folder of uid ``owner`` counts: the process lives and he may speak for it.
+
+        What of it he may not say is taken out of it.
+        """
         if self.boot != boot_id() or not self.root.alive():
             return False
-        return owner == 0 or owner == _uid_of(self.root)
+        return processes.speaks_for(owner, self.root)
 
     def stale(self) -> bool:
         """Whether nobody needs the record any more."""
@@ -121,17 +90,18 @@ class Record(msgspec.Struct, kw_only=True):
         """
         best: dict[Identity, R] = {}
         removed: list[R] = []
-        for owner, folder in folders(cls.kind):
-            for path in entries(folder):
-                record = cls._read(path, owner)
-                if record is None:
-                    continue
-                if owner == os.geteuid() and record.stale():
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-                        removed.append(record)
-                elif record.believed(owner) and (record.root not in best or best[record.root].since < record.since):
-                    best[record.root] = record
+        processes = Processes()
+        for note in belief.read(cls.kind):
+            record = cls._said(note)
+            if record is None:
+                continue
+            if note.owner == os.geteuid() and record.stale():
+                belief.remove(cls.kind, note.name, note.owner)
+                removed.append(record)
+            elif record.believed(note.owner, processes) and (
+                record.root not in best or best[record.root].since < record.since
+            ):
+                best[record.root] = record
         for record in removed:
             record.clear_away(best.values())
         return sorted(best.values(), key=lambda r: r.since)
@@ -142,24 +112,19 @@ class Record(msgspec.Struct, kw_only=True):
     @classmethod
     def of(cls: type[R], root: Identity) -> R | None:
         """The newest record of this kind about ``root`` that counts, or None."""
+        processes = Processes()
         found = [
             record
-            for owner, folder in folders(cls.kind)
-            if (record := cls._read(folder / f"{root.pid}-{root.start_time}.json", owner)) is not None
-            and record.root == root
-            and record.believed(owner)
+            for note in belief.read_called(cls.kind, f"{root.pid}-{root.start_time}.json")
+            if (record := cls._said(note)) is not None and record.believed(note.owner, processes)
         ]
         return max(found, key=lambda r: r.since, default=None)
 
     @classmethod
-    def _read(cls: type[R], path: Path, owner: int) -> R | None:
-        data = read_owned(path, owner) if path.suffix == ".json" and not path.name.startswith(".") else None
-        if data is None:
-            return None
-        try:
-            return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return None
+    def _said(cls: type[R], note: belief.Note) -> R | None:
+        """What a file says; None where it is not called what it says it is."""
+        record = belief.decoded(note.data, cls)
+        return record if record is not None and record._file() == note.name else None
 
 
 class RunRecord(Record, kw_only=True):
@@ -175,16 +140,27 @@ class RunRecord(Record, kw_only=True):
     """
 
     kind: ClassVar[str] = "jobs"
-    name: str
+    name: Name
     command: list[str]
-    log: str = ""
-    cwd: str = ""
+    log: PathText = ""
+    cwd: PathText = ""
     supervisor: Identity | None = None
-    sees: str = ""
+    sees: PathText = ""
 
-    def believed(self, owner: int) -> bool:
+    def save(self) -> Path:
+        """As every record; a command that is very long is remembered as far as it goes."""
+        room = _MOST_COMMAND
+        for n, word in enumerate(self.command):
+            if (room := room - len(word) - 8) < 0:
+                self.command = self.command[:n]
+                break
+        return super().save()
+
+    def believed(self, owner: int, processes: Processes) -> bool:
         """As every record; and of what another's job sees root alone may speak."""
-        return super().believed(owner) and (not self.sees or owner in (0, device_nodes.owner(self.sees)))
+        if not super().believed(owner, processes):
+            return False
+        return not self.sees or owner in (0, device_nodes.owner(self.sees))
 
     def clear_away(self, others: Iterable[Record]) -> None:
         """Removes the file, unless a job that was restored from an image of this one has it now."""
@@ -206,12 +182,20 @@ class SuspendRecord(Record, kw_only=True):
     """
 
     kind: ClassVar[str] = "suspended"
-    by: str = ""
-    bytes: dict[str, int] = {}
+    by: Text = ""
+    bytes: Sizes = {}
     members: list[Identity] = []
-    held: dict[str, dict[str, int]] = {}
-    moved: dict[str, dict[str, str]] = {}
-    release: str = "all"
+    held: dict[Text, Sizes] = {}
+    moved: dict[Text, Annotated[dict[Text, Text], msgspec.Meta(max_length=1024)]] = {}
+    release: Literal["all", "memory-only"] = "all"
+
+    def believed(self, owner: int, processes: Processes) -> bool:
+        """As every record; of its members those count for which its writer may speak.
+
+        ``limosa suspend --gpu`` by root takes the members for jobs: a user's record names none of another's.
+        """
+        self.members = [m for m in self.members if processes.speaks_for(owner, m)]
+        return super().believed(owner, processes)
 
 
 class EndedRecord(Record, kw_only=True):
@@ -226,10 +210,10 @@ class EndedRecord(Record, kw_only=True):
     """
 
     kind: ClassVar[str] = "ended"
-    image: str
-    image_id: str = ""
+    image: PathText
+    image_id: Text = ""
 
-    def believed(self, owner: int) -> bool:
+    def believed(self, owner: int, processes: Processes) -> bool:
         """Whether the folder's owner is root or the reader himself."""
         return self.boot == boot_id() and owner in (0, os.geteuid())
 
@@ -261,7 +245,7 @@ def job_named(name: str) -> RunRecord:
         UsageError: several users have one.
     """
     found = [r for r in RunRecord.all() if r.name == name]
-    own = [r for r in found if _uid_of(r.root) == os.geteuid()]
+    own = [r for r in found if _is_the_callers(r.root)]
     chosen = own or found
     if not chosen:
         raise NoSuchProcess(f"no living job is called {name!r}", pid=0)

@@ -15,7 +15,7 @@ from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
 from limosa.parking.shim import Memory
 from limosa.parking.vault import Vault
-from limosa.process import records
+from limosa.process import belief
 
 _OPERATION = re.compile(r"[a-z]+-\d+-[0-9a-f]+")
 _JOURNALS = "journals"
@@ -85,7 +85,7 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
 
 def forget(operation: str, *, but: str | None = None) -> None:
     """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one."""
-    _forget(lambda id_, side: id_ == operation and side != but)
+    _forget(lambda _, id_, side: id_ == operation and side != but)
 
 
 def forget_arenas(members: Sequence[Member]) -> None:
@@ -101,26 +101,31 @@ def forget_finished() -> None:
     """Have everybody let go of what they hold for operations that have no journal any more: those are over.
 
     The journals are looked at after what is held was listed: an operation has a journal before it has anything held.
+    What a user's vault holds is for operations of his, or of root's.
     """
-    _forget(lambda id_, _: not any((folder / f"{id_}.jsonl").exists() for _, folder in records.folders(_JOURNALS)))
+
+    def over(uid: int, id_: str, _: str) -> bool:
+        return not any((owner, f"{id_}.jsonl") in belief.named(_JOURNALS, owner) for owner in {uid, 0})
+
+    _forget(over)
 
 
-def _forget(meant: Callable[[str, str], bool]) -> None:
+def _forget(meant: Callable[[int, str, str], bool]) -> None:
     for mover in Mover.all():
         with contextlib.suppress(LimosaError), mover:
-            for key in _keys(mover.held(), meant):
+            for key in _keys(mover.uid, mover.held(), meant):
                 mover.unput(key)
     for vault in Vault.all():
         with contextlib.suppress(LimosaError), vault:
-            for key in _keys(vault.held(), meant):
+            for key in _keys(vault.uid, vault.held(), meant):
                 vault.drop(key)
 
 
-def _keys(held: dict[str, int], meant: Callable[[str, str], bool]) -> list[str]:
+def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]) -> list[str]:
     found = []
     for key in held:
         id_, side = [*key.split("/"), ""][:2]
-        if _OPERATION.fullmatch(id_) and meant(id_, side):
+        if _OPERATION.fullmatch(id_) and meant(uid, id_, side):
             found.append(key)
     return found
 

@@ -140,9 +140,9 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     told = []
     spare = idle.spare(inventory, members)
     for one in inventory.gpus:
-        free = one.memory_free + spare.get(one.uuid, 0) - claims.reserved(one.uuid)
-        if wanted.get(one.uuid, 0) > free:
-            left, size = two(max(0, free), wanted[one.uuid])
+        free = max(0, one.memory_free + spare.get(one.uuid, 0) - claims.reserved(one.uuid, most=one.memory_total))
+        if (coming := wanted.get(one.uuid, 0)) > free:
+            left, size = two(free, coming)
             told.append(f"GPU {one.index} has {left} free, and {size} come before anything leaves")
     return "; ".join(told), imported
 

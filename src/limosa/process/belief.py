@@ -1,0 +1,204 @@
+"""What is believed of what others wrote into the runtime folder. Nothing else reads it.
+
+A user may write anything at all into his folder, and exchange it while it is read. So a file counts only if it has a
+name of the one form, is a regular file of that user's in a folder of his, and is not too large; of each kind a user has
+so many files and bytes, and what is more is not looked at: that concerns him alone. What it says is decoded into types
+with bounds (``Text``, ``Size``, ``Time`` …), and each of its readers asks here (``Processes``) whether its writer may
+speak for the process that it is about: he may for his own, root for all.
+
+What root removes in a user's folder it removes by the folder's descriptor: in a folder of his he could do that himself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+
+from limosa.errors import LimosaError
+from limosa.process.identity import Identity
+from limosa.process.openat import closing, open_in
+from limosa.process.places import Folder, folders
+from limosa.process.slurp import slurp
+
+MOST_BYTES = 1 << 20
+"""Bytes of one file: a claim on 20,000 processes."""
+MOST_FILES = 1_000
+"""Files of one kind of one user."""
+_MOST_OF_ALL = 4 << 20  # bytes of one kind of one user
+_MOST_NAMES = 20_000  # names that are looked at to find them
+_OWN_BYTES, _OWN_OF_ALL = 16 << 20, 256 << 20  # of the caller's own and of root's
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
+_LISTED = (".json", ".jsonl")
+
+Text = Annotated[str, msgspec.Meta(max_length=256)]
+PathText = Annotated[str, msgspec.Meta(max_length=4096)]
+Id = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,100}\Z")]
+"""Of an operation: its files are called that."""
+Word = Annotated[str, msgspec.Meta(pattern=r"\A[a-z-]{1,32}\Z")]
+"""A verb."""
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
+"""Seconds since the epoch; what is larger has no year."""
+Sizes = Annotated[dict[Text, Size], msgspec.Meta(max_length=1024)]
+"""Bytes by GPU UUID."""
+
+T = TypeVar("T")
+
+
+class Note(NamedTuple):
+    """A file: who wrote it, what it is called, what it says."""
+
+    owner: int
+    name: str
+    data: bytes
+
+    @property
+    def stem(self) -> str:
+        """The name without what it ends in."""
+        return self.name.rpartition(".")[0]
+
+
+def read(kind: str, uid: int | None = None) -> list[Note]:
+    """Everybody's files of one kind (or one user's), the caller's first; by name for each."""
+    found: list[Note] = []
+    with folders(kind, uid) as everybodys:
+        for folder in everybodys:
+            one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, _MOST_OF_ALL)
+            for name in _names(folder):
+                data = _bytes(folder, name, min(left, one))
+                if data is not None:
+                    left -= len(data)
+                    found.append(Note(folder.uid, name, data))
+    return found
+
+
+def read_called(kind: str, name: str) -> list[Note]:
+    """Everybody's file of that kind and name."""
+    if not _NAME.fullmatch(name):
+        return []
+    with folders(kind) as everybodys:
+        read_ = [(f.uid, _bytes(f, name, _OWN_BYTES if _trusted(f) else MOST_BYTES)) for f in everybodys]
+    return [Note(owner, name, data) for owner, data in read_ if data is not None]
+
+
+def named(kind: str, uid: int | None = None) -> set[tuple[int, str]]:
+    """Owners and names of files of one kind that are there and not empty, whether or not the caller may read them."""
+    found: set[tuple[int, str]] = set()
+    with folders(kind, uid) as everybodys:
+        for folder in everybodys:
+            for name in _names(folder):
+                with contextlib.suppress(OSError), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+                    if _is_file_of(os.fstat(fd), folder.uid) and os.fstat(fd).st_size:
+                        found.add((folder.uid, name))
+    return found
+
+
+def remove(kind: str, name: str, uid: int | None = None) -> None:
+    """Remove a file from every folder that the caller may write to (root: everybody's).
+
+    One that cannot be removed is emptied, so that it says nothing any more.
+    """
+    if not _NAME.fullmatch(name):
+        return
+    with folders(kind, uid) as everybodys:
+        for folder in everybodys:
+            try:
+                os.unlink(name, dir_fd=folder.fd)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                with contextlib.suppress(OSError), closing(open_in(folder.fd, name, os.O_WRONLY)) as fd:
+                    if _is_file_of(os.fstat(fd), folder.uid):
+                        os.ftruncate(fd, 0)
+
+
+def decoded(data: bytes, type_: type[T]) -> T | None:
+    """What a file says, or None where it says something else."""
+    try:
+        return msgspec.json.decode(data, type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _trusted(folder: Folder) -> bool:
+    return folder.uid in (0, os.geteuid())
+
+
+def _names(folder: Folder) -> list[str]:
+    """Names of the one form in a folder, sorted; not all where another user has too many."""
+    found: list[str] = []
+    try:
+        with os.scandir(folder.fd) as entries:
+            for n, entry in enumerate(entries):
+                if not _trusted(folder) and (n >= _MOST_NAMES or len(found) >= MOST_FILES):
+                    break
+                if entry.name.endswith(_LISTED) and _NAME.fullmatch(entry.name):
+                    found.append(entry.name)
+    except OSError:
+        return []
+    return sorted(found)
+
+
+def _bytes(folder: Folder, name: str, most: int) -> bytes | None:
+    """A file's content; None where it is something else than a file of the folder's owner, or has more than that."""
+    try:
+        with closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
+            if not _is_file_of(os.fstat(fd), folder.uid):
+                return None
+            data = b""
+            while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):
+                data += more
+            return data if len(data) <= most else None
+    except OSError:
+        return None
+
+
+def _is_file_of(found: os.stat_result, uid: int) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == uid
+
+
+class Processes:
+    """Whose the processes are that files speak of: looked at once for many files, as of now."""
+
+    def __init__(self) -> None:
+        self._there: set[str] | None = None
+        self._owners: dict[Identity, int] = {}
+
+    def speaks_for(self, owner: int, identity: Identity) -> bool:
+        """Whether a user may speak for a process: it lives and is his, or he is root."""
+        return owner == 0 or self.owner_of(identity) == owner
+
+    def owner_of(self, identity: Identity) -> int:
+        """The uid with which a process runs; -1 where it has ended, or has several (it is about to change them)."""
+        if self._there is None:
+            self._there = set(os.listdir("/proc"))
+        if str(identity.pid) not in self._there:
+            return -1
+        if identity not in self._owners:
+            self._owners[identity] = _owner_of(identity)
+        return self._owners[identity]
+
+
+def _owner_of(identity: Identity) -> int:
+    try:
+        uids = owners_of(identity.pid)
+        return uids.pop() if len(uids) == 1 and identity.alive() else -1
+    except (LimosaError, OSError):
+        return -1
+
+
+def owners_of(pid: int) -> set[int]:
+    """Return the uids that a process runs with (real, effective, saved, of the file system).
+
+    Raises:
+        OSError: it is gone.
+    """
+    for line in slurp(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"Uid:"):
+            return {int(word) for word in line.split()[1:]}
+    raise ProcessLookupError(pid)
