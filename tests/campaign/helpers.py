@@ -36,15 +36,14 @@ def held() -> dict[str, int]:
 
 def _asked(kind: str, verb: str) -> dict[str, int]:
     from limosa.parking.packets import receive, send
-    from limosa.parking.resident import socket_path
+    from limosa.parking.resident import Holding, socket_path
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(5)
         try:
             connection.connect(str(socket_path(kind, os.geteuid())))
             send(connection, {"verb": verb})
-            found: dict[str, int] = receive(connection)[0].get("keys", {})
-            return found
+            return receive(connection, fds=0).read_as(Holding).keys
         except (OSError, EOFError):
             return {}
 

@@ -163,7 +163,7 @@ one.settimeout(5)
 try:
     one.connect(sys.argv[1])
     send(one, {{"verb": "ping"}})
-    print(receive(one))
+    print(receive(one).data)
 except (PermissionError, ConnectionError, EOFError) as error:
     sys.exit(type(error).__name__)
 """

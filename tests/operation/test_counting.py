@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from limosa.operation import counting
-from limosa.parking.shim import Memory
+from limosa.parking.answers import Memory
 
 MIB = 1 << 20
 CONTEXT = 500 * MIB

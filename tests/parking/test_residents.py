@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from limosa.operation.journal import Member
 from limosa.operation.parked import holders
 from limosa.parking import mover_main, mover_memory, packets, resident, vault_main
 from limosa.parking.mover import Mover
-from limosa.parking.mover_session import Session, Shared
+from limosa.parking.mover_session import Nothing, Session, Shared
+from limosa.parking.receive import Given
 from limosa.parking.residents import Residents
 from limosa.parking.segments import Pool, make
 from limosa.parking.vault import Vault
@@ -179,10 +182,11 @@ class Says:
         given = [os.open("/dev/null", os.O_RDONLY) for _ in range(self._fds)]
         with contextlib.suppress(OSError, EOFError, ValueError), connection:
             while True:
-                asked, fds = packets.receive(connection)
-                holders.close_all(fds)
-                if asked.get("more"):
+                message = packets.receive(connection)
+                message.given.close()
+                if message.more:
                     continue
+                asked = msgspec.msgpack.decode(message.data)
                 self.asked.append(asked["verb"])
                 answer = {"version": packets.VERSION} if asked["verb"] == "ping" else self._said(asked)
                 if isinstance(answer, bytes):
@@ -279,7 +283,7 @@ def test_an_unknown_key_is_not_copied() -> None:
     ends = socket.socketpair()
     session = Session(ends[0], Shared(), {})
     with pytest.raises(FailedUndone, match="nothing was made or taken as a"):
-        mover_memory.copy(session, {"copies": [("a", "b", "GPU-1")]}, [])
+        mover_memory.copy(session, mover_memory.Copies([("a", "b", "GPU-1")]), [])
     for end in ends:
         end.close()
 
@@ -299,9 +303,8 @@ def test_the_vault_goes_on_after_what_it_cannot_do(place: Path) -> None:
         ):
             connection = other._connection
             packets.send_all(connection, message)
-            answer, fds = packets.receive_all(connection, 5)
-            holders.close_all(fds)
-            assert "error" in answer, message
+            answer = packets.receive_all(connection, 5, fds=0)
+            assert "error" in answer.read_as(dict), message
         assert vault.held() == {KEY: 1}
         arena = vault.arena()
         assert (arena.used, arena.free, arena.inodes) == (0, 0, [])
@@ -402,7 +405,7 @@ def test_a_mover_that_is_to_end_keeps_what_it_holds(place: Path, monkeypatch: py
     """Nobody was connected, so "all of them hang" was true, and what it held was gone."""
     monkeypatch.setattr(mover_main, "LOOK_SECONDS", 0.05)
     path = resident.socket_path("mover", os.geteuid())
-    verbs = {"ping": mover_main.ping, "end": mover_main.end, **mover_main.mover_holding.VERBS}
+    verbs = {"ping": (Nothing, mover_main.ping), "end": (Nothing, mover_main.end), **mover_main.mover_holding.VERBS}
     one = mover_main.Mover(str(path), verbs)
     thread = threading.Thread(target=one.serve, daemon=True)
     thread.start()
@@ -424,46 +427,82 @@ def test_a_mover_that_is_to_end_keeps_what_it_holds(place: Path, monkeypatch: py
     assert [p.name for p in path.parent.iterdir() if p.is_socket()] == []
 
 
-def test_what_has_no_end_is_not_waited_for(place: Path) -> None:
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+@pytest.mark.parametrize("fds", [[], [0]], ids=["nothing", "descriptors"])
+def test_what_has_no_end_is_not_waited_for(place: Path, fds: list[int]) -> None:
+    ends, before = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), open_here()
 
     def talk() -> None:
         with contextlib.suppress(OSError):
             while True:
-                packets.send(ends[1], {"more": True})
+                packets.send(ends[1], {"more": True}, fds)
                 time.sleep(0.01)
 
     threading.Thread(target=talk, daemon=True).start()
     begun = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError if fds else ValueError):
         packets.receive_all(ends[0], 0.3)
     assert time.monotonic() - begun < 3
     for end in ends:
         end.close()
+    assert_closed(before - 2)
 
 
-def test_what_is_not_sealed_is_not_read() -> None:
+BESIDE = msgspec.msgpack.encode({"its message is beside it": True})
+MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+
+
+@pytest.mark.parametrize("missing", ["all", "write", "grow", "shrink"])
+def test_what_is_not_sealed_is_not_read(missing: str) -> None:
+    """One that still grows was read without an end."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    fd = make(10)
-    data = msgspec.msgpack.encode({"its message is beside it": True})
-    socket.send_fds(ends[1], [data], [fd])
+    seals = {"write": fcntl.F_SEAL_WRITE, "grow": fcntl.F_SEAL_GROW, "shrink": fcntl.F_SEAL_SHRINK}
+    fd = os.memfd_create("beside", MEMFD)
+    os.write(fd, msgspec.msgpack.encode({"n": 1}))
+    if missing != "all":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(seal for name, seal in seals.items() if name != missing))
+    before = open_here()
+    socket.send_fds(ends[1], [BESIDE], [fd])
     with pytest.raises(ValueError, match="no message"):
         packets.receive(ends[0])
+    assert open_here() == before
+    if missing != "all":
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals[missing])
+        socket.send_fds(ends[1], [BESIDE], [fd])
+        assert packets.receive(ends[0]).read_as(dict) == {"n": 1}
+    for one in (fd, *(end.detach() for end in ends)):
+        os.close(one)
+
+
+def test_a_message_that_does_not_fit_goes_beside_it() -> None:
+    ends, fd = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), make(10)
     big = {"text": "x" * (1 << 20)}
     packets.send(ends[1], big, [fd])
-    said, fds = packets.receive(ends[0])
-    assert said == big
-    assert inodes(fds) == inodes([fd])
-    for one in (*fds, fd):
+    said = packets.receive(ends[0])
+    assert said.read_as(dict) == big
+    assert inodes(list(said.given.fds)) == inodes([fd])
+    said.given.close()
+    for one in (fd, *(end.detach() for end in ends)):
         os.close(one)
-    for end in ends:
-        end.close()
+
+
+def test_a_packet_of_empty_maps_takes_no_memory() -> None:
+    """16 MiB of them became 1.2 GB."""
+    n = 16 << 20
+    data = b"\x83\xa4keys\xdf" + (n // 2).to_bytes(4, "big") + b"\xa0\x80" * (n // 2)
+    data += b"\xa4gpus\xdd" + n.to_bytes(4, "big") + b"\x80" * n + b"\xa1n\x01"
+    for type_ in (resident.Holding, resident.Greeting, vault_main.Asked):
+        tracemalloc.start()
+        with contextlib.suppress(ValueError):
+            packets.Message(data, Given()).read_as(type_)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 20, type_
 
 
 def test_what_was_not_finished_is_forgotten() -> None:
     """A put that breaks off in the middle leaves neither key nor descriptors."""
     vault, ends, before = vault_main.Vault(), socket.socketpair(), open_here()
-    vault.take(ends[0], {"more": True}, [os.dup(0), os.dup(0)])
+    vault.take(ends[0], packets.Message(b"", Given([os.dup(0), os.dup(0)]), more=True))
     vault.forget(ends[0])
     assert (vault.held, vault.coming, open_here()) == ({}, {}, before)
     for end in ends:

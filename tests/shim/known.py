@@ -9,8 +9,9 @@ import re
 import sys
 from collections.abc import Iterable
 
+from limosa.parking.answers import Called
 from limosa.parking.protocol import Role
-from limosa.parking.shim import Called, Shim
+from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
 # How names of functions that make, give away or find memory are built; those of drivers to come, too.

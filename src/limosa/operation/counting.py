@@ -15,7 +15,8 @@ from limosa.errors import LimosaError
 from limosa.gpu import Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member
-from limosa.parking.shim import Memory, Shim, under_shim
+from limosa.parking.answers import Memory
+from limosa.parking.shim import Shim, under_shim
 from limosa.process.identity import Identity
 
 _ANSWER_SECONDS = 1.0
@@ -70,7 +71,7 @@ def completed(found: Inventory) -> Inventory:
     parts: dict[int, dict[str, tuple[int, int]]] = {}
     silent = claims.being_worked_on()
     for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)} - silent:
-        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
+        with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
             parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
     gpus = []
     for gpu in found.gpus:

@@ -46,7 +46,7 @@ def way_of(identity: Identity, worker: str = "") -> Way:
     if worker:
         return Way(way="parked", why=f"its library is not asked while a {worker} is under way")
     try:
-        with Shim(identity, limit=ANSWER_SECONDS, patience=0.0) as shim:
+        with Shim.to_look(identity, ANSWER_SECONDS, 0.0) as shim:
             pieces, counts, called = shim.memories(), shim.counts(), shim.called()
     except LimosaError as error:
         if "refused" in str(error):

@@ -14,12 +14,22 @@ import msgspec
 
 from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
 from limosa.parking import resident
-from limosa.parking.packets import peer, receive_all, send, send_all
-from limosa.parking.resident import (
+from limosa.parking.packets import (
+    MOST_DESCRIPTORS,
     Count,
+    Message,
+    Note,
+    Seconds,
+    Text,
+    Word,
+    peer,
+    receive_all,
+    send,
+    send_all,
+)
+from limosa.parking.resident import (
     Found,
     Holding,
-    Seconds,
     all_of,
     connect,
     replace,
@@ -48,12 +58,18 @@ class _Copied(msgspec.Struct):
 
 
 class _Number(msgspec.Struct):
-    n: int
+    n: Count
 
 
 class _Note(msgspec.Struct):
     there: bool
-    note: bytes = b""
+    note: Note = b""
+    n: Count = 0
+
+
+class _Refusal(msgspec.Struct):
+    error: Text | None = None
+    result: Word = ""
 
 
 class Mover:
@@ -104,13 +120,11 @@ class Mover:
         Raises:
             NoRoomOnGpu: there is none.
         """
-        fds = self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu})[1]
-        if len(fds) != len(sizes):
-            for fd in fds:
-                os.close(fd)
-            raise FailedUndone(f"the mover made {len(fds)} of {len(sizes)} pieces of memory")
-        self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
-        return fds
+        with self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu}, wanted=len(sizes)).given as given:
+            if len(given) != len(sizes):
+                raise FailedUndone(f"the mover made {len(given)} of {len(sizes)} pieces of memory")
+            self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
+            return given.take()
 
     def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> int:
         """Have it copy, all at once, what keys hold to what others hold; returns how many bytes.
@@ -178,7 +192,7 @@ class Mover:
         Raises:
             FailedUndone: it does not hold all of them.
         """
-        n = self._tell({"verb": "put", "key": key, "note": note}, _Number, fds=fds).n
+        n = self._tell({"verb": "put", "key": key, "note": note, "n": len(fds)}, _Number, fds=fds).n
         if n != len(fds):
             raise FailedUndone(f"the mover holds {n} of {len(fds)} descriptors of {key}")
 
@@ -189,16 +203,14 @@ class Mover:
             KeyError: nothing under that key.
             FailedUndone: it does not say.
         """
-        answer, fds = self.ask({"verb": "get", "key": key})
-        try:
+        answer = self.ask({"verb": "get", "key": key}, wanted=MOST_DESCRIPTORS)
+        with answer.given as given:
             said = understood(answer, _Note, WHO)
             if not said.there:
                 raise KeyError(key)
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return fds, said.note
+            if said.n != len(given):
+                raise FailedUndone(f"the mover gave {len(given)} of {said.n} descriptors of {key}")
+            return given.take(), said.note
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors it holds so, by key."""
@@ -226,8 +238,7 @@ class Mover:
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)
             send(self._connection, {"verb": "drop-all"})
-            for fd in receive_all(self._connection, resident.ANSWER_SECONDS)[1]:
-                os.close(fd)
+            receive_all(self._connection, resident.ANSWER_SECONDS, fds=0)
         except (OSError, EOFError, ValueError):
             pass
         self.close()
@@ -245,37 +256,36 @@ class Mover:
         self.close()
 
     def ask(
-        self, message: dict[str, Any], limit: float | None = None, fds: Sequence[int] = ()
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Ask something; returns the answer, and descriptors that are ours to close.
+        self, message: dict[str, Any], limit: float | None = None, fds: Sequence[int] = (), *, wanted: int = 0
+    ) -> Message:
+        """Ask something; returns the answer, whose descriptors are ours to close.
 
         Args:
             message: ``verb`` and what it takes.
             limit: seconds after which the mover counts as hung: it is ended then.
             fds: descriptors to send along; they stay ours.
+            wanted: how many may come back.
 
         Raises:
             FailedUndone: it could not do it, has gone or hangs.
             NoRoomOnGpu: there is no device memory for it.
         """
         limit = CALL_SECONDS if limit is None else limit
-        message = {**message, "limit": limit}
-        found: list[int] = []
         try:
             self._connection.settimeout(limit)
-            send_all(self._connection, message, fds)
-            answer, found = receive_all(self._connection, limit)
-            self._raise(answer)
-        except BaseException as error:
-            for fd in found:
-                os.close(fd)
-            if isinstance(error, TimeoutError):
-                raise self.hung(f"has not answered for {limit:g} s ({message['verb']})") from error
-            if isinstance(error, (EOFError, OSError, ValueError)):
-                text = str(error) or "it was killed"
-                raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
+            send_all(self._connection, {**message, "limit": limit}, fds)
+            answer = receive_all(self._connection, limit, fds=wanted, memory=True)
+        except TimeoutError as error:
+            raise self.hung(f"has not answered for {limit:g} s ({message['verb']})") from error
+        except (EOFError, OSError, ValueError) as error:
+            text = str(error) or "it was killed"
+            raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
+        try:
+            self._raise(understood(answer, _Refusal, WHO))
+        except BaseException:
+            answer.given.close()
             raise
-        return answer, found
+        return answer
 
     def hung(self, how: str) -> FailedUndone:
         """End it, and return what is to be raised.
@@ -289,14 +299,11 @@ class Mover:
     def _tell(
         self, message: dict[str, Any], type_: type[_T], limit: float | None = None, fds: Sequence[int] = ()
     ) -> _T:
-        answer, given = self.ask(message, limit, fds)
-        for fd in given:
-            os.close(fd)
-        return understood(answer, type_, WHO)
+        return understood(self.ask(message, limit, fds), type_, WHO)
 
     @staticmethod
-    def _raise(answer: dict[str, Any]) -> None:
-        if "error" in answer:
-            if answer.get("result") == "CUDA_ERROR_OUT_OF_MEMORY":
+    def _raise(said: _Refusal) -> None:
+        if said.error is not None:
+            if said.result == "CUDA_ERROR_OUT_OF_MEMORY":
                 raise NoRoomOnGpu(detail="the destination filled up while memory was made there")
-            raise FailedUndone(f"the mover: {answer['error']}")
+            raise FailedUndone(f"the mover: {said.error}")

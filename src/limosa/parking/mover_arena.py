@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from limosa.errors import DriverError, LimosaError
+import msgspec
+
+from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts, HostPiece, call
-from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Streams
-from limosa.parking.mover_session import Reply, Session, Shared
+from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Speed, Streams
+from limosa.parking.mover_session import Nothing, Reply, Session, Shared, Verb
+from limosa.parking.packets import Count, Seconds, Word
 from limosa.parking.rate import Rate
 from limosa.parking.resident import look_for
-from limosa.parking.segments import LARGE
+from limosa.parking.segments import LARGE, is_segment
 from limosa.parking.vault import Vault
 
 TOUCH = 64 << 20
@@ -28,6 +31,37 @@ TOUCHERS = max(1, min(8, (os.cpu_count() or 1) - 1))
 PINNERS = 2
 COPIERS = 4
 """Threads that copy what is not pinned."""
+
+
+class Hold(msgspec.Struct):
+    """Segments to be held as a key, as one piece of memory.
+
+    Attributes:
+        key: what they are held as.
+        bytes: how much of it will be used; the rest is made zero where there may be another's.
+        gpu: one whose context is there.
+        pin: whether what is not pinned yet is pinned.
+    """
+
+    key: Word
+    bytes: Count
+    gpu: Word
+    pin: bool = False
+
+
+class Warm(msgspec.Struct):
+    """Segments to be pinned for so long, by a GPU's context."""
+
+    gpu: Word
+    seconds: Seconds
+
+
+class Copies(msgspec.Struct):
+    """What is to be copied to an arena, or back: key, the arena's key, where in it, the GPU that copies."""
+
+    way: Literal["out", "in"]
+    copies: Annotated[list[tuple[Word, Word, Count, Word]], msgspec.Meta(max_length=1 << 16)]
+    rate: Speed = 0.0
 
 
 class Segment:
@@ -74,6 +108,8 @@ class Segments:
         with self._lock:
             try:
                 for fd in fds:
+                    if not is_segment(fd):  # one that is cut off would end whoever has it mapped
+                        raise FailedUndone("a descriptor is of no segment of the arena")
                     info = os.fstat(fd)
                     if info.st_ino not in self._there:
                         self._there[info.st_ino] = Segment(fd, info.st_size, not info.st_blocks)
@@ -159,21 +195,18 @@ def look_after(shared: Shared) -> None:
     segments.trim(known, shared.contexts)
 
 
-def hold(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Map segments, as one piece of memory: ``key``, ``gpu``, ``pin`` (else only what is pinned already is so).
-
-    ``bytes``: how much of it will be used; the rest is made zero where there may be another's.
-    """
-    session.contexts.use(asked["gpu"])
-    session.drop(asked["key"])
+def hold(session: Session, asked: Hold, fds: Sequence[int]) -> Reply:
+    """Map segments, as one piece of memory."""
+    session.contexts.use(asked.gpu)
+    session.drop(asked.key)
     segments = _segments(session.shared)
     begun = time.monotonic()
     taken = segments.take(fds)
-    session.pieces[asked["key"]] = [Held(segments, taken)]
-    if asked.get("pin"):
-        _pin(session, taken, asked["gpu"])
+    session.pieces[asked.key] = [Held(segments, taken)]
+    if asked.pin:
+        _pin(session, taken, asked.gpu)
         for number, segment in enumerate(taken):
-            segment.will_be_filled(max(0, min(segment.piece.bytes, asked["bytes"] - LARGE * number)))
+            segment.will_be_filled(max(0, min(segment.piece.bytes, asked.bytes - LARGE * number)))
     return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
 
 
@@ -190,35 +223,32 @@ def _pin(session: Session, segments: Sequence[Segment], gpu: str) -> None:
             done.result()
 
 
-def warm(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Pin segments that nobody uses yet, and stay for them: ``gpu``, ``seconds``."""
-    session.shared.stay_until = max(session.shared.stay_until, time.monotonic() + asked["seconds"])
-    session.contexts.use(asked["gpu"])
+def warm(session: Session, asked: Warm, fds: Sequence[int]) -> Reply:
+    """Pin segments that nobody uses yet, and stay for them."""
+    session.shared.stay_until = max(session.shared.stay_until, time.monotonic() + asked.seconds)
+    session.contexts.use(asked.gpu)
     segments, begun = _segments(session.shared), time.monotonic()
     taken = segments.take(fds)
     try:
-        _pin(session, taken, asked["gpu"])
+        _pin(session, taken, asked.gpu)
     finally:
         segments.leave(taken)
     return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
 
 
-def pinned(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def pinned(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Say how many bytes of the arena are pinned."""
     return {"bytes": _segments(session.shared).bytes()}
 
 
-def host(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Copy keys to an arena ("out") or back ("in"), all at once.
-
-    ``way``, ``copies`` (key, arena, offset, gpu), ``rate``.
-    """
-    rate = Rate(asked.get("rate", 0.0))
-    begun, total, out = time.monotonic(), 0, asked["way"] == "out"
+def host(session: Session, asked: Copies, fds: Sequence[int]) -> Reply:
+    """Copy keys to an arena ("out") or back ("in"), all at once."""
+    rate = Rate(asked.rate)
+    begun, total, out = time.monotonic(), 0, asked.way == "out"
     chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work: list[tuple[str, list[tuple[int, int, int]]]] = []
     slow: list[tuple[str, int, int, int]] = []
-    for key, arena, begin, gpu in asked["copies"]:
+    for key, arena, begin, gpu in asked.copies:
         held, spans, offset = session.held(arena)[0], [], begin
         for piece in session.held(key):
             at = piece.at
@@ -261,4 +291,9 @@ def _copy(out: bool, device: int, there: int, size: int, stream: Any) -> None:
         call(f"{name}Async", target, source, size, stream)
 
 
-VERBS = {"hold": hold, "warm": warm, "pinned": pinned, "host": host}
+VERBS: dict[str, Verb] = {
+    "hold": (Hold, hold),
+    "warm": (Warm, warm),
+    "pinned": (Nothing, pinned),
+    "host": (Copies, host),
+}

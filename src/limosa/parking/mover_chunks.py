@@ -7,18 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from limosa.errors import LimosaError
 from limosa.gpu.vmm import Contexts
-from limosa.image.chunks import Chunks
+from limosa.image.chunks import MOST_CHUNK, Chunks
 from limosa.parking.crew import Crew, Hand, Pinned
-from limosa.parking.mover_session import Reply, Session
+from limosa.parking.mover_session import Nothing, Reply, Session, Verb
+from limosa.parking.packets import Count, Numbers, Word
 
 KEY = "staging"
 POLL_SECONDS = 0.25
+MOST_IDS = MOST_NAMES = 1 << 13
+"""In one message."""
 _Kind = TypeVar("_Kind", bound="Staging")
+
+
+Id = Annotated[int, msgspec.Meta(ge=0)]
+Ids = Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)]
+ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHUNK)]
+Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
+"""How many; 0: as many as fit."""
+
+
+class Pieces(msgspec.Struct):
+    """Pieces of a process's memory on a GPU."""
+
+    pid: Count
+    ids: Ids
+    sizes: Numbers
+    gpu: Word
 
 
 class Staging:
@@ -113,6 +134,17 @@ def read_whole(fd: int, view: memoryview, offset: int) -> None:
         done += got
 
 
+def only(fds: Sequence[int]) -> int:
+    """The one descriptor that has come.
+
+    Raises:
+        ValueError: none, or more.
+    """
+    if len(fds) != 1:
+        raise ValueError(f"{len(fds)} descriptors instead of one")
+    return fds[0]
+
+
 def held(session: Session, kind: type[_Kind]) -> _Kind:
     """What the session has under way.
 
@@ -131,25 +163,25 @@ def begin(session: Session, staging: Staging) -> None:
     session.pieces[KEY] = [staging]
 
 
-def staging_poll(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def staging_poll(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Tell how far it is."""
     return held(session, Staging).poll()
 
 
-def staging_stop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def staging_stop(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Stop what was begun."""
     held(session, Staging).stop()
     return {}
 
 
-def staging_close(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def staging_close(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Let go of all of it."""
     session.drop(KEY)
     return {}
 
 
-VERBS = {
-    "staging-poll": staging_poll,
-    "staging-stop": staging_stop,
-    "staging-close": staging_close,
+VERBS: dict[str, Verb] = {
+    "staging-poll": (Nothing, staging_poll),
+    "staging-stop": (Nothing, staging_stop),
+    "staging-close": (Nothing, staging_close),
 }

@@ -6,14 +6,30 @@ Kept apart from what a session has mapped (``mover_memory.py``), which ends with
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
-from limosa.parking.mover_session import Reply, Session, Shared
+import msgspec
+
+from limosa.errors import FailedUndone
+from limosa.parking.mover_session import Key, Nothing, Reply, Session, Shared, Verb
+from limosa.parking.packets import Count, Note, Word
+from limosa.parking.receive import Given
 from limosa.parking.vault_main import Entry, let_ended_go
 
 
-def put(session: Session, asked: dict[str, object], fds: list[int]) -> Reply:
-    """Hold descriptors under ``key``, with a ``note``, instead of what it held."""
-    entry = Entry(bytes(asked.get("note") or b""))  # type: ignore[call-overload]
+class Put(msgspec.Struct):
+    """Descriptors, which are so many, to be held under a key."""
+
+    key: Word
+    n: Count
+    note: Note = b""
+
+
+def put(session: Session, asked: Put, fds: Sequence[int]) -> Reply:
+    """Hold descriptors instead of what the key held, which is let go of when all of them are here."""
+    if len(fds) != asked.n:
+        raise FailedUndone(f"{len(fds)} descriptors came of {asked.n}")
+    entry = Entry(asked.note)
     try:
         for fd in fds:
             entry.fds.append(os.dup(fd))
@@ -21,32 +37,35 @@ def put(session: Session, asked: dict[str, object], fds: list[int]) -> Reply:
         entry.close()
         raise
     with session.shared.lock:
-        before = session.shared.resident.pop(str(asked["key"]), None)
-        session.shared.resident[str(asked["key"])] = entry
+        before = session.shared.resident.pop(asked.key, None)
+        session.shared.resident[asked.key] = entry
     if before is not None:
         before.close()
     return {"n": len(entry.fds)}
 
 
-def get(session: Session, asked: dict[str, object], fds: list[int]) -> Reply:
+def get(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
     """Give away descriptors of what is held under ``key``; ``there`` is false where nothing is."""
     with session.shared.lock:
-        entry = session.shared.resident.get(str(asked["key"]))
+        entry = session.shared.resident.get(asked.key)
         if entry is None:
             return {"there": False}
-        return {"there": True, "note": entry.note}, [os.dup(fd) for fd in entry.fds]
+        with Given() as given:
+            for fd in entry.fds:
+                given.add(Given([os.dup(fd)]))
+            return {"there": True, "note": entry.note, "n": len(given)}, given.take()
 
 
-def unput(session: Session, asked: dict[str, object], fds: list[int]) -> Reply:
+def unput(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
     """Let go of what is held under ``key``."""
     with session.shared.lock:
-        entry = session.shared.resident.pop(str(asked["key"]), Entry())
+        entry = session.shared.resident.pop(asked.key, Entry())
     n = len(entry.fds)
     entry.close()
     return {"n": n}
 
 
-def keys(session: Session, asked: dict[str, object], fds: list[int]) -> Reply:
+def keys(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Say what is held: how many descriptors by key."""
     with session.shared.lock:
         return {"keys": {key: len(entry.fds) for key, entry in session.shared.resident.items()}}
@@ -58,4 +77,4 @@ def look(shared: Shared) -> None:
         let_ended_go(shared.resident)
 
 
-VERBS = {"put": put, "get": get, "unput": unput, "keys": keys}
+VERBS: dict[str, Verb] = {"put": (Put, put), "get": (Key, get), "unput": (Key, unput), "keys": (Nothing, keys)}

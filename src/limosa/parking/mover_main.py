@@ -16,13 +16,12 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from limosa.gpu import binding
 from limosa.parking import mover_arena, mover_chunks, mover_holding, mover_loading, mover_memory, mover_saving
-from limosa.parking.mover_session import Reply, Session, Shared, Verb
+from limosa.parking.mover_session import Nothing, Reply, Session, Shared, Verb
 from limosa.parking.packets import VERSION, peer
 from limosa.parking.resident import holder_path, look_for, socket_path
 from limosa.parking.resident_main import begin, listens
@@ -34,7 +33,7 @@ LOOK_SECONDS = 0.5
 ARENA_SECONDS = 2.0
 
 
-def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def ping(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Say who it is, how busy, on which GPUs, and when it ends."""
     shared = session.shared
     with shared.lock:
@@ -44,7 +43,7 @@ def ping(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     return {**said, "retiring": shared.retiring}
 
 
-def end(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def end(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """End as soon as nobody else needs it."""
     session.shared.retiring = True
     return {}
@@ -176,7 +175,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
-    verbs: dict[str, Verb] = {"ping": ping, "end": end}
+    verbs: dict[str, Verb] = {"ping": (Nothing, ping), "end": (Nothing, end)}
     for group in GROUPS:
         verbs.update(group.VERBS)
     with contextlib.suppress(Exception):  # it is asked for again, and says then what is missing

@@ -4,41 +4,68 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import msgspec
 
 from limosa.gpu.vmm import Piece, call
-from limosa.parking.mover_session import Reply, Session
+from limosa.parking.mover_session import Key, Nothing, Reply, Session, Verb
+from limosa.parking.packets import Numbers, Word, Words
 from limosa.parking.rate import Rate
 
 STREAMS = 4
 CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
+Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""Bytes a second; 0: as fast as it goes."""
 
 
-def prepare(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Have contexts ready: ``gpus``."""
-    for uuid in asked["gpus"]:
+class Gpus(msgspec.Struct):
+    """GPUs (UUIDs) on which contexts are to be ready."""
+
+    gpus: Words
+
+
+class Pieces(msgspec.Struct):
+    """Memory of these sizes to be held as a key, and used from a GPU."""
+
+    key: Word
+    sizes: Numbers
+    gpu: Word
+
+
+class Copies(msgspec.Struct):
+    """What is to be copied: source, target, the GPU that copies."""
+
+    copies: Annotated[list[tuple[Word, Word, Word]], msgspec.Meta(max_length=1 << 16)]
+    rate: Speed = 0.0
+
+
+def prepare(session: Session, asked: Gpus, fds: Sequence[int]) -> Reply:
+    """Have contexts ready."""
+    for uuid in asked.gpus:
         session.contexts.use(uuid)
     return {}
 
 
-def take(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Map memory that descriptors lead to, to be used from a GPU: ``key``, ``sizes``, ``gpu``."""
-    session.contexts.use(asked["gpu"])
-    user = [session.contexts.ordinal(asked["gpu"])]
-    held = session.pieces.setdefault(asked["key"], [])
-    for fd, size in zip(fds, asked["sizes"], strict=True):
+def take(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+    """Map memory that descriptors lead to, to be used from a GPU."""
+    session.contexts.use(asked.gpu)
+    user = [session.contexts.ordinal(asked.gpu)]
+    held = session.pieces.setdefault(asked.key, [])
+    for fd, size in zip(fds, asked.sizes, strict=True):
         held.append(Piece.take(fd, size, user))
     return {}
 
 
-def make(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Make memory on a GPU and give descriptors of it away: ``key``, ``sizes``, ``gpu``."""
-    session.contexts.use(asked["gpu"])
-    ordinal = session.contexts.ordinal(asked["gpu"])
+def make(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+    """Make memory on a GPU and give descriptors of it away."""
+    session.contexts.use(asked.gpu)
+    ordinal = session.contexts.ordinal(asked.gpu)
     made: list[Piece] = []
     given: list[int] = []
     try:
-        for size in asked["sizes"]:
+        for size in asked.sizes:
             made.append(Piece.make(size, ordinal, [ordinal]))
             given.append(made[-1].export())
     except BaseException:
@@ -47,20 +74,17 @@ def make(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
         for piece in made:
             piece.close()
         raise
-    session.pieces.setdefault(asked["key"], []).extend(made)
+    session.pieces.setdefault(asked.key, []).extend(made)
     return {}, given
 
 
-def copy(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
-    """Copy, all at once, what keys hold to what others hold, in their order.
-
-    ``copies`` (source, target, the GPU that copies), ``rate``.
-    """
-    rate = Rate(asked.get("rate", 0.0))
+def copy(session: Session, asked: Copies, fds: Sequence[int]) -> Reply:
+    """Copy, all at once, what keys hold to what others hold, in their order."""
+    rate = Rate(asked.rate)
     begun, total = time.monotonic(), 0
     chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work = []
-    for source, target, gpu in asked["copies"]:
+    for source, target, gpu in asked.copies:
         pairs = zip(session.held(source), session.held(target), strict=True)
         spans = [(b.at + i, a.at + i, min(chunk, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, chunk)]
         work.append((gpu, spans))
@@ -75,13 +99,13 @@ def copy(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
     return {"seconds": time.monotonic() - begun, "bytes": total}
 
 
-def drop(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def drop(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
     """Let go of a key."""
-    session.drop(asked["key"])
+    session.drop(asked.key)
     return {}
 
 
-def drop_all(session: Session, asked: dict[str, Any], fds: list[int]) -> Reply:
+def drop_all(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
     """Let go of all that this controller had made or taken."""
     for key in list(session.pieces):
         session.drop(key)
@@ -115,4 +139,11 @@ class Streams:
                 call("cuStreamDestroy", stream)
 
 
-VERBS = {"prepare": prepare, "take": take, "make": make, "copy": copy, "drop": drop, "drop-all": drop_all}
+VERBS: dict[str, Verb] = {
+    "prepare": (Gpus, prepare),
+    "take": (Pieces, take),
+    "make": (Pieces, make),
+    "copy": (Copies, copy),
+    "drop": (Key, drop),
+    "drop-all": (Nothing, drop_all),
+}

@@ -1,7 +1,8 @@
 """The mover's side of a connection: one controller, one thread, what it holds, and the verbs that it is asked.
 
-Verbs come in groups, each a module with a table ``VERBS``: a function takes the session, what was asked, and the
-descriptors that came with it (closed after it), and returns what is said, or that and descriptors to be given away.
+Verbs come in groups, each a module with a table ``VERBS``: what is asked with a verb, and a function that takes the
+session, that, and the descriptors that came with it (closed after it), and returns what is said, or that and
+descriptors to be given away.
 """
 
 from __future__ import annotations
@@ -10,17 +11,35 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts
-from limosa.parking.packets import receive, send_all
+from limosa.parking.packets import MOST_DESCRIPTORS, Message, Seconds, Word, receive, send_all
+from limosa.parking.receive import Given
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0
 """Seconds after its time limit from which a call counts as hung."""
 _HARMLESS = frozenset({"CUDA_ERROR_OUT_OF_MEMORY"})
+
+
+class Nothing(msgspec.Struct):
+    """What is asked where the verb says all."""
+
+
+class Key(msgspec.Struct):
+    """What is asked about a key."""
+
+    key: Word
+
+
+class _Asked(msgspec.Struct):
+    verb: Word
+    limit: Seconds = 60.0
 
 
 class Shared:
@@ -63,7 +82,7 @@ class Session:
         self.shared, self.pieces = shared, dict[str, list[Any]]()
         self.until = float("inf")
         self._connection, self._verbs = connection, verbs
-        self._coming: list[int] = []
+        self._coming = Given()
 
     @property
     def contexts(self) -> Contexts:
@@ -82,8 +101,7 @@ class Session:
                     self.drop(key)
                 except Exception:  # a GPU that is lost, say: what is still mapped goes with this process
                     self.shared.retiring = True
-            for fd in self._coming:
-                os.close(fd)
+            self._coming.close()
             with self.shared.lock:
                 self.shared.sessions.discard(self)
                 self.shared.last = time.monotonic()
@@ -112,12 +130,14 @@ class Session:
 
     def _one(self) -> bool:
         try:
-            asked, fds = receive(self._connection)
-            self._coming += fds
-            if asked.get("more"):
+            message = receive(self._connection)
+            self._coming.add(message.given)
+            if len(self._coming) > MOST_DESCRIPTORS:
+                return False
+            if message.more:
                 return True
-            fds, self._coming = self._coming, []
-            said, given = self._do(asked, fds)
+            with Given(self._coming.take()) as came:
+                said, given = self._do(message, came)
             try:
                 send_all(self._connection, said, given)
             finally:
@@ -127,25 +147,25 @@ class Session:
             return False
         return True
 
-    def _do(self, asked: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        self.until = time.monotonic() + float(asked.get("limit", 60.0)) + STUCK_GRACE
+    def _do(self, message: Message, came: Given) -> tuple[dict[str, Any], list[int]]:
         try:
-            verb = self._verbs.get(str(asked.get("verb")))
-            if verb is None:
-                return {"error": f"the mover knows no {asked.get('verb')}"}, []
-            reply = verb(self, asked, fds)
+            asked = message.read_as(_Asked)
+            self.until = time.monotonic() + asked.limit + STUCK_GRACE
+            if asked.verb not in self._verbs:
+                return {"error": f"the mover knows no {asked.verb}"}, []
+            type_, verb = self._verbs[asked.verb]
+            reply = verb(self, message.read_as(type_), came.fds)
             return reply if isinstance(reply, tuple) else (reply, [])
         except LimosaError as error:
             result = str(error.fields.get("result", ""))
             if isinstance(error, DriverError) and result not in _HARMLESS:
                 self.shared.retiring = True
-            return {"error": error.message, "result": result, "id": error.id}, []
+            return {"error": error.message[:1000], "result": result, "id": error.id}, []
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}, []
+            return {"error": f"{type(error).__name__}: {error}"[:1000]}, []
         finally:
             self.until = float("inf")
-            for fd in fds:
-                os.close(fd)
 
 
-Verb = Callable[[Session, dict[str, Any], list[int]], Reply]
+Verb = tuple[type[Any], Callable[[Session, Any, Sequence[int]], Reply]]
+"""What is asked with it, and what does it."""

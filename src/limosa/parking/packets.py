@@ -2,6 +2,9 @@
 
 A message with more than ``MOST`` descriptors goes in several packets: all but the last say ``more`` and carry nothing
 but descriptors. What would not fit into a packet goes beside it, as a sealed file.
+
+What comes is bounded before anything is made of it, and decoded as what it should be, never as whatever it is: a packet
+of empty maps is a hundred times as large in memory.
 """
 
 from __future__ import annotations
@@ -14,23 +17,57 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from limosa.parking.segments import layout_file
+from limosa.parking.receive import Deadline, Given, Wrong
+from limosa.parking.receive import receive as _receive
+from limosa.parking.segments import SEALED, layout_file
 
-VERSION = 2
+VERSION = 3
 """Of what residents understand; in what they answer to ``ping``. ``ping``, ``keys`` and ``end`` never change."""
 MOST = 200
 LARGEST = 32 << 10
 """Bytes of a message that go in the packet itself."""
+MOST_DESCRIPTORS = 1 << 18
+"""Of one message."""
 _BESIDE = "its message is beside it"
-_MOST_BESIDE = 256 << 20
-_MOST_PACKETS = 1 << 12
+_MOST_BESIDE = 32 << 20
 _BYTES = 1 << 17
-_SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK
+_FOR_EVER = 1e9
 _CREDENTIALS = struct.Struct("3i")
+_T = TypeVar("_T")
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Word = Annotated[str, msgspec.Meta(max_length=200)]
+"""A key, the UUID of a GPU, the name of an error."""
+Text = Annotated[str, msgspec.Meta(max_length=4000)]
+Note = Annotated[bytes, msgspec.Meta(max_length=_MOST_BESIDE)]
+Numbers = Annotated[list[Count], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
+Words = Annotated[list[Word], msgspec.Meta(max_length=1024)]
+
+
+class _Head(msgspec.Struct):
+    more: bool = False
+    beside: bool = msgspec.field(default=False, name=_BESIDE)
+
+
+class Message(NamedTuple):
+    """A message that has come: its bytes, which are not believed yet, and its descriptors."""
+
+    data: bytes
+    given: Given
+    more: bool = False
+
+    def read_as(self, type_: type[_T]) -> _T:
+        """Return it as what it should be.
+
+        Raises:
+            Wrong: it is something else.
+        """
+        return _decode(self.data, type_)
 
 
 def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -77,86 +114,88 @@ def send_all(connection: socket.socket, message: dict[str, Any], fds: Sequence[i
     send(connection, message, fds[last:])
 
 
-def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive one packet; the descriptors are the caller's to close.
+def receive(connection: socket.socket, limit: float | None = None, *, fds: int = MOST, memory: bool = False) -> Message:
+    """Receive one packet; its descriptors are to be closed by whoever has it.
+
+    Args:
+        connection: where from.
+        limit: seconds until it has to be there; None: the connection's own.
+        fds: how many descriptors may come with it.
+        memory: whether these are to be of memory.
 
     Raises:
         EOFError: the other end has gone.
-        ValueError: this is no message.
-        OSError: the limit of the socket is up, or no more descriptors may be open here.
+        Wrong: this is no message.
+        OSError: the time is up, or no more descriptors may be open here.
     """
-    space = socket.CMSG_SPACE((MOST + 1) * 4)
-    data, rights, flags, _ = connection.recvmsg(_BYTES, space, socket.MSG_CMSG_CLOEXEC)
-    fds: list[int] = []
-    for level, kind, value in rights:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds += array.array("i", value[: len(value) // 4 * 4])
+    seconds = connection.gettimeout() if limit is None else limit
+    return _one(connection, Deadline(_FOR_EVER if seconds is None else seconds), fds, memory)
+
+
+def _one(connection: socket.socket, deadline: Deadline, fds: int, memory: bool) -> Message:
+    data, given = _receive(connection, _BYTES, fds + 1, deadline, memory=memory)  # one more: what is beside it
     try:
-        if not data:
-            raise EOFError
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if flags & socket.MSG_TRUNC:
-            raise ValueError("a packet that was cut off")
-        message = _decode(data)
-        if _BESIDE in message:
-            message = _decode(_read(fds))
+        head = _decode(data, _Head)
+        if head.beside:
+            data = _read(given.take_last())
+        if len(given) > fds:
+            raise Wrong("descriptors came that nobody asked for")
+        return Message(data, given, head.more)
     except BaseException:
-        for fd in fds:
-            os.close(fd)
+        given.close()
         raise
-    return message, fds
 
 
-def receive_all(connection: socket.socket, limit: float) -> tuple[dict[str, Any], list[int]]:
-    """Receive a message with all its descriptors, which are the caller's to close.
+def receive_all(
+    connection: socket.socket, limit: float, *, fds: int | None = MOST_DESCRIPTORS, memory: bool = False
+) -> Message:
+    """Receive a message with all its descriptors.
 
     Args:
         connection: where from; its limit is what is left of this one then.
         limit: seconds for all of it.
+        fds: how many descriptors there may be.
+        memory: whether these are to be of memory.
 
     Raises:
-        EOFError, ValueError, OSError: as :func:`receive`.
+        EOFError, Wrong, OSError: as :func:`receive`.
     """
-    found: list[int] = []
-    end = time.monotonic() + limit
+    most = MOST_DESCRIPTORS if fds is None else fds
+    deadline = Deadline(limit)
+    with Given() as found:
+        while True:
+            message = _one(connection, deadline, min(MOST, most - len(found)), memory)
+            brought = len(message.given)
+            found.add(message.given)
+            if not message.more:
+                return Message(message.data, Given(found.take()))
+            if not brought:
+                raise Wrong("a packet that brings nothing")
+
+
+def _decode(data: bytes, type_: type[_T]) -> _T:
     try:
-        for _ in range(_MOST_PACKETS):
-            connection.settimeout(max(0.001, end - time.monotonic()))
-            message, fds = receive(connection)
-            found += fds
-            if not message.get("more"):
-                return message, found
-        raise ValueError("a message without an end")
-    except BaseException:
-        for fd in found:
-            os.close(fd)
-        raise
+        return msgspec.msgpack.decode(data, type=type_)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Wrong(f"no message: {error}") from error
 
 
-def _decode(data: bytes) -> dict[str, Any]:
+def _read(fd: int) -> bytes:
+    """Reads and closes a file that nobody may change, in size either, or have us wait for."""
     try:
-        message = msgspec.msgpack.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"no message: {error}") from error
-    if not isinstance(message, dict):
-        raise ValueError("no message")
-    return message
-
-
-def _read(fds: list[int]) -> bytes:
-    """Reads and closes the last of these, which nobody may change or have us wait for."""
-    if not fds:
-        raise ValueError("no message")
-    with open(fds.pop(), "rb") as file:
         try:
-            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         except OSError as error:
-            raise ValueError("no message") from error
-        if seals & _SEALED != _SEALED or os.fstat(file.fileno()).st_size > _MOST_BESIDE:
-            raise ValueError("no message")
-        file.seek(0)
-        return file.read()
+            raise Wrong("no message: what is beside it is no file in memory") from error
+        size = os.fstat(fd).st_size
+        if seals & SEALED != SEALED or size > _MOST_BESIDE:
+            raise Wrong("no message: what is beside it is not sealed, or too large")
+        data = os.pread(fd, size, 0)
+        if len(data) != size:
+            raise Wrong("no message: it is not all there")
+        return data
+    finally:
+        os.close(fd)
 
 
 def peer(connection: socket.socket) -> tuple[int, int]:

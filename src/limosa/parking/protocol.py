@@ -8,9 +8,11 @@ from __future__ import annotations
 import enum
 import struct
 
-MAGIC, VERSION = 0x4C4D5341, 2
+MAGIC, VERSION = 0x4C4D5341, 3
 MOST = 200
 """Records, or descriptors, in a packet."""
+KEPT_MOST = 4096
+"""Descriptors that a process keeps while its memory is away."""
 MESSAGE = struct.Struct("=IHHIi4Q")
 RECORD = struct.Struct("=QQQQIIiI")
 PAIR = struct.Struct("=QQ")

@@ -17,14 +17,14 @@ import stat
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.parking.packets import VERSION, peer, receive_all, send
+from limosa.parking.packets import VERSION, Count, Message, Seconds, Word, Words, peer, receive_all, send
+from limosa.parking.receive import Wrong
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -42,9 +42,8 @@ _WHAT = {
 
 
 _T = TypeVar("_T")
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _MOST_HOLDERS, _MOST_NAMES = 64, 1_000
+_MOST_KEYS = 1 << 16
 
 
 class Greeting(msgspec.Struct):
@@ -60,7 +59,7 @@ class Greeting(msgspec.Struct):
 
     version: int = 0
     sessions: Count = 0
-    gpus: list[str] = []
+    gpus: Words = []
     ends_in: Seconds | None = None
     retiring: bool = False
 
@@ -68,7 +67,7 @@ class Greeting(msgspec.Struct):
 class Holding(msgspec.Struct):
     """What a resident holds: how many descriptors by key."""
 
-    keys: dict[str, Count]
+    keys: Annotated[dict[Word, Count], msgspec.Meta(max_length=_MOST_KEYS)]
 
 
 class Found(NamedTuple):
@@ -79,15 +78,15 @@ class Found(NamedTuple):
     said: Greeting
 
 
-def understood(message: dict[str, Any], type_: type[_T], who: str) -> _T:
+def understood(message: Message, type_: type[_T], who: str) -> _T:
     """Return what a resident said as what it should be: it is its user's, and may say anything.
 
     Raises:
         FailedUndone: it is something else.
     """
     try:
-        return msgspec.convert(message, type_)
-    except msgspec.ValidationError as error:
+        return message.read_as(type_)
+    except Wrong as error:
         raise FailedUndone(f"{who} says something that cannot be understood ({error})") from error
 
 
@@ -161,14 +160,13 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
     with found.connection as connection:
         try:
             send(connection, {"verb": "keys"})
-            message, fds = receive_all(connection, ANSWER_SECONDS)
-            _close(fds)
+            message = receive_all(connection, ANSWER_SECONDS, fds=0)
             if understood(message, Holding, _WHAT[kind]).keys:
                 text = f"{_WHAT[kind]} is of another version of Limosa (process {found.identity.pid}) and holds memory"
                 raise FailedUndone(f"{text} of jobs: that version is to resume or end them first")
             if kind == "mover":
                 send(connection, {"verb": "end"})
-                _close(receive_all(connection, ANSWER_SECONDS)[1])
+                receive_all(connection, ANSWER_SECONDS, fds=0)
         except (OSError, EOFError, ValueError):
             return  # it has ended by itself
     if kind == "vault":  # it holds nothing when it ends: what it is given meanwhile keeps it
@@ -197,8 +195,7 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
             raise FailedUndone(f"who listens in the folder of uid {uid} is not that user's {kind}")
         identity = Identity.of(pid)
         send(connection, {"verb": "ping"})
-        message, fds = receive_all(connection, ANSWER_SECONDS)
-        _close(fds)
+        message = receive_all(connection, ANSWER_SECONDS, fds=0)
         said = understood(message, Greeting, _WHAT[kind])
         if name or not said.retiring:
             connection.settimeout(ANSWER_SECONDS)
@@ -220,11 +217,6 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
         raise
     connection.close()
     return None
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def replace(kind: str, uid: int, identity: Identity | None) -> None:

@@ -14,6 +14,9 @@ from collections.abc import Sequence
 
 LARGE, SMALL = 1 << 30, 32 << 20
 NAME = "limosa-arena"
+SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+"""Nobody can change such a file any more."""
+_AS_LARGE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
 def sizes_for(bytes_: int) -> list[int]:
@@ -45,11 +48,25 @@ def exactly(bytes_: int) -> list[int]:
 
 
 def is_segment(fd: int) -> bool:
-    """Return whether a descriptor is of a segment; what says where things are in them is sealed."""
+    """Return whether a descriptor is of a segment: it stays as large as it is; what says what is in them is sealed."""
+    return _seals(fd) & SEALED == _AS_LARGE
+
+
+def fits(fd: int, bytes_: int) -> bool:
+    """Return whether a descriptor is of a segment that is at least so large."""
+    return is_segment(fd) and os.fstat(fd).st_size >= bytes_
+
+
+def is_sealed(fd: int) -> bool:
+    """Return whether a descriptor is of a file that nobody can change any more."""
+    return _seals(fd) & SEALED == SEALED
+
+
+def _seals(fd: int) -> int:
     try:
-        return not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        return False
+        return 0
 
 
 class NoRoom(Exception):
@@ -106,6 +123,15 @@ class Pool:
             self.trim(used, 0.0)
         return found
 
+    def lend(self, fds: Sequence[int]) -> None:
+        """Have segments among those that may be taken next; :meth:`take_back` if they were not."""
+        now = time.monotonic()
+        self.free += [(fd, os.fstat(fd).st_size, now) for fd in fds]
+
+    def take_back(self, fds: Sequence[int]) -> None:
+        """Have them no more."""
+        self.free = [entry for entry in self.free if entry[0] not in fds]
+
     def give_back(self, fds: Sequence[int]) -> None:
         """Take descriptors back: segments for the next, the rest is closed."""
         for fd in fds:
@@ -148,10 +174,14 @@ class Pool:
 
 
 def make(size: int) -> int:
-    """Return a new segment; no memory is taken before it is touched."""
-    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    """Return a new segment; no memory is taken before it is touched.
+
+    Its size is sealed: whoever has mapped it does not die of somebody who cuts it off.
+    """
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _AS_LARGE | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
@@ -161,7 +191,11 @@ def make(size: int) -> int:
 def layout_file(text: bytes) -> int:
     """Return a descriptor of a small file that cannot be changed any more."""
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(fd, text)
-    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(text)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

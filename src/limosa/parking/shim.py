@@ -11,35 +11,17 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-
-import msgspec
+from typing import TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
-from limosa.gpu.names import uuid_of_bytes
-from limosa.parking import LIBRARY
+from limosa.parking import LIBRARY, answers
+from limosa.parking.answers import MOST_BYTES, Called, Hello, Memory, Message
 from limosa.parking.packets import peer
-from limosa.parking.protocol import (
-    AWAY,
-    CAPTURING,
-    COUNT_KINDS,
-    COUNTS,
-    IMPORTED,
-    MAGIC,
-    MAPPED,
-    MESSAGE,
-    MOST,
-    NOT_READY,
-    PAIR,
-    PLAIN,
-    RECORD,
-    SHARED,
-    VERSION,
-    Role,
-    Stand,
-    Verb,
-)
+from limosa.parking.patience import Patience
+from limosa.parking.protocol import CAPTURING, KEPT_MOST, MAGIC, MESSAGE, MOST, NOT_READY, VERSION, Stand, Verb
+from limosa.parking.receive import Deadline, Given, Wrong, receive
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 10.0
@@ -52,6 +34,14 @@ _silent: set[Identity] = set()
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a virtual machine whose memory is backed at first use was measured at 2.7e9."""
 MAP_STEPS = {1: "import", 2: "map", 3: "access"}
+LOOK_SECONDS = 12.0
+"""How long whoever only looks waits for one user's processes together."""
+MOST_PIECES = 1 << 18
+MOST_CALLED = 1 << 13
+MOST_SHARERS = 1 << 16
+_PACKET = 1 << 16
+_patience = Patience(LOOK_SECONDS)
+_T = TypeVar("_T")
 
 
 def under_shim(pid: int) -> bool:
@@ -83,59 +73,17 @@ class GateStaysOpen(ShimError):
     template = "process {pid} could not be held still within {seconds:g} s: {detail}"
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """One piece of device memory that the shim looks after.
-
-    Attributes:
-        id: its number in that process, never used twice.
-        bytes: physical size, a multiple of 2 MiB.
-        device: the process's number of its GPU.
-        at: the address where it is first mapped, 0 where it is not.
-        plain: whether it is of cuMemAlloc (else of cuMemCreate).
-        shared: whether somebody whom nobody knows was given it; such memory stays with the driver.
-        away: whether it is not there at the moment.
-        imported: whether it came by the parked way, or from another process: the driver could save it, and not bring
-            it back.
-        share: the number under which several processes have it (legacy IPC handles); 0: this one alone.
-        owner: the pid of the process that gave it, where another did (-1: nobody knows which); else 0.
-    """
-
-    id: int
-    bytes: int
-    device: int
-    at: int = 0
-    plain: bool = False
-    shared: bool = False
-    away: bool = False
-    imported: bool = False
-    share: int = 0
-    owner: int = 0
-
-
-class Called(msgspec.Struct, frozen=True):
-    """A function of the driver that a process called or asked for, and what the shim knows of it."""
-
-    name: str
-    role: Role
-    called: bool
-    asked_for: bool
-
-
-class Hello(msgspec.Struct, frozen=True):
-    """What a process says of itself: where it stands, its pieces of memory, the bytes that can be parked."""
-
-    stand: Stand
-    n_memories: int
-    bytes: int
-
-
 class Shim:
     """A connection to one process; one client at a time has it.
 
+    Whatever the process answers, nothing but a :class:`ShimError` comes of it, in time.
+
     Args:
         identity: the process.
-        limit: seconds for an answer.
+        limit: seconds for an answer, all of it.
         patience: seconds until it has to have a socket.
+        whole: seconds for everything that is asked, where somebody only looks: less where other processes of the same
+            user have had him wait already.
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
@@ -145,44 +93,63 @@ class Shim:
         ShimError: it does not run under the shim, or belongs to somebody else.
     """
 
-    def __init__(self, identity: Identity, limit: float | None = None, patience: float | None = None):
+    def __init__(
+        self,
+        identity: Identity,
+        limit: float | None = None,
+        patience: float | None = None,
+        whole: float | None = None,
+    ):
         self.identity, self._number, self._lost = identity, 0, False
         self.limit = ANSWER_SECONDS if limit is None else limit
+        self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
+        if whole is not None:
+            try:
+                self._user = _users(identity.pid)[0]
+            except OSError:
+                raise NoSuchProcess(pid=identity.pid) from None
+            self._within = Deadline(_patience.left(self._user, whole))
         self._connect(CONNECT_SECONDS if patience is None else patience)
 
     @classmethod
-    def to_look(cls, identity: Identity) -> Shim:
-        """Connect before anything is done to a process: one that has not answered is not waited for as long again.
+    def to_look(cls, identity: Identity, limit: float | None = None, patience: float | None = None) -> Shim:
+        """Connect before anything is done to a process, for so many seconds in all.
 
-        A verb looks several times before it begins.
+        One that has not answered is not waited for as long again: a verb looks several times before it begins.
         """
-        return cls(identity, AGAIN_SECONDS, 0.0) if identity in _silent else cls(identity)
+        if identity in _silent:
+            limit, patience = min(limit or AGAIN_SECONDS, AGAIN_SECONDS), 0.0
+        limit = ANSWER_SECONDS if limit is None else limit
+        return cls(identity, limit, patience, limit)
 
     def _connect(self, patience: float) -> None:
-        identity, limit = self.identity, self.limit
-        end = time.monotonic() + patience
-        while True:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-            self._socket.settimeout(limit)
-            try:
-                self._socket.connect(f"\0limosa/shim/{identity.pid}")
-                identity.check()
-                self.owner = self._is_itself()
-                return
-            except OSError as error:
-                self._socket.close()
-                if not identity.alive():
-                    raise NoSuchProcess(pid=identity.pid) from None
-                # Another client, or one that has just come up, may keep us waiting; what is no shim's is no shim's.
-                preloaded = under_shim(identity.pid)
-                if not preloaded or time.monotonic() > end:
-                    if preloaded:
-                        _silent.add(identity)
-                    raise self._error("connect", error) from error
-            except BaseException:
-                self._socket.close()
-                raise
-            time.sleep(0.02)
+        identity, begun = self.identity, time.monotonic()
+        deadline = self._deadline()
+        try:
+            while True:
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+                try:
+                    self._socket.settimeout(deadline.left())
+                    self._socket.connect(f"\0limosa/shim/{identity.pid}")
+                    identity.check()
+                    self.owner = self._is_itself()
+                    return
+                except OSError as error:
+                    self._socket.close()
+                    if not identity.alive():
+                        raise NoSuchProcess(pid=identity.pid) from None
+                    # Another client, or one that has just come up, may keep us waiting; no shim's is no shim's.
+                    preloaded = under_shim(identity.pid)
+                    if not preloaded or time.monotonic() > begun + patience:
+                        if preloaded:
+                            _silent.add(identity)
+                        raise self._error("connect", error) from error
+                except BaseException:
+                    self._socket.close()
+                    raise
+                time.sleep(0.02)
+        finally:
+            self._has_waited(begun)
 
     def _is_itself(self) -> int:
         """Whose the process at the other end is, if it is this one: anybody may take a name that is free."""
@@ -194,18 +161,16 @@ class Shim:
 
     def hello(self) -> Hello:
         """Return where it stands."""
-        _, a, _, c, d = self._ask(Verb.HELLO)
-        return Hello(Stand(a), c, d)
+        return self._understood(Verb.HELLO, answers.hello, self._ask(Verb.HELLO))
 
     def memories(self) -> list[Memory]:
         """Return all that the shim looks after, by id."""
-        self._send(Verb.LIST)
-        found: list[Memory] = []
-        while True:
-            (_, total, here, _, _), data, _ = self._receive(Verb.LIST)
-            found += [self._memory(data, i) for i in range(here)]
-            if len(found) >= total:
-                return found
+        found = self._all(Verb.LIST, MOST_PIECES, answers.memories)
+        twice = len({m.id for m in found}) != len(found)
+        strange = any(m.device >= self._gpus_known for m in found)
+        if twice or strange or sum(m.bytes for m in found) > MOST_BYTES:
+            raise self._wrong(Verb.LIST, Wrong("pieces of memory that there cannot be"))
+        return found
 
     def export(self, ids: Sequence[int]) -> list[int]:
         """Return descriptors of these pieces, in their order; the caller closes them."""
@@ -221,20 +186,14 @@ class Shim:
         return self._handed_out(Verb.MAKE, ids)
 
     def _handed_out(self, verb: Verb, ids: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        try:
+        with Given() as found:
             for start in range(0, len(ids), MOST):
-                some = ids[start : start + MOST]
-                self._send(verb, ids=some)
-                _, _, fds = self._receive(verb)
-                found += fds
-                if len(fds) != len(some):
-                    raise self._error(verb.name.lower(), f"{len(fds)} descriptors came for {len(some)}")
-        except BaseException:
-            for fd in found:
-                os.close(fd)
-            raise
-        return found
+                some, deadline = ids[start : start + MOST], self._deadline()
+                self._send(verb, deadline, ids=some)
+                found.add(self._receive(verb, deadline, len(some))[2])
+                if len(found) != start + len(some):
+                    raise self._error(verb.name.lower(), f"{len(found) - start} descriptors came for {len(some)}")
+            return found.take()
 
     def close_gate(self, seconds: float) -> None:
         """Hold the process still: no call is in the driver, all work is done.
@@ -260,7 +219,7 @@ class Shim:
 
     def unmap(self) -> Stand:
         """Take all that can be parked out of its address space and let it go: who has descriptors has the contents."""
-        return Stand(self._ask(Verb.UNMAP, limit=WORK_SECONDS)[1])
+        return self._stand(Verb.UNMAP, self._ask(Verb.UNMAP, limit=WORK_SECONDS))
 
     def map(self, ids: Sequence[int], fds: Sequence[int] = ()) -> Stand:
         """Give it memory back: imported and mapped where it was. The descriptors stay the caller's.
@@ -270,9 +229,13 @@ class Shim:
         """
         stand = Stand.AWAY
         for start in range(0, len(ids), MOST):
-            self._send(Verb.MAP, ids=ids[start : start + MOST], fds=fds[start : start + MOST])
-            stand = Stand(self._receive(Verb.MAP, limit=WORK_SECONDS)[0][1])
+            deadline = self._deadline(WORK_SECONDS)
+            self._send(Verb.MAP, deadline, ids=ids[start : start + MOST], fds=fds[start : start + MOST])
+            stand = self._stand(Verb.MAP, self._receive(Verb.MAP, deadline)[0])
         return stand
+
+    def _stand(self, verb: Verb, said: Message) -> Stand:
+        return self._understood(verb, answers.stand, said.a)
 
     def stack(self, bytes_: int) -> None:
         """Lower the stack limit of its contexts for the checkpoint; 0: back to what it was."""
@@ -280,27 +243,42 @@ class Shim:
 
     def bulk(self, bytes_: int) -> int:
         """Have memory ready for what the driver saves itself (0: none); returns what it asked for the last time."""
-        return self._ask(Verb.BULK, bytes_, limit=WORK_SECONDS + bytes_ / SLOWEST_TOUCH)[3]
+        return min(self._ask(Verb.BULK, bytes_, limit=WORK_SECONDS + bytes_ / SLOWEST_TOUCH).c, MOST_BYTES)
 
     def keep(self, fds: Sequence[int] = ()) -> None:
-        """Have the process itself hold descriptors while its memory is away; none: let go of those."""
+        """Have the process itself hold descriptors while its memory is away; none: let go of those.
+
+        What it held before it lets go of when it has all of the new ones.
+        """
         for start in range(0, max(1, len(fds)), MOST):
-            self._send(Verb.KEEP, a=start, fds=fds[start : start + MOST])
-            self._receive(Verb.KEEP)
+            deadline = self._deadline()
+            self._send(Verb.KEEP, deadline, a=start, b=len(fds), fds=fds[start : start + MOST])
+            self._receive(Verb.KEEP, deadline)
 
     def kept(self) -> list[int]:
-        """Return those descriptors, which are the caller's to close."""
-        found: list[int] = []
-        while True:
-            self._send(Verb.KEPT, a=len(found))
-            (_, total, _, _, _), _, fds = self._receive(Verb.KEPT)
-            found += fds
-            if len(found) >= total or not fds:
-                return found
+        """Return those descriptors, all of them or none, which are the caller's to close.
+
+        Raises:
+            ShimError: not all of them came.
+        """
+        deadline = self._deadline()
+        total = -1
+        with Given() as found:
+            while len(found) != total:
+                self._send(Verb.KEPT, deadline, a=len(found))
+                said, _, given = self._receive(Verb.KEPT, deadline, MOST)
+                n = len(given)
+                found.add(given)
+                total = said.a if total < 0 else total
+                if said.a != total or total > KEPT_MOST or n != min(MOST, total - len(found) + n):
+                    raise self._wrong(Verb.KEPT, Wrong(f"{len(found)} descriptors came of {said.a}"))
+            return found.take()
 
     def devices(self) -> list[str]:
         """Return the UUIDs of its GPUs, by its own numbers, as they are now."""
-        return self._gpus(0)[0]
+        found = self._gpus(0)[0]
+        self._gpus_known = len(found)
+        return found
 
     def sees(self, uuid: str) -> bool:
         """Return whether it saw a GPU when it initialised the driver: of others it cannot import memory."""
@@ -311,47 +289,23 @@ class Shim:
         return self._gpus(1)[1]
 
     def _gpus(self, first: int) -> tuple[list[str], list[str]]:
-        self._send(Verb.DEVICES, first)
-        (_, n, first, _, _), data, _ = self._receive(Verb.DEVICES)
-        uuids = [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(n + first)]
-        return uuids[:n], uuids[n:]
+        said, data = self._one(Verb.DEVICES, first)
+        return self._understood(Verb.DEVICES, answers.gpus, said, data)
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return what is left to the driver now: kind → pieces, bytes (``native/shim/memory.h`` has the kinds)."""
-        self._send(Verb.COUNTS)
-        _, data, _ = self._receive(Verb.COUNTS)
-        values = COUNTS.unpack_from(data)
-        n = len(COUNT_KINDS)
-        return {kind: (values[i], values[n + i]) for i, kind in enumerate(COUNT_KINDS)}
+        return self._understood(Verb.COUNTS, answers.counts, self._one(Verb.COUNTS)[1])
 
     def called(self) -> list[Called]:
         """Return every function of the driver that was called or asked for, by name."""
-        self._send(Verb.CALLED)
-        found: list[Called] = []
-        while True:
-            (_, total, here, _, _), data, _ = self._receive(Verb.CALLED)
-            parts = data
-            for _ in range(here):
-                text, _, parts_left = parts[2:].partition(b"\0")
-                done = parts[1]
-                found.append(Called(text.decode(), Role(parts[0]), called=bool(done & 1), asked_for=bool(done & 2)))
-                parts = parts_left
-            if len(found) >= total:
-                return sorted(found, key=lambda one: one.name)
+        return sorted(self._all(Verb.CALLED, MOST_CALLED, answers.names), key=lambda one: one.name)
 
     def sharers(self) -> dict[int, set[int]]:
         """Return whom its memory was given by legacy IPC handles: share → pids; some may have closed it since."""
-        self._send(Verb.SHARERS)
         found: dict[int, set[int]] = {}
-        seen = 0
-        while True:
-            (_, total, here, _, _), data, _ = self._receive(Verb.SHARERS)
-            for i in range(here):
-                share, pid = PAIR.unpack_from(data, i * PAIR.size)
-                found.setdefault(share, set()).add(pid)
-            seen += here
-            if seen >= total:
-                return found
+        for share, pid in self._all(Verb.SHARERS, MOST_SHARERS, answers.pairs):
+            found.setdefault(share, set()).add(pid)
+        return found
 
     def close(self) -> None:
         """Let another client have it."""
@@ -365,74 +319,100 @@ class Shim:
     ) -> None:
         self.close()
 
-    def _ask(self, verb: Verb, a: int = 0, limit: float | None = None) -> tuple[int, int, int, int, int]:
-        self._send(verb, a)
-        return self._receive(verb, limit)[0]
+    # -- what is sent and received ---------------------------------------------------------------------------------
 
-    def _send(self, verb: Verb, a: int = 0, ids: Sequence[int] = (), fds: Sequence[int] = ()) -> None:
+    def _deadline(self, seconds: float | None = None) -> Deadline:
+        return Deadline(self.limit if seconds is None else seconds, self._within)
+
+    def _has_waited(self, since: float) -> None:
+        if self._within is not None:
+            _patience.waited(self._user, time.monotonic() - since)
+
+    def _ask(self, verb: Verb, a: int = 0, limit: float | None = None) -> Message:
+        """One question, and an answer with nothing behind it."""
+        said, data = self._one(verb, a, limit)
+        self._understood(verb, answers.exactly, data, 0)
+        return said
+
+    def _one(self, verb: Verb, a: int = 0, limit: float | None = None) -> tuple[Message, bytes]:
+        deadline = self._deadline(limit)
+        self._send(verb, deadline, a=a)
+        return self._receive(verb, deadline)[:2]
+
+    def _all(self, verb: Verb, most: int, each: Callable[[bytes, int], Iterable[_T]]) -> list[_T]:
+        """An answer of several packets: it says at once how many there are, and each brings some."""
+        deadline, found, total = self._deadline(), list[_T](), -1
+        self._send(verb, deadline)
+        while len(found) != total:
+            said, data, _ = self._receive(verb, deadline)
+            first, total = total < 0, said.a if total < 0 else total
+            if said.a != total or total > most or said.b > total - len(found) or not (said.b or (first and not total)):
+                raise self._wrong(verb, Wrong(f"{said.b} more after {len(found)} of {total}"))
+            found += self._understood(verb, lambda *args: list(each(*args)), data, said.b)
+        return found
+
+    def _send(
+        self,
+        verb: Verb,
+        deadline: Deadline,
+        *,
+        a: int = 0,
+        b: int = 0,
+        ids: Sequence[int] = (),
+        fds: Sequence[int] = (),
+    ) -> None:
         if self._lost:  # an answer that was not waited for any more would be taken for this one's
             self._socket.close()
             self._connect(CONNECT_SECONDS)
             self._lost = False
         self._number += 1
-        parts = [MESSAGE.pack(MAGIC, VERSION, verb, self._number, 0, a, 0, 0, 0), struct.pack(f"={len(ids)}Q", *ids)]
+        parts = [MESSAGE.pack(MAGIC, VERSION, verb, self._number, 0, a, b, 0, 0), struct.pack(f"={len(ids)}Q", *ids)]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
+            self._socket.settimeout(deadline.left())
             self._socket.sendmsg(parts, rights)
         except OSError as error:
             self._lost = True
             raise self._error(verb.name.lower(), error) from error
 
-    def _receive(
-        self, verb: Verb, limit: float | None = None
-    ) -> tuple[tuple[int, int, int, int, int], bytes, list[int]]:
-        self._socket.settimeout(self.limit if limit is None else limit)
-        fds: list[int] = []
+    def _receive(self, verb: Verb, deadline: Deadline, fds: int = 0) -> tuple[Message, bytes, Given]:
+        """One packet, with so many descriptors at most."""
+        begun = time.monotonic()
         try:
-            data, rights, _, _ = self._socket.recvmsg(1 << 16, socket.CMSG_SPACE(MOST * 4))
-        except OSError as error:
+            packet, given = receive(self._socket, _PACKET, fds, deadline, memory=True)
+        except (OSError, EOFError, Wrong) as error:
             self._lost = True
             if isinstance(error, TimeoutError):
                 _silent.add(self.identity)
-            raise self._error(verb.name.lower(), error) from error
-        _silent.discard(self.identity)
-        for level, kind, value in rights:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds += array.array("i", value[: len(value) // 4 * 4])
-        for fd in fds:
-            os.set_inheritable(fd, False)
-        try:
-            if len(data) < MESSAGE.size:
-                self._lost = True
-                raise self._error(verb.name.lower(), "it has gone")
-            magic, version, said, number, result, a, b, c, d = MESSAGE.unpack_from(data)
-            if (magic, version, said, number) != (MAGIC, VERSION, verb, self._number):
-                raise self._error(verb.name.lower(), "another version of the shim", result)
-            if result:
-                text = os.strerror(-result) if result < 0 else f"CUresult {result}"
-                if verb is Verb.MAP and result > 0 and d & 255:
-                    text += f" ({MAP_STEPS.get(d & 255, '?')}, device {d >> 16})"
-                raise self._error(verb.name.lower(), text, result)
-        except BaseException:
-            for fd in fds:
-                os.close(fd)
-            raise
-        return (result, a, b, c, d), data[MESSAGE.size :], fds
+            if isinstance(error, Wrong):
+                raise self._wrong(verb, error) from error
+            raise self._error(verb.name.lower(), "it has gone" if isinstance(error, EOFError) else error) from error
+        finally:
+            self._has_waited(begun)
+        with given:
+            said, data = self._understood(verb, answers.message, packet)
+            if said.magic == MAGIC and said.version != VERSION:
+                raise self._wrong(verb, "it was started by another version of Limosa")
+            if (said.magic, said.verb, said.number) != (MAGIC, verb, self._number):
+                raise self._wrong(verb, Wrong("the answer to something else"))
+            if said.result:
+                text = os.strerror(-said.result) if said.result < 0 else f"CUresult {said.result}"
+                if verb is Verb.MAP and said.result > 0 and said.d & 255:
+                    text += f" ({MAP_STEPS.get(said.d & 255, '?')}, device {said.d >> 16})"
+                raise self._error(verb.name.lower(), text, said.result)
+            _silent.discard(self.identity)
+            return said, data, Given(given.take())
 
-    def _memory(self, data: bytes, i: int) -> Memory:
-        id_, bytes_, at, share, device, flags, owner, _ = RECORD.unpack_from(data, i * RECORD.size)
-        return Memory(
-            id_,
-            bytes_,
-            device,
-            at if flags & MAPPED else 0,
-            plain=bool(flags & PLAIN),
-            shared=bool(flags & SHARED),
-            away=bool(flags & AWAY),
-            imported=bool(flags & IMPORTED),
-            share=share,
-            owner=owner,
-        )
+    def _understood(self, verb: Verb, decode: Callable[..., _T], *args: object) -> _T:
+        try:
+            return decode(*args)
+        except Wrong as error:
+            raise self._wrong(verb, error) from error
+
+    def _wrong(self, verb: Verb, why: object) -> ShimError:
+        """What is said of an answer that is none; what else may come on this connection is not believed."""
+        self._lost = True
+        return self._error(verb.name.lower(), f"it says what no shim says ({why})" if isinstance(why, Wrong) else why)
 
     def _error(self, what: str, detail: object, result: int = 0) -> ShimError:
         text = detail.strerror if isinstance(detail, OSError) and detail.strerror else str(detail)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
 from limosa.parking.mover import WHO, Mover
+from limosa.parking.packets import Count, Message, Seconds, Text, Word
+from limosa.parking.receive import Given
 from limosa.parking.resident import understood
 
 CALL_SECONDS = 60.0
@@ -29,39 +30,39 @@ _MOST_IDS = 4000
 class Done(msgspec.Struct, frozen=True):
     """What was done: chunks, their bytes, how long it took."""
 
-    chunks: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+    chunks: Count = 0
+    bytes: Count = 0
+    seconds: Seconds = 0.0
 
 
 class Changed(msgspec.Struct, frozen=True):
     """What has changed: chunks, their bytes, how long looking took."""
 
-    changed: int
-    bytes: int
-    seconds: float
+    changed: Count
+    bytes: Count
+    seconds: Seconds
 
 
 class _Failed(msgspec.Struct, frozen=True):
-    text: str = ""
-    kind: str = ""
-    errno: int = 0
-    result: str = ""
+    text: Text = ""
+    kind: Word = ""
+    errno: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
+    result: Word = ""
 
 
 class _Poll(msgspec.Struct, frozen=True):
     """How far the mover is."""
 
-    done: int
-    total: int
+    done: Count
+    total: Count
     running: bool
-    chunks: int = 0
-    seconds: float = 0.0
+    chunks: Count = 0
+    seconds: Seconds = 0.0
     failed: _Failed | None = None
 
 
 class _Names(msgspec.Struct, frozen=True):
-    names: bytes
+    names: Annotated[bytes, msgspec.Meta(max_length=32 * _MOST_NAMES)]
 
 
 Told = Callable[[int, int], None]
@@ -93,9 +94,7 @@ class _Staging:
                 f"{self._kind}-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu
             )
 
-    def _ask(
-        self, verb: str, limit: float | None = None, fds: Sequence[int] = (), **message: Any
-    ) -> tuple[dict[str, Any], list[int]]:
+    def _ask(self, verb: str, limit: float | None = None, fds: Sequence[int] = (), **message: Any) -> Message:
         return self._mover.ask({"verb": verb, **message}, CALL_SECONDS if limit is None else limit, fds)
 
 
@@ -131,7 +130,7 @@ class Saver(_Staging):
 
     def differ(self) -> Changed:
         """Hash all of it where it is; what is not what was copied is copied by the next :meth:`run`."""
-        return understood(self._ask("save-differ")[0], Changed, WHO)
+        return understood(self._ask("save-differ"), Changed, WHO)
 
     def run(
         self,
@@ -166,7 +165,9 @@ class Saver(_Staging):
         found: list[list[str]] = [[] for _ in pieces]
         for parts in _parts(pieces, self.chunk):
             wanted = [(*pieces[n][:2], start, count) for n, start, count in parts]
-            raw = understood(self._ask("save-names", parts=wanted)[0], _Names, WHO).names
+            raw = understood(self._ask("save-names", parts=wanted), _Names, WHO).names
+            if len(raw) != 32 * sum(count for _, _, count in parts):
+                raise FailedUndone(f"{WHO} told {len(raw)} bytes of names of chunks")
             at = 0
             for n, _, count in parts:
                 found[n] += [raw[i : i + 32].hex() for i in range(at, at + 32 * count, 32)]
@@ -197,16 +198,14 @@ class Loader(_Staging):
         Raises:
             NoRoomOnGpu: there is none.
         """
-        found: list[int] = []
-        try:
+        with Given() as found:
             for start in range(0, len(ids), _MOST_IDS):
                 some = slice(start, start + _MOST_IDS)
-                found += self._ask("load-make", pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)[1]
-        except BaseException:
-            for fd in found:
-                os.close(fd)
-            raise
-        return found
+                message = {"verb": "load-make", "pid": pid, "ids": list(ids[some]), "sizes": list(sizes[some])}
+                found.add(self._mover.ask({**message, "gpu": gpu}, CALL_SECONDS, wanted=len(ids[some])).given)
+            if len(found) != len(ids):
+                raise FailedUndone(f"the mover made {len(found)} of {len(ids)} pieces of memory")
+            return found.take()
 
     def want(self, pieces: Sequence[tuple[int, int, int]], names: Sequence[Sequence[str]]) -> None:
         """Say which chunks belong into pieces (pid, id, bytes)."""
@@ -231,7 +230,7 @@ class Loader(_Staging):
 def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, image: str = "") -> Done:
     done, since = -1, time.monotonic()
     while True:
-        said = understood(mover.ask({"verb": "staging-poll"}, CALL_SECONDS)[0], _Poll, WHO)
+        said = understood(mover.ask({"verb": "staging-poll"}, CALL_SECONDS), _Poll, WHO)
         told(said.done, said.total)
         if said.failed is not None:
             _raise(said.failed, image)

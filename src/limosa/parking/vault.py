@@ -8,14 +8,26 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError, NoRoomOnHost
-from limosa.parking.packets import peer, receive_all, send_all
-from limosa.parking.resident import Count, Found, Holding, Seconds, connect, residents, understood
-from limosa.parking.segments import room_for, sizes_for
+from limosa.parking.packets import (
+    MOST_DESCRIPTORS,
+    Count,
+    Note,
+    Numbers,
+    Seconds,
+    Text,
+    Word,
+    peer,
+    receive_all,
+    send_all,
+)
+from limosa.parking.receive import Given
+from limosa.parking.resident import Found, Holding, connect, residents, understood
+from limosa.parking.segments import fits, room_for, sizes_for
 from limosa.process.memory import gib
 
 _T = TypeVar("_T")
@@ -39,12 +51,12 @@ class Arena(msgspec.Struct):
     free: Count
     reserved: Count
     seconds: Seconds
-    by: dict[str, Count]
-    inodes: list[int]
+    by: Annotated[dict[Word, Count], msgspec.Meta(max_length=1 << 16)]
+    inodes: Numbers
 
 
 class _Number(msgspec.Struct):
-    n: int
+    n: Count
 
 
 class _Nothing(msgspec.Struct):
@@ -52,11 +64,12 @@ class _Nothing(msgspec.Struct):
 
 
 class _Note(msgspec.Struct):
-    note: bytes
+    note: Note
+    n: Count
 
 
 class _Refusal(msgspec.Struct):
-    error: str = ""
+    error: Text | None = None
     used: Count = 0
     there: bool = True
 
@@ -95,7 +108,7 @@ class Vault:
         Raises:
             FailedUndone: it does not hold all of them.
         """
-        n = self._tell({"verb": "put", "key": key, "note": note}, _Number, fds).n
+        n = self._tell({"verb": "put", "key": key, "note": note, "n": len(fds)}, _Number, fds).n
         if n != len(fds):
             raise FailedUndone(f"the vault holds {n} of {len(fds)} descriptors of {key}")
 
@@ -106,12 +119,15 @@ class Vault:
             KeyError: nothing is held under that key.
             FailedUndone: it does not say.
         """
-        said, fds = self._ask({"verb": "get", "key": key}, _Note)
-        if isinstance(said, _Refusal):
-            if not said.there:
-                raise KeyError(key)
-            raise FailedUndone(f"vault: {said.error}")
-        return fds, said.note
+        said, given = self._ask({"verb": "get", "key": key}, _Note, wanted=MOST_DESCRIPTORS)
+        with given:
+            if isinstance(said, _Refusal):
+                if not said.there:
+                    raise KeyError(key)
+                raise FailedUndone(f"vault: {said.error}")
+            if said.n != len(given):
+                raise FailedUndone(f"the vault gave {len(given)} of {said.n} descriptors of {key}")
+            return given.take(), said.note
 
     def drop(self, key: str, *, again: bool = False) -> int:
         """Let go of a key; returns how many descriptors it held.
@@ -133,11 +149,17 @@ class Vault:
         Raises:
             NoRoomOnHost: it may not grow so far.
         """
-        message = {"verb": "segments", "key": key, "sizes": sizes_for(bytes_), "cap": cap, "again": True}
-        said, fds = self._ask(message, _Nothing)
-        if isinstance(said, _Refusal):
-            raise self._no_room(said, bytes_, cap)
-        return fds
+        sizes = sizes_for(bytes_)
+        message = {"verb": "segments", "key": key, "sizes": sizes, "cap": cap, "again": True}
+        said, given = self._ask(message, _Nothing, wanted=len(sizes))
+        with given:
+            if isinstance(said, _Refusal):
+                raise self._no_room(said, bytes_, cap)
+            fds = given.take()
+            given.add(Given(fds))
+            if len(fds) != len(sizes) or not all(map(fits, fds, sizes)):
+                raise FailedUndone(f"{_WHO} gave something else for {len(sizes)} segments of the arena")
+            return given.take()
 
     def reserve(self, bytes_: int, seconds: float, cap: int) -> list[int]:
         """Have the arena that large for so long, and return the segments that nobody uses; ours to close.
@@ -145,14 +167,13 @@ class Vault:
         Raises:
             NoRoomOnHost: it may not be so large.
         """
-        said, fds = self._ask({"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap}, _Nothing)
-        _close(fds)
+        said, _ = self._ask({"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap}, _Nothing)
         if isinstance(said, _Refusal):
             raise self._no_room(said, bytes_, cap)
-        said, fds = self._ask({"verb": "arena", "with_free": True}, _Nothing)
+        said, given = self._ask({"verb": "arena", "with_free": True}, _Nothing, wanted=MOST_DESCRIPTORS)
         if isinstance(said, _Refusal):
             raise FailedUndone(f"vault: {said.error}")
-        return fds
+        return given.take()
 
     def arena(self) -> Arena:
         """Return what there is of the arena."""
@@ -175,41 +196,31 @@ class Vault:
         self.close()
 
     def _tell(self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = ()) -> _T:
-        said, given = self._ask(message, type_, fds)
-        _close(given)
+        said, _ = self._ask(message, type_, fds)
         if isinstance(said, _Refusal):
             raise FailedUndone(f"vault: {said.error}")
         return said
 
     def _ask(
-        self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = ()
-    ) -> tuple[_T | _Refusal, list[int]]:
-        """What it answers, or that it refuses; descriptors, which are the caller's to close, come with an answer."""
+        self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = (), *, wanted: int = 0
+    ) -> tuple[_T | _Refusal, Given]:
+        """What it answers, with so many descriptors at most; or that it refuses."""
         try:
             self._connection.settimeout(self._limit)
             send_all(self._connection, message, fds)
-            answer, given = receive_all(self._connection, self._limit)
+            answer = receive_all(self._connection, self._limit, fds=wanted, memory=True)
         except (OSError, EOFError, ValueError) as error:
             self.lost = True
             raise FailedUndone(f"{_WHO} does not answer ({str(error) or 'it was killed'})") from error
-        try:
-            if "error" not in answer:
-                return understood(answer, type_, _WHO), given
-            said = understood(answer, _Refusal, _WHO)
-        except BaseException:
-            _close(given)
-            raise
-        _close(given)
-        return said, []
+        with answer.given:
+            refusal = understood(answer, _Refusal, _WHO)
+            if refusal.error is not None:
+                return refusal, Given()
+            return understood(answer, type_, _WHO), Given(answer.given.take())
 
     @staticmethod
     def _no_room(said: _Refusal, bytes_: int, cap: int) -> LimosaError:
         return no_room(bytes_, said.used, cap) if said.error == NO_ROOM else FailedUndone(f"vault: {said.error}")
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 def no_room(bytes_: int, used: int, cap: int) -> NoRoomOnHost:

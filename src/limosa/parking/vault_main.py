@@ -4,9 +4,7 @@ Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Dev
 a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
 a while.
 
-What it is asked (``packets.py``): ``put`` key, note; ``get`` key; ``drop`` key; ``keys``; ``ping``; and of the
-arena (``segments.py``) ``segments`` key, sizes, cap: makes them that key's; ``reserve`` bytes, seconds, cap; ``arena``:
-what there is, and the free ones. A key is there as a whole or not at all: a put that is broken off is forgotten.
+What it is asked has a type each, below. A key is there as a whole or not at all: a put that is broken off is forgotten.
 What it cannot do it says (``error``), and goes on: others' memory is held here.
 Segments that are let go of are kept for the next, unless the process that had them has ended.
 """
@@ -21,10 +19,25 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from limosa.errors import LimosaError
-from limosa.parking.packets import VERSION, peer, receive, send_all
+from limosa.parking.packets import (
+    MOST_DESCRIPTORS,
+    VERSION,
+    Count,
+    Message,
+    Note,
+    Numbers,
+    Seconds,
+    Word,
+    peer,
+    receive,
+    send_all,
+)
+from limosa.parking.receive import Given, Wrong
 from limosa.parking.resident import socket_path
 from limosa.parking.resident_main import begin, listens
 from limosa.parking.segments import NoRoom, Pool, is_segment
@@ -37,6 +50,61 @@ KEEP_SECONDS = float(os.environ.get("LIMOSA_ARENA_IDLE", "600"))
 """How long segments that nobody uses are kept."""
 ARENA = "aside/"
 """What the keys of those begin with that have segments of the arena."""
+
+
+class Put(msgspec.Struct, tag_field="verb", tag="put"):
+    """Hold the descriptors, which are so many, under a key, instead of what it held."""
+
+    key: Word
+    n: Count
+    note: Note = b""
+
+
+class Get(msgspec.Struct, tag_field="verb", tag="get"):
+    """Give what a key holds."""
+
+    key: Word
+
+
+class Drop(msgspec.Struct, tag_field="verb", tag="drop"):
+    """Let go of a key."""
+
+    key: Word
+    again: bool = False
+
+
+class Keys(msgspec.Struct, tag_field="verb", tag="keys"):
+    """Say what is held."""
+
+
+class Ping(msgspec.Struct, tag_field="verb", tag="ping"):
+    """Say who you are."""
+
+
+class Segments(msgspec.Struct, tag_field="verb", tag="segments"):
+    """Make segments of the arena a key's."""
+
+    key: Word
+    sizes: Numbers
+    cap: Count
+    again: bool = False
+
+
+class Reserve(msgspec.Struct, tag_field="verb", tag="reserve"):
+    """Have the arena so large for so long."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
+    seconds: Seconds
+    cap: Count
+
+
+class Arena(msgspec.Struct, tag_field="verb", tag="arena"):
+    """Say what there is of the arena, and give what is free of it."""
+
+    with_free: bool = False
+
+
+Asked = Put | Get | Drop | Keys | Ping | Segments | Reserve | Arena
 
 
 class Entry:
@@ -73,7 +141,7 @@ class Vault:
 
     def __init__(self) -> None:
         self.held: dict[str, Entry] = {}
-        self.coming: dict[socket.socket, list[int]] = {}
+        self.coming: dict[socket.socket, Given] = {}
         self.pool = Pool()
 
     def used(self) -> int:
@@ -95,30 +163,31 @@ class Vault:
             entry.close()
         return n
 
-    def take(self, client: socket.socket, asked: dict[str, Any], fds: list[int]) -> None:
+    def take(self, client: socket.socket, message: Message) -> None:
         """Do what a packet asks once the last of a message is there, and say so; its descriptors are the vault's.
 
         Raises:
             OSError: the client cannot be told.
+            Wrong: more descriptors than there may be.
         """
-        coming = self.coming.setdefault(client, [])
-        coming += fds
-        if asked.get("more"):
+        coming = self.coming.setdefault(client, Given())
+        coming.add(message.given)
+        if len(coming) > MOST_DESCRIPTORS:
+            raise Wrong("too many descriptors")
+        if message.more:
             return
         del self.coming[client]
-        try:
-            said, given = self.answer(asked, coming)
-        except NoRoom:
-            said, given = {"error": NO_ROOM, "used": self.used()}, []
-        except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
-            said, given = {"error": f"{type(error).__name__}: {error}"}, []
-        finally:
-            for fd in coming:
-                os.close(fd)
+        with coming:
+            try:
+                said, given = self.answer(message.read_as(Asked), coming)  # type: ignore[arg-type]
+            except NoRoom:
+                said, given = {"error": NO_ROOM, "used": self.used()}, []
+            except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
+                said, given = {"error": f"{type(error).__name__}: {error}"[:1000]}, []
         send_all(client, said, given)
 
-    def answer(self, asked: dict[str, Any], fds: list[int]) -> tuple[dict[str, Any], list[int]]:
-        """Do what is asked; what is taken of the descriptors is taken out of the list.
+    def answer(self, asked: Asked, fds: Given) -> tuple[dict[str, Any], list[int]]:
+        """Do what is asked; what is taken of the descriptors is the vault's.
 
         Returns:
             What is said, and descriptors to go with it, which stay the vault's.
@@ -126,48 +195,72 @@ class Vault:
         Raises:
             NoRoom: the arena may not grow so far.
         """
-        verb, key = asked.get("verb"), str(asked.get("key", ""))
-        if verb == "put":
-            entry = Entry(bytes(asked.get("note", b"")))
-            entry.fds, fds[:] = fds[:], []
-            before, self.held[key] = self.held.get(key), entry
-            if before is not None:
-                before.close()
-            return {"n": len(entry.fds)}, []
-        if verb == "get":
-            found = self.held.get(key)
-            if found is None:
-                return {"error": f"nothing is held as {key}", "there": False}, []
-            return {"note": found.note}, found.fds
-        if verb == "drop":
-            return {"n": self.let_go(key, bool(asked.get("again")))}, []
-        if verb == "keys":
-            return {"keys": {name: len(entry.fds) for name, entry in self.held.items()}}, []
-        if verb == "ping":
-            return {"pid": os.getpid(), "version": VERSION}, []
-        if verb == "segments":
-            self.let_go(key, bool(asked.get("again")))  # what it has counts no more
-            taken = self.pool.take(asked["sizes"], self.used(), asked["cap"])
-            self.held[key] = Entry()
-            self.held[key].fds = taken
-            return {}, taken
-        if verb == "reserve":
-            until = time.monotonic() + asked["seconds"]
-            self.pool.reserve(asked["bytes"], until, self.used(), asked["cap"])
-            return {}, []
-        if verb == "arena":
-            free = [fd for fd, _, _ in self.pool.free]
-            there = [fd for name, entry in self.held.items() if name.startswith(ARENA) for fd in entry.fds]
-            said = {
-                "used": self.used(),
-                "free": self.pool.bytes(),
-                "reserved": self.pool.reserved,
-                "seconds": max(0.0, self.pool.until - time.monotonic()) if self.pool.reserved else 0.0,
-                "by": {name: entry.segments() for name, entry in self.held.items() if name.startswith(ARENA)},
-                "inodes": [os.fstat(fd).st_ino for fd in (*there, *free)],
-            }
-            return said, free if asked.get("with_free") else []
-        return {"error": f"the vault knows no {verb}"}, []
+        match asked:
+            case Put(key, n, note):
+                if len(fds) != n:  # what is held so far may be the last copy
+                    return {"error": f"{len(fds)} descriptors came of {n}"}, []
+                return {"n": self.put(key, note, fds.take())}, []
+            case Get(key):
+                found = self.held.get(key)
+                if found is None:
+                    return {"error": f"nothing is held as {key}", "there": False}, []
+                return {"note": found.note, "n": len(found.fds)}, found.fds
+            case Drop(key, again):
+                return {"n": self.let_go(key, again)}, []
+            case Keys():
+                return {"keys": {name: len(entry.fds) for name, entry in self.held.items()}}, []
+            case Ping():
+                return {"pid": os.getpid(), "version": VERSION}, []
+            case Segments(key, sizes, cap, again):
+                return {}, self.segments(key, sizes, cap, again)
+            case Reserve(bytes_, seconds, cap):
+                self.pool.reserve(bytes_, time.monotonic() + seconds, self.used(), cap)
+                return {}, []
+            case Arena(with_free):
+                return self.arena(), [fd for fd, _, _ in self.pool.free] if with_free else []
+
+    def put(self, key: str, note: bytes, fds: list[int]) -> int:
+        """Hold descriptors under a key; what it held before is let go of then. Returns how many."""
+        entry = Entry(note)
+        entry.fds = fds
+        before, self.held[key] = self.held.get(key), entry
+        if before is not None:
+            before.close()
+        return len(entry.fds)
+
+    def segments(self, key: str, sizes: list[int], cap: int, again: bool) -> list[int]:
+        """Make segments a key's; what it had does not count, and may be among them.
+
+        Raises:
+            NoRoom: the arena may not grow so far; the key has what it had.
+        """
+        before = self.held.get(key, Entry())
+        own = [fd for fd in before.fds if again and key.startswith(ARENA) and is_segment(fd)]
+        had = before.segments() if key.startswith(ARENA) else 0
+        self.pool.lend(own)
+        try:
+            taken = self.pool.take(sizes, self.used() - had, cap)
+        except BaseException:
+            self.pool.take_back(own)
+            raise
+        before.fds = [fd for fd in before.fds if fd not in own]
+        before.close()
+        self.held[key] = Entry()
+        self.held[key].fds = taken
+        return taken
+
+    def arena(self) -> dict[str, Any]:
+        """Return what there is of the arena."""
+        free = [fd for fd, _, _ in self.pool.free]
+        there = [fd for name, entry in self.held.items() if name.startswith(ARENA) for fd in entry.fds]
+        return {
+            "used": self.used(),
+            "free": self.pool.bytes(),
+            "reserved": self.pool.reserved,
+            "seconds": max(0.0, self.pool.until - time.monotonic()) if self.pool.reserved else 0.0,
+            "by": {name: entry.segments() for name, entry in self.held.items() if name.startswith(ARENA)},
+            "inodes": [os.fstat(fd).st_ino for fd in (*there, *free)],
+        }
 
     def look(self) -> None:
         """Let go of what is held for processes that have ended, and of what of the arena has long been free."""
@@ -176,8 +269,7 @@ class Vault:
 
     def forget(self, client: socket.socket) -> None:
         """A client has gone: what it had not finished is forgotten."""
-        for fd in self.coming.pop(client, []):
-            os.close(fd)
+        self.coming.pop(client, Given()).close()
 
 
 def serve(path: str, told: threading.Event) -> None:
@@ -229,7 +321,7 @@ def serve(path: str, told: threading.Event) -> None:
                     continue
                 client = key.fileobj  # type: ignore[assignment]
                 try:
-                    vault.take(client, *receive(client))
+                    vault.take(client, receive(client))
                 except (EOFError, OSError, ValueError):
                     vault.forget(client)
                     ready.unregister(client)

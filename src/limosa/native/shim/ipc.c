@@ -104,8 +104,8 @@ static bool answers_itself(int with, const struct said *said)
         && (who.uid == 0 || who.uid == geteuid() || who.pid == said->pid);
 }
 
-/* What is told, and the descriptor with it. It is waited for without a limit: whoever works on that process, saving it while
- * it runs, say, is served first. */
+/* What is told, and the descriptor with it: that one alone, whatever else has been sent. It is waited for without a limit:
+ * whoever works on that process, saving it while it runs, say, is served first. */
 static int32_t answer_of(int with, int *fd)
 {
     struct message answer = {.result = 0};
@@ -114,23 +114,28 @@ static int32_t answer_of(int with, int *fd)
         char room[CMSG_SPACE(sizeof(int))];
     } control;
     struct iovec part = {&answer, sizeof answer};
-    struct msghdr back = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr back;
     ssize_t got;
 
     do {
         poll(&(struct pollfd){.fd = with, .events = POLLIN}, 1, -1);
+        /* CMSG_SPACE has room for two. */
+        back = (struct msghdr){.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control,
+                               .msg_controllen = CMSG_LEN(sizeof(int))};
         fds_begin();
         got = recvmsg(with, &back, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
-        struct cmsghdr *head = got == sizeof answer ? CMSG_FIRSTHDR(&back) : NULL;
-        if (head && head->cmsg_type == SCM_RIGHTS) {
+        struct cmsghdr *head = got >= 0 ? CMSG_FIRSTHDR(&back) : NULL;
+        if (head && head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS
+            && head->cmsg_len == CMSG_LEN(sizeof(int))) {
             memcpy(fd, CMSG_DATA(head), sizeof *fd);
             fds_note(*fd);
         }
         fds_end();
     } while (got < 0 && (errno == EINTR || errno == EAGAIN));
-    if (got != sizeof answer)
-        return -ENOENT;
-    return answer.result ? answer.result : *fd < 0 ? -EPROTO : 0;
+    if (got == sizeof answer && !(back.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) && answer.magic == PROTOCOL_MAGIC
+        && answer.version == PROTOCOL_VERSION && answer.verb == VERB_SHARE && (answer.result || *fd >= 0))
+        return answer.result;
+    return got == sizeof answer ? -EPROTO : -ENOENT;
 }
 
 /* Asks the shim of the process that made the handle. Returns what is told, and the connection: while it lasts nobody else
@@ -158,6 +163,9 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
         *connection = with;
         return 0;
     }
+    if (*fd >= 0)
+        fds_close(*fd);
+    *fd = -1;
     shutdown(with, SHUT_RDWR);
     fds_close(with);
     return result;

@@ -6,8 +6,9 @@
 #include <stdint.h>
 
 #define PROTOCOL_MAGIC 0x4c4d5341u
-#define PROTOCOL_VERSION 2
+#define PROTOCOL_VERSION 3
 #define PROTOCOL_MOST 200 /* records, descriptors in a packet */
+#define PROTOCOL_KEPT_MOST 4096 /* descriptors that are kept while the memory is away */
 
 enum verb {
     VERB_HELLO = 1, /* → state, pid, memories, bytes that can be put away */
@@ -24,9 +25,9 @@ enum verb {
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each, a of them; behind them those that it
                    * saw when it initialised the driver, b of them: of others it cannot import memory. a: those alone, for which
                    * the driver is not asked: the process may be checkpointed */
-    VERB_KEEP, /* descriptors to be kept while the memory is away: whoever kills the vault loses nothing; instead of
-                * those before, unless a; none: let go */
-    VERB_KEPT, /* → them, from the a-th on; a: how many there are */
+    VERB_KEEP, /* descriptors to be kept while the memory is away: whoever kills the vault loses nothing. In packets: from the
+                * a-th on, of b in all; those before are let go of when all b are there. b is 0: let go */
+    VERB_KEPT, /* → them, from the a-th on; a: how many there are, 0 where one of them is gone */
     VERB_CALLED, /* → functions that were called or asked for: packets; a: how many there are in all, b: of them in this
                   * packet; of each what is known of it (enum role), what was done (1: called, 2: asked for), its name, 0 */
     VERB_SHARE, /* of another process's shim: a: memory, b: token, c: share of a legacy handle → its descriptor, or -EAGAIN

@@ -22,20 +22,21 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define KEPT_MOST 4096
-
 #define NAME "limosa/shim/"
 #define WAITING 64 /* also those who open a legacy handle, while somebody works on the process */
 
 enum state state;
 static int listening = -1, client = -1;
-/* What holds the contents while the memory is away for longer. Its host threads run on, and may close what is not theirs. */
-static struct {
-    int fd;
-    dev_t device;
-    ino_t inode;
-} kept_aside[KEPT_MOST];
-static size_t n_kept_aside;
+/* What holds the contents while the memory is away for longer, and what is to take its place once all of it is here: it may
+ * be the only copy. The program's threads run on, and may close what is not theirs. */
+static struct kept {
+    size_t n, wanted;
+    struct {
+        int fd;
+        dev_t device;
+        ino_t inode;
+    } one[PROTOCOL_KEPT_MOST];
+} sets[2], *kept_aside = &sets[0], *coming = &sets[1];
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The process's own name: its pid, as it sees it. Not the time at which it began: a process that was brought back from an
@@ -82,51 +83,76 @@ bool say(int client, const struct message *message, const void *more, size_t byt
     return sendmsg(client, &packet, MSG_NOSIGNAL) >= 0;
 }
 
-static bool still_kept(size_t i)
+static bool still_kept(const struct kept *set, size_t i)
 {
     struct stat found;
 
-    return !fstat(kept_aside[i].fd, &found) && found.st_dev == kept_aside[i].device
-        && found.st_ino == kept_aside[i].inode;
+    return !fstat(set->one[i].fd, &found) && found.st_dev == set->one[i].device && found.st_ino == set->one[i].inode;
 }
 
-/* Somebody else's by now. */
-static void not_kept(size_t i)
+static void let_go(struct kept *set)
 {
-    fds_begin();
-    fds_forget(kept_aside[i].fd);
-    fds_end();
-}
-
-/* Descriptors are ours from here on. The first packet of several takes the place of what was kept before. */
-static int keep(const int *fds, size_t n, bool more)
-{
-    while (!more && n_kept_aside)
-        still_kept(n_kept_aside - 1) ? fds_close(kept_aside[--n_kept_aside].fd) : not_kept(--n_kept_aside);
-    bool room = n_kept_aside + n <= KEPT_MOST;
-    for (size_t i = 0; i < n; i++) {
-        struct stat found;
-        if (room && !fstat(fds[i], &found)) {
-            kept_aside[n_kept_aside].device = found.st_dev;
-            kept_aside[n_kept_aside].inode = found.st_ino;
-            kept_aside[n_kept_aside++].fd = fds_away(fds[i]);
-        } else {
-            fds_close(fds[i]);
+    for (; set->n; set->n--) {
+        if (still_kept(set, set->n - 1)) {
+            fds_close(set->one[set->n - 1].fd);
+        } else { /* somebody else's by now */
+            fds_begin();
+            fds_forget(set->one[set->n - 1].fd);
+            fds_end();
         }
     }
-    return room ? 0 : -ENOSPC;
+    set->wanted = 0;
+}
+
+static bool take(struct kept *set, int fd)
+{
+    struct stat found;
+
+    if (fstat(fd, &found))
+        return false;
+    set->one[set->n].device = found.st_dev;
+    set->one[set->n].inode = found.st_ino;
+    set->one[set->n++].fd = fds_away(fd);
+    return true;
+}
+
+/* Descriptors are ours from here on. What was kept before is let go of when all of the new ones are here, not earlier. */
+static int keep(const int *fds, size_t n, uint64_t from, uint64_t all)
+{
+    size_t taken = 0;
+
+    if (!from)
+        let_go(coming);
+    bool next = from == coming->n && (!from || all == coming->wanted) && all <= PROTOCOL_KEPT_MOST;
+    bool right = next && n == (all - from < PROTOCOL_MOST ? all - from : PROTOCOL_MOST);
+    coming->wanted = all;
+    while (right && taken < n && take(coming, fds[taken]))
+        taken++;
+    if (!right || taken < n) {
+        for (; taken < n; taken++)
+            fds_close(fds[taken]);
+        let_go(coming);
+        return all > PROTOCOL_KEPT_MOST ? -ENOSPC : -EPROTO;
+    }
+    if (coming->n == all) {
+        struct kept *before = kept_aside;
+        kept_aside = coming;
+        coming = before;
+        let_go(coming);
+    }
+    return 0;
 }
 
 static bool kept(int client, struct message *answer, uint64_t from)
 {
     int fds[PROTOCOL_MOST];
-    size_t n = n_kept_aside, n_fds = 0;
+    size_t n = kept_aside->n, n_fds = 0;
 
-    for (size_t i = 0; i < n_kept_aside; i++)
-        if (!still_kept(i))
+    for (size_t i = 0; i < kept_aside->n; i++)
+        if (!still_kept(kept_aside, i))
             n = 0; /* what is left of it is of no use */
     for (size_t i = from; i < n && n_fds < PROTOCOL_MOST; i++)
-        fds[n_fds++] = kept_aside[i].fd;
+        fds[n_fds++] = kept_aside->one[i].fd;
     answer->a = n;
     return say(client, answer, NULL, 0, fds, n_fds);
 }
@@ -156,7 +182,7 @@ static bool answer_one(int client)
         got = recvmsg(client, &packet, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     while (got < 0 && errno == EINTR);
     for (struct cmsghdr *head = CMSG_FIRSTHDR(&packet); head; head = CMSG_NXTHDR(&packet, head))
-        if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS) {
+        if (head->cmsg_level == SOL_SOCKET && head->cmsg_type == SCM_RIGHTS && !n_fds) {
             n_fds = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
             memcpy(fds, CMSG_DATA(head), n_fds * sizeof(int));
             for (size_t i = 0; i < n_fds; i++)
@@ -168,14 +194,19 @@ static bool answer_one(int client)
         return got < 0 && errno == EAGAIN;
     size_t n = (size_t)got > sizeof asked ? ((size_t)got - sizeof asked) / sizeof ids[0] : 0;
     bool wrong = (size_t)got < sizeof asked || asked.magic != PROTOCOL_MAGIC || asked.version != PROTOCOL_VERSION
-        || packet.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
-    if (wrong || (asked.verb != VERB_MAP && asked.verb != VERB_KEEP))
+        || packet.msg_flags & MSG_TRUNC;
+    bool too_few = packet.msg_flags & MSG_CTRUNC; /* as many are open as may be: nothing is done with the rest */
+    if (wrong || too_few || (asked.verb != VERB_MAP && asked.verb != VERB_KEEP))
         while (n_fds)
             fds_close(fds[--n_fds]);
     answer.number = wrong ? 0 : asked.number;
     answer.verb = wrong ? 0 : asked.verb;
     if (wrong) {
         answer.result = -EPROTO;
+        return say(client, &answer, NULL, 0, NULL, 0);
+    }
+    if (too_few) {
+        answer.result = -EMFILE;
         return say(client, &answer, NULL, 0, NULL, 0);
     }
     switch (asked.verb) {
@@ -196,7 +227,7 @@ static bool answer_one(int client)
         break;
     case VERB_STACK: answer.result = still_stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
-    case VERB_KEEP: answer.result = keep(fds, n_fds, asked.a); break;
+    case VERB_KEEP: answer.result = keep(fds, n_fds, asked.a, asked.b); break;
     case VERB_KEPT: return kept(client, &answer, asked.a);
     case VERB_DEVICES: return tell_devices(client, &answer, asked.a != 0);
     case VERB_COUNTS: return tell_counts(client, &answer);
@@ -254,6 +285,7 @@ static void *serve(void *nothing)
         if (welcome(client))
             while (answer_one(client))
                 ;
+        let_go(coming); /* it did not come to an end */
         shutdown(client, SHUT_RDWR); /* also for a child that was forked meanwhile and has it, too */
         fds_close(client);
         client = -1;
@@ -303,11 +335,13 @@ static void in_child(void)
     if (!is_ours(client))
         fds_forget(client);
     listening = client = -1;
-    for (size_t i = 0; i < n_kept_aside; i++)
-        if (!still_kept(i))
-            fds_forget(kept_aside[i].fd);
+    for (int set = 0; set < 2; set++) {
+        for (size_t i = 0; i < sets[set].n; i++)
+            if (!still_kept(&sets[set], i))
+                fds_forget(sets[set].one[i].fd);
+        sets[set].n = sets[set].wanted = 0;
+    }
     fds_in_child();
-    n_kept_aside = 0;
     state = STATE_OPEN;
     bulk_in_child();
     still_in_child();

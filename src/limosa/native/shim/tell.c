@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #define TABLES_SECONDS 5
+#define TOLD_MOST 4096 /* functions; there are a quarter as many */
 
 /* The tables. While the gate is open an application's thread may hold them for as long as one call of the driver takes:
  * that is waited for with a limit, and no longer. While it is closed nobody else has them. */
@@ -133,31 +134,37 @@ void tell_hello(struct message *answer)
     pthread_mutex_unlock(&memory_lock);
 }
 
+/* Functions may be called meanwhile: what is told is how it was at first. */
 bool tell_called(int client, struct message *answer)
 {
-    int all = n_entries();
+    static unsigned char done[TOLD_MOST];
+    int all = n_entries(), i = 0;
+    uint64_t told = 0;
 
-    for (int i = 0; i < all; i++)
-        answer->a += entries[i].called || entries[i].asked_for;
-    for (int i = 0; i < all || !i;) {
+    all = all < TOLD_MOST ? all : TOLD_MOST;
+    for (int entry = 0; entry < all; entry++) {
+        done[entry] = (unsigned char)((entries[entry].called ? 1 : 0) + (entries[entry].asked_for ? 2 : 0));
+        answer->a += done[entry] != 0;
+    }
+    do {
         char names[16384];
         size_t used = 0;
         answer->b = 0;
         for (; i < all && used + 300 < sizeof names; i++) {
-            unsigned char done = (unsigned char)((entries[i].called ? 1 : 0) + (entries[i].asked_for ? 2 : 0));
-            size_t length = done ? strnlen(entries[i].symbol, 256) : 0;
-            if (!done)
+            size_t length = done[i] ? strnlen(entries[i].symbol, 255) : 0;
+            if (!done[i])
                 continue;
             names[used++] = (char)entries[i].role;
-            names[used++] = (char)done;
+            names[used++] = (char)done[i];
             memcpy(names + used, entries[i].symbol, length);
             used += length;
             names[used++] = 0;
             answer->b++;
         }
+        told += answer->b;
         if (!say(client, answer, names, used, NULL, 0))
             return false;
-    }
+    } while (told < answer->a);
     return true;
 }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Annotated
 
 import msgspec
 
@@ -22,11 +23,14 @@ from limosa.operation.parked.calls import together
 from limosa.operation.parked.holders import aside_key
 from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.work import Work
+from limosa.parking.answers import MOST_BYTES
+from limosa.parking.packets import Count, Word, Words
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
-from limosa.parking.segments import is_segment, room_for
-from limosa.parking.shim import Shim, under_shim
+from limosa.parking.segments import LARGE, is_sealed, is_segment, room_for
+from limosa.parking.shim import MOST_PIECES, Shim, under_shim
 
+_MOST_LAYOUT = 32 << 20
 MEMORY_ONLY = "memory-only"
 """What ``suspend`` gives back where the context is to stay: the gate stays closed, and a resume takes milliseconds."""
 
@@ -34,10 +38,10 @@ MEMORY_ONLY = "memory-only"
 class Placed(msgspec.Struct, frozen=True):
     """Where a piece of memory is in an arena, and on which GPU it was."""
 
-    id: int
-    bytes: int
-    gpu: str
-    offset: int
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    bytes: Annotated[int, msgspec.Meta(gt=0, le=MOST_BYTES)]
+    gpu: Word
+    offset: Count
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -50,9 +54,9 @@ class Layout(msgspec.Struct, frozen=True):
         operation: the id of the operation that filled it: another one's has what the process held at another time.
     """
 
-    pieces: list[Placed]
-    saw: list[str] = []
-    operation: str = ""
+    pieces: Annotated[list[Placed], msgspec.Meta(max_length=MOST_PIECES)]
+    saw: Words = []
+    operation: Word = ""
 
 
 def read_layout(fd: int) -> Layout:
@@ -62,8 +66,13 @@ def read_layout(fd: int) -> Layout:
         CannotBeMoved: it says nothing that can be read.
     """
     try:
-        return msgspec.json.decode(os.pread(fd, os.fstat(fd).st_size, 0), type=Layout)
-    except msgspec.MsgspecError as error:
+        if not is_sealed(fd):
+            raise CannotBeMoved(detail="the arena of the suspended job cannot be read (it may change)")
+        size = os.fstat(fd).st_size
+        if size > _MOST_LAYOUT:
+            raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({size} bytes of what is where)")
+        return msgspec.json.decode(os.pread(fd, size, 0), type=Layout)
+    except (msgspec.MsgspecError, OSError) as error:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 
 
@@ -221,4 +230,12 @@ def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], Layout]:
     layouts = [fd for fd in arena if not is_segment(fd)]
     if len(layouts) != 1:
         raise CannotBeMoved(detail=f"what is held of the suspended process {member.pid} is no arena")
-    return [fd for fd in arena if is_segment(fd)], read_layout(layouts[0])
+    segments, layout = [fd for fd in arena if is_segment(fd)], read_layout(layouts[0])
+    sizes, end = [os.fstat(fd).st_size for fd in segments], 0
+    whole = all(size == LARGE for size in sizes[:-1]) and len({p.id for p in layout.pieces}) == len(layout.pieces)
+    for piece in layout.pieces:
+        whole = whole and piece.offset == end
+        end += piece.bytes
+    if not whole or end > sum(sizes):
+        raise CannotBeMoved(detail=f"what is held of the suspended process {member.pid} is no arena")
+    return segments, layout

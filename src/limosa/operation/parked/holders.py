@@ -6,14 +6,16 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member
+from limosa.parking.answers import Memory
 from limosa.parking.mover import Mover
+from limosa.parking.packets import Count, Word
 from limosa.parking.residents import Residents
-from limosa.parking.shim import Memory
 from limosa.parking.vault import Vault
 from limosa.process import belief
 
@@ -29,12 +31,16 @@ class LostMemory(LimosaError):
     hint_template = "end it: nothing can bring it back"
 
 
+_LONGEST = 120
+"""Bytes of what is noted of one piece."""
+
+
 class Held(msgspec.Struct, array_like=True, frozen=True):
     """A piece of a process's memory that is held: its number there, its size, and the GPU that it is on."""
 
-    id: int
-    bytes: int
-    gpu: str
+    id: Annotated[int, msgspec.Meta(ge=0)]
+    bytes: Count
+    gpu: Word
 
 
 ARENA = "arena"
@@ -71,6 +77,8 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     finally:
         residents.close()
     try:
+        if len(note) > _LONGEST * (len(fds) + 1):  # decoded it is many times as large
+            raise FailedUndone(f"what is noted of {len(fds)} pieces of process {member.pid} is too long")
         pieces = msgspec.json.decode(note, type=list[Held])
         if len(pieces) != len(fds):
             raise FailedUndone(f"what is held of process {member.pid} are {len(fds)} of {len(pieces)} pieces")

@@ -14,7 +14,7 @@ from limosa.process.candidates import candidates
 from limosa.process.identity import Identity
 from limosa.process.slurp import slurp
 
-_ANSWER, _PATIENCE = 2.0, 1.0  # seconds
+_ANSWER, _PATIENCE = 4.0, 1.0  # seconds
 
 
 def closed_reason(pid: int) -> Reason:
@@ -33,7 +33,7 @@ def open_left(*, dry_run: bool = False) -> list[Recovered]:
     for pid in candidates():
         if not under_shim(pid) or not _is_in_reach(pid) or _is_claimed(pid):
             continue
-        with contextlib.suppress(LimosaError, OSError), Shim(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
+        with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
             if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
                 continue
             entry = Recovered(kind="gate", pid=pid, state="running")

@@ -23,8 +23,9 @@ from limosa.operation.parked.calls import each, together
 from limosa.operation.parked.holders import Held, close_all, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
+from limosa.parking.answers import Memory
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Memory, Shim
+from limosa.parking.shim import Shim
 
 _BLIND = "its processes share device memory, and one did not see the GPU that it is to go to when it began"
 

@@ -10,8 +10,9 @@ from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.operation import claims, counting, idle
 from limosa.operation.journal import Member
 from limosa.operation.parked import shares
+from limosa.parking.answers import Hello, Memory
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Hello, Memory, Shim, under_shim
+from limosa.parking.shim import Shim, under_shim
 from limosa.process.memory import two
 
 LARGE = 512 << 20

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 
 from limosa.operation.parked.holders import Held, close_all
+from limosa.parking.answers import Memory
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
-from limosa.parking.shim import Memory, Shim, ShimError
+from limosa.parking.shim import Shim, ShimError
 
 SLOWEST_COPY = 1e9  # bytes a second
 COPY_SECONDS = float(os.environ.get("LIMOSA_COPY_SECONDS", "60"))

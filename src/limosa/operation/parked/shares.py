@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from limosa.errors import CannotBeMoved, LimosaError, NoSuchProcess
-from limosa.parking.shim import Memory, Shim, under_shim
+from limosa.parking.answers import Memory
+from limosa.parking.shim import Shim, under_shim
 from limosa.process.identity import Identity
 
 ANSWER_SECONDS = 2.0
@@ -29,14 +30,17 @@ def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> li
         Pairs: a process that takes part, what stands against it in words.
     """
     found = []
+    asked: dict[int, Callable[[int], bool]] = {}
     for pid, shim in shims.items():
         shared = [m for m in pieces[pid] if m.share]
         if not shared:
             continue
         given = shim.sharers()
         for piece in shared:
-            others = ({piece.owner} | given.get(piece.share, set())) - {0} - set(shims)
-            having = sorted(other for other in others if _has(other, piece.share))
+            others = ({piece.owner} | given.get(piece.share, set())) - {0, -1} - set(shims)
+            for other in others - set(asked):
+                asked[other] = _having(other)
+            having = sorted(other for other in others if asked[other](piece.share))
             if having:
                 who = ", ".join(map(str, having))
                 found.append((pid, f"process {pid} shares device memory with process {who}, which does not take part"))
@@ -103,12 +107,14 @@ def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
                 first[piece.share] = target[piece.id]
 
 
-def _has(pid: int, share: int) -> bool:
+def _having(pid: int) -> Callable[[int], bool]:
+    """Asks a process once which memory of others it has; one that does not say may have any."""
     with contextlib.suppress(NoSuchProcess):
         identity = Identity.of(pid)
         try:
-            with Shim(identity, limit=ANSWER_SECONDS) as shim:
-                return any(m.share == share for m in shim.memories())
+            with Shim.to_look(identity, ANSWER_SECONDS) as shim:
+                return {m.share for m in shim.memories()}.__contains__
         except LimosaError:
-            return identity.alive() and under_shim(pid)  # it does not say: it may
-    return False
+            if identity.alive() and under_shim(pid):
+                return lambda share: True
+    return lambda share: False

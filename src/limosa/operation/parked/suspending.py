@@ -21,9 +21,10 @@ from limosa.operation.parked.holders import Held, aside_key, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.parked.stranded import let_arena_go
 from limosa.operation.work import Work
+from limosa.parking.answers import Memory
 from limosa.parking.protocol import Stand
 from limosa.parking.segments import layout_file, sizes_for
-from limosa.parking.shim import Memory, Shim
+from limosa.parking.shim import Shim
 
 
 class _Going:

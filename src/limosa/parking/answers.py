@@ -1,0 +1,194 @@
+"""What a shim's answers say, decoded: whoever can write to the process's memory may have written them.
+
+Each function takes what stands behind the message of one packet and raises :class:`~limosa.parking.receive.Wrong` where
+that is not exactly what it should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from limosa.gpu.names import uuid_of_bytes
+from limosa.parking.protocol import (
+    AWAY,
+    COUNT_KINDS,
+    COUNTS,
+    IMPORTED,
+    MAPPED,
+    MESSAGE,
+    PAIR,
+    PLAIN,
+    RECORD,
+    SHARED,
+    Role,
+    Stand,
+)
+from limosa.parking.receive import Wrong, text
+
+MOST_BYTES = 1 << 46
+"""Of device memory that one process can have: 64 TiB."""
+MOST_GPUS = 64
+LONGEST_NAME = 256
+_MOST_PID = 1 << 22
+_ERRNOS = 4096
+_FLAGS = PLAIN | SHARED | AWAY | MAPPED | IMPORTED
+
+
+class Message(msgspec.Struct, frozen=True):
+    """What every answer begins with (``native/shim/protocol.h``)."""
+
+    magic: int
+    version: int
+    verb: int
+    number: int
+    result: int
+    a: int
+    b: int
+    c: int
+    d: int
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """One piece of device memory that the shim looks after.
+
+    Attributes:
+        id: its number in that process, never used twice.
+        bytes: physical size, a multiple of 2 MiB.
+        device: the process's number of its GPU.
+        at: the address where it is first mapped, 0 where it is not.
+        plain: whether it is of cuMemAlloc (else of cuMemCreate).
+        shared: whether somebody whom nobody knows was given it; such memory stays with the driver.
+        away: whether it is not there at the moment.
+        imported: whether it came by the parked way, or from another process: the driver could save it, and not bring
+            it back.
+        share: the number under which several processes have it (legacy IPC handles); 0: this one alone.
+        owner: the pid of the process that gave it, where another did (-1: nobody knows which); else 0.
+    """
+
+    id: int
+    bytes: int
+    device: int
+    at: int = 0
+    plain: bool = False
+    shared: bool = False
+    away: bool = False
+    imported: bool = False
+    share: int = 0
+    owner: int = 0
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A function of the driver that a process called or asked for, and what the shim knows of it."""
+
+    name: str
+    role: Role
+    called: bool
+    asked_for: bool
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a process says of itself: where it stands, its pieces of memory, the bytes that can be parked."""
+
+    stand: Stand
+    n_memories: int
+    bytes: int
+
+
+def message(packet: bytes) -> tuple[Message, bytes]:
+    """Return the message and what stands behind it."""
+    if len(packet) < MESSAGE.size:
+        raise Wrong("less than a message")
+    found = Message(*MESSAGE.unpack_from(packet))
+    if found.result <= -_ERRNOS:
+        raise Wrong("a result that there is not")
+    return found, packet[MESSAGE.size :]
+
+
+def hello(said: Message) -> Hello:
+    """Return what a process says of itself."""
+    return Hello(stand(said.a), said.c, bounded(said.d, MOST_BYTES))
+
+
+def stand(number: int) -> Stand:
+    """Return where a process's memory stands."""
+    try:
+        return Stand(number)
+    except ValueError as error:
+        raise Wrong(f"a state that there is not ({number})") from error
+
+
+def bounded(number: int, most: int) -> int:
+    """Return a number that is not larger than it may be."""
+    if number > most:
+        raise Wrong(f"{number} where {most} is the most")
+    return number
+
+
+def memories(data: bytes, n: int) -> Iterator[Memory]:
+    """Yield the pieces of one packet."""
+    exactly(data, n * RECORD.size)
+    for id_, bytes_, at, share, device, flags, owner, _ in RECORD.iter_unpack(data):
+        if not 0 < bytes_ <= MOST_BYTES or device >= MOST_GPUS or flags & ~_FLAGS or not -1 <= owner <= _MOST_PID:
+            raise Wrong(f"a piece of memory that there cannot be ({bytes_} bytes on device {device})")
+        yield Memory(
+            id_,
+            bytes_,
+            device,
+            at if flags & MAPPED else 0,
+            plain=bool(flags & PLAIN),
+            shared=bool(flags & SHARED),
+            away=bool(flags & AWAY),
+            imported=bool(flags & IMPORTED),
+            share=share,
+            owner=owner,
+        )
+
+
+def pairs(data: bytes, n: int) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of one packet: share, pid."""
+    exactly(data, n * PAIR.size)
+    for share, pid in PAIR.iter_unpack(data):
+        if not 0 < pid <= _MOST_PID:
+            raise Wrong(f"a process that there cannot be ({pid})")
+        yield share, pid
+
+
+def names(data: bytes, n: int) -> Iterator[Called]:
+    """Yield the functions of one packet."""
+    at = 0
+    for _ in range(n):
+        end = data.find(b"\0", at + 2, at + 2 + LONGEST_NAME)
+        if end < 0:
+            raise Wrong("a name without an end")
+        try:
+            role = Role(data[at])
+        except ValueError as error:
+            raise Wrong(f"a role that there is not ({data[at]})") from error
+        yield Called(text(data[at + 2 : end]), role, called=bool(data[at + 1] & 1), asked_for=bool(data[at + 1] & 2))
+        at = end + 1
+    exactly(data, at)
+
+
+def gpus(said: Message, data: bytes) -> tuple[list[str], list[str]]:
+    """Return the UUIDs of a process's GPUs, and of those that it saw at first."""
+    now, first = bounded(said.a, MOST_GPUS), bounded(said.b, MOST_GPUS)
+    exactly(data, 16 * (now + first))
+    uuids = [uuid_of_bytes(data[16 * i : 16 * i + 16]) for i in range(now + first)]
+    return uuids[:now], uuids[now:]
+
+
+def counts(data: bytes) -> dict[str, tuple[int, int]]:
+    """Return pieces and bytes of each kind that is left to the driver."""
+    exactly(data, COUNTS.size)
+    # They are counted without a lock: in passing one may be less than nothing.
+    values = [0 if value >> 63 else min(value, MOST_BYTES) for value in COUNTS.unpack(data)]
+    n = len(COUNT_KINDS)
+    return {kind: (values[i], values[n + i]) for i, kind in enumerate(COUNT_KINDS)}
+
+
+def exactly(data: bytes, size: int) -> None:
+    """Raise where an answer has more bytes, or fewer, than it says."""
+    if len(data) != size:
+        raise Wrong(f"{len(data)} bytes where {size} were to come")

@@ -1,0 +1,184 @@
+"""What a process says to another that must not believe it: one packet, bounded in bytes, descriptors and time.
+
+Every connection of the shim, the vault and the mover is read by :func:`receive`. Whatever comes that is not what was
+asked for is :class:`Wrong`; nothing of it stays open here.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from types import TracebackType
+
+_SPACES = 4 << 10
+_AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
+_MODE_AT = 28  # of a struct statx of 256 bytes: stx_mode
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Wrong(ValueError):
+    """What has come is no right answer."""
+
+
+class Deadline:
+    """A moment until which all of something has to be over, however many packets it takes.
+
+    Args:
+        seconds: from now on.
+        within: another moment that counts as well.
+    """
+
+    def __init__(self, seconds: float, within: Deadline | None = None):
+        self._end = time.monotonic() + seconds
+        if within is not None:
+            self._end = min(self._end, within._end)
+
+    def left(self) -> float:
+        """Return how many seconds are left.
+
+        Raises:
+            TimeoutError: none.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(errno.ETIMEDOUT, "timed out")
+        return left
+
+
+class Given:
+    """Descriptors that have come: closed at the end of the block, but for what was taken by then."""
+
+    def __init__(self, fds: Iterable[int] = ()):
+        self._fds = list(fds)
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Those that are there, which stay ours."""
+        return tuple(self._fds)
+
+    def take(self) -> list[int]:
+        """Return all of them, which are the caller's to close from here on."""
+        found, self._fds = self._fds, []
+        return found
+
+    def take_last(self) -> int:
+        """Return the last of them, which is the caller's to close.
+
+        Raises:
+            Wrong: there is none.
+        """
+        if not self._fds:
+            raise Wrong("a descriptor is missing")
+        return self._fds.pop()
+
+    def add(self, more: Given) -> None:
+        """Have those of another one, too."""
+        self._fds += more.take()
+
+    def close(self) -> None:
+        """Close what was not taken."""
+        for fd in self.take():
+            os.close(fd)
+
+    def __enter__(self) -> Given:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def receive(
+    connection: socket.socket, bytes_: int, fds: int, deadline: Deadline, *, memory: bool = False
+) -> tuple[bytes, Given]:
+    """Receive one packet.
+
+    What was not asked for is never open here: where there is no room for a descriptor the kernel lets go of it.
+
+    Args:
+        connection: a socket of packets; its limit is what is left of the deadline, then.
+        bytes_: how large the packet may be.
+        fds: how many descriptors may come with it.
+        deadline: until when.
+        memory: whether descriptors are to be of memory (:func:`is_memory`).
+
+    Raises:
+        EOFError: the other end has gone.
+        Wrong: the packet is larger, or more descriptors came, or others.
+        OSError: the time is up, or no more descriptors may be open here.
+    """
+    connection.settimeout(deadline.left())
+    # Exactly so much: CMSG_SPACE has room for one more where the number is odd.
+    room = socket.CMSG_LEN(4 * fds) if fds else 0
+    data, rights, flags, _ = connection.recvmsg(bytes_, room, socket.MSG_CMSG_CLOEXEC)
+    given = Given()
+    for level, kind, value in rights:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            given.add(Given(array.array("i", value[: len(value) // 4 * 4])))
+    try:
+        if memory:
+            _refuse_strange(given)
+        if flags & socket.MSG_CTRUNC:
+            if len(given) < fds:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise Wrong("descriptors came that nobody asked for")
+        if flags & socket.MSG_TRUNC:
+            raise Wrong("a packet that is too large")
+        if not data:
+            raise EOFError
+    except BaseException:
+        given.close()
+        raise
+    return data, given
+
+
+def text(raw: bytes, most: int = _SPACES) -> str:
+    """Return what was said as text that can be printed, cut where it is too long."""
+    found = raw[:most].decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+
+
+def is_memory(fd: int) -> bool:
+    """Return whether a descriptor can be of memory: a device's, or of a file in memory.
+
+    Not a pipe, a socket or a file, which may have whoever reads, asks or closes it wait for ever. The file system is
+    not asked: it may be the other user's own.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return stat.S_IFMT(_mode(fd)) in (stat.S_IFCHR, 0)  # 0: what the kernel has no type for (a dma-buf, say)
+    return True
+
+
+def _mode(fd: int) -> int:
+    """A file's type and mode as the kernel knows them; ``fstat`` would ask a file system that is a user's."""
+    found = ctypes.create_string_buffer(256)
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(struct.unpack_from("=H", found, _MODE_AT)[0])
+
+
+def _refuse_strange(given: Given) -> None:
+    """Raise where one is of something else; nobody waits until that is closed: who has given it may never let it be."""
+    fds = given.take()
+    strange = [fd for fd in fds if not is_memory(fd)]
+    given.add(Given(set(fds) - set(strange) if strange else fds))
+    for fd in strange:
+        threading.Thread(target=os.close, args=(fd,), daemon=True).start()
+    if strange:
+        raise Wrong("a descriptor of what is no memory")
