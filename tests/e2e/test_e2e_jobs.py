@@ -6,10 +6,12 @@ or stale makes it fail. Real CRIU, through the command line.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +224,47 @@ def test_a_connection_to_somebody_outside_comes_back_closed_with_tcp_close(start
     restored(limosa, victim, tmp_path / "image")
     victim.wait_for("redial")
     victim.goes_on()
+    victim.finish()
+
+
+def test_a_datagram_socket_to_a_name_outside_is_connected_anew(start, limosa, tmp_path) -> None:
+    path = str(tmp_path / "log")
+    victim = start("sends_to_name", path, ready=None)
+    for generation in range(2):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:  # as syslog, which may be another one by then
+            log.bind(path)
+            log.settimeout(10)
+            if generation:
+                restored(limosa, victim, tmp_path / "image")
+            else:
+                victim.wait_for("READY")
+            assert log.recv(100).startswith(b"tick ")
+            if not generation:
+                checkpointed(limosa, victim, tmp_path / "image", "--ext-unix-sk")
+            else:
+                victim.goes_on()
+                victim.finish()
+        os.unlink(path)
+        if not generation:
+            done = limosa("restore", tmp_path / "image", "-o", "json", rc=21).json
+            assert "nobody has the name" in done["error"]["message"]
+
+
+def test_a_connection_that_was_not_accepted_is_left_out_with_an_option(start, limosa, tmp_path) -> None:
+    victim = start("slow_server")
+    port = int((victim.folder / "port").read_text())
+    with socket.create_connection(("127.0.0.1", port)) as waiting:
+        done = limosa("checkpoint", victim.pid, "--output", tmp_path / "image", "-o", "json", rc=13).json
+        assert done["error"]["id"] == "tcp-in-flight"
+        checkpointed(limosa, victim, tmp_path / "image", "--skip-in-flight")
+        waiting.settimeout(10)
+        with contextlib.suppress(ConnectionResetError):
+            assert waiting.recv(1) == b"", "its client sees it closed"
+    restored(limosa, victim, tmp_path / "image")
+    (victim.folder / "accept").touch()
+    with socket.create_connection(("127.0.0.1", port)) as again:
+        again.settimeout(10)
+        assert again.recv(100) == b"hello"
     victim.finish()
 
 

@@ -252,6 +252,43 @@ def test_a_unix_connection_to_a_named_socket_outside(job, tmp_path):
     assert f"process {os.getpid()}" in waiting["socket-outside"].text
 
 
+def test_a_datagram_socket_to_a_name_outside_needs_an_option(job, tmp_path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(f"{tmp_path}/log")
+        to_name = job(f"s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.connect('{tmp_path}/log')")
+        obs = observe(to_name.identity)
+        assert set(refusals(obs)) == {"socket-outside"}
+        assert "--ext-unix-sk" in refusals(obs)["socket-outside"].hint
+        assert refusals(obs, ext_unix_sk=True) == {}
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ours, theirs:
+        unnamed = job("", stdin=theirs.fileno())
+        theirs.close()
+        assert set(refusals(observe(unnamed.identity), ext_unix_sk=True)) == {"socket-outside"}
+
+
+@pytest.mark.parametrize(
+    ("family", "protocol", "seen"),
+    [
+        (socket.AF_INET, 1, ("inet", "icmp")),
+        (socket.AF_INET6, 58, ("inet6", "icmp")),
+        (socket.AF_INET, 136, ("inet", "udplite")),
+        (socket.AF_INET6, 136, ("inet6", "udplite")),
+    ],
+)
+def test_a_socket_that_is_not_bound_is_told_by_its_protocol(job, family, protocol, seen):
+    """ICMP's need the right of net.ipv4.ping_group_range, which is one network's."""
+    victim = job(
+        "open('/proc/sys/net/ipv4/ping_group_range', 'w').write('0 2147483647')\n"
+        f"s = socket.socket({int(family)}, socket.SOCK_DGRAM, {protocol})",
+        prefix=("unshare", "--net"),
+    )
+    obs = observe(victim.identity)
+    (found,) = obs.processes[0].sockets
+    assert (found.family, found.protocol) == seen
+    assert refusals(obs) == {}
+
+
 def test_somebody_outside_waits_at_the_jobs_unix_socket(job):
     victim = job("l = socket.socket(socket.AF_UNIX); l.bind(folder + '/s'); l.listen()")
     with socket.socket(socket.AF_UNIX) as client:
@@ -348,6 +385,16 @@ def test_a_terminal_is_told_with_its_master(job):
     assert set(found) == {"terminal"}
     assert f"of process {os.getpid()}" in found["terminal"].text
     assert refusals(obs, shell_job=True) == {}
+
+
+def test_a_terminal_of_the_jobs_own_is_none_of_somebody_else(job):
+    """Also as /dev/tty, which is whatever the process was started from; the console is opened anew."""
+    victim = job(
+        "import pty, termios; m, s = pty.openpty(); fcntl.ioctl(s, termios.TIOCSCTTY, 0)\n"
+        "t = os.open('/dev/tty', os.O_RDWR); os.mknod(folder + '/c', 0o20600, os.makedev(5, 1))\n"
+        "c = os.open(folder + '/c', os.O_RDWR | os.O_NOCTTY)"
+    )
+    assert refusals(observe(victim.identity)) == {}
 
 
 def test_a_terminal_of_the_job_that_somebody_outside_works_on(job):

@@ -49,6 +49,12 @@ def command(
     link_remap: Annotated[
         bool, typer.Option("--link-remap", help="Files that lost one of their names get one, for one restore.")
     ] = False,
+    skip_in_flight: Annotated[
+        bool, typer.Option("--skip-in-flight", help="Leave out TCP connections that were not accepted yet.")
+    ] = False,
+    ext_unix_sk: Annotated[
+        bool, typer.Option("--ext-unix-sk", help="Connect datagram unix sockets anew to a name outside (/dev/log).")
+    ] = False,
     rate: Annotated[
         str | None,
         typer.Option("--rate", metavar="SIZE", help="Copy at most so much a second (2G) while the job runs."),
@@ -93,6 +99,8 @@ def command(
             "file_locks": file_locks,
             "ghost_limit": parse_size(ghost_limit) if ghost_limit is not None else None,
             "link_remap": link_remap,
+            "skip_in_flight": skip_in_flight,
+            "ext_unix_sk": ext_unix_sk,
             "rate": float(parse_size(rate)) if rate is not None else None,
             "rounds": rounds,
             "chunk_bytes": parse_size(chunk),

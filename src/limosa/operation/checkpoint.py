@@ -508,6 +508,7 @@ class _Checkpoint:
                 "shell_job": self.dump_options.shell_job,
                 "file_locks": self.dump_options.file_locks,
                 "link_remap": self.dump_options.link_remap,
+                "ext_unix_sk": self.dump_options.ext_unix_sk,
                 "ghost_limit": self.dump_options.ghost_limit or 0,
                 "network_lock": self.dump_options.network_lock or self.program.network_lock,
                 "force": ",".join(sorted(self.options.force)),

@@ -38,6 +38,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
         file_locks: dump file locks.
         ghost_limit: largest deleted file, in bytes, that goes into the image; None: as large as the job has them.
         link_remap: give files that lost a name and have another one of CRIU's, for one restore.
+        skip_in_flight: TCP connections that the job has not accepted yet are left out; their clients connect again.
+        ext_unix_sk: datagram unix sockets are connected anew to the name outside that they send to.
         criu: CRIU's path.
         rate: bytes a second for what is copied while the job runs (parked way); None: as fast as it goes.
         rounds: how often device memory is copied while the job runs, at most (parked way); None: for as long as what
@@ -55,6 +57,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     file_locks: bool = False
     ghost_limit: int | None = None
     link_remap: bool = False
+    skip_in_flight: bool = False
+    ext_unix_sk: bool = False
     criu: str | None = None
     rate: float | None = None
     rounds: int | None = None
@@ -90,6 +94,8 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
             file_locks=options.file_locks,
             ghost_limit=options.ghost_limit,
             link_remap=options.link_remap and not options.leave_running,  # CRIU takes the names away at once there
+            skip_in_flight=options.skip_in_flight,
+            ext_unix_sk=options.ext_unix_sk,
             plugin=plugin,
             cuda_pids=[m.pid for m in members],
         )
@@ -185,4 +191,6 @@ def dump_options(options: Options, observation: JobObservation) -> DumpOptions:
         file_locks=options.file_locks,
         ghost_limit=limit,
         link_remap=options.link_remap,
+        skip_in_flight=options.skip_in_flight,
+        ext_unix_sk=options.ext_unix_sk,
     )

@@ -276,6 +276,7 @@ class _Restore:
             tcp_close=bool(given.get("tcp_close")) or self.options.tcp_close,
             shell_job=bool(given.get("shell_job")) or self.options.shell_job,
             file_locks=bool(given.get("file_locks")) or self.options.file_locks,
+            ext_unix_sk=bool(given.get("ext_unix_sk")),
             cgroup=self.options.cgroup,
         )
         if self.options.adopt:

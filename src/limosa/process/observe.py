@@ -110,6 +110,10 @@ _UNBOUND = {
     "udpv6": ("inet6", "udp"),
     "raw": ("inet", "raw"),
     "rawv6": ("inet6", "raw"),
+    "udp-lite": ("inet", "udplite"),
+    "udplitev6": ("inet6", "udplite"),
+    "ping": ("inet", "icmp"),
+    "pingv6": ("inet6", "icmp"),
     "unix": ("unix", ""),
     "unix-stream": ("unix", ""),
 }

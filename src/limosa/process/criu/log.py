@@ -79,6 +79,8 @@ _TABLE: list[tuple[str, str, str]] = [
      "it has a unix socket to a process outside of the job: start it by limosa run"),
     ("external-unix", r"Can't dump half of stream unix connection",
      "it has a unix socket to a process outside of the job: start it by limosa run"),
+    ("external-unix", r"Can't connect \d+ socket: (?:No such file|Connection refused)",
+     "nobody has the name that a unix socket of the job sends to (--ext-unix-sk)"),
     ("sysv-ipc", r"Task (\d+) with SysVIPC shmem map",
      "process {1} uses System V shared memory, which cannot be dumped"),
     ("io-uring", r"send_fds failed \(-22\)",

@@ -20,6 +20,7 @@ class DumpOptions(msgspec.Struct, frozen=True, kw_only=True):
         file_locks: keep file locks.
         ghost_limit: bytes; how large an unlinked file that is still open may be (CRIU's own default is 1 MiB).
         link_remap: give unlinked files with another name left a name of their own.
+        skip_in_flight: leave out TCP connections that the job has not accepted (always so with ``tcp_established``).
         network_lock: "nftables", "skip" or "iptables", where ``tcp_established``; None for what the trial found.
         ext_unix_sk: keep unix sockets whose other end is outside of the job.
         extra: further arguments for CRIU, as they are.
@@ -32,6 +33,7 @@ class DumpOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_locks: bool = False
     ghost_limit: int | None = None
     link_remap: bool = False
+    skip_in_flight: bool = False
     network_lock: str | None = None
     ext_unix_sk: bool = False
     extra: Sequence[str] = ()
@@ -41,8 +43,9 @@ class DumpOptions(msgspec.Struct, frozen=True, kw_only=True):
         given = _flags(self, ("leave_running", "tcp_established", "tcp_close", "shell_job", "file_locks", "link_remap"))
         if self.ghost_limit is not None:
             given += ["--ghost-limit", str(self.ghost_limit)]
-        if self.tcp_established:
+        if self.tcp_established or self.skip_in_flight:
             given += ["--skip-in-flight"]  # connections nobody has accepted yet; their clients connect again
+        if self.tcp_established:
             # Only where there may be connections: to set up nftables costs as much as the dump of a small job.
             given += ["--network-lock", self.network_lock or criu.network_lock]
         return [*given, *(["--ext-unix-sk"] if self.ext_unix_sk else []), *self.extra]

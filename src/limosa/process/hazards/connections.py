@@ -39,13 +39,22 @@ def is_inside(obs: JobObservation, socket: SocketObservation) -> bool:
 Holders = list[tuple[ProcessObservation, SocketObservation]]
 
 
-def connection_hazards(obs: JobObservation, *, tcp_established: bool, tcp_close: bool) -> list[Reason]:
+def connection_hazards(
+    obs: JobObservation,
+    *,
+    tcp_established: bool,
+    tcp_close: bool,
+    skip_in_flight: bool = False,
+    ext_unix_sk: bool = False,
+) -> list[Reason]:
     """Return what stands against dumping a job's sockets.
 
     Args:
         obs: the job.
         tcp_established: connections to processes outside may be kept in the image.
         tcp_close: they may be brought back closed.
+        skip_in_flight: connections that the job has not accepted may be left out.
+        ext_unix_sk: datagram sockets may be connected anew to the name outside that they send to.
 
     Returns:
         ``socket-outside``, ``socket-shared``, ``tcp-outside``, ``tcp-in-flight``, ``socket-kind`` (13) and the warnings
@@ -64,13 +73,13 @@ def connection_hazards(obs: JobObservation, *, tcp_established: bool, tcp_close:
         if socket.holders:
             found.append(_shared(process, socket, where))
         elif socket.family == "unix":
-            found += _unix(obs, process, socket, where)
+            found += _unix(obs, process, socket, where, ext_unix_sk)
         elif _connected(socket):
             if is_inside(obs, socket):
                 inner = True
             elif not (tcp_established or tcp_close):
                 found.append(_tcp_outside(process, socket, where))
-        if socket.protocol == "tcp" and socket.state == "listen" and socket.queued:
+        if socket.protocol == "tcp" and socket.state == "listen" and socket.queued and not skip_in_flight:
             found.append(_in_flight(process, socket, where))
     if inner and tcp_close:
         text = "--tcp-close closes every connection of the job, also those between its own processes"
@@ -101,7 +110,9 @@ def _shared(process: ProcessObservation, socket: SocketObservation, where: str) 
     )
 
 
-def _unix(obs: JobObservation, process: ProcessObservation, socket: SocketObservation, where: str) -> Iterator[Reason]:
+def _unix(
+    obs: JobObservation, process: ProcessObservation, socket: SocketObservation, where: str, ext_unix_sk: bool
+) -> Iterator[Reason]:
     outside = [peer for peer in socket.peers if peer.pid not in obs.pids]
     waiting = [peer for peer in socket.pending if peer.pid not in obs.pids]
     if not socket.peer_known and socket.state == "established":
@@ -111,13 +122,16 @@ def _unix(obs: JobObservation, process: ProcessObservation, socket: SocketObserv
         text = f"{where} is a unix socket whose other end no process holds (it may be on its way from one to another)"
         yield Reason(id="peer-unknown", text=text, pid=process.pid)
     elif outside or (socket.peer_inode and not socket.peers):
+        by_name = socket.type == "dgram" and bool(socket.remote)
+        if by_name and ext_unix_sk:
+            return
         who = f"process {names(outside)}" if outside else "a process that may not be looked into"
         name = f" ({socket.remote})" if socket.remote else ""
         yield Reason(
             id="socket-outside",
             text=f"{where} is a unix socket connected to {who}{name}, which is not part of the job",
             exit_code=13,
-            hint=f"close it, or {_RUN}",
+            hint="--ext-unix-sk connects it anew to whoever has that name then" if by_name else f"close it, or {_RUN}",
             pid=process.pid,
         )
     elif waiting:
@@ -149,6 +163,6 @@ def _in_flight(process: ProcessObservation, socket: SocketObservation, where: st
         text=f"{where} listens on {socket.local} and has {socket.queued} connection"
         f"{'s' if socket.queued > 1 else ''} that it has not accepted, which CRIU cannot dump",
         exit_code=13,
-        hint="try again when they have been accepted",
+        hint="try again when they have been accepted; --skip-in-flight leaves them out, their clients connect again",
         pid=process.pid,
     )

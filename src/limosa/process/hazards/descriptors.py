@@ -24,15 +24,23 @@ _ANON_WORDS = {
 
 
 def terminals(obs: JobObservation) -> list[tuple[ProcessObservation, FdObservation]]:
-    """Return the descriptors that are terminals of somebody outside: ttys, and ptys whose master is not in the tree."""
+    """Return the descriptors that are terminals of somebody outside.
+
+    That is a pty whose master is not in the tree, also where the process has it as /dev/tty, and the console or virtual
+    terminal that it was started from. Another of these is opened anew.
+    """
     masters = {fd.tty_index for p in obs.processes for fd in p.fds if fd.kind == "pty" and fd.tty_index >= 0}
-    return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(fd, masters)]
+    return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(process, fd, masters)]
 
 
-def _is_terminal(fd: FdObservation, masters: set[int]) -> bool:
-    if fd.kind == "tty":
-        return True
+def _is_terminal(process: ProcessObservation, fd: FdObservation, masters: set[int]) -> bool:
     number = fd.target.rpartition("/")[2]
+    if fd.kind == "tty":
+        major, minor = (int(part) for part in (fd.device or "0:0").split(":"))
+        own = os.major(process.tty_nr), os.minor(process.tty_nr)
+        if (major, minor) == (5, 0):  # /dev/tty: whatever the process was started from
+            return not (136 <= own[0] <= 143 and (own[0] - 136) * 256 + own[1] in masters)
+        return (major, minor) == own or not ((major, minor) == (5, 1) or (major == 4 and 0 < minor < 64))
     return fd.kind == "pty" and fd.tty_index < 0 and number.isdigit() and int(number) not in masters
 
 

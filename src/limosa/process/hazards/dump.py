@@ -75,6 +75,8 @@ def checkpoint_hazards(
     file_locks: bool = False,
     ghost_limit: int | None = None,
     link_remap: bool = False,
+    skip_in_flight: bool = False,
+    ext_unix_sk: bool = False,
     plugin: bool = True,
     cuda_pids: Collection[int] = (),
 ) -> list[Reason]:
@@ -89,6 +91,8 @@ def checkpoint_hazards(
         ghost_limit: the user's cap on files without a name, bytes; None for none.
         link_remap: files that lost the name they were opened by but have another may get one of CRIU's; semaphores need
             none.
+        skip_in_flight: TCP connections that the job has not accepted may be left out.
+        ext_unix_sk: datagram unix sockets may be connected anew to the name outside that they send to.
         plugin: our CRIU plugin is there.
         cuda_pids: processes that hold CUDA state (their device mappings go away with the driver's checkpoint).
 
@@ -133,7 +137,13 @@ def checkpoint_hazards(
     found += descriptor_hazards(obs)
     found += proc_hazards(obs)
     found += shared_hazards(obs)
-    found += connection_hazards(obs, tcp_established=tcp_established, tcp_close=tcp_close)
+    found += connection_hazards(
+        obs,
+        tcp_established=tcp_established,
+        tcp_close=tcp_close,
+        skip_in_flight=skip_in_flight,
+        ext_unix_sk=ext_unix_sk,
+    )
     return found
 
 
