@@ -12,13 +12,14 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-long test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check clean help
+.PHONY: demo test test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
 	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
 	@echo "make test-long  every kill of the parked way, 90 of them (make test has two thirds): ten minutes"
+	@echo "make test-zdtm  CRIU's own tests through limosa beside bare CRIU, its source from Debian; half an hour"
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
@@ -51,6 +52,11 @@ test-soft:
 test-long:
 	@$(READY_TEST)
 	$(SUDO) env LIMOSA_LONG_TESTS=1 $(PYTEST) -q -n 2 --durations=10 -k killed tests/e2e_soft
+
+# CRIU's own tests, both ways. ARGS="--count 40 --seed 2", ARGS=socket-tcp, ARGS="--json FILE --page FILE".
+test-zdtm:
+	@$(READY_TEST)
+	cd tests && $(SUDO) $(abspath $(PY)) -m zdtm $(ARGS)
 
 lint:
 	@$(READY_TEST)

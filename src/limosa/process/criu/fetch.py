@@ -115,20 +115,7 @@ def fetch(log: Callable[[str], None] = lambda _: None, *, target: Path | None = 
 
 def _fetch_into(scratch: Path, log: Callable[[str], None], suite: str) -> Path:
     """Fetch and unpack into ``scratch/new`` and return that."""
-    mirror = mirror_of_this_machine()
-    keyring = next((path for path in KEYRINGS if os.path.exists(path)), None)
-    keyring = keyring or str(_fetch_keyring(scratch, log))
-    apt = _Apt(scratch / "apt", f"deb [arch={_architecture()} signed-by={keyring}] {mirror} {suite} main\n")
-    log(f"reading the package lists of Debian {suite} from {mirror}")
-    try:
-        apt.run("update", "--error-on=any")
-    except NoWorkingCriu as error:
-        if "NO_PUBKEY" not in error.message and "couldn't be verified" not in error.message:
-            raise
-        # The keyring of an old system does not know the keys of a new suite; a newer keyring package does.
-        keyring = str(_fetch_keyring(scratch, log))
-        apt = _Apt(scratch / "apt2", f"deb [arch={_architecture()} signed-by={keyring}] {mirror} {suite} main\n")
-        apt.run("update", "--error-on=any")
+    apt = signed_lists(scratch, log, suite)
     log("fetching CRIU and its libraries")
     apt.run("install", "--download-only", *PACKAGES)
     packages = sorted(apt.archives.glob("*.deb"))
@@ -145,6 +132,35 @@ def _fetch_into(scratch: Path, log: Callable[[str], None], suite: str) -> Path:
     (unpacked / VERSIONS_FILE).write_text("".join(f"{line}\n" for line in versions))
     from_folder(unpacked)  # refuses a folder that lacks something, before the old one is replaced
     return unpacked
+
+
+def signed_lists(scratch: Path, log: Callable[[str], None], suite: str = SUITE, kind: str = "deb") -> Apt:
+    """Return an apt-get of its own that has read a suite's lists, checked by Debian's keys.
+
+    Args:
+        scratch: an empty folder for it.
+        log: called with a sentence at each step.
+        suite: which of Debian's.
+        kind: "deb" for packages, "deb-src" for sources.
+
+    Raises:
+        NoWorkingCriu: the mirror or the signature failed.
+    """
+    mirror = mirror_of_this_machine()
+    keyring = next((path for path in KEYRINGS if os.path.exists(path)), None)
+    keyring = keyring or str(_fetch_keyring(scratch, log))
+    line = f"{kind} [arch={_architecture()} signed-by={{}}] {mirror} {suite} main\n"
+    apt = Apt(scratch / "apt", line.format(keyring))
+    log(f"reading the package lists of Debian {suite} from {mirror}")
+    try:
+        apt.run("update", "--error-on=any")
+    except NoWorkingCriu as error:
+        if "NO_PUBKEY" not in error.message and "couldn't be verified" not in error.message:
+            raise
+        # The keyring of an old system does not know the keys of a new suite; a newer keyring package does.
+        apt = Apt(scratch / "apt2", line.format(_fetch_keyring(scratch, log)))
+        apt.run("update", "--error-on=any")
+    return apt
 
 
 def _replace(new: Path, place: Path) -> None:
@@ -203,7 +219,7 @@ def debian_mirror(listing: str, codename: str) -> str | None:
 def _fetch_keyring(scratch: Path, log: Callable[[str], None]) -> Path:
     """Fetch Debian's keyring package from the system's own sources, which the system's own keys vouch for."""
     log("fetching Debian's archive keyring from this system's own packages")
-    apt = _Apt(scratch / "keyring", None)
+    apt = Apt(scratch / "keyring", None)
     apt.run("update")
     place = scratch / "keyring"
     apt.run("download", KEYRING_PACKAGE, cwd=place)
@@ -218,7 +234,7 @@ def _fetch_keyring(scratch: Path, log: Callable[[str], None]) -> Path:
     raise NoWorkingCriu(detail=f"the package {KEYRING_PACKAGE} holds no keyring")
 
 
-class _Apt:
+class Apt:
     """apt-get with folders of its own.
 
     Args:

@@ -1,0 +1,40 @@
+"""Forty of CRIU's own tests through Limosa; all of them beside bare CRIU: ``make test-zdtm``.
+
+What is here goes through CRIU by bare commands on every kernel from 6.1 on, so whatever fails is Limosa's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from zdtm import source, suite
+from zdtm.__main__ import prepare, workroom
+from zdtm.play import play
+
+pytestmark = [pytest.mark.criu, pytest.mark.network]
+
+SAMPLE = [
+    "chroot", "cmdlinenv00", "console", "cow01", "cwd00", "deleted_unix_sock", "env00", "epoll", "eventfs00", "fd",
+    "fdt_shared", "fifo", "file_append", "file_locks01", "inotify00", "link10", "maps00", "maps04", "maps05",
+    "memfd00", "opath_file", "pidfd_child", "pipe01", "posix_timers", "proc-self", "pstree", "pthread00", "pty00",
+    "sigpending", "sk-unix-rel", "socket-ext", "socket-tcp-listen", "socket-tcp-skip-in-flight", "socket_icmp",
+    "socket_queues", "stopped", "tty02", "unbound_sock", "unlink_mmap00", "zombie01",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, object]]:
+    zdtm = source.suite()
+    tests = [test for test in suite.read(zdtm, "static") if test.name in SAMPLE]
+    assert source.build(zdtm, "static", [t.name for t in tests]) == {}
+    with workroom() as scratch, ProcessPoolExecutor(2, initializer=prepare) as pool:
+        yield {t.name: pool.submit(play, zdtm, t, "limosa", scratch) for t in tests}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample(outcomes, name):
+    outcome = outcomes[name].result(60)
+    assert outcome.how == "pass", outcome.why
