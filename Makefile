@@ -12,7 +12,7 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check clean help
+.PHONY: demo test test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check man wheel clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
@@ -24,6 +24,7 @@ help:
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
 	@echo "make mutants    sixty mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
+	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.28 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"
 
@@ -99,6 +100,15 @@ bench-driver:
 bench-gpu:
 	@$(READY_TEST)
 	$(SUDO) $(PY) bench/gpu.py
+
+# Man pages of every verb; a wheel has them in share/man/man1 where they have been made.
+man:
+	@$(READY_DEMO)
+	$(PY) scripts/man.py build/man
+
+# A wheel for other machines: fails where it would need a C library newer than 2.28, or where anything is not built.
+wheel: man
+	LIMOSA_RELEASE=1 $(PY) -m pip wheel -q --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build

@@ -9,6 +9,7 @@ only jobs whose children inherited GPU device mappings cannot be checkpointed th
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,19 +19,23 @@ try:
 except ImportError:  # run as a program, where hatchling need not be
     BuildHookInterface = None  # type: ignore[assignment,misc]
 
-NATIVE = Path(__file__).resolve().parent / "src" / "limosa" / "native"
+ROOT = Path(__file__).resolve().parent
+NATIVE = ROOT / "src" / "limosa" / "native"
 sys.path.insert(0, str(NATIVE.parents[1]))  # nothing of Limosa is installed yet when it is built
 try:
     from limosa.native import build as native
+    from limosa.native import wheel_tag
 finally:
     del sys.path[0]
 PARTS = (
-    ("the CRIU plugin", native.build_plugin, native.CRIU, [native.PLUGIN]),
-    ("the software GPU", native.build_softgpu, native.SOFTGPU, native.LIBRARIES),
-    ("the shim", native.build_shim, native.SHIM, [native.SHIM_LIBRARY]),
-    ("what keeps GPUs out of a job's sight", native.build_sight, native.SIGHT, [native.SIGHT_LIBRARY]),
-    ("the hash of chunks", native.build_hash, native.HASH, [native.HASH_LIBRARY]),
+    (native.build_plugin, native.CRIU, [native.PLUGIN], "jobs with forked GPU children cannot be checkpointed"),
+    (native.build_softgpu, native.SOFTGPU, native.LIBRARIES, "there are no software GPUs"),
+    (native.build_shim, native.SHIM, [native.SHIM_LIBRARY], "jobs move at the driver's speed"),
+    (native.build_sight, native.SIGHT, [native.SIGHT_LIBRARY], "limosa run --gpus hides nothing"),
+    (native.build_hash, native.HASH, [native.HASH_LIBRARY], "device memory is not copied while a job runs"),
 )
+RELEASE = bool(os.environ.get("LIMOSA_RELEASE"))
+MAN = ROOT / "build" / "man"
 
 if BuildHookInterface is not None:
 
@@ -39,35 +44,62 @@ if BuildHookInterface is not None:
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
             """Build, and put what was built into a wheel (it is ignored by git, which hatchling follows)."""
-            built: list[Path] = []
-            for what, build, folder, libraries in PARTS:
-                problem = build()
-                if problem is None:
-                    built += [folder / name for name in libraries]
-                else:
-                    self.app.display_warning(f"{what} was not built: {problem}")
-            if built and self.target_name == "wheel":
-                # What is compiled runs on this kind of machine only.
+            if self.target_name != "wheel":
+                return
+            built, problems = build()
+            if problems:
+                self.app.display_warning(without(problems))
+            if RELEASE and (found := [*problems, *wheel_tag.too_new(built)]):
+                raise SystemExit(f"this wheel is no release: {'; '.join(found)}")
+            if built:
+                # What is compiled runs on this kind of machine only, with a C library that is new enough.
                 build_data["pure_python"] = False
                 build_data["infer_tag"] = False
-                build_data["tag"] = f"py3-none-{_platform()}"
-                if version != "editable":
-                    for library in built:
-                        build_data["force_include"][str(library)] = str(library.relative_to(NATIVE.parents[1]))
+                build_data["tag"] = f"py3-none-{wheel_tag.platform_tag(built)}"
+            if version != "editable":
+                for library, place in built.items():
+                    build_data["force_include"][str(library)] = place
+                for page in sorted(MAN.glob("*.1")):
+                    build_data["shared_data"][str(page)] = f"share/man/man1/{page.name}"
 
 
-def _platform() -> str:
-    """Return the wheel tag of this machine."""
-    import sysconfig
+def build() -> tuple[dict[Path, str], list[str]]:
+    """Compile all parts; a release in a folder of its own, as nothing that lies beside the source is one.
 
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    Returns:
+        Library → its place in a wheel, and what could not be compiled.
+    """
+    built: dict[Path, str] = {}
+    problems = []
+    for compile_, folder, libraries, lacking in PARTS:
+        made = ROOT / "build" / "release" / folder.name if RELEASE else folder
+        made.mkdir(parents=True, exist_ok=True)
+        problem = compile_(made)
+        if problem is None:
+            built |= {made / name: str((folder / name).relative_to(NATIVE.parents[1])) for name in libraries}
+        else:
+            problems.append(f"{lacking} ({problem.splitlines()[0]})")
+    return built, problems
+
+
+def without(problems: list[str]) -> str:
+    """Say once, in words, what Limosa lacks that could not be compiled."""
+    if all(native.NO_COMPILER in problem for problem in problems):
+        problems = [problem.partition(" (")[0] for problem in problems]
+        return (
+            f"there is no C compiler, so what is in C was not built. Limosa works, but: {'; '.join(problems)}. "
+            "Install gcc, then type: limosa doctor --fix"
+        )
+    return f"not all that is in C was built. Limosa works, but: {'; '.join(problems)}. limosa doctor says more"
 
 
 def main() -> int:
     """Build beside the source; say what happened; 0 also without a compiler."""
-    for what, build, folder, _ in PARTS:
-        problem = build()
-        sys.stderr.write(f"{folder}: built\n" if problem is None else f"{what} was not built: {problem}\n")
+    built, problems = build()
+    for library in built:
+        sys.stderr.write(f"{library}: built\n")
+    if problems:
+        sys.stderr.write(without(problems) + "\n")
     return 0
 
 

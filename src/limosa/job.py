@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from limosa.errors import LimosaError, Reason, RunFailed, UsageError
-from limosa.parking import preload
+from limosa.parking import LIBRARY, preload
 from limosa.process import device_nodes, records
 from limosa.process.identity import Identity
 from limosa.process.launch import Launched, launch
@@ -76,6 +76,9 @@ def run(
     """
     made = preload(env, without=without) if shim else env
     warnings: list[Reason] = []
+    if shim and not LIBRARY.is_file():
+        text = "the library of limosa run was not built: this job will move at the driver's speed"
+        warnings.append(Reason(id="no-library", text=text, hint="limosa doctor --fix, then start it again"))
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
     with lock("jobs"):
         if name is not None:

@@ -202,6 +202,7 @@ def test_why_the_plugin_cannot_be_built_is_said_in_a_line(monkeypatch):
 def test_libraries_that_were_not_built_are_named_and_built(monkeypatch, tmp_path):
     from limosa.native import build
 
+    whole = build.SIGHT / build.SIGHT_LIBRARY
     monkeypatch.setattr(build, "SIGHT", tmp_path)
     monkeypatch.setattr(build, "build_sight", lambda: "cc: one\ntwo")
     said = module._libraries(fix=False, log=print)
@@ -209,5 +210,7 @@ def test_libraries_that_were_not_built_are_named_and_built(monkeypatch, tmp_path
     assert "liblimosa_sight.so (limosa run --gpus hides nothing from a job)" in said.detail
     assert "liblimosa_shim.so" not in said.detail
     assert module._libraries(fix=True, log=print).detail.endswith("(cc: one)")
-    monkeypatch.setattr(build, "build_sight", (tmp_path / build.SIGHT_LIBRARY).touch)
+    monkeypatch.setattr(
+        build, "build_sight", lambda: (tmp_path / build.SIGHT_LIBRARY).write_bytes(whole.read_bytes()) and None
+    )
     assert module._libraries(fix=True, log=print).status == "ok"

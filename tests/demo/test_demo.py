@@ -267,3 +267,24 @@ def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     assert shown["same_bits"] is shown["cpu"]["same_bits"] is True
     assert shown["last_loss"][0] == shown["last_loss"][1]
     assert [d["operation"] for d in shown["cpu"]["did"]] == [CHECKPOINT]
+
+
+def test_what_the_demo_lacks_is_looked_for_before_anything_is_run(monkeypatch):
+    """Without NumPy and PyTorch the part on the GPUs is shown, and what is left out is said first."""
+    from limosa.demo import training
+
+    told = []
+    monkeypatch.setattr(training, "_answers", lambda *_: False)
+    monkeypatch.setattr(disturb, "usable_gpus", lambda: ([object(), object()], ""))
+    monkeypatch.setattr(disturb.gpu, "inventory", lambda: type("Soft", (), {"software": True}))
+    twice = disturb.compare(CUDA, [], ["0x1"], ["0x1"], did=DID, not_done=[])
+    monkeypatch.setattr(disturb, "_twice", lambda *_, **__: told.append("runs") or twice)
+    show = Show(tell=told.append, steps=lambda *_: None, progress=lambda _: None)
+    result = disturb.run(show)
+    (at,) = (n for n, line in enumerate(told) if "pip install numpy" in line)
+    assert at < told.index("runs")
+    assert told.count("runs") == 1
+    assert result.cpu is None
+    monkeypatch.setattr(disturb, "usable_gpus", lambda: ([], "none"))
+    with pytest.raises(LimosaError, match="NumPy or PyTorch"):
+        disturb.run(show)

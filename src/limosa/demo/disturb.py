@@ -14,7 +14,7 @@ import msgspec
 
 from limosa import gpu, operation
 from limosa.demo.training import Stack, Training, find_stack
-from limosa.errors import CancelledUndone, LimosaError
+from limosa.errors import CancelledUndone, LimosaError, UsageError
 from limosa.process.follow import adopting
 from limosa.progress import Progress, ProgressFn
 
@@ -147,11 +147,18 @@ def run(
     show.tell(f"{why_no_gpus or 'started in a node of them'}: this runs on software GPUs, a driver in software that")
     show.tell("keeps the real one's rules; the job, Limosa and CRIU are the real ones. For the real thing:")
     show.tell("limosa demo on a machine with an NVIDIA GPU (two, to see it move) and driver 580 or newer")
+    try:
+        on_cpu_stack = find_stack(0)  # looked for first: half a minute later is late for it
+    except UsageError as error:
+        on_cpu_stack = None
+        show.tell(f"the training on the CPU, which would follow, is left out: {error.message} ({error.hint})")
     result = _twice(show, stack, gpus, steps=steps or _STEPS_SOFT, pace=pace, whys=whys)
     result.software = why_no_gpus or "the demo was started on them"
+    if on_cpu_stack is None:
+        return result
     on_cpu = {name: NotDone(operation=name, why="it has nothing on a GPU") for name in (MOVE, SUSPEND)}
     on_cpu_show = msgspec.structs.replace(show, label="CPU ")
-    result.cpu = _twice(on_cpu_show, find_stack(0), [], steps=steps or _STEPS_TOO, pace=pace, whys=on_cpu)
+    result.cpu = _twice(on_cpu_show, on_cpu_stack, [], steps=steps or _STEPS_TOO, pace=pace, whys=on_cpu)
     result.cpu.not_done = [n for n in result.cpu.not_done if n.operation == CHECKPOINT]
     return result
 

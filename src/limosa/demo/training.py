@@ -71,7 +71,7 @@ def find_stack(gpus: int, only_numpy: bool = False, *, software: bool = False) -
         return best
     if _answers(sys.executable, "import numpy"):
         return Stack(sys.executable, "numpy", why="PyTorch is not installed")
-    raise UsageError(detail="the demo needs NumPy or PyTorch", hint="pip install 'limosa[demo]'")
+    raise UsageError(detail="it needs NumPy or PyTorch", hint=f"{sys.executable} -m pip install numpy")
 
 
 _TRY_CUDA = "from cuda.bindings import driver; assert driver.cuInit(0)[0] == 0 and driver.cuDeviceGetCount()[1]"

@@ -36,8 +36,14 @@ _SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-func
 _SHIM_FLAGS = [*(flag for flag in _FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
 _SIGHT_FLAGS = [*_FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
 _HASH_FLAGS = [*_FLAGS, "-O3", "-DHASH_LIBRARY"]
+_RELEASE_HEADER = CRIU.with_name("old_glibc.h")
+# In a release the functions of threads are those that lie in libpthread and libdl on older systems.
+_RELEASE_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
+
+
+NO_COMPILER = "there is no C compiler (cc, gcc, clang or tcc)"
 
 
 def compilers() -> list[list[str]]:
@@ -160,7 +166,10 @@ def _compile(
         return None
     if not os.access(library.parent, os.W_OK):
         return f"{library.parent} cannot be written to by uid {os.geteuid()}"
-    problem = "there is no C compiler (cc, gcc, clang or tcc)"
+    if os.environ.get("LIMOSA_RELEASE"):
+        flags = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_RELEASE_HEADER)]
+        links = [*links, *(_RELEASE_LINKS if "-pthread" in flags else [])]
+    problem = NO_COMPILER
     for compiler in compilers():
         new = library.with_name(f"{library.name}.{os.getpid()}")
         objects = [new.with_name(f"{new.name}.{source.stem}.o") for source, _ in apart]

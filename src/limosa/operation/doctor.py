@@ -10,7 +10,7 @@ import contextlib
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -106,7 +106,7 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
 
 def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
     """The check "plugin": ours, for what forked children inherit of /dev/nvidia*."""
-    from limosa.native.build import build_plugin
+    from limosa.native.build import PLUGIN, build_plugin
     from limosa.process.criu.program import plugin_dir
 
     why = ""
@@ -114,10 +114,13 @@ def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
         log("building the CRIU plugin")
         why = (build_plugin() or "").partition("\n")[0]
     found = plugin_dir()
+    library = Path(found or "", PLUGIN)
+    if found is not None and (cannot := _unloadable([library], {library: build_plugin} if fix else {}, log)):
+        return warn("plugin", cannot, _REBUILD)
     if found is not None:
         return ok("plugin", f"built: {found}/limosa_plugin.so")
     text = "not built: GPU jobs with forked children (DataLoader workers) cannot be checkpointed"
-    text += f" ({why})" if why else ""
+    text += f" ({why or _no_compiler()})" if why or _no_compiler() else ""
     fixing = "install a C compiler (gcc), then limosa doctor --fix"
     return fail("plugin", 24, text, fixing) if present and works is not None else warn("plugin", text, fixing)
 
@@ -139,9 +142,35 @@ def _libraries(*, fix: bool, log: Log) -> Check:
             why = why or said.partition("\n")[0]
     missing = [f"{library.name} ({without})" for library, _, without in parts if not library.is_file()]
     if not missing:
+        again = {library: builds for library, builds, _ in parts} if fix else {}
+        if cannot := _unloadable([library for library, _, _ in parts], again, log):
+            return warn("libraries", cannot, _REBUILD)
         return ok("libraries", "built: what jobs of limosa run are looked after by")
+    why = why or _no_compiler()
     text = f"not built: {', '.join(missing)}" + (f" ({why})" if why else "")
     return warn("libraries", text, "install a C compiler (gcc), then limosa doctor --fix")
+
+
+_REBUILD = "limosa doctor --fix builds it here (needs a C compiler: gcc)"
+
+
+def _unloadable(libraries: list[Path], builds: Mapping[Path, Callable[[], str | None]], log: Log) -> str:
+    """What cannot be loaded here, in words; with ``builds`` it is built here first."""
+    from limosa.native.loads import load_problems
+
+    problems = load_problems(libraries)
+    for library in [path for path in problems if path in builds]:
+        log(f"building {library.name}, which does not load here")
+        library.unlink()
+        said = builds[library]()
+        problems = {**problems, library: said} if said else load_problems(libraries)
+    return "; ".join(f"{path.name} does not load here: {text}" for path, text in problems.items())
+
+
+def _no_compiler() -> str:
+    from limosa.native.build import NO_COMPILER, compilers
+
+    return "" if compilers() else NO_COMPILER
 
 
 def _capabilities(status: Path = Path("/proc/self/status")) -> Check:

@@ -1,0 +1,34 @@
+"""Whether what was compiled can be loaded here: a wheel may come from a system with a newer C library."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from limosa import start
+
+_TRY = """
+import ctypes, os, sys
+for path in sys.argv[1:]:
+    try:
+        ctypes.CDLL(path, os.RTLD_LAZY)
+        print("ok")
+    except OSError as error:
+        print(str(error).replace("\\n", " "))
+"""
+
+
+def load_problems(libraries: Sequence[Path]) -> dict[Path, str]:
+    """Return those that cannot be loaded, each with what the loader says; a process of its own tries them."""
+    if not libraries:
+        return {}
+    argv = [sys.executable, "-I", "-S", "-c", _TRY, *map(str, libraries)]
+    try:
+        ran = start.run(argv, capture_output=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {libraries[0]: str(error)}
+    said = ran.stdout.decode(errors="replace").splitlines()
+    said += [f"loading it ends a process ({ran.returncode})"] * (len(said) < len(libraries))
+    return {path: text for path, text in zip(libraries, said, strict=False) if text != "ok"}

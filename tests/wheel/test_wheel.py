@@ -1,0 +1,98 @@
+"""What is compiled for a release fits older systems and says so; what cannot be compiled or loaded is told in words."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import native_build
+from limosa.native import build, wheel_tag
+from limosa.native.loads import load_problems
+from limosa.operation import doctor
+
+PARTS = [(make, libraries) for make, _, libraries, _ in native_build.PARTS]
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """All libraries, built as ``make wheel`` does."""
+    folder = tmp_path_factory.mktemp("release")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LIMOSA_RELEASE", "1")
+        for make, _ in PARTS:
+            assert make(folder) is None
+    return [folder / name for _, libraries in PARTS for name in libraries]
+
+
+def test_a_release_needs_no_new_c_library(release: list[Path]) -> None:
+    assert wheel_tag.too_new(release) == []
+    assert wheel_tag.platform_tag(release).startswith("manylinux_2_")
+    versions = [found[0] for library in release if (found := wheel_tag.needs(library)) is not None]
+    assert len(versions) == len(release)
+    assert max(versions) <= wheel_tag.NEWEST
+
+
+def test_a_release_can_be_loaded_here(release: list[Path]) -> None:
+    assert load_problems(release) == {}
+    ran = subprocess.run(
+        ["sh", "-c", "echo it runs"],
+        env={"LD_PRELOAD": str(release[3]), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
+    )
+    assert release[3].name == build.SHIM_LIBRARY
+    assert (ran.stdout, ran.stderr) == ("it runs\n", "")
+
+
+def test_what_needs_a_newer_one_is_no_release(tmp_path: Path) -> None:
+    source = tmp_path / "new.c"
+    source.write_text("#define _GNU_SOURCE\n#include <unistd.h>\nint tid(void) { return (int)gettid(); }\n")
+    library = tmp_path / "new.so"
+    subprocess.run([*build.compilers()[0], "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    assert wheel_tag.too_new([library]) == ["new.so needs the C library 2.30"]
+    assert wheel_tag.platform_tag([library]).startswith("manylinux_2_30_")
+
+
+def test_a_library_that_does_not_load_is_named_and_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF of another machine" * 50)
+    assert list(load_problems([build.HASH / build.HASH_LIBRARY, broken])) == [broken]
+
+    monkeypatch.setattr(build, "HASH", tmp_path)
+    monkeypatch.setattr(build, "HASH_LIBRARY", "broken.so")
+    said = doctor._libraries(fix=False, log=print)
+    assert said.status == "warn"
+    assert "broken.so does not load here" in said.detail
+    assert "doctor --fix" in said.fix
+
+    def builds() -> str | None:
+        assert not broken.exists()
+        broken.write_bytes((native_build.native.SIGHT / native_build.native.SIGHT_LIBRARY).read_bytes())
+        return None
+
+    monkeypatch.setattr(build, "build_hash", builds)
+    assert doctor._libraries(fix=True, log=print).status == "ok"
+
+
+def test_without_a_compiler_it_is_said_once_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    problem = build.build_shim(tmp_path)
+    assert problem is not None
+    told = native_build.without([f"jobs move at the driver's speed ({problem})", f"no GPUs ({problem})"])
+    assert told.count("no C compiler") == 1
+    assert "Limosa works, but: jobs move at the driver's speed; no GPUs. Install gcc" in told
+
+
+def test_a_job_that_starts_without_the_library_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Path
+) -> None:
+    import limosa.job
+
+    monkeypatch.setattr(limosa.job, "LIBRARY", tmp_path / "none.so")
+    job = limosa.run(["true"], cwd=tmp_path)
+    assert [warning.id for warning in job.warnings] == ["no-library"]
+    assert "doctor --fix" in job.warnings[0].hint
