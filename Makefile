@@ -35,19 +35,23 @@ demo:
 
 test: lint check test-soft
 
+# Side by side: who is done early takes over from who is not. What a run has nothing of is not even read.
+SIDE_BY_SIDE = -n 2 --dist worksteal
+NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
+
 # Fast ones first; then those that need CRIU or take long, each process in a network of its own.
 check:
 	@$(READY_TEST)
-	$(PYTEST) -q -n 2 -m "not (gpu or criu or root or slow or network or conformance)"
-	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="-n 2"; fi; \
-	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
+	$(PYTEST) -q $(SIDE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
+	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="$(SIDE_BY_SIDE)"; fi; \
+	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side $(NODES) --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
-	$(SUDO) $(PYTEST) -q -m "network and not gpu"
+	$(SUDO) $(PYTEST) -q -m "network and not gpu" $(NODES)
 
 # Nodes of software GPUs: their own tests, the command line on them, the fault campaign (six minutes).
 test-soft:
 	@$(READY_TEST)
-	$(SUDO) $(PYTEST) -q -n 2 --durations=10 -m "root and not (gpu or conformance)"
+	$(SUDO) $(PYTEST) -q $(SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
 
 # SIGKILL of whoever has a part in a parked operation, at every step that it journals.
 test-long:

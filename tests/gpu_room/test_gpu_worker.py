@@ -271,6 +271,23 @@ def test_calls_under_way_finish_before_the_loop_ends():
     assert log == ["restored", ["/bin/true"]]
 
 
+def test_the_last_word_of_a_controller_that_is_gone_already_counts():
+    """What it had sent, and that it has ended, are seen at once."""
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    controller = os.pidfd_open(gone)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        select.select([controller], [], [], 10)
+        ours.sendall(frame(Request(1, "set_will", [["/bin/false"]])) + frame(Request(2, "set_will", [["/bin/true"]])))
+        assert serve(theirs, {}, controller) == ["/bin/true"]
+        ours.sendall(frame(Request(1, "set_will", [["/bin/false"]])) + frame(Request(2, "set_will", [None])))
+        assert serve(theirs, {}, controller) is None
+    os.close(controller)
+    os.waitpid(gone, 0)
+
+
 def test_frames_are_put_together_from_single_bytes():
     messages = [Reply(1, {"a": [1, 2]}), Reply(2, None, pack_error(GpuUnavailable(detail="x"))), Reply(3, "z" * 5000)]
     data = b"".join(frame(message) for message in messages)

@@ -115,8 +115,7 @@ class Copy:
     def run(self, tests: Sequence[str], limit: float = LIMIT) -> tuple[int | None, str]:
         """Runs tests; returns pytest's exit code, None where it took too long, and its last words."""
         words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", "--timeout=60"]
-        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "LIMOSA_FUZZ": "300", "TMPDIR": str(self.folder / "tmp")}
-        (self.folder / "tmp").mkdir(exist_ok=True)
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "LIMOSA_FUZZ": "300"}
         process = subprocess.Popen(
             [self.python, *words, *tests],
             cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

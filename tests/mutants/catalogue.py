@@ -9,8 +9,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-OPERATION = ("tests/operation",)
-IMAGE = ("tests/image",)
+OPERATION = (
+    "tests/operation/test_undo.py",
+    "tests/operation/test_room.py",
+    "tests/operation/test_driver_verbs.py",
+    "tests/operation/test_lost_jobs.py",
+    "tests/operation/test_driver_loses.py",
+)
+WRITING = ("tests/image/test_image_draft.py", "tests/image/test_image_crash.py")
+READING = (
+    "tests/image/test_image_manifest.py",
+    "tests/image/test_image_chunks.py",
+    "tests/image/test_image_damage.py",
+)
+REMOVING = ("tests/image/test_image_remove.py", "tests/image/test_image_crash.py")
 WORKER = ("tests/gpu_room/test_gpu_worker.py",)
 MAPS = ("tests/gpu_room/test_gpu_maps.py",)
 GATE = ("tests/shim/test_shim_gate.py", "tests/shim/test_shim_parking.py")
@@ -50,7 +62,7 @@ UNDO = (
         "name, undo = self._undo.pop()",
         "name, undo = self._undo.pop(0)",
         "the claim is let go of, and vault and mover with it, before the job has its memory again",
-        (*OPERATION, "tests/e2e_soft/test_soft_parked.py::test_whatever_fails_once_the_job_runs_on_with_its_memory"),
+        OPERATION,
     ),
     Mutant(
         "undo-stops-at-the-first-failure-in-silence",
@@ -149,7 +161,7 @@ COMMIT = (
         "if self.committed or self._parent_fd < 0:",
         "if self._parent_fd < 0:",
         "the image, the only copy, is emptied",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "renamed-before-it-is-on-disk",
@@ -157,7 +169,7 @@ COMMIT = (
         "            self._files.fsync(self.fd)\n            stop_if(cancel)",
         "            stop_if(cancel)",
         "after a power cut the image is there without its manifest",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "file-not-on-disk",
@@ -165,7 +177,7 @@ COMMIT = (
         "            files.chmod(fd, FILE_MODE)\n        files.fsync(fd)\n        return begin",
         "            files.chmod(fd, FILE_MODE)\n        return begin",
         "after a power cut the image's pages are zeroes",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "chunk-not-on-disk",
@@ -173,7 +185,7 @@ COMMIT = (
         "                files.fsync(fd)\n            finally:",
         "                pass\n            finally:",
         "after a power cut device memory is missing",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "rename-not-on-disk-is-no-error",
@@ -181,7 +193,7 @@ COMMIT = (
         "        try:\n            self._files.fsync(self._parent_fd)\n",
         "        try:\n            pass\n",
         "the job is ended, and after a power cut its image has an unfinished name",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "somebody-elses-folder",
@@ -189,7 +201,7 @@ COMMIT = (
         "        self._check_renamed()\n",
         "",
         "a folder that somebody put in the place of ours becomes the image",
-        IMAGE,
+        WRITING,
     ),
     Mutant(
         "hash-of-the-manifest-not-compared",
@@ -197,7 +209,7 @@ COMMIT = (
         "    if digest != digest_line(found):",
         "    if False:",
         "a manifest that was changed is taken for whole",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "file-content-not-compared",
@@ -205,7 +217,7 @@ COMMIT = (
         "found[f.path].problem is None and found[f.path].digest != f.blake3]",
         "found[f.path].problem is None and found[f.path].size != f.size]",
         "a damaged image is restored",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "chunk-content-not-compared",
@@ -213,7 +225,7 @@ COMMIT = (
         "    if digest == name:\n        return None\n",
         "    return None\n",
         "damaged device memory is restored",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "chunk-sizes-not-compared",
@@ -221,7 +233,7 @@ COMMIT = (
         "            if len(piece.chunks) != -(-piece.bytes // size):",
         "            if False:",
         "a piece of memory has fewer chunks than bytes",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "last-chunk-as-long-as-the-others",
@@ -229,7 +241,7 @@ COMMIT = (
         "                last = piece.bytes - (len(piece.chunks) - 1) * self.chunk_bytes\n",
         "                last = self.chunk_bytes\n",
         "the end of a piece of memory is read past its chunk, or refused",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "needed-chunks-are-removed",
@@ -237,7 +249,7 @@ COMMIT = (
         "gone = [name for name in self.names() if name not in names]",
         "gone = [name for name in self.names() if name in names]",
         "the commit removes the job's memory",
-        IMAGE,
+        READING,
     ),
     Mutant(
         "what-is-being-written-is-removed",
@@ -245,7 +257,7 @@ COMMIT = (
         'owner.state == "alive" and owner.owner != this_process()',
         'owner.state == "dead" and owner.owner != this_process()',
         "`limosa rm` removes an image that is being written",
-        IMAGE,
+        REMOVING,
     ),
     Mutant(
         "removed-under-its-own-name",
@@ -253,7 +265,7 @@ COMMIT = (
         "            files.rename(path.name, name, parent_fd)\n",
         "            name = path.name\n",
         "killed in the middle of `rm`, half an image has an image's name",
-        IMAGE,
+        REMOVING,
     ),
     Mutant(
         "ended-without-a-will",
@@ -261,7 +273,7 @@ COMMIT = (
         "        self.work.armed()\n",
         "",
         "the job is ended while nobody would finish if limosa died",
-        ("tests/operation", "tests/e2e/test_e2e_crash.py"),
+        ("tests/e2e/test_e2e_crash.py",),
     ),
 )
 
@@ -304,7 +316,7 @@ BELIEVED = (
         ", user=uid, group=group, extra_groups=[],\n",
         ",\n",
         "what a user's journal says is done with root's rights",
-        ("tests/operation",),
+        ("tests/operation/test_hostile_runtime.py",),
     ),
     Mutant(
         "resident-of-anybody",
@@ -420,7 +432,7 @@ WILL = (
         "        self.driver.set_will(self._will(), wait=False)\n",
         "",
         "limosa is killed, and the job stays locked until somebody calls recover",
-        ("tests/operation", "tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back"),
+        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back[move-limosa]",),
     ),
     Mutant(
         "will-beside-a-call-under-way",
@@ -539,7 +551,7 @@ HELD = (
         'for side, fds in (("source", part.source), ("target", part.target)):\n            ids',
         'for side, fds in (("target", part.target),):\n            ids',
         "limosa is killed, and nobody has the memory that the job left",
-        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back",),
+        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back[move-limosa]",),
     ),
     Mutant(
         "suspended-before-it-is-kept",
