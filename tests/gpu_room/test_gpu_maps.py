@@ -76,6 +76,14 @@ def test_another_chip_is_refused():
         complete_map({A: B}, mixed, {A: GB}, mixed)
 
 
+def test_what_is_filled_in_goes_to_the_same_chip_or_nowhere():
+    """Where it comes back it can open other GPUs: one of another chip is no place, though it is the only one left."""
+    mixed = [gpu(0), gpu(1, "NVIDIA A100-SXM4-80GB"), gpu(2)]
+    assert complete_map({}, mixed[:1], {A: GB}, mixed, destinations=mixed[1:]) == {A: C}
+    with pytest.raises(InvalidMap, match="no GPU left"):
+        complete_map({}, mixed[:1], {A: GB}, mixed, destinations=mixed[1:2])
+
+
 def test_a_gpu_that_is_not_there_is_refused():
     with pytest.raises(UnknownGpu, match="GPU-ffff"):
         complete_map({A: "GPU-ffff"}, FOUR, {A: GB}, FOUR)

@@ -1,6 +1,6 @@
 """The mutants: each one mistake that would hurt somebody, and the tests that must notice it.
 
-By area: the way back, the commit point, who is believed, who a process is, room, maps, the worker's will, the gate, and
+By area: the way back, the commit point, who is believed, one at a time, who a process is, room, maps, the worker's will, the gate, and
 who holds the last copy. ``old`` stands in the file exactly once (a test of ``make test`` compares); whoever changes
 such a line changes the mutant with it. A mutant that survives gets a test, or a ``reason`` why nothing can show it.
 """
@@ -26,7 +26,13 @@ REMOVING = ("tests/image/test_image_remove.py", "tests/image/test_image_crash.py
 WORKER = ("tests/gpu_room/test_gpu_worker.py",)
 MAPS = ("tests/gpu_room/test_gpu_maps.py",)
 GATE = ("tests/shim/test_shim_gate.py", "tests/shim/test_shim_parking.py")
-RESIDENTS = ("tests/parking",)
+RESIDENTS = ("tests/parking/test_residents.py",)
+BELIEF = (
+    "tests/operation/test_hostile_runtime.py",
+    "tests/process/test_places.py",
+    "tests/run/test_records.py",
+)
+CLAIMS = ("tests/operation/test_claims.py", "tests/operation/test_driver_verbs.py", "tests/operation/test_lost_jobs.py")
 PARKED = ("tests/e2e_soft/test_soft_parked.py", "tests/e2e_soft/test_soft_aside.py")
 
 
@@ -329,10 +335,117 @@ BELIEVED = (
     Mutant(
         "unsealed-words",
         "src/limosa/parking/packets.py",
-        "if seals & _SEALED != _SEALED or",
-        "if",
+        "        if seals & SEALED != SEALED or size",
+        "        if size",
         "what is read is changed while it is read",
-        RESIDENTS,
+        (*RESIDENTS, "tests/fuzz/test_fuzz_packets.py"),
+    ),
+    Mutant(
+        "another-process-in-the-shims-place",
+        "src/limosa/parking/shim.py",
+        "        if pid != self.identity.pid or uid not in {0, *users}:\n",
+        "        if False:\n",
+        "whoever has the name of a job's socket answers for it",
+        ("tests/fuzz/test_fuzz_shim.py", "tests/shim/test_shim_protocol.py", "tests/e2e_soft/test_soft_owners.py"),
+    ),
+    Mutant(
+        "cut-off-descriptors-are-all",
+        "src/limosa/parking/receive.py",
+        "        if flags & socket.MSG_CTRUNC:\n",
+        "        if False:\n",
+        "a list of descriptors that was cut off is taken for whole",
+        (*RESIDENTS, "tests/fuzz/test_fuzz_packets.py", "tests/fuzz/test_fuzz_shim.py", "tests/shim/test_shim_keep.py"),
+    ),
+    Mutant(
+        "file-of-anybody",
+        "src/limosa/process/belief.py",
+        "    return stat.S_ISREG(found.st_mode) and found.st_uid == uid\n",
+        "    return stat.S_ISREG(found.st_mode)\n",
+        "a user's folder has a hard link to root's file in it, and what that says counts as his",
+        BELIEF,
+    ),
+    Mutant(
+        "folder-of-anybody",
+        "src/limosa/process/openat.py",
+        "    return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022\n",
+        "    return stat.S_ISDIR(found.st_mode)\n",
+        "a folder that others may write to counts as a user's",
+        BELIEF,
+    ),
+    Mutant(
+        "links-are-followed",
+        "src/limosa/process/openat.py",
+        "    how = _How(flags, mode, _NO_XDEV | _NO_MAGICLINKS | _NO_SYMLINKS)\n",
+        "    flags &= ~os.O_NOFOLLOW\n    how = _How(flags, mode, 0)\n",
+        "root reads, and removes, what a user's link leads to",
+        BELIEF,
+    ),
+    Mutant(
+        "file-without-an-end",
+        "src/limosa/process/belief.py",
+        "            while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):\n",
+        "            while more := os.read(fd, 1 << 20):\n",
+        "a user's large file takes root's memory",
+        ("tests/fuzz", *BELIEF),
+    ),
+    Mutant(
+        "speaks-for-anybody",
+        "src/limosa/process/belief.py",
+        "        return owner == 0 or self.owner_of(identity) == owner\n",
+        "        return True\n",
+        "a user's claim counts while root's process lives: room on GPUs is his for ever",
+        BELIEF,
+    ),
+    Mutant(
+        "claims-on-anybodys-job",
+        _OPERATION + "claims.py",
+        "            claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]\n",
+        "            pass\n",
+        "a user keeps root from root's jobs",
+        BELIEF,
+    ),
+)
+
+ONE_AT_A_TIME = (
+    Mutant(
+        "lock-for-all",
+        "src/limosa/process/runtime.py",
+        "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                break",
+        "            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)\n                break",
+        "two operations of one user have the same job",
+        ("tests/run/test_records.py",),
+    ),
+    Mutant(
+        "not-looked-at-again",
+        _OPERATION + "claims.py",
+        "                now = everybodys()\n                _refuse(claim, now)\n",
+        "                now = everybodys()\n",
+        "a user's operation and root's have the same job",
+        CLAIMS,
+    ),
+    Mutant(
+        "room-not-looked-at",
+        _OPERATION + "claims.py",
+        "                check()\n                return claim\n",
+        "                return claim\n",
+        "two operations are given the same gigabytes",
+        CLAIMS,
+    ),
+    Mutant(
+        "what-a-dead-one-left-is-free",
+        _OPERATION + "claims.py",
+        "        if other.left:\n",
+        "        if False:\n",
+        "a job in the middle of a move is moved as if it ran",
+        CLAIMS,
+    ),
+    Mutant(
+        "claim-left-behind",
+        _OPERATION + "claims.py",
+        "                claim.release()\n                came",
+        "                came",
+        "a job that was refused once stays busy",
+        CLAIMS,
     ),
 )
 
@@ -532,10 +645,18 @@ HELD = (
     Mutant(
         "half-a-message-is-kept",
         "src/limosa/parking/vault_main.py",
-        '        if asked.get("more"):\n            return\n',
+        "        if message.more:\n            return\n",
         "",
         "of many descriptors the last are held, the others are not",
         RESIDENTS,
+    ),
+    Mutant(
+        "too-few-replace-the-full-set",
+        "src/limosa/parking/vault_main.py",
+        "                if len(fds) != n:  # what is held so far may be the last copy\n",
+        "                if False:\n",
+        "descriptors that did not arrive are the job's only copy",
+        (*RESIDENTS, "tests/fuzz/test_fuzz_packets.py"),
     ),
     Mutant(
         "held-for-another-with-that-pid",
@@ -563,4 +684,4 @@ HELD = (
     ),
 )
 
-MUTANTS = (*UNDO, *COMMIT, *BELIEVED, *WHO, *ROOM, *MAP, *WILL, *CLOSED, *HELD)
+MUTANTS = (*UNDO, *COMMIT, *BELIEVED, *ONE_AT_A_TIME, *WHO, *ROOM, *MAP, *WILL, *CLOSED, *HELD)

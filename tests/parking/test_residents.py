@@ -507,3 +507,27 @@ def test_what_was_not_finished_is_forgotten() -> None:
     assert (vault.held, vault.coming, open_here()) == ({}, {}, before)
     for end in ends:
         end.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user is made by root")
+def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path) -> None:
+    """Also where the socket itself would let him in: he has it from its owner, or the folder is open."""
+    with contextlib.closing(Vault(os.geteuid())) as vault:
+        vault.put(KEY, [0], b"")
+        path = resident.socket_path("vault", os.geteuid())
+        os.chmod(path, 0o666)
+        for folder in path.parents:
+            os.chmod(folder, 0o755) if folder != Path("/tmp") and folder != Path("/") else None
+        asks = (
+            "import msgspec, socket, sys\n"
+            "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(10); s.connect(sys.argv[1])\n"
+            "try:\n    s.send(msgspec.msgpack.encode({'verb': 'keys'})); print(s.recv(1000))\n"
+            "except (BrokenPipeError, ConnectionResetError):\n    print(b'')"
+        )
+        said = {}
+        for uid in (0, 65534):
+            words = ["setpriv", f"--reuid={uid}", "--clear-groups", sys.executable, "-c", asks, str(path)]
+            said[uid] = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+        assert KEY in said[0]
+        assert said[65534] == "b''\n"
+        vault.drop(KEY)

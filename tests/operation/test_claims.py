@@ -1,0 +1,87 @@
+"""Two never both have a job: what a claim sees of others before it is written, and after."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_hostile_runtime import NOBODY, claim_of_nobody
+
+from limosa.errors import Busy, NoRoomOnGpu
+from limosa.operation import claims
+from limosa.operation.claims import Claim
+from limosa.process.identity import Identity
+
+ME = Identity.of(os.getpid())
+Start = Callable[..., object]
+
+
+def mine(name: str = "mine", *pids: Identity) -> Claim:
+    return Claim(id=name, operation="move", holder=ME, pids=list(pids))
+
+
+@pytest.fixture
+def theirs(start: Start) -> Identity:
+    """A process of another user's: he may work on it, and so may root."""
+    victim = start(["setpriv", f"--reuid={NOBODY}", "--clear-groups", "sleep", "60"], ready=None)
+    pid: int = victim.pid  # type: ignore[attr-defined]
+    victim.until(lambda: os.stat(f"/proc/{pid}").st_uid == NOBODY)  # type: ignore[attr-defined]
+    return Identity.of(pid)
+
+
+def test_a_claim_that_another_user_writes_at_the_same_moment_is_seen(
+    own_runtime: Path, theirs: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have looked and seen nobody; then both write. No lock is between users: whoever wrote last looks again."""
+    save = Claim.save
+
+    def both(self: Claim) -> None:
+        save(self)
+        claim_of_nobody(own_runtime, Claim(id="his", operation="move", holder=theirs, pids=[theirs]))
+
+    monkeypatch.setattr(Claim, "save", both)
+    with pytest.raises(Busy, match="move by process"):
+        claims.make(mine("mine", theirs))
+    assert [claim.id for claim in claims.everybodys()] == ["his"]
+
+
+def test_room_is_looked_at_when_others_can_see_the_claim(own_runtime: Path) -> None:
+    """Looked at before, two would be given the same gigabytes. What has no room leaves no claim."""
+    seen: list[list[str]] = []
+
+    def look() -> None:
+        seen.append([claim.id for claim in claims.everybodys()])
+        raise NoRoomOnGpu(detail="none", hint="")
+
+    with pytest.raises(NoRoomOnGpu):
+        claims.make(mine("mine", ME), look)
+    assert seen == [["mine"]]
+    assert claims.everybodys() == []
+
+
+def test_of_many_at_once_one_has_the_job(own_runtime: Path) -> None:
+    """Among one user's own a lock is held from the first look to the last: one gets it at once, nobody gives way."""
+    got: list[str] = []
+    busy: list[str] = []
+    begin = threading.Barrier(6)
+
+    def one(name: str) -> None:
+        begin.wait(10)
+        try:
+            claims.make(mine(name, ME))
+            got.append(name)
+        except Busy:
+            busy.append(name)
+
+    for _ in range(5):
+        threads = [threading.Thread(target=one, args=(f"op{n}",)) for n in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert (len(got), len(busy)) == (1, 5)
+        claims.released(got.pop())
+        busy.clear()
