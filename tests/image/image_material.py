@@ -97,6 +97,8 @@ def step_of(label: str) -> str:
         return name if name in ("criu", "log") else "folder"
     if kind == "rename":
         return "image"
+    if kind == "syncfs":
+        return "files"
     if name.endswith("/criu"):
         return "names"
     if ".limosa-partial-" in Path(name).name:
@@ -147,6 +149,9 @@ class NotingFiles(Files):
 
     def fsync(self, fd):
         return self._around(f"fsync:{os.readlink(f'/proc/self/fd/{fd}')}", lambda: Files.fsync(self, fd))
+
+    def syncfs(self, fd):
+        return self._around(f"syncfs:{os.readlink(f'/proc/self/fd/{fd}')}", lambda: Files.syncfs(self, fd))
 
     def chmod(self, fd, mode):
         return self._around(f"chmod:{os.readlink(f'/proc/self/fd/{fd}')}", lambda: Files.chmod(self, fd, mode))

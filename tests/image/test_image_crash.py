@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from image_material import NotingFiles, removal_step_of, step_of, write_chunked
+from image_material import FailingFiles, NotingFiles, removal_step_of, step_of, write_chunked
 
 from limosa.errors import DestinationExists, NoSuchImage, UnfinishedImage
-from limosa.image import open_image, remove, unfinished, verify
+from limosa.image import open_image, remove, sync, unfinished, verify
 
 HERE = Path(__file__).parent
 DOC = HERE.parents[1] / "docs" / "image-format.md"
@@ -164,6 +164,32 @@ def test_an_empty_folder_at_the_destination_survives_a_crash_before_the_rename(t
     remove(litter.path)
     write_chunked(dest).close()
     assert what_is_left(tmp_path) == "a whole image"
+
+
+def test_many_files_are_put_on_disk_at_once_before_the_rename(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sync, "MANY", 3)
+    files = NotingFiles()
+    write_chunked(tmp_path / "image", files).close()
+    labels = files.done
+    (at,) = [i for i, label in enumerate(labels) if label.startswith("syncfs:")]
+    assert labels[at].endswith("/criu")
+    assert not [label for label in labels if label.startswith("fsync:") and "/criu/" in label]
+    chmods = [i for i, label in enumerate(labels) if label.startswith("chmod:") and "/criu/" in label]
+    names = next(i for i, label in enumerate(labels) if label.startswith("fsync:") and label.endswith("/criu"))
+    assert max(chmods, default=-1) < at < names < next(i for i, x in enumerate(labels) if x.startswith("rename:"))
+    with open_image(tmp_path / "image") as image:
+        verify(image).check()
+
+
+def test_a_disk_that_fails_for_many_files_at_once_commits_nothing(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sync, "MANY", 3)
+    files = NotingFiles()
+    write_chunked(tmp_path / "image", files).close()
+    n = next(i for i, label in enumerate(files.done) if label.startswith("syncfs:"))
+    with pytest.raises(OSError, match="Input/output error"):
+        write_chunked(tmp_path / "other", FailingFiles(n))
+    assert not (tmp_path / "other").exists()
+    assert unfinished(tmp_path) == []
 
 
 def test_all_is_on_disk_before_the_rename_and_the_rename_before_the_end(tmp_path: Path) -> None:

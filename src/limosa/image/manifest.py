@@ -274,6 +274,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         open_files: regular files it had open or mapped.
         shm: named shared memory and semaphores, with what is in them.
         locks: the locks that it held on files.
+        descriptors: the limit of open files that CRIU needs to restore it; 0 where that is less than any limit.
         nft_table: the name of the nftables table CRIU left for connected sockets, or None.
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
@@ -297,6 +298,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     open_files: Annotated[list[OpenFile], msgspec.Meta(max_length=1_000_000)] = []
     shm: Annotated[list[ShmFile], msgspec.Meta(max_length=100_000)] = []
     locks: Annotated[list[LockedFile], msgspec.Meta(max_length=1_000_000)] = []
+    descriptors: Size = 0
     nft_table: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}\Z")] | None = None
     software_gpu: bool = False
     chunk_bytes: Size = 0

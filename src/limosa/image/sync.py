@@ -12,10 +12,13 @@ import msgspec
 
 from limosa.errors import CancelledUndone, FailedUndone
 from limosa.image.chunks import Chunks, chunk_path
-from limosa.image.files import FILE_MODE, FOLDER_MODE, Files, open_file
+from limosa.image.files import FILE_MODE, FOLDER_MODE, Files, open_file, syncs_whole
 from limosa.image.hashing import Cancel, Stopped, hash_fd
 from limosa.image.manifest import CRIU_NAME, ImageFile, is_file_name
 from limosa.progress import Progress, ProgressFn
+
+MANY = 500
+"""From so many files on the whole file system is synced instead of each of them, where that is as good."""
 
 WHAT = "writing the image"
 """What the errors of writing say has failed."""
@@ -59,6 +62,7 @@ def hash_and_sync(
     """
     sizes = _sizes(criu_fd)
     total, done = sum(sizes.values()), 0
+    at_once = len(sizes) > MANY and syncs_whole(criu_fd)
 
     def advance(count: int) -> None:
         nonlocal done
@@ -69,7 +73,10 @@ def hash_and_sync(
     with ThreadPoolExecutor(8, thread_name_prefix="limosa-fsync") as pool:
         # The largest first, for it takes longest; the small ones side by side, for the journal's sake.
         by_size = sorted(sizes, key=lambda name: -sizes[name])
-        syncs = [pool.submit(_sync, name, criu_fd, files) for name in by_size]
+        if at_once:
+            syncs = [pool.submit(_sync_all, criu_fd, files)]
+        else:
+            syncs = [pool.submit(_sync, name, criu_fd, files) for name in by_size]
         try:
             begin = time.monotonic()
             for name in sizes:
@@ -176,6 +183,20 @@ def _sync(name: str, criu_fd: int, files: Files) -> tuple[float, float]:
         return begin, time.monotonic()
     finally:
         os.close(fd)
+
+
+def _sync_all(criu_fd: int, files: Files) -> tuple[float, float]:
+    """The same for all files at once: 40,000 small ones took 13 s one by one."""
+    begin = time.monotonic()
+    for name in os.listdir(criu_fd):
+        if stat.S_IMODE(os.stat(name, dir_fd=criu_fd, follow_symlinks=False).st_mode) != FILE_MODE:
+            fd = open_file(name, criu_fd)
+            try:
+                files.chmod(fd, FILE_MODE)
+            finally:
+                os.close(fd)
+    files.syncfs(criu_fd)
+    return begin, time.monotonic()
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -63,7 +63,7 @@ from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.work import Work, myself
 from limosa.parking.shim import ShimError
-from limosa.process import device_nodes
+from limosa.process import device_nodes, sizes
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.program import Criu
@@ -76,6 +76,7 @@ from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
 
 _REAP_SECONDS = 10.0
+_MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
 _TRIES = 4  # of a dump, where the job makes semaphores meanwhile
 
 
@@ -146,6 +147,8 @@ class _Checkpoint:
         self.shm: list[ShmFile] = []
         self.locks: list[LockedFile] = []
         self.tree: list[TreeProcess] = []
+        self.descriptors = 0
+        self.told_again = 0.0
         self.nft_table: str | None = None
         self.device: list[DeviceMemory] = []
         assert prepared.observation is not None
@@ -390,10 +393,14 @@ class _Checkpoint:
 
     def _tell_written(self) -> None:
         """How much CRIU has written: it says nothing itself, its files do."""
+        begun = time.monotonic()
+        if begun < self.told_again:
+            return
         total = self.prepared.host_bytes + estimate.device_bytes(self.members)
         with contextlib.suppress(OSError), os.scandir(self.draft.criu_fd) as files:
             done = sum(file.stat(follow_symlinks=False).st_size for file in files)
             self.work.progress(Progress("dump", done=min(done, total), total=total))
+        self.told_again = time.monotonic() + 20 * (time.monotonic() - begun)  # there may be tens of thousands of files
 
     def _give_it_time_to_end(self) -> None:
         """A large tree that CRIU has killed takes a while to be gone."""
@@ -429,6 +436,7 @@ class _Checkpoint:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
             ]
+        self._refuse_what_has_grown()
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
         self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
@@ -450,6 +458,17 @@ class _Checkpoint:
                 continue
             if read_maps(f"/proc/{pid}").uvm and read_stat(pid).ppid not in members:
                 raise FailedUndone(what="checkpoint", detail=f"process {pid} began to use CUDA in the middle of it")
+
+    def _refuse_what_has_grown(self) -> None:
+        """The tree is frozen: what could not come back, for it has more than when it was looked at, does not end."""
+        for identity in self.prepared.tree:
+            with contextlib.suppress(OSError):
+                mappings = os.stat(f"mm-{identity.pid}.img", dir_fd=self.draft.criu_fd).st_size // _MAPPING_BYTES
+                if sizes.could_need(len(os.listdir(f"/proc/{identity.pid}/fd")), mappings):
+                    self.descriptors = max(self.descriptors, sizes.descriptors_needed(identity.pid))
+        reason = sizes.too_many(self.descriptors, "the job")
+        if reason is not None and reason.id not in self.options.force and not self.options.leave_running:
+            raise CannotBeMoved(detail=reason.text, hint=reason.hint)
 
     # -- commit ------------------------------------------------------------------------------------------------
 
@@ -528,6 +547,7 @@ class _Checkpoint:
             open_files=self.open_files,
             shm=self.shm,
             locks=self.locks,
+            descriptors=self.descriptors,
             nft_table=self.nft_table.removeprefix("inet ") if self.nft_table else None,
             software_gpu=inventory.software if inventory else False,
             chunk_bytes=self.options.chunk_bytes if self.device else 0,

@@ -19,7 +19,7 @@ from limosa.operation.journal import Member
 from limosa.operation.move_plan import pause_reason
 from limosa.operation.prepare import Prepared, apply_force, as_reason, look, processes
 from limosa.operation.work import Clock
-from limosa.process import hazards
+from limosa.process import hazards, sizes
 from limosa.process.criu.find import find as find_criu
 from limosa.process.criu.run import DumpOptions
 from limosa.process.memory import two
@@ -86,6 +86,7 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
             plugin = find_criu(options.criu).plugin_dir is not None
         except NoWorkingCriu as error:
             found.append(as_reason(error))
+        found += sizes.checkpoint_sizes(observation)
         return found + hazards.checkpoint_hazards(
             observation,
             tcp_established=options.tcp_established,

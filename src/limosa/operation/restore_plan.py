@@ -25,6 +25,7 @@ from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
 from limosa.operation.taken_pids import taken_pids
+from limosa.process import sizes
 from limosa.process.cgroups import memory_levels
 from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
@@ -180,6 +181,8 @@ def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
             found.append(Reason(id="criu-older", text=text, exit_code=24, hint=hint, forceable=True))
     except NoWorkingCriu as error:
         found.append(as_reason(error))
+    if (short := sizes.too_many(manifest.descriptors, "the job")) is not None:
+        found.append(short)
     if manifest.job.uid and os.geteuid() not in (0, manifest.job.uid):
         text = f"the job belongs to uid {manifest.job.uid}"
         found.append(Reason(id="permission", text=text, exit_code=11, hint="restore it as that user or as root"))
