@@ -42,11 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def libraries(request: pytest.FixtureRequest) -> None:
-    """Build the software GPU where a test needs it and it is missing or older than its source."""
+    """Build what is in C where a test needs it and it is missing or older than its source."""
     if any(item.get_closest_marker("root") for item in request.session.items):
-        from limosa.native.build import build_softgpu
+        from limosa.native import build
 
-        assert build_softgpu() is None
+        for one in (build.build_softgpu, build.build_shim, build.build_sight, build.build_hash):
+            assert one() is None
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

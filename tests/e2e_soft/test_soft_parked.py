@@ -304,6 +304,18 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
     job.finish()
 
 
+def test_what_one_process_has_there_already_it_leaves_where_the_other_cannot_come(parked: Any) -> None:
+    """Left mapped, it would go on with half of the job's memory on the other GPU."""
+    job = start(parked, "--mib", 32, "--child")
+    parked.switches.add("function=cuMemMap caller=job.py nth=2 result=UNKNOWN")
+    parked.limosa("move", job.pid, "--to", 1, rc=21)
+    job.goes_on(2)
+    on = used(parked)
+    assert on[0] > 64 * MIB
+    assert on[1] < 32 * MIB
+    job.finish()
+
+
 @pytest.mark.parametrize("also", [[], ["--child"]], ids=["one", "two"])
 def test_what_is_done_to_two_processes_is_done_at_once(soft: Any, monkeypatch: pytest.MonkeyPatch, also: Any) -> None:
     """Gates, the driver's checkpoints and restores, copies: each takes 1 s, of one process and of two."""

@@ -100,7 +100,9 @@ UNDO = (
         '        work.push("parked-target", parked.leave_target)\n',
         '        work.push("parked-target", lambda: None)\n',
         "a move that fails late brings the process home with the other GPU's memory mapped",
-        ("tests/e2e_soft/test_soft_parked.py::test_whatever_fails_once_the_job_runs_on_with_its_memory",),
+        (
+            "tests/e2e_soft/test_soft_parked.py::test_what_one_process_has_there_already_it_leaves_where_the_other_cannot_come",
+        ),
     ),
     Mutant(
         "home-by-the-same-map",
@@ -386,7 +388,7 @@ BELIEVED = (
         "            while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):\n",
         "            while more := os.read(fd, 1 << 20):\n",
         "a user's large file takes root's memory",
-        ("tests/fuzz", *BELIEF),
+        CLAIMS,
     ),
     Mutant(
         "speaks-for-anybody",
@@ -507,7 +509,7 @@ ROOM = (
         "        for uuid, size in room.needs(members, home=True).items():\n",
         "        for uuid, size in ():\n",
         "somebody else takes the place while the job is away, and it cannot go home",
-        OPERATION,
+        CLAIMS,
     ),
     Mutant(
         "home-is-where-it-goes",

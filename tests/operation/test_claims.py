@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_hostile_runtime import NOBODY, claim_of_nobody
+from driver_double import GB, DriverDouble
+from test_hostile_runtime import NOBODY, claim_of_nobody, folder_of_nobody, put
 
+from limosa import operation
 from limosa.errors import Busy, NoRoomOnGpu
 from limosa.operation import claims
 from limosa.operation.claims import Claim
@@ -85,3 +88,24 @@ def test_of_many_at_once_one_has_the_job(own_runtime: Path) -> None:
         assert (len(got), len(busy)) == (1, 5)
         claims.released(got.pop())
         busy.clear()
+
+
+def test_the_way_back_is_spoken_for_while_a_job_is_away(gpu_like: Callable[..., int], double: DriverDouble) -> None:
+    """Else somebody takes its place while it is copied, and a move that fails cannot bring it home."""
+    pid = gpu_like(on=0, size=6 * GB)
+    promised: list[int] = []
+    double.after_checkpoint = lambda: promised.append(claims.reserved(double.uuids[0]))
+    operation.move(pid, to="1")
+    assert promised[0] >= 6 * GB
+    assert claims.reserved(double.uuids[0]) == 0
+
+
+def test_a_users_large_file_takes_no_memory(own_runtime: Path) -> None:
+    large = put(folder_of_nobody(own_runtime, "claims") / "large.json", b"{")
+    os.truncate(large, 64 << 20)
+    tracemalloc.start()
+    try:
+        assert claims.everybodys() == []
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()

@@ -156,6 +156,9 @@ def test_a_child_that_was_forked(job: Far, shim: Shim) -> None:
     child = job("(lambda pid: pid if pid else (time.sleep(30), os._exit(0)))(os.fork())")
     until(lambda: not memory_held(child))
     assert os.listdir(f"/proc/{child}/task") == [str(child)]
+    # What it calls does not wait for a gate that nobody would open for it.
+    code = "(lambda pid: os.waitpid(pid, 0)[1] if pid else os._exit(int(cu.cuDriverGetVersion()[0])))(os.fork())"
+    assert job(code) == 0
     shim.open_gate()
     assert job(f"os.kill({child}, 9)") is None
     assert job("intact()")
@@ -176,6 +179,13 @@ def test_a_signal_between_counting_and_looking(compiled: Callable[..., Path]) ->
     program = compiled("handler.c", SHIM / "gate.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
     ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
     assert ran.stdout.splitlines() == ["closed 1", "through 0", "behind it 1", "inside 1", "outside 0"]
+
+
+def test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once(compiled: Callable[..., Path]) -> None:
+    """Whoever was woken and has not been counted yet when it closes again waits again."""
+    program = compiled("turns.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
+    ran = subprocess.run([program, "1"], capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stdout == "0\n", f"a thread was in the driver behind a closed gate {ran.stdout.strip()} times"
 
 
 def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:
