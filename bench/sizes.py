@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -142,6 +143,7 @@ class Job(host.Job):
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(log.read_text().strip().splitlines()[-1][:100])
             time.sleep(0.02)
+        self.tree = [identity.pid for identity in job_tree(Identity.of(self.pid))]
 
     def has(self) -> dict[str, int]:
         """How much it has of everything."""
@@ -158,12 +160,11 @@ class Job(host.Job):
 
     def reaping(self) -> threading.Thread:
         """Reap it and all that was its, which comes to us, as soon as it has ended."""
-        tree = {identity.pid for identity in job_tree(Identity.of(self.pid))}
 
         def reap() -> None:
             end = time.monotonic() + host.LIMIT
-            while any(os.path.exists(f"/proc/{pid}") for pid in tree) and time.monotonic() < end:
-                for pid in tree:
+            while any(os.path.exists(f"/proc/{pid}") for pid in self.tree) and time.monotonic() < end:
+                for pid in self.tree:
                     with contextlib.suppress(ChildProcessError):
                         os.waitpid(pid, os.WNOHANG)
                 time.sleep(0.002)
@@ -174,11 +175,10 @@ class Job(host.Job):
 
     def end(self) -> None:
         """End it, and its children."""
-        with contextlib.suppress(LimosaError):
-            for identity in job_tree(Identity.of(self.pid))[1:]:
-                with contextlib.suppress(OSError):
-                    os.kill(identity.pid, 9)
-        super().end()
+        for pid in self.tree:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.reaping().join(host.LIMIT)
 
 
 def of_bare(what: str, count: int, base: Path) -> str:

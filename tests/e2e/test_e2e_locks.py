@@ -6,6 +6,8 @@ Without the plugin CRIU loses the POSIX locks on files that are mapped as well. 
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,7 @@ from support import VICTIMS
 from limosa.errors import FailedUndone, Refused
 from limosa.operation import checkpoint, checkpoint_plan, locks, restore
 from limosa.process.criu.find import find
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, read_stat
 from limosa.process.tree import job_tree
 
 pytestmark = pytest.mark.criu
@@ -178,3 +180,17 @@ def test_a_database_that_somebody_opened_while_the_job_was_away_is_told(start, l
         other.stdin.close()
     assert "wal-wal is missing" in limosa("restore", tmp_path / "image", "-o", "json", rc=23).json["error"]["message"]
     assert not victim.alive()
+
+
+def test_a_stopped_job_takes_its_locks_again_and_stays_stopped(start, limosa, tmp_path) -> None:
+    victim = start("locks", "posix")
+    before = held(victim)
+    os.kill(victim.pid, signal.SIGSTOP)
+    victim.until(lambda: read_stat(victim.pid).stopped, what="until it has stopped")
+    image = tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--file-locks", "--force=stopped", "--output", image, rc=0)
+    limosa("restore", image, rc=0)
+    assert held(victim) == before
+    victim.until(lambda: read_stat(victim.pid).stopped, what="until it has stopped")
+    os.kill(victim.pid, signal.SIGCONT)
+    victim.goes_on()
