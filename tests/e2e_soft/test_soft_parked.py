@@ -307,7 +307,8 @@ def test_whatever_fails_once_the_job_runs_on_with_its_memory(parked: Any, rule: 
 def test_what_one_process_has_there_already_it_leaves_where_the_other_cannot_come(parked: Any) -> None:
     """Left mapped, it would go on with half of the job's memory on the other GPU."""
     job = start(parked, "--mib", 32, "--child")
-    parked.switches.add("function=cuMemMap caller=job.py nth=2 result=UNKNOWN")
+    n = len(pieces(job)) + 1
+    parked.switches.add(f"function=cuMemMap caller=job.py nth={n} result=UNKNOWN")
     parked.limosa("move", job.pid, "--to", 1, rc=21)
     job.goes_on(2)
     on = used(parked)

@@ -404,7 +404,7 @@ BELIEVED = (
         "            claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]\n",
         "            pass\n",
         "a user keeps root from root's jobs",
-        BELIEF,
+        CLAIMS,
     ),
 )
 

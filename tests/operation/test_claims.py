@@ -100,6 +100,14 @@ def test_the_way_back_is_spoken_for_while_a_job_is_away(gpu_like: Callable[..., 
     assert claims.reserved(double.uuids[0]) == 0
 
 
+def test_a_user_speaks_for_no_process_but_his_own(own_runtime: Path, theirs: Identity) -> None:
+    claim_of_nobody(own_runtime, Claim(id="his", operation="move", holder=theirs, pids=[ME, theirs]))
+    assert [claim.pids for claim in claims.everybodys()] == [[theirs]]
+    assert claims.make(mine("mine", ME)).id == "mine"
+    with pytest.raises(Busy):
+        claims.make(mine("both", theirs))
+
+
 def test_a_users_large_file_takes_no_memory(own_runtime: Path) -> None:
     large = put(folder_of_nobody(own_runtime, "claims") / "large.json", b"{")
     os.truncate(large, 64 << 20)
