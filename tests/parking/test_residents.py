@@ -531,3 +531,15 @@ def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path) -> None:
         assert KEY in said[0]
         assert said[65534] == "b''\n"
         vault.drop(KEY)
+
+
+def test_a_set_that_is_not_all_there_does_not_take_the_place_of_the_whole_one() -> None:
+    """Who sends it had no descriptor left for the rest, say; what is held so far may be the last copy."""
+    vault, before = vault_main.Vault(), open_here()
+    assert vault.answer(vault_main.Put(KEY, 2), Given([os.dup(0), os.dup(0)])) == ({"n": 2}, [])
+    with Given([os.dup(0)]) as fewer:
+        said, _ = vault.answer(vault_main.Put(KEY, 3), fewer)
+    assert said == {"error": "1 descriptors came of 3"}
+    assert vault.answer(vault_main.Get(KEY), Given())[0]["n"] == 2
+    vault.let_go(KEY)
+    assert open_here() == before
