@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -12,12 +13,14 @@ from limosa.native import build, wheel_tag
 from limosa.native.loads import load_problems
 from limosa.operation import doctor
 
-PARTS = [(make, libraries) for make, _, libraries, _ in native_build.PARTS]
+# The software GPU takes as long to compile as all others: `make wheel` looks at it, too, and refuses as these tests do.
+ALL = bool(os.environ.get("LIMOSA_LONG_TESTS"))
+PARTS = [(make, names) for make, _, names, _ in native_build.PARTS if ALL or make is not build.build_softgpu]
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """All libraries, built as ``make wheel`` does."""
+    """The libraries, built as ``make wheel`` does."""
     folder = tmp_path_factory.mktemp("release")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("LIMOSA_RELEASE", "1")
@@ -36,15 +39,15 @@ def test_a_release_needs_no_new_c_library(release: list[Path]) -> None:
 
 def test_a_release_can_be_loaded_here(release: list[Path]) -> None:
     assert load_problems(release) == {}
+    (shim,) = (library for library in release if library.name == build.SHIM_LIBRARY)
     ran = subprocess.run(
         ["sh", "-c", "echo it runs"],
-        env={"LD_PRELOAD": str(release[3]), "PATH": "/usr/bin:/bin"},
+        env={"LD_PRELOAD": str(shim), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=20,
         check=True,
     )
-    assert release[3].name == build.SHIM_LIBRARY
     assert (ran.stdout, ran.stderr) == ("it runs\n", "")
 
 
