@@ -327,6 +327,14 @@ BELIEVED = (
         ("tests/operation/test_hostile_runtime.py",),
     ),
     Mutant(
+        "anybodys-process-is-a-member",
+        "src/limosa/process/records.py",
+        "        self.members = [m for m in self.members if processes.speaks_for(owner, m)]\n",
+        "",
+        "a user's record has root suspend another user's job",
+        ("tests/run/test_records.py",),
+    ),
+    Mutant(
         "resident-of-anybody",
         "src/limosa/parking/vault_main.py",
         "if peer(client)[1] in (0, os.geteuid()):",
@@ -582,7 +590,7 @@ CLOSED = (
         "        while (atomic_load_explicit(&reader->inside, memory_order_acquire)) {\n",
         "        while (0) {\n",
         "memory is taken away from under a call",
-        ("tests/shim/test_shim_gate.py::test_threads_that_allocate_launch_wait_and_exit_all_the_time",),
+        GATE,
     ),
     Mutant(
         "gate-opens-itself",
@@ -599,7 +607,7 @@ CLOSED = (
         "    } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));\n",
         "    } while (0);\n",
         "a thread slips through between being woken and being counted",
-        ("tests/shim/test_shim_gate.py::test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once",),
+        GATE,
     ),
     Mutant(
         "closed-in-children",
@@ -607,7 +615,7 @@ CLOSED = (
         "    atomic_store(&gate_closed, 0);\n    if (!gate_fence)",
         "    if (!gate_fence)",
         "a child forked while its parent was held stands still for ever",
-        ("tests/shim/test_shim_gate.py::test_a_child_that_was_forked",),
+        GATE,
     ),
     Mutant(
         "device-not-waited-for",
@@ -615,7 +623,7 @@ CLOSED = (
         "    CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);\n",
         "    CUresult result = CUDA_SUCCESS;\n",
         "memory is taken away from under a kernel",
-        ("tests/shim/test_shim_gate.py::test_a_kernel_that_spins_keeps_it_open",),
+        GATE,
     ),
     Mutant(
         "opened-with-nothing-there",
@@ -623,7 +631,7 @@ CLOSED = (
         "    if (state == STATE_AWAY)\n        return -EBUSY;",
         "    if (0)\n        return -EBUSY;",
         "the job meets addresses with nothing behind them",
-        ("tests/shim/test_shim_parking.py",),
+        GATE,
     ),
     Mutant(
         "came-once-and-not-again",

@@ -33,6 +33,7 @@ from limosa.parking.segments import Pool, make
 from limosa.parking.vault import Vault
 from limosa.process.identity import Handle, Identity
 from limosa.process.limits import many_descriptors
+from limosa.process.places import own_place
 
 ME = Identity.of(os.getpid())
 KEY = f"move-1-a/source/{ME.to_str()}"
@@ -533,13 +534,15 @@ def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path) -> None:
         vault.drop(KEY)
 
 
-def test_a_set_that_is_not_all_there_does_not_take_the_place_of_the_whole_one() -> None:
-    """Who sends it had no descriptor left for the rest, say; what is held so far may be the last copy."""
-    vault, before = vault_main.Vault(), open_here()
-    assert vault.answer(vault_main.Put(KEY, 2), Given([os.dup(0), os.dup(0)])) == ({"n": 2}, [])
-    with Given([os.dup(0)]) as fewer:
-        said, _ = vault.answer(vault_main.Put(KEY, 3), fewer)
-    assert said == {"error": "1 descriptors came of 3"}
-    assert vault.answer(vault_main.Get(KEY), Given())[0]["n"] == 2
-    vault.let_go(KEY)
-    assert open_here() == before
+def test_cleaners_of_tmp_leave_the_folder_of_a_user_with_a_vault_alone(place: Path) -> None:
+    """systemd-tmpfiles passes over a folder that it cannot lock, and over all that is in it."""
+    fd = os.open(own_place(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        with Vault() as vault:
+            vault.held()
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(fd)

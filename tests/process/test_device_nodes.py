@@ -124,3 +124,15 @@ def test_of_what_a_job_sees_its_owner_speaks_and_root(runtime: Path, start: Any)
     mine, theirs = (str(runtime / place / "sees" / "list") for place in ("0", "users/limosa-4321"))
     for sees, owner, counts in ((mine, 0, True), (theirs, 0, True), (theirs, 4321, False), (mine, 4321, False)):
         assert RunRecord(root=job, name="j", command=[], sees=sees).believed(owner, Processes()) is counts
+
+
+@pytest.mark.root
+def test_a_list_of_a_strangers_hides_nothing(tmp_path: Path, listed: tuple[dict[str, str], str]) -> None:
+    """The folder's name may be somebody else's after a restart."""
+    _, path = listed
+    assert said(tmp_path, path)["/dev/nvidia70"] == "EPERM"
+    os.chown(path, 4321, 4321)
+    assert said(tmp_path, path)["/dev/nvidia70"] == "ENOENT"
+    os.unlink(path)
+    os.mkfifo(path)
+    assert said(tmp_path, path)["/dev/nvidia70"] == "ENOENT"

@@ -94,6 +94,22 @@ def test_only_the_owner_of_a_process_and_root_speak_for_it(runtime, start):
 
 
 @root_only
+def test_of_the_members_in_a_users_record_only_his_own_are_believed(runtime, start):
+    """``limosa suspend --gpu`` by root takes them for jobs."""
+    places.own_place()
+    his, others = (start(["setpriv", f"--reuid={uid}", "sleep", "60"], ready=None) for uid in (4242, 4243))
+    for victim, uid in ((his, 4242), (others, 4243)):
+        victim.until(lambda uid=uid, pid=victim.pid: Path(f"/proc/{pid}").stat().st_uid == uid)
+    root, other = Identity.of(his.pid), Identity.of(others.pid)
+    put(runtime, 4242, "suspended", SuspendRecord(root=root, bytes={"GPU-1": 7}, members=[root, other, SELF]))
+    assert SuspendRecord.of(root).members == [root]
+    (record,) = SuspendRecord.all()
+    assert record.members == [root]
+    SuspendRecord(root=root, members=[root, other]).save()
+    assert SuspendRecord.of(root).members == [root, other], "root speaks for all"
+
+
+@root_only
 def test_folders_that_are_not_their_users_own_do_not_count(runtime):
     places.own_place()
     path = put(runtime, 4242, "jobs", job("stranger"), owner=4243)

@@ -9,6 +9,8 @@ import contextlib
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain
 
 from limosa import gpu
 from limosa.errors import LimosaError
@@ -16,6 +18,7 @@ from limosa.operation import room
 from limosa.operation.journal import Member, added_up
 from limosa.parking.mover import Mover
 from limosa.parking.shim import under_shim
+from limosa.parking.side_by_side import SECONDS, within
 
 END_SECONDS = 5.0
 
@@ -29,11 +32,23 @@ def spare(seen: gpu.Inventory, members: Sequence[Member]) -> dict[str, int]:
     """
     needed = {_owner(m.pid) for m in members if under_shim(m.pid)}
     found: dict[str, int] = {}
-    for mover in Mover.all():
+    for mover in _idle_ones():
         with mover:
-            if mover.uid not in needed and _is_idle(mover):
+            if mover.uid not in needed:
                 found = added_up([found, seen.held({mover.identity.pid})])
     return found
+
+
+def _idle_ones() -> list[Mover]:
+    """The movers that nobody needs, as far as they say so at once."""
+
+    def asked(mover: Mover) -> list[Mover]:
+        if _is_idle(mover):
+            return [mover]
+        with mover:
+            return []
+
+    return list(chain.from_iterable(within(SECONDS, [partial(asked, one) for one in Mover.all()])))
 
 
 def _owner(pid: int) -> int:
@@ -53,9 +68,9 @@ def _is_idle(mover: Mover) -> bool:
 def end_idle(gpus: Collection[str]) -> bool:
     """Has movers end that nobody needs and that are on one of these GPUs; returns whether there were any."""
     told = []
-    for mover in Mover.all():
+    for mover in _idle_ones():
         with mover, contextlib.suppress(LimosaError):
-            if set(mover.said.gpus) & set(gpus) and _is_idle(mover):
+            if set(mover.said.gpus) & set(gpus):
                 mover.end()
                 told.append(mover.identity)
     end = time.monotonic() + END_SECONDS

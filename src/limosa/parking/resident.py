@@ -9,6 +9,7 @@ nobody's children, and in the cgroup of that operation.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -25,6 +26,7 @@ import msgspec
 from limosa.errors import FailedUndone, LimosaError
 from limosa.parking.packets import VERSION, Count, Message, Seconds, Word, Words, peer, receive_all, send
 from limosa.parking.receive import Wrong
+from limosa.parking.side_by_side import SECONDS, within
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -273,15 +275,23 @@ def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
 
 
 def residents(kind: str) -> list[Found]:
-    """Return connections to those that live and that the caller may talk to: his own; for root, everybody's."""
-    caller, found = os.geteuid(), []
+    """Return connections to those that live and that the caller may talk to: his own; for root, everybody's.
+
+    Others' that do not answer at once are left out.
+    """
+    caller = os.geteuid()
     with folders(kind) as everybodys:
-        uids = {folder.uid for folder in everybodys if caller in (0, folder.uid)} | {caller}
-    for uid in sorted(uids):
-        for name in ("", *_holders(kind, uid)):
-            with contextlib.suppress(LimosaError, OSError):
-                if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
-                    found.append(one)
+        others = sorted({folder.uid for folder in everybodys} - {caller}) if caller == 0 else []
+    theirs = within(SECONDS, [functools.partial(_residents_of, kind, uid) for uid in others])
+    return [*_residents_of(kind, caller), *itertools.chain.from_iterable(theirs)]
+
+
+def _residents_of(kind: str, uid: int) -> list[Found]:
+    found = []
+    for name in ("", *_holders(kind, uid)):
+        with contextlib.suppress(LimosaError, OSError):
+            if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
+                found.append(one)
     return found
 
 

@@ -43,6 +43,7 @@ from limosa.parking.resident_main import begin, listens
 from limosa.parking.segments import NoRoom, Pool, is_segment
 from limosa.parking.vault import NO_ROOM
 from limosa.process.identity import Identity
+from limosa.process.places import keep_from_cleaners
 
 LOOK_SECONDS = 2.0
 IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
@@ -343,5 +344,8 @@ def main(argv: list[str]) -> int:
     told = threading.Event()
     begin("limosa-vault", int(argv[0]), [signal.SIGTERM])
     signal.signal(signal.SIGTERM, lambda number, frame: told.set())
-    serve(str(socket_path("vault", os.geteuid())), told)
+    path = socket_path("vault", os.geteuid())
+    with contextlib.suppress(LimosaError, OSError):  # as long as there is a vault: the records are of what it holds
+        keep_from_cleaners()
+    serve(str(path), told)
     return 0

@@ -13,6 +13,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -48,6 +49,15 @@ static int minor_of(const char *path)
     return n > 0 && n < 6 && !digits[n] ? atoi(digits) : -1;
 }
 
+/* Of whoever started the job, or root: after a restart somebody else may have taken the name of the folder. */
+static bool is_ours(int fd)
+{
+    struct stat found;
+
+    return fstat(fd, &found) == 0 && S_ISREG(found.st_mode) &&
+           (found.st_uid == 0 || found.st_uid == geteuid() || found.st_uid == getuid());
+}
+
 static bool may_open(int minor)
 {
     char text[LIST_ROOM];
@@ -55,10 +65,10 @@ static bool may_open(int minor)
     int kept = errno;
     if (!list[0])
         begin(); /* a process that was forked, and told since */
-    int fd = list[0] ? (int)syscall(SYS_openat, AT_FDCWD, list, O_RDONLY | O_CLOEXEC | O_NOCTTY, 0) : -1;
+    int fd = list[0] ? (int)syscall(SYS_openat, AT_FDCWD, list, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK, 0) : -1;
 
     if (fd >= 0) {
-        n = read(fd, text, sizeof text - 1);
+        n = is_ours(fd) ? read(fd, text, sizeof text - 1) : -1;
         close(fd);
     }
     errno = kept;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,7 @@ from limosa.parking.answers import Memory
 from limosa.parking.mover import Mover
 from limosa.parking.packets import Count, Word
 from limosa.parking.residents import Residents
+from limosa.parking.side_by_side import SECONDS, within
 from limosa.parking.vault import Vault
 from limosa.process import belief
 
@@ -119,14 +121,24 @@ def forget_finished() -> None:
 
 
 def _forget(meant: Callable[[int, str, str], bool]) -> None:
-    for mover in Mover.all():
-        with contextlib.suppress(LimosaError), mover:
-            for key in _keys(mover.uid, mover.held(), meant):
-                mover.unput(key)
-    for vault in Vault.all():
-        with contextlib.suppress(LimosaError), vault:
-            for key in _keys(vault.uid, vault.held(), meant):
-                vault.drop(key)
+    """Has everybody let go of what is meant; other users' residents for as long as they answer at once."""
+
+    def of_one(one: Mover | Vault) -> None:
+        with contextlib.suppress(LimosaError), one:
+            for key in _keys(one.uid, one.held(), meant):
+                if isinstance(one, Mover):
+                    one.unput(key)
+                else:
+                    one.drop(key)
+
+    for everybodys in (Mover.all, Vault.all):
+        theirs = []
+        for one in everybodys():
+            if one.uid == os.geteuid():
+                of_one(one)
+            else:
+                theirs.append(functools.partial(of_one, one))
+        within(SECONDS, theirs)
 
 
 def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]) -> list[str]:

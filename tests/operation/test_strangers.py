@@ -1,0 +1,385 @@
+"""The table of docs/security.md, row by row, with every hostile form: two real users, and root.
+
+eve writes what she wants into her folder. Then root and ada list jobs, look for records, claim, recover and remove:
+none of it fails or takes long, and nothing of root's has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from driver_double import DriverDouble
+from support import as_user, meanwhile
+
+from limosa import operation
+from limosa.operation import claims, jobs, recover_users
+from limosa.operation.journal import Header
+from limosa.operation.parked import left_closed
+from limosa.parking.mover import Mover
+from limosa.parking.resident import socket_name
+from limosa.parking.vault import Vault
+from limosa.process import belief, device_nodes, places
+from limosa.process.belief import MOST_BYTES
+from limosa.process.identity import Identity
+from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
+
+pytestmark = pytest.mark.root
+ADA, EVE = 61001, 61002
+PAGE = Path(__file__).parents[2] / "docs/security.md"
+SECONDS = 2.0
+"""By which a round of root's or of ada's may take longer than without eve, however busy the machine is."""
+
+
+class Eve:
+    """Her processes and her folder."""
+
+    def __init__(self, base: Path, pid: int):
+        self.base, self.folder = base, base / "run" / "users" / f"limosa-{EVE}"
+        self.process = Identity.of(pid)
+        self.secret = base / "run" / "0" / "secret"
+
+    def file(self, kind: str) -> tuple[str, bytes]:
+        """A good file of that kind: what it is called, and what it says."""
+        root = self.process
+        record = f"{root.pid}-{root.start_time}.json"
+        header = Header(id="move-1-e", operation="move", roots=[root], controller=Identity(1, 999), boot="another")
+        good: dict[str, tuple[str, Any]] = {
+            "jobs": (record, RunRecord(root=root, name="eves", command=["x"], log=str(self.secret), cwd="/")),
+            "suspended": (record, SuspendRecord(root=root, members=[root, Identity.of(1)], bytes={"GPU": 1 << 49})),
+            "ended": (record, EndedRecord(root=root, image=str(self.base))),
+            "claims": (
+                "move-1-e.json",
+                claims.Claim(id="move-1-e", operation="move", holder=root, pids=[root], gpus={"GPU": 5}, paths=["/x"]),
+            ),
+            "journals": ("move-1-e.jsonl", {"header": header}),
+            "sees": ("0123456789abcdef", 7),
+            "logs": ("move-1-e.log", "log"),
+            "vault": (socket_name("vault"), "no socket"),
+            "mover": (socket_name("mover"), "no socket"),
+        }
+        name, what = good[kind]
+        return name, msgspec.json.encode(what)
+
+
+@pytest.fixture
+def base(monkeypatch: pytest.MonkeyPatch, double: DriverDouble) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="test-strangers-"))
+    path.chmod(0o755)
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(path / "run"))
+    monkeypatch.setattr(recover_users, "SECONDS", 1.0)
+    for module in (jobs, left_closed):  # a look at the maps of all processes here is no part of this
+        monkeypatch.setattr(module, "candidates", list)
+    for kind in KINDS:
+        places.own_folder(kind)
+        as_user(ADA, lambda kind=kind: places.own_folder(kind))  # type: ignore[misc]
+        as_user(EVE, lambda kind=kind: places.own_folder(kind))  # type: ignore[misc]
+    for name in ("secret", "claims/move-1-e.json", "suspended/1-1.json"):
+        (path / "run" / "0" / name).write_bytes(b"root's own")
+        (path / "run" / "0" / name).chmod(0o600)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def eve(base: Path) -> Iterator[Eve]:
+    with subprocess.Popen(["sleep", "300"], user=EVE, group=EVE, extra_groups=[]) as process:
+        yield Eve(base, process.pid)
+        process.kill()
+
+
+def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
+    """All that is root's there, but for what root's own rounds write."""
+    found = {}
+    for path in sorted((base / "run" / "0").rglob("*")):
+        info = path.lstat()
+        if path.suffix != ".lock" and not path.is_dir():
+            found[str(path)] = (info.st_mode, info.st_uid, info.st_size, path.read_bytes())
+    return found
+
+
+# -- what stands in the table ------------------------------------------------------------------------------------
+
+KINDS = ("jobs", "suspended", "ended", "claims", "journals", "sees", "logs", "vault", "mover")
+ROWS = {  # the first column → what of it is attacked here, or which test does
+    "`/run/limosa/0`": ("tests/process/test_places.py", "test_roots_folder_is_closed"),
+    "`/tmp/limosa-UID`, `/tmp/limosa-UID.RANDOM`": ("tests/process/test_places.py", "test_a_user_whose_name_is_taken"),
+    "`jobs/PID-START.json`": ("jobs",),
+    "`suspended/PID-START.json`": ("suspended",),
+    "`ended/PID-START.json`": ("ended",),
+    "`claims/ID.json`": ("claims",),
+    "`journals/ID.jsonl` (0600)": ("journals",),
+    "`sees/NAME`": ("sees",),
+    "`logs/ID.log` (0600)": ("logs",),
+    "`vault/socket-*`, `mover/socket-*` (0600)": ("vault", "mover"),
+    "`claims.lock`, `jobs.lock`, `vault/*.lock`, `mover/*.lock` (0600)": (
+        "tests/operation/test_claims_race.py",
+        "test_nobody_waits_for_a_lock",
+    ),
+}
+
+
+def test_every_row_of_the_table_is_gone_through() -> None:
+    table = PAGE.read_text().partition("| what | who writes it |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.M)
+    assert rows == list(ROWS)
+    attacked = [kind for row in ROWS.values() if len(row) == 1 or row[0] == "vault" for kind in row]
+    assert sorted(attacked) == sorted(KINDS)
+    for row in ROWS.values():
+        if row[0].startswith("tests/"):
+            assert row[1] in (PAGE.parents[1] / row[0]).read_text()
+
+
+# -- hostile forms -----------------------------------------------------------------------------------------------
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def _listen(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
+        made.bind(os.path.relpath(path))
+        made.listen()
+        if not os.fork():
+            time.sleep(10)
+            os._exit(0)
+
+
+def _huge(path: Path, good: bytes) -> None:
+    path.write_bytes(good)
+    os.truncate(path, 1 << 40)
+
+
+FORMS: dict[str, Callable[[Path, bytes, Eve], object]] = {
+    "link": lambda path, good, eve: path.symlink_to(eve.secret),
+    "link to itself": lambda path, good, eve: path.symlink_to(path),
+    "pipe": lambda path, good, eve: os.mkfifo(path),
+    "folder": lambda path, good, eve: path.mkdir(),
+    "socket": lambda path, good, eve: _listen(path),
+    "huge": lambda path, good, eve: _huge(path, good),
+    "larger than is read": lambda path, good, eve: _write(path, good + b" " * MOST_BYTES),
+    "empty": lambda path, good, eve: _write(path, b""),
+    "truncated": lambda path, good, eve: _write(path, good[: len(good) // 2]),
+    "not UTF-8": lambda path, good, eve: _write(path, good.replace(b"move", b"mo\xffe").replace(b"eves", b"\xff")),
+    "deep": lambda path, good, eve: _write(path, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "no JSON": lambda path, good, eve: _write(path, bytes(range(256)) * 40),
+    "another type": lambda path, good, eve: _write(path, b'{"root":[1],"id":{},"holder":"x","header":7}'),
+    "no year": lambda path, good, eve: _write(path, re.sub(rb'"since":[0-9.e+]+', b'"since":1e300', good)),
+    "no pid": lambda path, good, eve: _write(path, re.sub(rb'"pid":\d+', b'"pid":-1', good)),
+    "words for a terminal": lambda path, good, eve: _write(
+        path, good.replace(b'"move"', rb'"\u001b]0;x\u0007"').replace(b'"eves"', rb'"\u001b[2J"')
+    ),
+}
+
+
+def rounds(base: Path, *, root: bool) -> list[str]:
+    """What somebody does who has nothing to do with eve; what there was of hers in it."""
+    listed = operation.ps()
+    for record in (RunRecord, SuspendRecord, EndedRecord):
+        record.all()
+    mine = Identity.of(os.getpid())
+    claims.make(claims.Claim(id="move-2-a", operation="move", holder=mine, pids=[mine], paths=["/x"])).release()
+    claims.reserved("GPU", most=10)
+    device_nodes.seen(str(base / f"run/users/limosa-{EVE}/sees/0123456789abcdef"))
+    found = operation.recover()
+    assert root or not found
+    for one in (*Vault.all(), *Mover.all()):
+        with one:
+            pass
+    json.dumps([msgspec.to_builtins(one) for one in (*listed, *found)]).encode()
+    return [job.name for job in listed]
+
+
+def goes_on(base: Path, allowed: float = SECONDS, *, also_ada: bool = True) -> None:
+    """Root and ada do what they do, and nothing of root's changes."""
+    before = roots_things(base)
+    for who, call, most in (("root", root, allowed), ("ada", ada, SECONDS))[: 2 if also_ada else 1]:
+        begun = time.monotonic()
+        call(base)
+        took = time.monotonic() - begun
+        assert took < most + 3 * QUIET[who], f"{who}: {took:.1f} s, {QUIET[who]:.1f} s without eve"
+    assert roots_things(base) == before
+
+
+def root(base: Path) -> list[str]:
+    return rounds(base, root=True)
+
+
+def ada(base: Path) -> Any:
+    return as_user(ADA, lambda: rounds(base, root=False))
+
+
+QUIET: dict[str, float] = {}
+
+
+@pytest.fixture(autouse=True)
+def quiet(base: Path) -> None:
+    """How long a round takes before eve has written anything."""
+    for who, call in (("root", root), ("ada", ada)):
+        begun = time.monotonic()
+        call(base)
+        QUIET[who] = time.monotonic() - begun
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_user_writes_stops_nobody_else(base: Path, eve: Eve, kind: str) -> None:
+    name, good = eve.file(kind)
+    path = eve.folder / kind / name
+    for form, make in FORMS.items():
+
+        def put(make: Callable[[Path, bytes, Eve], object] = make) -> None:
+            os.chdir(path.parent)
+            make(path, good, eve)
+
+        as_user(EVE, put)
+        try:
+            waits = 1.0 if kind == "journals" else 0.0  # for her own limosa
+            goes_on(base, SECONDS + waits, also_ada=form in ("link", "pipe", "folder", "huge", "not UTF-8", "no year"))
+        except BaseException as error:
+            error.add_note(f"{kind}, {form}")
+            raise
+        as_user(EVE, lambda: path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True))
+
+
+@pytest.mark.parametrize("form", ["link", "pipe", "file", "everybody's"])
+def test_whatever_stands_for_a_users_folder_stops_nobody_else(base: Path, eve: Eve, form: str) -> None:
+    def put() -> None:
+        for kind in KINDS:
+            path = eve.folder / kind
+            shutil.rmtree(path)
+            if form == "link":
+                path.symlink_to(base / "run" / "0" / kind)
+            elif form == "pipe":
+                os.mkfifo(path)
+            elif form == "file":
+                path.write_text("")
+            else:
+                path.mkdir()
+                path.chmod(0o777)
+
+    as_user(EVE, put)
+    goes_on(base)
+
+
+def test_root_removes_nothing_of_its_own_for_a_user_who_exchanges_his_folders(base: Path, eve: Eve) -> None:
+    """While root forgets records and lets go of claims, her folders are links to root's at times."""
+
+    def exchange() -> None:
+        os.chdir(eve.folder)
+        for kind in ("suspended", "claims", "sees", "journals"):
+            os.symlink(base / "run" / "0" / kind, f"{kind}.link")
+        while True:
+            for kind in ("suspended", "claims", "sees", "journals"):
+                with contextlib.suppress(OSError):
+                    os.rename(kind, f"{kind}.real")
+                    os.rename(f"{kind}.link", kind)
+                    os.rename(kind, f"{kind}.link")
+                    os.rename(f"{kind}.real", kind)
+
+    with meanwhile(EVE, exchange):
+        before = roots_things(base)
+        end = time.monotonic() + 2
+        n = 0
+        while time.monotonic() < end:
+            for folder in ("suspended", "claims"):
+                with places.folders(folder, EVE):
+                    pass
+            with contextlib.suppress(OSError):
+                device_nodes.show(str(eve.folder / "sees" / "0123456789abcdef"), [n % 7])
+            belief.remove("suspended", "1-1.json", EVE)
+            belief.remove("claims", "move-1-e.json", EVE)
+            belief.read("claims")
+            n += 1
+        assert n > 10
+        assert roots_things(base) == before
+
+
+def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, eve: Eve) -> None:
+    name, good = eve.file("jobs")
+
+    def exchange() -> None:
+        os.chdir(eve.folder / "jobs")
+        Path("good").write_bytes(good)
+        os.mkfifo("pipe")
+        os.symlink(eve.secret, "link")
+        while True:
+            for form in ("good", "pipe", "link"):
+                os.link(form, name, follow_symlinks=False)
+                os.unlink(name)
+
+    with meanwhile(EVE, exchange):
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            assert {r.name for r in RunRecord.all()} <= {"eves"}
+            found = RunRecord.of(eve.process)
+            assert found is None or found.name == "eves"
+
+
+def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_not_emptied(
+    base: Path, eve: Eve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a hard link is, where the kernel lets users make them."""
+    name, good = eve.file("jobs")
+    eve.secret.write_bytes(good)
+    os.link(eve.secret, eve.folder / "jobs" / name)
+    assert RunRecord.all() == []
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", broken)
+        RunRecord(root=eve.process, name="", command=[]).forget()
+    assert eve.secret.read_bytes() == good
+
+
+def test_a_user_who_never_answers_for_his_vault_and_mover_holds_up_nobody(base: Path, eve: Eve) -> None:
+    def silent() -> None:
+        for kind in ("vault", "mover"):
+            for n in range(20):
+                os.chdir(eve.folder / kind)
+                _listen(Path(socket_name(kind) if not n else f"{socket_name('mover')}.{n}.holds"))
+
+    as_user(EVE, silent)
+    goes_on(base, 6 * SECONDS)  # root asks for vaults and for movers, when it recovers and when it lists
+
+
+def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limosa: Callable[..., Any]) -> None:
+    """All forms at once, and journals in thousands."""
+
+    def put() -> None:
+        for kind in ("jobs", "suspended", "ended", "claims", "journals"):
+            name, good = eve.file(kind)
+            os.chdir(eve.folder / kind)
+            for n, (form, make) in enumerate(FORMS.items()):
+                if form != "socket":
+                    make(Path(f"{n}-{name}"), good, eve)
+            for n in range(1_500):
+                Path(f"{n}-{n}{Path(name).suffix}").write_bytes(good)
+
+    as_user(EVE, put)
+    image = base / "image"
+    image.mkdir(mode=0o700)
+    runtime = str(base / "run")
+    env = {"LIMOSA_RUNTIME_DIR": runtime}
+    before = roots_things(base)
+    limosa("ps", "-o", "json", env=env, rc=0)
+    limosa("run", "-d", "--log", base / "log", "--", "sleep", "1", env=env, rc=0)
+    limosa("recover", "-o", "json", env=env, rc=0)
+    said = limosa("rm", "a/" * 60_000, env=env)
+    assert said.rc == 2, said.stderr
+    kept = {k: v for k, v in roots_things(base).items() if "/jobs/" not in k}
+    assert kept == before
