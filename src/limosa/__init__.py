@@ -59,6 +59,7 @@ _WHERE = {
             "DriverTooOld",
             "FailedUndone",
             "GpuUnavailable",
+            "HeldByImport",
             "IllegalState",
             "InvalidArgument",
             "InvalidMap",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from limosa.errors import DriverTooOld as DriverTooOld
     from limosa.errors import FailedUndone as FailedUndone
     from limosa.errors import GpuUnavailable as GpuUnavailable
+    from limosa.errors import HeldByImport as HeldByImport
     from limosa.errors import IllegalState as IllegalState
     from limosa.errors import InvalidArgument as InvalidArgument
     from limosa.errors import InvalidMap as InvalidMap

@@ -339,6 +339,12 @@ class NotSupported(DriverError):
     id, exit_code = "not-supported", 13
 
 
+class HeldByImport(NotSupported):
+    """The process has memory that another one made (a parked move): the driver could save it and never restore it."""
+
+    id = "imported-memory"
+
+
 class NoCudaState(DriverError):
     """The process holds no CUDA state (the driver answers NOT_INITIALIZED)."""
 

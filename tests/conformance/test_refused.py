@@ -53,6 +53,20 @@ def test_managed_memory_further_checkpoints_fail_in_another_way(managed: Job, co
     assert [controller.checkpoint(managed.pid) for _ in range(3)] == ["NOT_SUPPORTED", "UNKNOWN", "UNKNOWN"]
 
 
+def test_managed_memory_freed_after_a_checkpoint_that_failed_is_too_late(managed: Job, controller: Controller) -> None:
+    """The driver remembers: no later checkpoint of that process succeeds, whatever it holds by then."""
+    controller.lock(managed.pid)
+    controller.checkpoint(managed.pid)
+    controller.unlock(managed.pid)
+    managed.do("cuMemFree", managed.memory)
+    for _ in range(2):
+        assert controller.lock(managed.pid) == "SUCCESS"
+        assert controller.checkpoint(managed.pid) == "UNKNOWN"
+        assert controller.state(managed.pid) == "LOCKED"
+        assert controller.unlock(managed.pid) == "SUCCESS"
+    assert managed.says("cuCtxSynchronize") == "SUCCESS"
+
+
 def test_managed_memory_once_freed_is_no_obstacle(managed: Job, controller: Controller) -> None:
     managed.do("cuMemFree", managed.memory)
     controller.cycle(managed.pid)
@@ -173,6 +187,15 @@ def test_vmm_memory_that_another_process_has_imported(side: str, start: Start, c
     assert controller.restore(pid) == ("SUCCESS" if side == "exporter" else "NOT_SUPPORTED")
 
 
+@pytest.mark.hazard
+def test_vmm_memory_of_its_own_that_was_let_go_of_and_imported_again(job: Job, controller: Controller) -> None:
+    handle, fd = exported(job)
+    job.do("cuMemRelease", handle)
+    job.do("cuMemImportFromShareableHandle", fd, POSIX)
+    controller.suspend(job.pid)
+    assert controller.restore(job.pid) == "NOT_SUPPORTED"
+
+
 def test_vmm_memory_imported_and_released_again(start: Start, controller: Controller) -> None:
     exporter, importer = start().start_up(), start().start_up()
     _, fd = exported(exporter)
@@ -198,6 +221,10 @@ def test_no_room_for_the_copy_in_host_memory(job: Job, controller: Controller) -
     assert controller.checkpoint(job.pid) == "OUT_OF_MEMORY"
     resource.prlimit(job.pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert controller.state(job.pid) == "LOCKED"
+    assert controller.unlock(job.pid) == "SUCCESS"
+    assert job.read(memory, 64) == b"\7" * 64
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "UNKNOWN", "it is not tried again"
     assert controller.unlock(job.pid) == "SUCCESS"
     assert job.read(memory, 64) == b"\7" * 64
 

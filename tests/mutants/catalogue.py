@@ -590,7 +590,7 @@ CLOSED = (
         "        while (atomic_load_explicit(&reader->inside, memory_order_acquire)) {\n",
         "        while (0) {\n",
         "memory is taken away from under a call",
-        GATE,
+        ("tests/shim/test_shim_gate.py::test_threads_that_allocate_launch_wait_and_exit_all_the_time",),
     ),
     Mutant(
         "gate-opens-itself",
@@ -607,7 +607,7 @@ CLOSED = (
         "    } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));\n",
         "    } while (0);\n",
         "a thread slips through between being woken and being counted",
-        GATE,
+        ("tests/shim/test_shim_gate.py::test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once",),
     ),
     Mutant(
         "closed-in-children",
@@ -615,7 +615,7 @@ CLOSED = (
         "    atomic_store(&gate_closed, 0);\n    if (!gate_fence)",
         "    if (!gate_fence)",
         "a child forked while its parent was held stands still for ever",
-        GATE,
+        ("tests/shim/test_shim_gate.py::test_a_child_that_was_forked",),
     ),
     Mutant(
         "device-not-waited-for",
@@ -623,7 +623,7 @@ CLOSED = (
         "    CUresult result = device_done(milliseconds > spent ? milliseconds - spent : 1);\n",
         "    CUresult result = CUDA_SUCCESS;\n",
         "memory is taken away from under a kernel",
-        GATE,
+        ("tests/shim/test_shim_gate.py::test_a_kernel_that_spins_keeps_it_open",),
     ),
     Mutant(
         "opened-with-nothing-there",
@@ -631,7 +631,7 @@ CLOSED = (
         "    if (state == STATE_AWAY)\n        return -EBUSY;",
         "    if (0)\n        return -EBUSY;",
         "the job meets addresses with nothing behind them",
-        GATE,
+        ("tests/shim/test_shim_parking.py",),
     ),
     Mutant(
         "came-once-and-not-again",

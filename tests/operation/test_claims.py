@@ -16,6 +16,7 @@ from limosa import operation
 from limosa.errors import Busy, NoRoomOnGpu
 from limosa.operation import claims
 from limosa.operation.claims import Claim
+from limosa.operation.journal import Header, Journal
 from limosa.process.identity import Identity
 
 ME = Identity.of(os.getpid())
@@ -106,6 +107,19 @@ def test_a_user_speaks_for_no_process_but_his_own(own_runtime: Path, theirs: Ide
     assert claims.make(mine("mine", ME)).id == "mine"
     with pytest.raises(Busy):
         claims.make(mine("both", theirs))
+
+
+def test_what_a_dead_operation_left_in_the_middle_is_nobodys_before_it_is_recovered(own_runtime: Path) -> None:
+    gone = Identity(1, 999)  # never alive: process 1 has another start time
+    left = Journal.create(Header(id="dead", operation="move", roots=[ME], controller=gone))
+    left.close()
+    Claim(id="dead", operation="move", holder=gone, pids=[ME]).save()
+    for _ in range(2):  # also the second time: the claim has not been removed
+        with pytest.raises(Busy, match="died") as caught:
+            claims.make(mine("mine", ME))
+        assert caught.value.hint == "limosa recover"
+    left.finish()
+    assert claims.make(mine("mine", ME)).id == "mine"
 
 
 def test_a_users_large_file_takes_no_memory(own_runtime: Path) -> None:

@@ -546,3 +546,15 @@ def test_cleaners_of_tmp_leave_the_folder_of_a_user_with_a_vault_alone(place: Pa
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(fd)
+
+
+def test_a_set_that_is_not_all_there_does_not_take_the_place_of_the_whole_one() -> None:
+    """Who sends it had no descriptor left for the rest, say; what is held so far may be the last copy."""
+    vault, before = vault_main.Vault(), open_here()
+    assert vault.answer(vault_main.Put(KEY, 2), Given([os.dup(0), os.dup(0)])) == ({"n": 2}, [])
+    with Given([os.dup(0)]) as fewer:
+        said, _ = vault.answer(vault_main.Put(KEY, 3), fewer)
+    assert said == {"error": "1 descriptors came of 3"}
+    assert vault.answer(vault_main.Get(KEY), Given())[0]["n"] == 2
+    vault.let_go(KEY)
+    assert open_here() == before

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from limosa.errors import InvalidArgument, InvalidMap, NoSuchProcess, NotAProcess
+from limosa.errors import HeldByImport, InvalidArgument, InvalidMap, NoSuchProcess, NotAProcess
 from limosa.gpu.names import normal_uuid, uuid_bytes
+
+IMPORT_SIGN = b"/memfd:limosa-imported (deleted)"
+"""A mapping that the library of ``limosa run`` has while such memory is there (``native/shim/bulk.h``)."""
 
 
 def check_process(pid: int) -> int:
@@ -27,6 +30,30 @@ def check_process(pid: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         pass
     raise NoSuchProcess(pid=pid)
+
+
+def check_imports(pid: int) -> None:
+    """Do nothing unless a process has memory that the driver could save and not restore; its library says so.
+
+    A process that says so falsely keeps nobody but itself from being checkpointed here.
+
+    Raises:
+        HeldByImport: it has.
+    """
+    try:
+        with open(f"/proc/{pid}/maps", "rb") as file:
+            if not any(line.rstrip().endswith(IMPORT_SIGN) for line in file):
+                return
+    except OSError:
+        return  # the driver says what it is
+    raise HeldByImport(
+        call="cuCheckpointProcessCheckpoint",
+        pid=pid,
+        code=801,
+        result="CUDA_ERROR_NOT_SUPPORTED",
+        meaning="its memory was made by another process (it has been moved): the driver could not restore it",
+        hint=f"limosa suspend {pid}, limosa checkpoint {pid}: they put that memory aside first",
+    )
 
 
 def check_pid(pid: int) -> int:

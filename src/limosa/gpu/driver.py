@@ -14,8 +14,8 @@ from typing import Any
 
 from limosa.errors import DriverError, SymbolMissing
 from limosa.gpu.binding import arguments, find, words
-from limosa.gpu.checks import check_pairs, check_pid, check_process, check_timeout
-from limosa.gpu.meanings import INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, SUCCESS, driver_error
+from limosa.gpu.checks import check_imports, check_pairs, check_pid, check_process, check_timeout
+from limosa.gpu.meanings import INVALID_VALUE, NOT_READY, OPERATING_SYSTEM, SUCCESS, UNKNOWN, driver_error
 from limosa.gpu.names import LockResult, State
 
 _GET_STATE = "cuCheckpointProcessGetState"
@@ -89,10 +89,12 @@ def checkpoint(pid: int) -> None:
     ``cuCheckpointProcessCheckpoint``. The memory then counts as the process's own host memory.
 
     Raises:
+        HeldByImport: it would be its end; nothing was tried, and it is locked as before.
         NotSupported: it uses something that cannot be checkpointed; it stays locked.
         IllegalState: it is not locked.
         As :func:`state`.
     """
+    check_imports(pid)
     _call("cuCheckpointProcessCheckpoint", pid)
 
 
@@ -168,6 +170,8 @@ def _hint(call: str, code: int) -> str:
             "the map must name every GPU whose device node the process can open, each once on either side; "
             "the process is still checkpointed and a restore with a right map brings it back"
         )
+    if call == "cuCheckpointProcessCheckpoint" and code == UNKNOWN:
+        return "after one checkpoint that has failed the driver checkpoints a process no more; unlocked, it runs on"
     if code == OPERATING_SYSTEM:
         return "is the process yours, and is it still there?"
     return ""

@@ -221,6 +221,8 @@ def look(
             going, against, known, prepared.small = parkable.look(
                 operation, prepared.members, software=prepared.inventory.software
             )
+            if operation == "resume" or release == aside.MEMORY_ONLY:  # the driver checkpoints nothing then
+                against = [r for r in against if r.id != "given-up"]
             prepared.parked = sum(going.values())
             calm = [pid for pid, size in going.items() if size]
             reasons += against

@@ -87,6 +87,8 @@ class Shim:
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
+        refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end: the driver
+            checkpoints it no more.
 
     Raises:
         NoSuchProcess: it has ended.
@@ -100,7 +102,7 @@ class Shim:
         patience: float | None = None,
         whole: float | None = None,
     ):
-        self.identity, self._number, self._lost = identity, 0, False
+        self.identity, self._number, self._lost, self.refused = identity, 0, False, False
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
         if whole is not None:
@@ -294,7 +296,9 @@ class Shim:
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return what is left to the driver now: kind → pieces, bytes (``native/shim/memory.h`` has the kinds)."""
-        return self._understood(Verb.COUNTS, answers.counts, self._one(Verb.COUNTS)[1])
+        said, data = self._one(Verb.COUNTS)
+        self.refused = said.b != 0
+        return self._understood(Verb.COUNTS, answers.counts, data)
 
     def called(self) -> list[Called]:
         """Return every function of the driver that was called or asked for, by name."""

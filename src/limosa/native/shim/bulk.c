@@ -7,6 +7,7 @@
 #include "shim.h"
 
 #include <errno.h>
+#include <link.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -15,6 +16,7 @@
 
 #define HUGE ((size_t)2 << 20)
 #define SMALLEST ((size_t)32 << 20)
+#define LEAST ((size_t)1 << 20) /* of a checkpoint: a context alone is some hundred MiB */
 #define THREADS 8
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
@@ -25,8 +27,19 @@ static char *ready; /* populated, not given away yet; this and the next two unde
 static size_t ready_bytes;
 static bool closed; /* the gate is: only the driver asks for memory of that kind */
 static size_t asked;
-static _Atomic bool armed; /* ready or closed */
+static _Atomic bool guarded;
+static void *sign; /* that it is, for others to see */
+static _Atomic size_t refused;
+static struct {
+    uintptr_t start, end;
+} libcuda; /* its code: noted at the first guard, since the loader's lock is nothing to wait for in mmap */
+static _Atomic bool armed; /* ready, closed or guarded */
 static bool switched_off;
+
+static void arm(void)
+{
+    atomic_store(&armed, closed || ready || atomic_load(&guarded));
+}
 
 static void *system_mmap(void *address, size_t bytes, int protection, int flags, int fd, long offset)
 {
@@ -115,7 +128,7 @@ static char *take(size_t *bytes)
     *bytes = ready_bytes;
     ready = NULL;
     ready_bytes = 0;
-    atomic_store(&armed, closed);
+    arm();
     pthread_mutex_unlock(&one);
     return mine;
 }
@@ -139,7 +152,7 @@ int bulk_prepare(size_t bytes)
     pthread_mutex_lock(&one);
     ready = mine;
     ready_bytes = had;
-    atomic_store(&armed, closed || ready);
+    arm();
     pthread_mutex_unlock(&one);
     return bytes && !mine ? -ENOMEM : 0;
 }
@@ -148,8 +161,72 @@ void bulk_gate(bool now_closed)
 {
     pthread_mutex_lock(&one);
     closed = now_closed && !switched_off;
-    atomic_store(&armed, closed || ready);
+    arm();
     pthread_mutex_unlock(&one);
+}
+
+static int note_code(struct dl_phdr_info *info, size_t size, void *address)
+{
+    (void)size;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = &info->dlpi_phdr[i];
+        uintptr_t start = info->dlpi_addr + part->p_vaddr;
+        if (part->p_type == PT_LOAD && part->p_flags & PF_X && (uintptr_t)address >= start
+            && (uintptr_t)address < start + part->p_memsz) {
+            libcuda.start = start;
+            libcuda.end = start + part->p_memsz;
+            return 1;
+        }
+    }
+    return 0;
+}
+
+void bulk_find_driver(void *address)
+{
+    dl_iterate_phdr(note_code, address);
+}
+
+static void *raise_sign(void)
+{
+    int fd = (int)syscall(SYS_memfd_create, BULK_SIGN, 1 /* MFD_CLOEXEC */);
+    void *at = MAP_FAILED;
+
+    if (fd >= 0 && !ftruncate(fd, 4096))
+        at = system_mmap(NULL, 4096, PROT_READ, MAP_SHARED, fd, 0);
+    if (fd >= 0)
+        close(fd);
+    if (at == MAP_FAILED)
+        return NULL;
+    madvise(at, 4096, MADV_DONTFORK);
+    return at;
+}
+
+void bulk_guard(bool needed)
+{
+    if (atomic_load(&guarded) == needed)
+        return;
+    int before = errno;
+    pthread_mutex_lock(&one);
+    atomic_store(&guarded, needed);
+    if (needed && !sign)
+        sign = raise_sign();
+    if (!needed && sign) {
+        munmap(sign, 4096);
+        sign = NULL;
+    }
+    arm();
+    pthread_mutex_unlock(&one);
+    errno = before;
+}
+
+bool bulk_guarded(void)
+{
+    return atomic_load_explicit(&guarded, memory_order_relaxed);
+}
+
+size_t bulk_refused(void)
+{
+    return atomic_load(&refused);
 }
 
 void bulk_switch_off(void)
@@ -163,6 +240,9 @@ void bulk_in_child(void)
     ready = NULL; /* it was not inherited */
     ready_bytes = 0;
     closed = false;
+    atomic_store(&guarded, false);
+    sign = NULL; /* nor was this */
+    atomic_store(&refused, 0);
     atomic_store(&armed, false);
 }
 
@@ -178,17 +258,23 @@ size_t bulk_ready(void)
 
 /* While the gate is open the application may ask for memory of that kind, too: it gets the same from the kernel, and
  * what was prepared is kept for the driver, who asks for about as much as there is. */
-static void *answer(void *address, size_t bytes, int protection, int flags, int fd, long offset)
+static void *answer(uintptr_t from, void *address, size_t bytes, int protection, int flags, int fd, long offset)
 {
     char *mine = NULL;
     size_t had = 0;
 
     /* Any other flag (locked, low, growing, huge pages) asks for something that what is ready is not. */
-    if (address || bytes < SMALLEST || protection != (PROT_READ | PROT_WRITE)
+    if (address || bytes < LEAST || protection != (PROT_READ | PROT_WRITE)
         || (flags & ~MAP_NORESERVE) != (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE))
         return system_mmap(address, bytes, protection, flags, fd, offset);
+    /* Of this kind libcuda asks for nothing but a checkpoint's (measured). */
+    if (atomic_load(&guarded) && from >= libcuda.start && from < libcuda.end) {
+        atomic_fetch_add(&refused, 1);
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
     pthread_mutex_lock(&one);
-    bool drivers = closed || bytes >= ready_bytes / 2;
+    bool drivers = bytes >= SMALLEST && (closed || (ready && bytes >= ready_bytes / 2));
     pthread_mutex_unlock(&one);
     if (!drivers)
         return system_mmap(address, bytes, protection, flags, fd, offset);
@@ -207,14 +293,18 @@ static void *answer(void *address, size_t bytes, int protection, int flags, int 
     return mine;
 }
 
+#define FROM ((uintptr_t)__builtin_return_address(0))
+
 EXPORT void *mmap(void *address, size_t bytes, int protection, int flags, int fd, off_t offset)
 {
     if (UNLIKELY(atomic_load_explicit(&armed, memory_order_relaxed)))
-        return answer(address, bytes, protection, flags, fd, offset);
+        return answer(FROM, address, bytes, protection, flags, fd, offset);
     return system_mmap(address, bytes, protection, flags, fd, offset);
 }
 
 EXPORT void *mmap64(void *address, size_t bytes, int protection, int flags, int fd, off64_t offset)
 {
-    return mmap(address, bytes, protection, flags, fd, offset);
+    if (UNLIKELY(atomic_load_explicit(&armed, memory_order_relaxed)))
+        return answer(FROM, address, bytes, protection, flags, fd, offset);
+    return system_mmap(address, bytes, protection, flags, fd, offset);
 }

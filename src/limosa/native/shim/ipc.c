@@ -1,6 +1,7 @@
 /* Legacy handles (cuIpcGetMemHandle) of memory that is looked after: the driver has none for it, so ours name the
  * process and the memory. Whoever opens one asks that process's shim for a descriptor, and from then on both have the
  * same memory under one number (`share`): it is put away in all of them, and comes back as one. */
+#include "bulk.h"
 #include "fds.h"
 #include "late.h"
 #include "memory.h"
@@ -226,6 +227,7 @@ static CUresult import(CUdeviceptr *pointer, const struct said *said, int fd)
     if (real(cuCtxGetCurrent)(&mapping->context) || real(cuCtxGetDevice)(&device))
         goto no_import;
     result = CUDA_ERROR_INVALID_VALUE;
+    bulk_guard(true);
     if (real(cuMemImportFromShareableHandle)(&driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD))
         goto no_import;
     /* Which of our GPUs it is on: the driver knows. */
@@ -255,6 +257,9 @@ no_map:
 no_address:
     real(cuMemRelease)(driver);
 no_import:
+    pthread_mutex_lock(&memory_lock);
+    memory_guard();
+    pthread_mutex_unlock(&memory_lock);
     free(mapping);
 no_mapping:
     fds_close(fd);

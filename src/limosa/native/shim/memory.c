@@ -1,3 +1,4 @@
+#include "bulk.h"
 #include "fds.h"
 #include "late.h"
 #include "memory.h"
@@ -177,6 +178,21 @@ struct memory *memory_of(CUhandle given)
     return memories[place];
 }
 
+/* Made by another process, or let go of and taken back: the driver saves it and cannot restore it (measured). */
+static bool is_imported(const struct memory *memory)
+{
+    return memory->driver && (memory->kept >= 0 || memory->owner);
+}
+
+void memory_guard(void)
+{
+    bool needed = false;
+
+    for (size_t i = 0; i < n_memories && !needed; i++)
+        needed = is_imported(memories[i]);
+    bulk_guard(needed);
+}
+
 CUhandle memory_let_go(struct memory *memory)
 {
     CUhandle driver = memory->driver;
@@ -195,8 +211,14 @@ CUhandle memory_let_go(struct memory *memory)
 
 void memory_release(CUhandle driver)
 {
-    if (driver)
-        real(cuMemRelease)(driver);
+    if (!driver)
+        return;
+    real(cuMemRelease)(driver);
+    if (bulk_guarded()) { /* it may have been the last that is imported */
+        pthread_mutex_lock(&memory_lock);
+        memory_guard();
+        pthread_mutex_unlock(&memory_lock);
+    }
 }
 
 void memory_stays(struct memory *memory, enum left cause)

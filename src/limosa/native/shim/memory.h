@@ -95,6 +95,9 @@ CUhandle memory_given(const struct memory *memory);
 CUhandle memory_let_go(struct memory *memory); /* likewise, where neither handle nor mapping is left */
 void memory_release(CUhandle driver); /* what has come back so; without memory_lock */
 void memory_stays(struct memory *memory, enum left cause); /* somebody whom we do not know has it */
+/* With memory_lock held, after what is imported has come or gone: while there is any, checkpoints are refused (bulk.h).
+ * Before it comes: bulk_guard(true). */
+void memory_guard(void);
 CUresult memory_show(struct mapping *mapping); /* cuMemSetAccess as recorded */
 bool memory_show_to(struct mapping *mapping, int device); /* likewise, to one more, for a copy */
 /* With memory_lock held. Takes a mapping of ours away, letting go of the lock for the driver's part: places are others

@@ -1,3 +1,4 @@
+#include "bulk.h"
 #include "fds.h"
 #include "park.h"
 #include "shim.h"
@@ -102,6 +103,7 @@ CUresult park_unmap(void)
                 fds_close(memories[i]->kept);
             memories[i]->kept = -1;
         }
+    memory_guard();
     return CUDA_SUCCESS;
 }
 
@@ -157,6 +159,8 @@ CUresult park_map(struct memory *memory, int fd)
     if (fd >= 0)
         unmake(memory); /* it is to have this instead */
     CUhandle driver = memory->driver ? memory->driver : memory->made;
+    if (fd >= 0)
+        bulk_guard(true);
     CUresult result = put_back(memory, &driver, fd);
     park_trouble.device = memory->asked.location.id;
     if (!result)
@@ -171,6 +175,7 @@ CUresult park_map(struct memory *memory, int fd)
             real(cuMemRelease)(driver);
         if (fd >= 0)
             fds_close(fd);
+        memory_guard();
         return result;
     }
     if (!result && !memory->driver) {

@@ -20,7 +20,8 @@ enum verb {
     VERB_UNMAP,
     VERB_MAP, /* ids with descriptors → d: where it failed (1 import, 2 map, 3 access), device << 16 */
     VERB_STACK, /* a: bytes, 0: what it was before */
-    VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes) */
+    VERB_COUNTS, /* → what was left to the driver, as records (kind, calls, bytes); b: checkpoints that were refused, because
+                  * memory was there that the driver would never have brought back */
     VERB_BULK, /* a: bytes to have ready for the driver's own saving, 0: none → b: ready, c: asked for the last time */
     VERB_DEVICES, /* → the UUIDs of the process's GPUs by its own numbers, 16 bytes each, a of them; behind them those that it
                    * saw when it initialised the driver, b of them: of others it cannot import memory. a: those alone, for which

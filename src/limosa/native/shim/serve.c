@@ -373,6 +373,7 @@ EXPORT CUresult cuInit(unsigned flags)
                 around_forks(fds_before_fork, fds_after_fork, in_child);
             registered = true;
             pid = (int)getpid();
+            bulk_find_driver((void *)real(cuInit));
             tell_begin();
             begin();
         }

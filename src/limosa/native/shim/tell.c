@@ -1,4 +1,5 @@
 /* What the shim tells, and the descriptors that it hands out. */
+#include "bulk.h"
 #include "fds.h"
 #include "park.h"
 #include "serve.h"
@@ -268,6 +269,7 @@ bool tell_counts(int client, struct message *answer)
     struct counts now = {.calls = {0}};
 
     answer->a = LEFT_KINDS;
+    answer->b = bulk_refused();
     if (tables(answer)) {
         left_counts(&now);
         pthread_mutex_unlock(&memory_lock);

@@ -1,5 +1,6 @@
 /* The application's own virtual memory (PyTorch's expandable segments, XLA's): it goes on using its calls, and what it
  * makes can be put away, too. It holds numbers of ours for the driver's handles, because those change. */
+#include "bulk.h"
 #include "late.h"
 #include "memory.h"
 #include "shim.h"
@@ -298,11 +299,18 @@ static CUresult my_cuMemImportFromShareableHandle(CUhandle *handle, void *from, 
 
     if (!handle)
         return real(cuMemImportFromShareableHandle)(handle, from, type);
+    bulk_guard(true);
     CUresult result = real(cuMemImportFromShareableHandle)(&driver, from, type);
-    if (result)
-        return result;
-    real(cuMemGetAllocationPropertiesFromHandle)(&prop, driver);
-    return number(handle, driver, 0, &prop, true, LEFT_SHARED, -1);
+    if (!result) {
+        real(cuMemGetAllocationPropertiesFromHandle)(&prop, driver);
+        result = number(handle, driver, 0, &prop, true, LEFT_SHARED, -1);
+    }
+    if (result) {
+        pthread_mutex_lock(&memory_lock);
+        memory_guard();
+        pthread_mutex_unlock(&memory_lock);
+    }
+    return result;
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *from, int type)

@@ -40,7 +40,8 @@ static struct {
     CUresult lost; /* what every restore answers, after the checkpoint of a process that cannot come back */
     bool poisoned; /* a restore has failed in the middle */
     bool imported; /* what another process has shared by legacy IPC is open: what makes it lost */
-    bool refused;  /* a checkpoint was NOT_SUPPORTED: until the unlock the next ones are UNKNOWN */
+    bool refused;  /* a checkpoint has failed: the next ones are UNKNOWN, for good (measured) */
+    bool switched; /* it failed by a hazard or fault that was switched on: until the unlock, so that it can be over */
 } kept;
 
 static bool moving; /* a restore is under way: gpu_after answers by `after` */
@@ -207,7 +208,7 @@ static CUresult unlock_process(void)
     if (result != CUDA_SUCCESS)
         return result;
     node_pace(since, driver.node->rates.unlock_fixed, 0, 0);
-    kept.refused = false;
+    kept.switched = false;
     driver.state = CU_PROCESS_STATE_RUNNING; /* conclude() opens the gate */
     return CUDA_SUCCESS;
 }
@@ -249,10 +250,14 @@ static CUresult checkpoint_process(const struct request *request)
         return result;
     fault_hazard_wait("multicast-hangs", -1);
     streams_drain(-1);
-    if (kept.refused)
+    if (kept.refused || kept.switched)
         return CUDA_ERROR_UNKNOWN;
-    if (memory_has_managed() || fault_hazard("managed-not-supported")) {
+    if (memory_has_managed()) {
         kept.refused = true;
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (fault_hazard("managed-not-supported")) {
+        kept.switched = true;
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     if (memory_has_imported() && driver_branch() >= IPC_BRANCH) {
@@ -271,8 +276,10 @@ static CUresult checkpoint_process(const struct request *request)
         memory = request->faults & FAULT_NO_HOST_MEMORY
                      ? MAP_FAILED
                      : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-        if (memory == MAP_FAILED)
+        if (memory == MAP_FAILED) {
+            kept.refused = !(request->faults & FAULT_NO_HOST_MEMORY);
             return CUDA_ERROR_OUT_OF_MEMORY;
+        }
     }
     if (fault_hazard("killed-by-cgroup"))
         kill(getpid(), SIGKILL);

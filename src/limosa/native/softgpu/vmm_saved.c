@@ -15,18 +15,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A handle of memory that another process has made. */
+static struct memory *original(size_t place, bool before);
+
+/* A handle of memory that another process has made, or that this one has made and let go of (measured). */
 bool vmm_has_imported(void)
 {
-    struct node_state *node = driver.node;
     bool found = false;
 
     driver_lock();
-    for (size_t i = 0; i < vmm_n_memories; i++) {
-        const struct node_block *block = &node->blocks[vmm_memories[i]->block % NODE_MAX_BLOCKS];
-        bool ours = block->id == vmm_memories[i]->block && block->pid == getpid();
-        found = found || (vmm_memories[i]->imported && !ours);
-    }
+    for (size_t i = 0; i < vmm_n_memories; i++)
+        found = found || (vmm_memories[i]->imported && !original(i, false));
     driver_unlock();
     return found;
 }

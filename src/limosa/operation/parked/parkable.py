@@ -97,6 +97,7 @@ def look(
                 shims[member.pid] = shim
                 counts = shim.counts()
                 found += _left_to_others(member, counts, all_of[member.pid])
+                found += _given_up(member, refused=shim.refused)
                 if sum(counts[kind][1] for kind in ("pool", "managed", "failed", "foreign", "array")) < LARGE:
                     small.add(member.pid)
                 # What several processes have is there once.
@@ -159,6 +160,18 @@ def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
     return found
 
 
+def _given_up(member: Member, *, refused: bool) -> list[Reason]:
+    """A process whose checkpoint has failed once: the driver answers UNKNOWN to every later one (measured)."""
+    if not refused:
+        return []
+    text = (
+        f"another tool has tried to checkpoint process {member.pid} after it was moved: the driver could not have "
+        "brought it back, so the library let that fail; the job runs on, and the driver checkpoints it no more"
+    )
+    hint = "let it write its own checkpoint and start it again; limosa suspend --release=memory-only works"
+    return [Reason(id="given-up", text=text, exit_code=13, hint=hint, pid=member.pid)]
+
+
 def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], pieces: Sequence[Memory]) -> list[Reason]:
     """What the shim knows of memory of others, or for others, that the driver could not bring back."""
     found = []
@@ -168,5 +181,5 @@ def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], piece
     if any(m.owner < 0 for m in pieces):
         text = f"process {member.pid} has imported memory by a descriptor: the driver could not restore it"
         hint = "let it unmap and release that first"
-        found.append(Reason(id="imported-memory", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
+        found.append(Reason(id="imported-memory", text=text, exit_code=13, hint=hint, pid=member.pid))
     return found
