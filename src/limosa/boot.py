@@ -7,6 +7,7 @@ variables or from the user's own packages. ``limosa`` is the package that this f
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -15,6 +16,7 @@ from os import path
 
 def main() -> object:
     """Run ``main(arguments)`` of the module; what it returns is the exit code."""
+    gc.set_threshold(100_000, 20, 100)  # what is loaded stays
     folders, name, *arguments = sys.argv[1:]
     sys.path += [folder for folder in folders.split(":") if folder and folder not in sys.path]
     package = path.dirname(path.abspath(__file__))

@@ -82,6 +82,18 @@ def test_help_imports_no_verb_and_nothing_heavy(environment):
     assert not {module for module, _ in VERBS.values()} & loaded
 
 
+def test_a_verb_loads_what_it_needs(environment):
+    """Pydantic, by newer typers, and reading the package's own metadata were a third of what each verb began with."""
+    code = (
+        "from limosa.cli.main import entry\n"
+        "try:\n    entry(['checkpoint', '999999999', '--output', '/tmp/none', '-o', 'json'])\n"
+        "except SystemExit:\n    pass"
+    )
+    loaded = _imported(environment, code)
+    assert "limosa.operation.checkpoint" in loaded
+    assert not {"pydantic", "importlib.metadata", "email", "rich", "cuda", "psutil", "numpy"} & loaded
+
+
 def test_import_limosa_loads_none_of_it(environment):
     loaded = {m for m in _imported(environment, "import limosa") if m.startswith("limosa")}
     assert loaded == {"limosa"}

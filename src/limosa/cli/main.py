@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -129,4 +130,5 @@ def leave(code: int) -> NoReturn:
                 stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+    gc.freeze()  # the kernel takes it all back
     sys.exit(code)

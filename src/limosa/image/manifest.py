@@ -13,7 +13,6 @@ no path and no command line, so nothing is lost either way (``docs/image-format.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import re
@@ -23,6 +22,7 @@ from typing import Annotated, Any
 import blake3
 import msgspec
 
+from limosa import __version__
 from limosa.errors import DamagedImage
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK
 
@@ -61,13 +61,6 @@ Rfc3339 = Annotated[
     msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", max_length=40),
 ]
 Option = bool | int | float | str | list[str] | None
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("limosa")
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
 
 
 class ImageFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,7 +280,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Text
     job: JobRecord
     tree: Annotated[list[TreeProcess], msgspec.Meta(min_length=1, max_length=1_000_000)]
-    limosa: Text = _version()
+    limosa: Text = __version__
     python: Text = platform.python_version()
     machine: Text = ""
     driver: Text = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -73,30 +73,35 @@ def resolve(specs: Sequence[JobLike] = (), *, on_gpu: str | None = None, everyth
             raise UsageError(detail="the same job is named twice")
         return found
     wanted: set[int] = set()
+    asked: set[int] | None = None
     if on_gpu is not None:
         inventory = gpu.inventory()
         uuid = gpu.find_gpu(inventory, on_gpu).uuid
         wanted = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes if not is_own(p.pid)}
         wanted |= {m.pid for r in records.SuspendRecord.all() if uuid in r.bytes for m in r.members}
     else:
-        wanted = set(cuda_states())  # jobs on the CPU alone have nothing to move, and are no reason to fail
-    jobs = [j for j in map(_as_job, roots_of(wanted)) if j is not None]
+        wanted = asked = set(cuda_states())  # jobs on the CPU alone have nothing to move, and are no reason to fail
+    jobs = [j for j in map(_as_job, roots_of(wanted, asked)) if j is not None]
     if not jobs:
         raise NoSuchProcess(f"no job on GPU {on_gpu}" if on_gpu is not None else "no job here holds CUDA state", pid=0)
     return jobs
 
 
-def roots_of(pids: Iterable[int]) -> list[int]:
+def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[int]:
     """The topmost ancestors, among these and the roots of ``run`` jobs, of these processes.
 
     Limosa's own ancestors are no jobs: a notebook that uses CUDA and starts ``limosa`` on its children is not in the
     way of seeing them.
+
+    Args:
+        pids: the processes.
+        cuda: every process that holds CUDA state, where that was asked for just now.
     """
     own = {a.pid for a in ancestors()} | {os.getpid()}
     wanted = set(pids) - own
     runs = {r.root.pid for r in records.RunRecord.all()} - own
-    cuda = (set(cuda_states()) | wanted) - own
-    groups = group_by_topmost(cuda | runs, runs)
+    holders = (set(cuda_states() if cuda is None else cuda) | wanted) - own
+    groups = group_by_topmost(holders | runs, runs)
     return sorted(root for root, members in groups.items() if wanted & ({root} | set(members)))
 
 

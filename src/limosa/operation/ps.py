@@ -41,7 +41,7 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
         except GpuUnavailable:
             inventory = None
         found = []
-        for pid in roots_of(set(states) | runs):
+        for pid in roots_of(set(states) | runs, states):
             try:
                 found.append(_one(job(pid), states, inventory, driver, pid in runs))
             except NoSuchProcess:
