@@ -397,6 +397,16 @@ def test_a_terminal_of_the_jobs_own_is_none_of_somebody_else(job):
     assert refusals(observe(victim.identity)) == {}
 
 
+def test_a_terminal_that_was_hung_up_is_nobodys(job):
+    """What a job that was left behind by nohup has in place of the login's."""
+    master, slave = pty.openpty()
+    victim = job("", stdin=slave, stdout=slave)
+    os.close(slave)
+    assert set(refusals(observe(victim.identity))) == {"terminal"}
+    os.close(master)
+    assert refusals(observe(victim.identity)) == {}
+
+
 def test_a_terminal_of_the_job_that_somebody_outside_works_on(job):
     victim = job("import pty; m, s = pty.openpty(); open(folder + '/name', 'w').write(os.ttyname(s)); os.close(s)")
     slave = os.open((victim.folder / "name").read_text(), os.O_RDWR | os.O_NOCTTY)

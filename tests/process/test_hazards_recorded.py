@@ -213,8 +213,9 @@ def test_a_stopped_cuda_process_is_refused_and_a_cpu_one_comes_back_stopped():
     assert (on_cpu.id, on_cpu.exit_code) == ("comes-back-stopped", 0)
     beside = hazards.common_hazards(job(cuda(), process(101, state="T")))
     assert ids(beside) == {"stopped": 13}
-    traced = hazards.common_hazards(job(process(state="t", tracer_pid=9, tracer_name="gdb")))
+    traced = hazards.common_hazards(job(cuda(state="t", tracer_pid=9, tracer_name="gdb")))
     assert "debugger 9 (gdb)" in traced[0].text
+    assert everything(job(process(state="t", tracer_pid=9, tracer_name="gdb"))) == {"debugger": 13}
 
 
 def test_workers_with_inherited_device_files_need_the_plugin():

@@ -30,7 +30,7 @@ def common_hazards(obs: JobObservation) -> list[Reason]:
         if process.state == "T" and cpu_only:
             text = f"process {process.title} is stopped (state T), and so it comes back"
             found.append(Reason(id="comes-back-stopped", text=text, hint=f"kill -CONT {process.pid}", pid=process.pid))
-        elif process.state in "Tt":
+        elif process.state in "Tt" and not cpu_only:  # whoever traces one without CUDA is refused as a debugger
             traced = process.state == "t" and process.tracer_pid
             how = (
                 f"held by the debugger {process.tracer_pid} ({process.tracer_name})" if traced else "stopped (state T)"

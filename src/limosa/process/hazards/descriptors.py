@@ -27,7 +27,7 @@ def terminals(obs: JobObservation) -> list[tuple[ProcessObservation, FdObservati
     """Return the descriptors that are terminals of somebody outside.
 
     That is a pty whose master is not in the tree, also where the process has it as /dev/tty, and the console or virtual
-    terminal that it was started from. Another of these is opened anew.
+    terminal that it was started from. Another of these is opened anew; one that was hung up comes back hung up.
     """
     masters = {fd.tty_index for p in obs.processes for fd in p.fds if fd.kind == "pty" and fd.tty_index >= 0}
     return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(process, fd, masters)]
@@ -35,6 +35,8 @@ def terminals(obs: JobObservation) -> list[tuple[ProcessObservation, FdObservati
 
 def _is_terminal(process: ProcessObservation, fd: FdObservation, masters: set[int]) -> bool:
     number = fd.target.rpartition("/")[2]
+    if fd.deleted:
+        return False  # its master is closed: who left it behind (a login that ended) has no part in it any more
     if fd.kind == "tty":
         major, minor = (int(part) for part in (fd.device or "0:0").split(":"))
         own = os.major(process.tty_nr), os.minor(process.tty_nr)
