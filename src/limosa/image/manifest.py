@@ -22,9 +22,9 @@ from typing import Annotated, Any
 import blake3
 import msgspec
 
-from limosa import __version__
 from limosa.errors import DamagedImage
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK
+from limosa.version import VERSION
 
 SCHEMA, SCHEMA_CHUNKS = 1, 2
 """The schema numbers that this version writes and reads: the second where the image holds device memory as chunks.
@@ -280,7 +280,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     kernel: Text
     job: JobRecord
     tree: Annotated[list[TreeProcess], msgspec.Meta(min_length=1, max_length=1_000_000)]
-    limosa: Text = __version__
+    limosa: Text = VERSION
     python: Text = platform.python_version()
     machine: Text = ""
     driver: Text = ""
