@@ -165,7 +165,9 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
     with runtime.lock(_KIND):
         end = time.monotonic() + _PATIENCE
+        tries = 0
         while True:
+            tries, begun = tries + 1, time.monotonic()
             before = now = everybodys()
             _refuse(claim, before)
             claim.save()
@@ -179,7 +181,9 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
                 came = {(c.owner, c.id) for c in now} - {(c.owner, c.id) for c in before} - {(os.geteuid(), claim.id)}
                 if not came or not isinstance(error, LimosaError) or time.monotonic() > end:
                     raise
-            time.sleep(random.uniform(0.001, 0.02))  # noqa: S311 - who goes first
+            # Longer than a look takes, on a busy machine as well: else both look again while both have written.
+            looked = max(0.002, time.monotonic() - begun)
+            time.sleep(random.uniform(0, min(_PATIENCE / 3, looked * 2**tries)))  # noqa: S311 - who goes first
 
 
 def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
