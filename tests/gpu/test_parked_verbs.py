@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ import pytest
 from proofs import VICTIMS, Job, Prover, first_difference
 
 from limosa import operation
-from limosa.gpu import Inventory
+from limosa.errors import HeldByImport, Refused
+from limosa.gpu import Inventory, Process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(300, method="signal")]
 GB = 1 << 30
@@ -71,6 +73,40 @@ def test_its_memory_alone_is_suspended_and_resumed(prover: Prover) -> None:
         assert all(one["away"] == 0 for one in job.shims().values())
         prover.record["moves"] += 1
     prover.moves(job, 1, 2 * GB)
+    prover.twins_agree(job)
+
+
+# What NVIDIA's cuda-checkpoint does, by the driver's own calls, in a process of its own.
+FOREIGN = """
+import sys
+from cuda.bindings import driver as cu
+pid, names = int(sys.argv[1]), sys.argv[2:]
+cu.cuInit(0)
+print(*[getattr(cu, "cuCheckpointProcess" + name)(pid, None)[0].name.removeprefix("CUDA_") for name in names])
+"""
+
+
+def foreign(job: Job, *names: str) -> list[str]:
+    argv = [sys.executable, "-c", FOREIGN, str(job.pid), *names]
+    return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+
+
+def test_a_job_that_was_moved_outlives_another_tools_checkpoint(prover: Prover) -> None:
+    """Our own classes refuse before they try. The others' checkpoint fails; the driver checkpoints the job no more."""
+    job = prover.start(TRAINING)
+    prover.moves(job, 2, 2 * GB)  # it is on GPU 0 again
+    with pytest.raises(HeldByImport):
+        Process(job.pid).suspend()
+    assert Process(job.pid).is_running
+    said = foreign(job, "Lock", "Checkpoint", "Checkpoint", "Unlock")
+    assert said == ["SUCCESS", "ERROR_OUT_OF_MEMORY", "ERROR_UNKNOWN", "SUCCESS"]
+    job.goes_on(20)
+    with pytest.raises(Refused, match="another tool has tried"):
+        operation.move(job.pid, to="1", timeout=60)
+    (aside,) = operation.suspend(job.pid, release="memory-only", timeout=90)
+    assert aside.result is not None
+    operation.resume(job.pid, timeout=90)
+    job.goes_on(20)
     prover.twins_agree(job)
 
 
