@@ -555,7 +555,7 @@ WILL = (
         "        self.driver.set_will(self._will(), wait=False)\n",
         "",
         "limosa is killed, and the job stays locked until somebody calls recover",
-        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back[move-limosa]",),
+        ("tests/operation/test_driver_verbs.py",),
     ),
     Mutant(
         "will-beside-a-call-under-way",

@@ -126,6 +126,30 @@ def test_what_a_toggle_would_do_is_known_or_it_is_refused(gpu_like: GpuLike, dou
     monkeypatch.undo()
 
 
+def test_a_move_around_three_gpus_is_brought_back_to_the_first(gpu_like: GpuLike, double: DriverDouble) -> None:
+    """The way back is not the way on: only of an exchange of two the map is its own inverse."""
+    three = DriverDouble(gpus=3)
+    double.uuids, double.names = three.uuids, three.names
+    pid = gpu_like(on=0)
+    double.faults["unlock", 0] = failure("unlock", pid)
+    with pytest.raises(FailedUndone):
+        operation.move(pid, gpu_map="0=1,1=2,2=0")
+    assert double.states[pid] == "running"
+    assert double.where(pid) == [0]
+
+
+def test_while_it_works_the_worker_has_its_will(gpu_like: GpuLike, double: DriverDouble) -> None:
+    """Killed now, nobody needs to call recover: the worker does. Afterwards there is nothing to undo."""
+    pid, wills = gpu_like(on=0), []
+    double.after_checkpoint = lambda: wills.append(double.will)
+    operation.move(pid, to="1")
+    (will,) = wills
+    assert will is not None
+    assert "limosa.operation.orphan" in will
+    assert will[-1].startswith("move-")
+    assert double.will is None
+
+
 @pytest.mark.parametrize("call", ["lock", "checkpoint", "restore", "unlock"])
 def test_each_step_that_fails_is_undone(gpu_like: GpuLike, double: DriverDouble, call: str) -> None:
     pid = gpu_like(on=0)
