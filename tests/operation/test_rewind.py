@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -315,3 +318,97 @@ def test_half_a_tail_is_never_put_back(log: Path) -> None:
 def test_a_name_through_the_links_of_a_process_is_no_file_of_the_jobs(rest: str) -> None:
     """The kernel gives no file such a name; whether those links may be read is another question."""
     assert ids(OpenFile(path=f"/proc/1/{rest}", size=1, pid=4711, fd=5)) in ([CHANGED], [MISSING])
+
+
+# --- another user's folder --------------------------------------------------------------------------------------
+
+USER = 4242
+_EXCHANGES = """
+import os, sys
+folder, away, target = sys.argv[1:]
+os.setgroups([]); os.setresgid(4242, 4242, 4242); os.setresuid(4242, 4242, 4242)
+print("ready", flush=True)
+while True:
+    os.rename(folder, away)
+    os.symlink(target, folder)
+    os.unlink(folder)
+    os.rename(away, folder)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_root_makes_and_cuts_nothing_where_a_user_exchanges_his_folder_for_roots(tmp_path: Path) -> None:
+    """The folder is a link to root's half of the time; all that root writes is in the user's."""
+    tmp_path.chmod(0o755)
+    for parent in list(tmp_path.parents)[:-2]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    home, target = tmp_path / "home", tmp_path / "roots"
+    for folder in (home, home / "job", target):
+        folder.mkdir()
+        folder.chmod(0o755)
+    log, secret = home / "job" / "log", target / "log"
+    for path in (log, secret):
+        path.write_bytes(BEFORE + SINCE)
+    for path in (home, home / "job", log):
+        os.chown(path, USER, USER)
+    cut = Rewind(
+        path=str(log),
+        size=len(BEFORE),
+        grown=len(BEFORE + SINCE),
+        kept=f"{log}.after-x",
+        inode=log.stat().st_ino,
+    )
+    argv = [sys.executable, "-c", _EXCHANGES, str(home / "job"), str(home / "away"), str(target)]
+    done = undone = 0
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end = time.monotonic() + 30
+        while (done < 50 or undone < 50) and time.monotonic() < end:
+            try:
+                cut.do()
+                done += 1
+            except FileExistsError:
+                pass
+            except (FailedUndone, OSError):
+                assert os.listdir(target) == ["log"]
+            try:
+                cut.undo()
+                undone += 1
+            except (FailedUndone, OSError):
+                pass
+            assert os.listdir(target) == ["log"]
+            assert secret.read_bytes() == BEFORE + SINCE
+        process.kill()
+    assert (done >= 50, undone >= 50) == (True, True)
+    here = home / ("job" if (home / "job").is_dir() and not (home / "job").is_symlink() else "away")
+    for path in here.iterdir():
+        assert path.stat().st_uid == USER, "what is kept is his"
+    assert here.joinpath("log").stat().st_ino == cut.inode
+
+
+@pytest.mark.root
+def test_what_is_kept_is_the_files_owners(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(BEFORE + SINCE)
+    log.chmod(0o640)
+    os.chown(log, USER, USER + 1)
+    reasons, (cut,) = changed_files(image(opened(log, len(BEFORE))), True)
+    assert (reasons, cut.inode) == ([], log.stat().st_ino)
+    cut.do()
+    info = os.stat(cut.kept)
+    assert (info.st_uid, info.st_gid, stat.S_IMODE(info.st_mode)) == (USER, USER + 1, 0o640)
+    cut.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+    assert os.listdir(tmp_path) == ["log"]
+
+
+def test_a_tail_is_kept_nowhere_but_beside_its_file(log: Path, tmp_path: Path) -> None:
+    grow(log)
+    (tmp_path / "other").mkdir()
+    cut = Rewind(path=str(log), size=len(BEFORE), grown=log.stat().st_size, kept=str(tmp_path / "other" / "x"))
+    for act in (cut.do, cut.undo):
+        with pytest.raises(FailedUndone, match="not beside"):
+            act()
+    assert log.read_bytes() == BEFORE + SINCE

@@ -42,6 +42,7 @@ from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
+from limosa.operation.same_files import Looked
 from limosa.operation.work import Work, myself
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
@@ -159,6 +160,7 @@ class _Restore:
         self.criu: Identity | None = None
         self.stats: dict[str, float] = {}
         self.loading: Loading | None = None
+        self.looked: Looked | None = None
 
     def run(self) -> RestoreResult:
         work = self.work
@@ -283,6 +285,7 @@ class _Restore:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         if self.members:
             work.driver.warm()  # cuInit takes half a second; CRIU works meanwhile
+        self.looked = Looked(self.image)  # the last thing before CRIU opens them
         log_fd = self.image.open_log()
         work.note("criu-restore", "begin", self.manifest.job.pid)
         try:
@@ -333,7 +336,9 @@ class _Restore:
             work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=pid))
 
     def _on_action(self, action: str) -> bool:
-        """What is looked at in CRIU's steps; at "pre-resume" it does not ask any more, but nothing runs yet."""
+        """What is looked at in CRIU's steps: nothing runs yet; at "pre-resume" it does not ask any more."""
+        if action == "post-restore" and self.looked is not None:
+            self.looked.check()
         if action == "pre-resume":
             locks.see_all_there(self.manifest, self.criu)
         return True

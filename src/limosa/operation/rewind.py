@@ -7,13 +7,15 @@ the tail of a grown file beside it and cuts the file back; undone, the file is a
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import os
 import re
 import shlex
 import shutil
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import BinaryIO
 
 import msgspec
@@ -29,11 +31,14 @@ _OF_A_PROCESS = re.compile(
 class Rewind(msgspec.Struct, kw_only=True):
     """One file to be cut back.
 
+    All of it is done in one open folder, whose path had no link in it, and to the very file that was looked at: the
+    folder may be its user's, who could put a link to one of root's there at any time.
+
     Attributes:
         path: the file.
         size: bytes it had when the job was checkpointed.
         grown: bytes it has now.
-        kept: where its tail is kept.
+        kept: where its tail is kept: beside it, as its owner's.
         inode: the file's inode number: another one under its name is another file.
     """
 
@@ -50,16 +55,20 @@ class Rewind(msgspec.Struct, kw_only=True):
             OSError: no room, no permission.
             FailedUndone: the file has changed again meanwhile.
         """
-        with self._open() as file:
-            if os.fstat(file.fileno()).st_size != self.grown:
+        with self._folder() as folder, self._open(folder) as file:
+            info = os.fstat(file.fileno())
+            if info.st_size != self.grown:
                 raise FailedUndone(what="restore", detail=f"{self.path} is being written to")
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o666
-            fd = os.open(self.kept, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-            with open(fd, "wb") as tail:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            name = os.path.basename(self.kept)
+            with open(os.open(name, flags, 0o600, dir_fd=folder), "wb") as tail:
                 file.seek(self.size)
                 shutil.copyfileobj(file, tail, 1 << 20)
                 tail.flush()
-                os.fsync(fd)
+                os.fsync(tail.fileno())
+                if os.geteuid() == 0:
+                    os.fchown(tail.fileno(), info.st_uid, info.st_gid)
+                os.fchmod(tail.fileno(), stat.S_IMODE(info.st_mode) & 0o666)
             file.truncate(self.size)
 
     def undo(self) -> None:
@@ -68,30 +77,52 @@ class Rewind(msgspec.Struct, kw_only=True):
         Raises:
             FailedUndone: the file or the copy is not the one that was made; both are left as they are.
         """
-        try:
-            fd = os.open(self.kept, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return
-        with open(fd, "rb") as tail, self._open() as file:
-            made = os.fstat(fd)
-            if not stat.S_ISREG(made.st_mode) or made.st_uid != os.geteuid() or made.st_nlink != 1:
-                raise FailedUndone(what="undoing --rewind-files", detail=f"{self.kept} is not what was kept")
-            # The file is cut only once its tail is whole and on disk. Its own size tells nothing: a restored job may
-            # have written as much since.
-            if made.st_size == self.grown - self.size:
-                file.truncate(self.size)
-                file.seek(self.size)
-                shutil.copyfileobj(tail, file, 1 << 20)
-                file.flush()
-                os.fsync(file.fileno())
-        os.unlink(self.kept)
+        name = os.path.basename(self.kept)
+        with self._folder() as folder:
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+            except FileNotFoundError:
+                return
+            with open(fd, "rb") as tail, self._open(folder) as file:
+                made, info = os.fstat(fd), os.fstat(file.fileno())
+                ours = made.st_uid in (os.geteuid(), info.st_uid) and made.st_nlink == 1
+                if not stat.S_ISREG(made.st_mode) or not ours:
+                    raise FailedUndone(what="undoing --rewind-files", detail=f"{self.kept} is not what was kept")
+                # The file is cut only once its tail is whole and on disk. Its own size tells nothing: a restored job
+                # may have written as much since.
+                if made.st_size == self.grown - self.size:
+                    file.truncate(self.size)
+                    file.seek(self.size)
+                    shutil.copyfileobj(tail, file, 1 << 20)
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.unlink(name, dir_fd=folder)
 
-    def _open(self) -> BinaryIO:
-        """The very file, for reading and writing: no link is followed, in no part of its path."""
-        fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[int]:
+        """The folder of both, open: no part of its path was a link when it was opened."""
+        place = os.path.dirname(self.path)
+        if os.path.dirname(self.kept) != place:
+            raise FailedUndone(what="restore", detail=f"{self.kept} is not beside {self.path}")
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.readlink(f"/proc/self/fd/{fd}") != place:
+                raise FailedUndone(what="restore", detail=f"{place} leads through a symbolic link now")
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open(self, folder: int) -> BinaryIO:
+        """The very file, for reading and writing."""
+        name = os.path.basename(self.path)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise
+            raise FailedUndone(what="restore", detail=f"{self.path} is another file than before") from error
         info = os.fstat(fd)
-        same = os.readlink(f"/proc/self/fd/{fd}") == self.path and self.inode in (0, info.st_ino)
-        if not stat.S_ISREG(info.st_mode) or not same:
+        if not stat.S_ISREG(info.st_mode) or self.inode not in (0, info.st_ino):
             os.close(fd)
             raise FailedUndone(what="restore", detail=f"{self.path} is another file than before")
         return open(fd, "r+b")
@@ -130,7 +161,7 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
     size = uses[0].size
     who = f"process {uses[0].pid} had it " + ("mapped" if uses[0].fd is None else f"open as descriptor {uses[0].fd}")
     try:
-        info = os.stat(path)
+        info = os.stat(path, follow_symlinks=False)
     except OSError as error:
         text = f"{path} is missing ({error.strerror}); {who}"
         return Reason(id="file-missing", text=text, exit_code=23, hint="put it back", pid=uses[0].pid)
@@ -152,7 +183,8 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
     if not rewind:
         hint = "--rewind-files keeps its new part beside it and cuts it back"
         return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
-    todo.append(Rewind(path=path, size=size, grown=info.st_size, kept=_free_name(path, manifest, info.st_size)))
+    kept = _free_name(path, manifest, info.st_size)
+    todo.append(Rewind(path=path, size=size, grown=info.st_size, kept=kept, inode=info.st_ino))
     return None
 
 

@@ -1,0 +1,186 @@
+"""Whether CRIU has opened the files that were looked at, and no others.
+
+CRIU opens by name what a job had open, as root, while its user may put another file, or a link, under that name. So
+each name of the image is looked at right before, by a descriptor and without following links, and when CRIU has built
+all and nothing runs yet ("post-restore") every descriptor, mapping, folder and program of every process is compared
+with what was seen: device, inode and kind. Anything else: the tree is ended, the image is the copy.
+
+What was looked at is itself a file that the job may have: the inode that it had, or one that its user may open.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import pwd
+import re
+import stat
+import time
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from limosa.errors import DamagedImage, Reason, Refused
+from limosa.image import Image, Manifest, OpenFile
+from limosa.process.criu.named import Named, Remapped, Uses, named
+from limosa.start import trusted
+
+_GHOST = re.compile(r".* \(deleted\)|.*\.cr\.[0-9a-f]+\.ghost", re.DOTALL)
+_PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Seen(NamedTuple):
+    """A file, whatever its name: device, inode, kind (``S_IFMT``)."""
+
+    device: int
+    inode: int
+    kind: int
+
+
+def seen(info: os.stat_result) -> Seen:
+    """Return which file it is."""
+    return Seen(info.st_dev, info.st_ino, stat.S_IFMT(info.st_mode))
+
+
+class Looked:
+    """The named files of an image as they are right before CRIU opens them.
+
+    Args:
+        image: the image.
+
+    Raises:
+        Refused: a name leads to a file that the job's user may not have.
+        DamagedImage: CRIU's files cannot be read.
+    """
+
+    def __init__(self, image: Image):
+        manifest = image.manifest
+        try:
+            self._named = named(image.criu_fd, [p.pid for p in manifest.tree])
+        except (OSError, ValueError) as error:
+            raise DamagedImage(path=image.path, detail=f"CRIU's files: {error}") from error
+        self._since = time.time() - 1.0
+        self._proc = os.stat("/proc").st_dev
+        had: dict[str, list[OpenFile]] = {}
+        for file in manifest.open_files:
+            if not file.deleted:
+                had.setdefault(file.path, []).append(file)
+        self._files: dict[str, Seen | None] = {}
+        for name in _names(self._named):
+            self._files[name] = _look(name, had.get(name, ()), manifest)
+
+    def check(self) -> None:
+        """Compare; for "post-restore", when all is there and nothing runs.
+
+        Raises:
+            Refused: one is another file.
+        """
+        for pid, uses in self._named.processes.items():
+            for what, key, path in _objects(pid, uses):
+                if reason := self._other(pid, what, key, path):
+                    raise Refused([reason])
+
+    def _other(self, pid: int, what: str, key: int, path: str) -> Reason | None:
+        name = self._named.names.get(key)
+        if name is None:
+            return None  # of no file system
+        try:
+            info = os.stat(path)
+        except FileNotFoundError:
+            return None
+        except PermissionError:
+            if os.geteuid():
+                return None  # not root's: what CRIU may open here its caller may open
+            raise
+        remapped = self._named.remapped.get(key)
+        if remapped is not None and remapped.kind != "linked":
+            fine = self._is_anew(info, os.readlink(path), remapped)
+        elif name.startswith("/proc/") and self._files.get(name) is None:
+            fine = info.st_dev == self._proc
+        else:
+            fine = self._files.get(remapped.name if remapped else name) == seen(info)
+        if fine:
+            return None
+        text = f"{name} was exchanged while the job was restored: {what} of process {pid} is {os.readlink(path)}"
+        return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint="limosa restore tries it again")
+
+    def _is_anew(self, info: os.stat_result, link: str, remapped: Remapped) -> bool:
+        """Whether it is what CRIU has made of a file without a name, just now."""
+        if remapped.kind == "proc":
+            return info.st_dev == self._proc
+        return _GHOST.fullmatch(link) is not None and info.st_nlink <= 1 and info.st_ctime >= self._since
+
+
+def _names(found: Named) -> Iterator[str]:
+    """The names that are opened, each once: those of files that are made anew are not."""
+    anew = {key for key, one in found.remapped.items() if one.kind != "linked"}
+    yield from dict.fromkeys(name for key, name in found.names.items() if key not in anew)
+
+
+def _objects(pid: int, uses: Uses) -> Iterator[tuple[str, int, str]]:
+    """What a process has of named files: in words, the file's number, and where it is in /proc."""
+    at = f"/proc/{pid}"
+    for fd, key in uses.fds.items():
+        yield f"descriptor {fd}", key, f"{at}/fd/{fd}"
+    for link, key in uses.links.items():
+        yield link, key, f"{at}/{link}"
+    if not uses.maps:
+        return
+    ranges = sorted((int(first, 16), f"{first}-{end}") for first, end in _ranges(at))
+    starts = [start for start, _ in ranges]
+    for address, key in uses.maps.items():
+        nearest = bisect.bisect_right(starts, address) - 1
+        if nearest >= 0:
+            yield f"the mapping at {address:x}", key, f"{at}/map_files/{ranges[nearest][1]}"
+
+
+def _ranges(at: str) -> Iterator[tuple[str, str]]:
+    try:
+        listed = os.listdir(f"{at}/map_files")
+    except OSError:
+        return
+    for name in listed:
+        first, _, end = name.partition("-")
+        yield first, end
+
+
+def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | None:
+    """Which file has a name now; None where there is none, which CRIU will find as well.
+
+    Raises:
+        Refused: it is none that the job may have.
+    """
+    try:
+        fd = os.open(name, _PATH)
+    except OSError:
+        return None
+    try:
+        info, real = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    if stat.S_ISLNK(info.st_mode) or real != name:
+        if os.geteuid() == 0 and not trusted(name):
+            text = f"{name} leads through a symbolic link that others can change"
+            raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+        try:
+            return seen(os.stat(name))
+        except OSError:
+            return None
+    known = {file.inode for file in had if file.inode}
+    writes = any(file.flags & os.O_ACCMODE != os.O_RDONLY for file in had)
+    if known and info.st_ino not in known and not _may_open(info, manifest, writes=writes):
+        text = f"{name} is another file than the job had, and its user may not open it"
+        raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+    return seen(info)
+
+
+def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:
+    """Whether the job's own user might open a file, by owner and mode."""
+    uid, gid = manifest.job.uid, manifest.job.gid
+    if uid in (0, info.st_uid):
+        return True
+    try:
+        groups = os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+    except KeyError:
+        groups = [gid]
+    wanted = 0o6 if writes else 0o4
+    return info.st_mode >> (3 if info.st_gid in groups else 0) & wanted == wanted

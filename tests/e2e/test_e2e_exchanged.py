@@ -1,0 +1,161 @@
+"""A user exchanges what his job had open for what is root's, between limosa's look and CRIU's open."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from limosa.process.criu.find import find
+
+pytestmark = [pytest.mark.criu]
+
+USER = 4242
+SECRET = b"root's own "
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Path:
+    """A folder that only root can get into, with a file of the size and mode of each of the job's."""
+    folder = tmp_path / "roots"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def before_criu(tmp_path: Path, limosa) -> object:
+    """Makes a CRIU that runs a shell command when it is to restore: Limosa has looked by then."""
+
+    def make(command: str) -> Path:
+        program, armed = tmp_path / "criu-after", tmp_path / "armed"
+        real = shlex.join(find().argv)
+        restoring = f'[ -e {armed} ] && case " $* " in *" restore "*) true;; *) false;; esac'
+        program.write_text(f'#!/bin/sh\nif {restoring}; then rm {armed}; {command}; fi\nexec {real} "$@"\n')
+        program.chmod(0o755)
+        limosa("doctor", "--criu", program)  # it is tried, and its version asked for
+        armed.touch()
+        return program
+
+    return make
+
+
+def twin(path: Path, roots: Path) -> Path:
+    """A file of root's that CRIU cannot tell from the job's."""
+    info, made = path.stat(), roots / path.name
+    made.write_bytes((SECRET * (info.st_size // len(SECRET) + 1))[: info.st_size])
+    made.chmod(info.st_mode & 0o7777)
+    return made
+
+
+@pytest.mark.parametrize("name", ["output", "mapped", ""], ids=lambda name: name or "folder")
+def test_what_criu_opens_is_what_was_looked_at(start, limosa, tmp_path, roots, before_criu, name) -> None:
+    victim, image = start("open_files"), tmp_path / "image"
+    victim.goes_on()
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    folder = Path(victim.folder)
+    for path in folder.iterdir():
+        if path.is_file():
+            twin(path, roots)
+    roots.chmod(folder.stat().st_mode & 0o7777)
+    there = {path.name: path.read_bytes() for path in roots.iterdir()}
+    job = folder / name if name else folder
+    target = roots / name if name else roots
+    exchange = f"mv {job} {tmp_path}/away; ln -s {target} {job}"
+    done = limosa("restore", image, "--criu", before_criu(exchange), "-o", "json")
+    assert (done.rc, done.json["error"]["reasons"][0]["id"]) == (23, "file-changed"), done
+    assert "was exchanged while the job was restored" in done.json["error"]["reasons"][0]["text"]
+    assert not Path(f"/proc/{victim.pid}").exists(), "it was ended before it ran"
+    assert {path.name: path.read_bytes() for path in roots.iterdir()} == there
+    job.unlink()
+    os.rename(tmp_path / "away", job)
+    limosa("restore", image, rc=0)
+    victim.goes_on()
+    victim.finish()
+
+
+def test_a_file_that_was_put_in_its_place_in_good_time_is_taken(start, limosa, tmp_path) -> None:
+    """An editor, or a backup that was brought back, makes a new file: the same name, size and mode."""
+    victim, image = start("open_files"), tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    output = Path(victim.folder) / "output"
+    copy = output.with_name("copy")
+    copy.write_bytes(output.read_bytes())
+    copy.chmod(output.stat().st_mode & 0o7777)
+    os.replace(copy, output)
+    limosa("restore", image, rc=0)
+    victim.goes_on()
+    victim.finish()
+
+
+_EXCHANGES = f"""
+import os, sys, time
+name, away, target = sys.argv[1:]
+os.setgroups([]); os.setresgid({USER}, {USER}, {USER}); os.setresuid({USER}, {USER}, {USER})
+print("ready", flush=True)
+while True:
+    os.rename(name, away)
+    os.symlink(target, name)
+    time.sleep(float(os.urandom(1)[0]) / 20000)
+    os.unlink(name)
+    os.rename(away, name)
+    time.sleep(float(os.urandom(1)[0]) / 5000)
+"""
+
+
+@pytest.fixture
+def users_folder(start, tmp_path: Path) -> object:
+    """A job whose files and folder are another user's."""
+    victim = start("open_files")
+    for path in (Path(victim.folder), *Path(victim.folder).iterdir()):
+        os.chown(path, USER, USER)
+    for parent in [Path(victim.folder), *list(Path(victim.folder).parents)[:-2]]:
+        parent.chmod(parent.stat().st_mode | 0o011)
+    return victim
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.parametrize("rewinds", [False, True], ids=["", "rewind-files"])
+def test_a_user_who_exchanges_his_file_all_the_time_gains_nothing(
+    users_folder, limosa, tmp_path, roots, rewinds
+) -> None:
+    victim, image = users_folder, tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    output = Path(victim.folder) / "output"
+    size = output.stat().st_size
+    if rewinds:
+        with open(output, "ab") as file:
+            file.write(b"TAIL")
+    secret = twin(output, roots)
+    content = secret.read_bytes()
+    options = ["--rewind-files"] if rewinds else []
+    rounds = int(os.environ.get("LIMOSA_EXCHANGES", "3"))
+    argv = [sys.executable, "-c", _EXCHANGES, str(output), str(output.with_name("away")), str(secret)]
+    codes = []
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        watch = threading.Timer(300, process.kill)
+        watch.start()
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            for _ in range(rounds):
+                done = limosa("restore", image, *options, "--no-verify")
+                codes.append(done.rc)
+                assert done.rc in (0, 21, 23), done
+                assert secret.read_bytes() == content
+                assert os.listdir(roots) == ["output"]
+                if done.rc == 0:
+                    at = f"/proc/{victim.pid}/fd"
+                    opened = {os.stat(f"{at}/{fd}").st_ino for fd in os.listdir(at)}
+                    assert secret.stat().st_ino not in opened
+                    break
+        finally:
+            watch.cancel()
+            process.kill()
+    assert codes
+    assert output.with_name("away").exists() or output.stat().st_size >= size
