@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from limosa.rights import settle
+
 FOLDER = "/"
 SYSTEM = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _PACKAGE = Path(__file__).resolve().parent
@@ -122,11 +124,13 @@ def run(
 def popen(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str = FOLDER, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a program, as ``subprocess.Popen`` does; see :func:`run`.
+    """Start a program, as ``subprocess.Popen`` does; see :func:`run`. With ``user=`` nothing of root's is left to it.
 
     Raises:
         OSError: it cannot be started.
     """
+    if options.get("user") is not None:
+        options.setdefault("preexec_fn", settle)
     return subprocess.Popen(_absolute(argv), env=environment() if env is None else env, cwd=cwd, **options)
 
 
@@ -148,6 +152,33 @@ def user_folder(variable: str, usual: str) -> Path:
     """
     base = os.environ.get(variable, "")
     return Path(base) if os.path.isabs(base) and _usable(base) else home() / usual
+
+
+def real_path(path: str | os.PathLike[str]) -> str | None:
+    """Return where an absolute path leads over links that root, we or whoever installed Limosa made; None over others.
+
+    A user cannot make a link that is root's: what is reached so is what its name says, whoever's folders are passed.
+    """
+    owners = frozenset({0, os.geteuid(), _owner_of_limosa()})
+    pending = deque(part for part in os.fspath(path).split("/") if part not in ("", "."))
+    at, links = "/", 0
+    while pending:
+        name = pending.popleft()
+        if name == "..":
+            at = os.path.dirname(at)
+            continue
+        step = os.path.join(at, name)
+        try:
+            link = os.readlink(step)
+            owner = os.lstat(step).st_uid
+        except OSError:  # no link, or nothing there
+            at = step
+            continue
+        if owner not in owners or (links := links + 1) > _MOST_LINKS:
+            return None
+        pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
+        at = "/" if link.startswith("/") else at
+    return at
 
 
 def trusted(path: str | os.PathLike[str]) -> bool:

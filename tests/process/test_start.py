@@ -40,15 +40,17 @@ def starters(path: Path) -> list[str]:
     """The calls in a module that start a program, e.g. ``subprocess.run``."""
     found, names = [], {}
     tree = ast.parse(path.read_text())
-    types = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}  # subprocess.Popen[bytes]
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {(alias.asname or alias.name).split(".")[0]: alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module in STARTERS:
             found += [f"{node.module}.{a.name}" for a in node.names if a.name in STARTERS[node.module]]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and id(node) not in types:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = names.get(node.value.id, "")
+            if node.attr == "Popen" and id(node) not in called:
+                continue  # a type
             if node.attr in STARTERS.get(module, ()):
                 found.append(f"{module}.{node.attr}")
     return found

@@ -7,11 +7,16 @@ import os
 from pathlib import Path
 
 from limosa.errors import Busy, LimosaError, UsageError
-from limosa.image import open_image
+from limosa.image import Image, open_image
 from limosa.image.manifest import LOG_NAME
 from limosa.image.remove import remove as remove_folder
+from limosa.image.trust import trusted_uids
 from limosa.operation import claims
 from limosa.operation.leftovers import remove_table, tables_of
+from limosa.process.criu.run import DUMP_LOG
+from limosa.process.criu.stats import run_id
+
+_SHORTEST = 8  # characters of a run's id that tell it from all others
 
 _LONGEST = 4096  # PATH_MAX of Linux
 
@@ -32,20 +37,48 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     for claim in claims.everybodys():
         if claim.alive and (found := claims.in_the_way(claim, names)):
             raise Busy(f"{found} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
-    tables = []
-    with contextlib.suppress(LimosaError), open_image(path, trust=False) as image:
-        tables = [image.manifest.nft_table] if image.manifest.nft_table else []
+    tables: set[str] = set()
+    with contextlib.suppress(LimosaError), open_image(path, trust=True) as image:
+        tables |= _table_of(image)
     log_fd = log_folder(path)
     try:
         # An unfinished or damaged one has no manifest to ask; CRIU's log names the run all the same.
-        tables += tables_of(log_fd) if log_fd >= 0 else []
+        if log_fd >= 0 and _is_own(log_fd):
+            tables |= set(tables_of(log_fd))
         freed = remove_folder(path)
     finally:
         if log_fd >= 0:
             os.close(log_fd)
-    for table in set(tables):
+    for table in tables - _in_use():
         remove_table(table)
     return freed
+
+
+def _table_of(image: Image) -> set[str]:
+    """The table that the dump of this very image has made: no other is removed, whatever a manifest says."""
+    name = image.manifest.nft_table or ""
+    try:
+        run = run_id(image.criu_fd) or str(image.manifest.job.pid)  # before CRIU 4.2 the pid
+    except (OSError, ValueError):
+        return set()
+    told = name.removeprefix("CRIU-")
+    mine = len(told) >= _SHORTEST and run.startswith(told) if run != str(image.manifest.job.pid) else told == run
+    return {name} if name.startswith("CRIU-") and mine else set()
+
+
+def _is_own(log_fd: int) -> bool:
+    """Whether nobody but root and the caller could have written CRIU's log."""
+    try:
+        log = os.stat(DUMP_LOG, dir_fd=log_fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return all(one.st_uid in trusted_uids() and not one.st_mode & 0o022 for one in (os.fstat(log_fd), log))
+
+
+def _in_use() -> set[str]:
+    """The tables of CRIU before 4.2, which are named by a pid, of jobs that are worked on now."""
+    worked_on = [one.pid for claim in claims.everybodys() for one in claim.pids]
+    return {f"{family}CRIU-{pid}" for pid in worked_on for family in ("", "inet ")}
 
 
 def log_folder(path: str | os.PathLike[str]) -> int:

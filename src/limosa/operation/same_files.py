@@ -22,7 +22,7 @@ from typing import NamedTuple
 from limosa.errors import DamagedImage, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
 from limosa.process.criu.named import Named, Remapped, Uses, named
-from limosa.start import trusted
+from limosa.start import real_path
 
 _GHOST = re.compile(r".* \(deleted\)|.*\.cr\.[0-9a-f]+\.ghost", re.DOTALL)
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -158,8 +158,8 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
     finally:
         os.close(fd)
     if stat.S_ISLNK(info.st_mode) or real != name:
-        if os.geteuid() == 0 and not trusted(name):
-            text = f"{name} leads through a symbolic link that others can change"
+        if os.geteuid() == 0 and real_path(name) != real:
+            text = f"{name} leads through a symbolic link of somebody else's"
             raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
         try:
             return seen(os.stat(name))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import os
-import pwd
 import resource
 import signal
 from collections.abc import Sequence
 
+from limosa.rights import become
+
 _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-_PR_SET_DUMPABLE = 4
 TELLS = "LIMOSA_RESIDENT_TELLS"
 """The variable that names the descriptor by which one that comes up says that it listens."""
 
@@ -58,17 +57,7 @@ def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if uid == os.geteuid():
         return
-    try:
-        user = pwd.getpwuid(uid)
-        os.initgroups(user.pw_name, user.pw_gid)
-        group = user.pw_gid
-    except KeyError:
-        os.setgroups([])
-        group = uid
-    os.setresgid(group, group, group)
-    os.setresuid(uid, uid, uid)
-    # What changes its user loses its own /proc/self otherwise, which libcuda reads.
-    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    become(uid)
 
 
 def listens() -> None:

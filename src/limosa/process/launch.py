@@ -8,8 +8,9 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFailed
 from limosa.process.identity import Identity
-from limosa.start import environment
+from limosa.start import environment, real_path
 
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 _KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # what nohup, and a script's &, ignore for what they start
@@ -48,24 +49,47 @@ def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
         The descriptor, and whether the file is new.
 
     Raises:
-        RunFailed: it cannot be opened, or is not a regular file.
+        RunFailed: it cannot be opened, or is not a regular file; for root, it is or lies behind another user's link.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     new = False
     try:
-        try:
-            fd, new = os.open(path, flags | os.O_EXCL, 0o600), True
-        except FileExistsError:
-            fd = os.open(path, flags, 0o600)
+        with _log_folder(path) as folder:
+            name = os.path.basename(os.path.abspath(path))
+            try:
+                fd, new = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=folder), True
+            except FileExistsError:
+                fd = os.open(name, flags | (os.O_NOFOLLOW if os.geteuid() == 0 else 0), 0o600, dir_fd=folder)
     except OSError as e:
         raise RunFailed(
             detail=f"cannot open the log {os.fspath(path)}: {e.strerror}", hint="limosa run --log FILE"
         ) from e
-    if not os.path.isfile(f"/proc/self/fd/{fd}"):
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode):
         os.close(fd)
         raise RunFailed(detail=f"the log {os.fspath(path)} is not a regular file")
+    if os.geteuid() == 0 and info.st_nlink > 1:
+        os.close(fd)
+        raise RunFailed(detail=f"the log {os.fspath(path)} has another name, which may be of a file of root's")
     os.set_blocking(fd, True)
     return fd, new
+
+
+@contextlib.contextmanager
+def _log_folder(path: str | os.PathLike[str]) -> Iterator[int]:
+    """The folder that a log is in, open: for root one to which no link of another user's leads.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    place = os.path.dirname(os.path.abspath(path))
+    fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if os.geteuid() == 0 and os.readlink(f"/proc/self/fd/{fd}") != real_path(place):
+            raise OSError(errno.ELOOP, "its folder is behind a symbolic link of another user's")
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def open_new_log(name: str, folder: str | os.PathLike[str] = ".") -> tuple[int, Path]:
@@ -84,7 +108,8 @@ def open_new_log(name: str, folder: str | os.PathLike[str] = ".") -> tuple[int, 
     for number in range(1, _LOGS + 1):
         path = place / (f"{name}.limosa.log" if number == 1 else f"{name}.limosa.{number}.log")
         try:
-            return os.open(path, flags, 0o600), path
+            with _log_folder(path) as opened:
+                return os.open(path.name, flags, 0o600, dir_fd=opened), path
         except FileExistsError:
             continue
         except OSError as e:

@@ -25,6 +25,7 @@ from limosa.process.criu.program import Criu, build_identity, from_folder, from_
 from limosa.process.criu.trial import TrialResult, missing_right, trial
 from limosa.process.procfs import effective_capabilities
 
+_MOST_FILES = 2000
 NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
 ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)
 
@@ -57,8 +58,8 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
     permitted = True
     for name, place in _candidates(explicit):
         try:
+            _check_owner(place)
             criu = from_folder(place) if place.is_dir() else from_program(str(place))
-            _check_owner(Path(criu.path))
         except NoWorkingCriu as error:
             reasons.append(f"{name}: {error.fields.get('detail', error.message)}")
             continue
@@ -87,14 +88,25 @@ def _candidates(explicit: str | None) -> list[tuple[str, Path]]:
     return found + [(f"the private folder {place}", place) for place in fetch.folders() if place.is_dir()]
 
 
-def _check_owner(program: Path) -> None:
-    """Refuse a program that somebody else could have put there: root's, ours, or whoever installed Limosa may."""
-    trusted = {0, os.geteuid(), Path(__file__).stat().st_uid}
-    for path in (program, program.parent):
-        info = path.stat()
-        sticky_or_safe = not info.st_mode & stat.S_IWOTH
-        if info.st_uid not in trusted or not sticky_or_safe:
-            raise NoWorkingCriu(detail=f"{path} may be written to by others (owner {info.st_uid})")
+def _check_owner(place: Path) -> None:
+    """Refuse what somebody else could have put there, before any of it runs: root, we and who installed Limosa may.
+
+    Args:
+        place: a program, or a private folder: then all that is started or loaded from there.
+    """
+    parts = [place]
+    if place.is_dir():
+        parts += [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
+        if len(parts) > _MOST_FILES:
+            raise NoWorkingCriu(detail=f"{place} is no private folder of CRIU's: more than {_MOST_FILES} files")
+    for path in parts:
+        try:
+            part = start.untrusted_part(path)
+            owner = os.stat(part).st_uid if part else 0
+        except OSError as error:
+            raise NoWorkingCriu(detail=f"{path} cannot be looked at: {error.strerror}") from None
+        if part is not None:
+            raise NoWorkingCriu(detail=f"{part} may be written to by others (owner {owner})")
 
 
 def tried(criu: Criu, *, use_cache: bool = True) -> TrialResult:

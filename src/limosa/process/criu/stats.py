@@ -7,6 +7,7 @@ message. The few numbers needed here are not worth a protobuf library: a reader 
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from collections.abc import Iterator
 
@@ -102,7 +103,7 @@ def first_record(raw: bytes) -> bytes:
 
 
 def read_at(folder_fd: int, name: str, limit: int = _LIMIT) -> bytes:
-    """Read a small file of a folder that is open; ``b""`` where it is not there.
+    """Read a small file of a folder that is open; ``b""`` where it is not there, or no file.
 
     Args:
         folder_fd: the folder.
@@ -111,6 +112,9 @@ def read_at(folder_fd: int, name: str, limit: int = _LIMIT) -> bytes:
     """
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder_fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            return b""
     except OSError:
         return b""
     with open(fd, "rb") as file:
