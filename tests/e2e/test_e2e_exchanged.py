@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,14 +111,16 @@ while True:
 
 
 @pytest.fixture
-def users_folder(start, tmp_path: Path) -> object:
-    """A job whose files and folder are another user's."""
-    victim = start("open_files")
-    for path in (Path(victim.folder), *Path(victim.folder).iterdir()):
+def users_folder(start) -> Iterator[object]:
+    """A job whose files and folder are another user's, where he can get at them: pytest's own is root's alone."""
+    public = Path(tempfile.mkdtemp(prefix="limosa-exchanged-"))
+    public.chmod(0o755)
+    victim = start("open_files", folder=public / "job")
+    for path in (public / "job", *(public / "job").iterdir()):
         os.chown(path, USER, USER)
-    for parent in [Path(victim.folder), *list(Path(victim.folder).parents)[:-2]]:
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return victim
+    yield victim
+    victim.kill()
+    shutil.rmtree(public, ignore_errors=True)
 
 
 @pytest.mark.root

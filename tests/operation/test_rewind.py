@@ -6,10 +6,13 @@ The files are real ones; only the manifest is made.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -337,14 +340,20 @@ while True:
 """
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user can get into; pytest's own is root's alone."""
+    path = Path(tempfile.mkdtemp(prefix="limosa-rewind-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @pytest.mark.root
 @pytest.mark.slow
-def test_root_makes_and_cuts_nothing_where_a_user_exchanges_his_folder_for_roots(tmp_path: Path) -> None:
+def test_root_makes_and_cuts_nothing_where_a_user_exchanges_his_folder_for_roots(public: Path) -> None:
     """The folder is a link to root's half of the time; all that root writes is in the user's."""
-    tmp_path.chmod(0o755)
-    for parent in list(tmp_path.parents)[:-2]:
-        parent.chmod(parent.stat().st_mode | 0o011)
-    home, target = tmp_path / "home", tmp_path / "roots"
+    home, target = public / "home", public / "roots"
     for folder in (home, home / "job", target):
         folder.mkdir()
         folder.chmod(0o755)
