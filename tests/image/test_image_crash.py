@@ -206,5 +206,8 @@ def test_all_is_on_disk_before_the_rename_and_the_rename_before_the_end(tmp_path
     contents = [synced(f"/criu/{name}") for name in ("core-41.img", "core-42.img", "inventory.img", "pages-1.img")]
     assert max(contents) < synced("/manifest.json") < synced("/manifest.blake3") < synced("") < rename
     assert synced("/criu") < synced("/manifest.blake3")
+    chunks = [f"/{path.relative_to(tmp_path / 'image')}" for path in (tmp_path / "image/chunks").rglob("*")]
+    assert len(chunks) > 4
+    assert max(map(synced, [*chunks, "/chunks"])) < synced("/manifest.json")
     assert not any(label.startswith("chmod:") for label in labels[max(contents) + 1 : rename])
     assert labels[rename + 1] == f"fsync:{tmp_path}"
