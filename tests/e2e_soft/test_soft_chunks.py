@@ -13,6 +13,7 @@ import pytest
 from soft_command import child_of, pieces, start, used
 
 from limosa.image.manifest import digest_line, digest_of
+from limosa.parking.names import names_of
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
@@ -96,7 +97,8 @@ def descriptors(pid: int) -> set[str]:
 
 
 def shim_sockets(pid: int) -> int:
-    return Path(f"/proc/{pid}/net/unix").read_text().count(f"@limosa/shim/{pid}\n")
+    (name,) = {name.address for name in names_of(pid)}
+    return Path(f"/proc/{pid}/net/unix").read_text().count(name.replace("\0", "@") + "\n")
 
 
 def test_what_changes_is_copied_again_and_no_more(parked: Any, tmp_path: Path) -> None:

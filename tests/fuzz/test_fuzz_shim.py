@@ -51,7 +51,7 @@ class Preloaded(Shim):
     def __init__(self, connection: socket.socket, limit: float):
         self.identity, self._number, self._lost = ME, 0, False
         self._socket, self.owner, self.limit = connection, os.geteuid(), limit
-        self._user, self._within, self._gpus_known = -1, None, 64
+        self._user, self._within, self._gpus_known, self._version = -1, None, 64, VERSION
 
     def _connect(self, patience: float) -> None:
         raise self._error("connect", "it listens no more")

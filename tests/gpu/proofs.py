@@ -134,14 +134,14 @@ class Job:
     def shims(self) -> dict[int, dict[str, Any]]:
         """What the shim says of each process that has a driver: GPUs that its memory is on, bytes, what was left."""
         from limosa.errors import LimosaError
+        from limosa.parking.names import names_of
         from limosa.parking.shim import Shim
         from limosa.process.identity import Identity
 
         found: dict[int, dict[str, Any]] = {}
         # Without a driver there is nobody to ask: a DataLoader's worker, torchrun's agent.
-        there = Path("/proc/net/unix").read_text()
         for pid in self.family():
-            if f"@limosa/shim/{pid}\n" not in there:
+            if not names_of(pid):
                 continue
             try:
                 with Shim(Identity.of(pid)) as shim:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import pytest
 from soft_node import Node
 from softgpu.far import Far
 
-from limosa.parking.protocol import Stand
+from limosa.parking.names import names_of
+from limosa.parking.protocol import MAGIC, MESSAGE, OLD_VERSION, STAND_IN, Stand
 from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
 
@@ -26,59 +30,136 @@ def opens(raw):
     code, address = cu.cuIpcOpenMemHandle(handle, 1)
     return word(code) if int(code) else int(address)
 """
-# Whoever has connected and sent something gets a packet back that looks like the shim's, with a descriptor.
+# Has these names; whoever has connected and sent something gets a packet back that looks like the shim's.
 SQUATTER = """
-import array, os, socket, struct, sys
-os.setuid(int(sys.argv[2]))
-name = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-name.bind("\\0limosa/shim/" + sys.argv[1])
-name.listen(8)
-print("has it", flush=True)
+import array, os, resource, select, socket, struct, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+os.setuid(65534)
+names = []
+for word in sys.argv[1:]:
+    names.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    names[-1].bind("\\0limosa/shim/" + word)
+    names[-1].listen(8)
+print("has them", flush=True)
 while True:
-    client, _ = name.accept()
-    asked = client.recv(1 << 16)
-    if asked:
-        print("asked", flush=True)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
-        client.sendmsg([asked[:12] + bytes(36)], rights)
+    for name in select.select(names, [], [])[0]:
+        client, _ = name.accept()
+        asked = client.recv(1 << 16)
+        if asked:
+            print("asked", flush=True)
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
+            client.sendmsg([asked[:12] + bytes(36)], rights)
 """
 
 
-def squat(node: Node, pid: int, user: int = 65534) -> subprocess.Popen[str]:
-    """Somebody else has a process's name from now on."""
-    other = node.popen(
-        [sys.executable, "-c", SQUATTER, str(pid), str(user)], stdin=subprocess.DEVNULL, stdout=-1, text=True
-    )
-    assert other.stdout.readline() == "has it\n"
+def squat(node: Node, *names: object) -> subprocess.Popen[str]:
+    """Somebody else has these names from now on."""
+    command = [sys.executable, "-c", SQUATTER, *map(str, names)]
+    other = node.popen(command, stdin=subprocess.DEVNULL, stdout=-1, text=True)
+    assert other.stdout.readline() == "has them\n"
     return other
 
 
-def test_a_name_that_somebody_has_is_taken_when_it_is_free(node: Node, library: Path) -> None:
+def name_of(pid: int) -> str:
+    """What the socket of a process is called now."""
+    (name,) = {name.address for name in names_of(pid)}
+    return name
+
+
+def called(job: Far, name: str) -> None:
+    """The job has a thread of that name."""
+    job("import threading; waits = threading.Event(); thread = threading.Thread(target=waits.wait, daemon=True)")
+    job("thread.start()")
+    job(f"open('/proc/self/task/%d/comm' % thread.native_id, 'w').write({name!r})")
+
+
+def test_names_that_others_have_are_in_nobodys_way(node: Node, library: Path) -> None:
+    """Two processes that had bound a name for each pid kept every new job of another user from being moved."""
     far = Far(node, env={"LD_PRELOAD": str(library)})
-    other = squat(node, far.pid)
+    other = squat(node, far.pid, *(f"{n:08x}" for n in range(500)))
     far("start()")
     far("plain(4, 1)")
-    with pytest.raises(ShimError, match="has its name"):
-        Shim(Identity.of(far.pid), patience=0.5)
-    other.kill()
-    other.wait(10)
-    with Shim(Identity.of(far.pid)) as shim:
+    with Shim(Identity.of(far.pid), patience=0.5) as shim:
         assert shim.hello().stand == Stand.OPEN
         assert len(shim.memories()) == 1
+    other.kill()
+    assert other.stdout.read() == ""
     assert far("intact()")
 
 
-def test_only_the_process_itself_is_taken_for_it(start: Callable[..., Far]) -> None:
-    """Nobody else of the same user either."""
-    job = start()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as mine:
-        bare = start(shim=False)
-        mine.bind(f"\0limosa/shim/{bare.pid}")
-        mine.listen(8)
-        with pytest.raises(ShimError):
-            Shim(Identity.of(bare.pid), patience=0.2)
+def test_a_name_tells_nothing_that_could_be_taken_before(start: Callable[..., Far]) -> None:
+    names = {name_of(job.pid) for job in (start(), start(), start())}
+    assert len(names) == 3
+    assert not any(str(job) in name for name in names for job in range(100_000, 100_010))
+
+
+def test_only_the_process_itself_is_taken_for_it(start: Callable[..., Far], node: Node) -> None:
+    """Nobody else of the same user either; and not where it says that another's name is its own."""
+    job, bare = start(), start(shim=False)
+    name = name_of(job.pid).rpartition("/")[2]
+    called(bare, f"limosa-{name}")
+    with pytest.raises(ShimError, match="has its name"):
+        Shim(Identity.of(bare.pid), patience=0.2)
+    other = squat(node, "0badcafe")
+    called(bare, "limosa-0badcafe")
+    with pytest.raises(ShimError, match="has its name"):
+        Shim(Identity.of(bare.pid), patience=0.2)
+    other.kill()
+    assert other.stdout.read() == "", "it is not even asked"
     with Shim(Identity.of(job.pid)) as shim:
         assert shim.hello().stand == Stand.OPEN
+
+
+def test_a_socket_that_is_gone_is_made_anew(job: Far) -> None:
+    """A program that closes everything; a restore that puts another in its place (``names.stand_ins``)."""
+    before = name_of(job.pid)
+    job("path = '/proc/self/fd/{}'.format")
+    job("import socket, struct; found = [n for n in map(int, os.listdir('/proc/self/fd')) if n > 900]")
+    job("links = {n: os.readlink(path(n)) for n in found if os.path.lexists(path(n))}")
+    (fd,) = [int(n) for n, link in job("links").items() if link.startswith("socket:")]
+    with Shim(Identity.of(job.pid)):
+        pass
+    job("one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)")
+    job(f"one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack('@ll', {STAND_IN}, 0))")
+    job(f"os.dup2(one.fileno(), {fd}); one.close()")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wakes:
+        wakes.connect(before)  # it waits for whoever connects to the one that is gone
+    end = time.monotonic() + 5
+    while name_of(job.pid) == before:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with Shim(Identity.of(job.pid)) as shim:
+        assert shim.hello().stand == Stand.OPEN
+    job("found = [path(n) for n in os.listdir('/proc/self/fd') if int(n) > 900]")
+    links = job("[os.readlink(one) for one in found if os.path.lexists(one)]")
+    assert sum(link.startswith("socket:") for link in links) == 1, "what stood in for it is closed"
+
+
+def test_a_job_of_the_version_before_is_asked_as_that_was() -> None:
+    """Images that it wrote come back with its library in them."""
+    said: list[bytes] = []
+
+    def serve() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("limosa-shim")
+        listens.set()
+        client, _ = name.accept()
+        with client:
+            said.append(client.recv(1 << 16))
+            _, version, verb, number, *_ = MESSAGE.unpack_from(said[0])
+            client.send(MESSAGE.pack(MAGIC, version, verb, number, 0, 0, os.getpid(), 0, 0))
+
+    listens = threading.Event()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as name:
+        name.bind(f"\0limosa/shim/{os.getpid()}")
+        name.listen(1)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        listens.wait(5)
+        with Shim(Identity.of(os.getpid())) as shim:
+            assert shim.hello().stand == Stand.OPEN
+        thread.join(5)
+    assert MESSAGE.unpack_from(said[0])[1] == OLD_VERSION
 
 
 def test_a_handle_is_not_opened_by_a_strangers_descriptor(node: Node, library: Path, start: Callable[..., Far]) -> None:
@@ -88,10 +169,10 @@ def test_a_handle_is_not_opened_by_a_strangers_descriptor(node: Node, library: P
     importer("start()")
     importer(OPENED)
     exporter("address = large(4)")
-    raw = exporter(HANDLE)
+    raw, name = exporter(HANDLE), name_of(exporter.pid).rpartition("/")[2]
     exporter.process.kill()
     exporter.died()
-    other = squat(node, exporter.pid)
+    other = squat(node, name)
     assert importer(f"opens({raw!r})") == "INVALID_HANDLE"
     other.kill()
     assert other.stdout.read() == ""
@@ -133,7 +214,7 @@ def test_so_many_that_there_is_no_room_to_wait(
         while True:
             waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK))
             try:
-                waiting[-1].connect(f"\0limosa/shim/{exporter.pid}")
+                waiting[-1].connect(name_of(exporter.pid))
             except BlockingIOError:
                 break
         assert len(waiting) > 32

@@ -11,6 +11,7 @@ from shim_turns import away, back
 from soft_node import Node
 from softgpu.far import Died, Far
 
+from limosa.parking.names import names_of
 from limosa.parking.protocol import MAGIC, MESSAGE, NOT_READY, VERSION, Stand
 from limosa.parking.shim import GateStaysOpen, Shim, ShimError
 from limosa.process.identity import Identity
@@ -262,7 +263,7 @@ except OSError as error:
 
 def test_another_user_is_not_heard(node: Node, job: Far) -> None:
     identity = Identity.of(job.pid)
-    said = node.python(ASK, f"@limosa/shim/{identity.pid}").stdout.strip()
+    said = node.python(ASK, names_of(identity.pid)[0].address.replace("\0", "@")).stdout.strip()
     assert said in ("0", "BrokenPipeError", "ConnectionResetError")
     with Shim(identity) as shim:
         assert shim.hello().stand == Stand.OPEN

@@ -74,6 +74,7 @@ def test_both_ends_have_the_same_numbers() -> None:
         "VERSION": protocol.VERSION,
         "MOST": protocol.MOST,
         "KEPT_MOST": protocol.KEPT_MOST,
+        "STAND_IN": protocol.STAND_IN,
     }
     left = [name for name in enumerators((SHIM / "memory.h").read_text()) if name.startswith("LEFT_")]
     assert [name.removeprefix("LEFT_").lower() for name in left] == [*protocol.COUNT_KINDS, "kinds"]

@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +44,7 @@ from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.same_files import Looked
 from limosa.operation.work import Work, myself
+from limosa.parking.names import stand_ins
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.find import find as find_criu
@@ -272,6 +273,10 @@ class _Restore:
             raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
     def _criu(self) -> None:
+        with stand_ins(self.image.criu_fd) as inherit:
+            self._run_criu(inherit)
+
+    def _run_criu(self, inherit: Mapping[str, int]) -> None:
         work, given = self.work, self.manifest.options
         options = RestoreOptions(
             tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
@@ -280,6 +285,7 @@ class _Restore:
             file_locks=bool(given.get("file_locks")) or self.options.file_locks,
             ext_unix_sk=bool(given.get("ext_unix_sk")),
             cgroup=self.options.cgroup,
+            inherit=inherit,
         )
         if self.options.adopt:
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

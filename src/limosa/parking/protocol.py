@@ -9,6 +9,10 @@ import enum
 import struct
 
 MAGIC, VERSION = 0x4C4D5341, 3
+OLD_VERSION = 2
+"""Of jobs, and of images of them, that an earlier Limosa started: the same messages."""
+STAND_IN = 25449
+"""Seconds: the limit that marks a socket which a restore puts in the place of a shim's."""
 MOST = 200
 """Records, or descriptors, in a packet."""
 KEPT_MOST = 4096

@@ -18,6 +18,7 @@ from typing import TypeVar
 from limosa.errors import LimosaError, NoSuchProcess
 from limosa.parking import LIBRARY, answers
 from limosa.parking.answers import MOST_BYTES, Called, Hello, Memory, Message
+from limosa.parking.names import names_of
 from limosa.parking.packets import peer
 from limosa.parking.patience import Patience
 from limosa.parking.protocol import CAPTURING, KEPT_MOST, MAGIC, MESSAGE, MOST, NOT_READY, VERSION, Stand, Verb
@@ -105,6 +106,7 @@ class Shim:
         self.identity, self._number, self._lost, self.refused = identity, 0, False, False
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
+        self._version = VERSION
         if whole is not None:
             try:
                 self._user = _users(identity.pid)[0]
@@ -129,15 +131,9 @@ class Shim:
         deadline = self._deadline()
         try:
             while True:
-                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
                 try:
-                    self._socket.settimeout(deadline.left())
-                    self._socket.connect(f"\0limosa/shim/{identity.pid}")
-                    identity.check()
-                    self.owner = self._is_itself()
-                    return
+                    return self._connect_once(deadline)
                 except OSError as error:
-                    self._socket.close()
                     if not identity.alive():
                         raise NoSuchProcess(pid=identity.pid) from None
                     # Another client, or one that has just come up, may keep us waiting; no shim's is no shim's.
@@ -146,15 +142,30 @@ class Shim:
                         if preloaded:
                             _silent.add(identity)
                         raise self._error("connect", error) from error
-                except BaseException:
-                    self._socket.close()
-                    raise
                 time.sleep(0.02)
         finally:
             self._has_waited(begun)
 
+    def _connect_once(self, deadline: Deadline) -> None:
+        why: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+        for name in names_of(self.identity.pid):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            try:
+                self._socket.settimeout(deadline.left())
+                self._socket.connect(name.address)
+                self.identity.check()
+                self.owner, self._version = self._is_itself(), name.version
+                return
+            except OSError as error:
+                self._socket.close()
+                why = error
+            except BaseException:
+                self._socket.close()
+                raise
+        raise why
+
     def _is_itself(self) -> int:
-        """Whose the process at the other end is, if it is this one: anybody may take a name that is free."""
+        """Whose the process at the other end is, if it is this one."""
         pid, uid = peer(self._socket)
         users = _users(pid)
         if pid != self.identity.pid or uid not in {0, *users}:
@@ -370,7 +381,10 @@ class Shim:
             self._connect(CONNECT_SECONDS)
             self._lost = False
         self._number += 1
-        parts = [MESSAGE.pack(MAGIC, VERSION, verb, self._number, 0, a, b, 0, 0), struct.pack(f"={len(ids)}Q", *ids)]
+        parts = [
+            MESSAGE.pack(MAGIC, self._version, verb, self._number, 0, a, b, 0, 0),
+            struct.pack(f"={len(ids)}Q", *ids),
+        ]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.settimeout(deadline.left())
@@ -395,7 +409,7 @@ class Shim:
             self._has_waited(begun)
         with given:
             said, data = self._understood(verb, answers.message, packet)
-            if said.magic == MAGIC and said.version != VERSION:
+            if said.magic == MAGIC and said.version != self._version:
                 raise self._wrong(verb, "it was started by another version of Limosa")
             if (said.magic, said.verb, said.number) != (MAGIC, verb, self._number):
                 raise self._wrong(verb, Wrong("the answer to something else"))

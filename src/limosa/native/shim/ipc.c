@@ -6,9 +6,12 @@
 #include "late.h"
 #include "memory.h"
 #include "protocol.h"
+#include "serve.h"
 #include "shim.h"
 
+#include <dirent.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,6 +33,7 @@ struct handle { /* CUipcMemHandle has 64 bytes */
 struct said {
     uint64_t magic, token, share, id, bytes, asked;
     int32_t pid;
+    uint32_t name; /* of its socket, when the handle was made */
 };
 _Static_assert(sizeof(struct said) <= sizeof(struct handle), "ours fits");
 
@@ -58,7 +62,7 @@ static CUresult get(struct handle *handle, CUdeviceptr pointer)
 {
     typedef CUresult type(struct handle *, CUdeviceptr);
     type *function = (type *)entry_real(&entries[AT_cuIpcGetMemHandle]);
-    struct said said = {.magic = MAGIC, .pid = (int32_t)getpid()};
+    struct said said = {.magic = MAGIC, .pid = (int32_t)getpid(), .name = serve_name()};
 
     pthread_mutex_lock(&memory_lock);
     const struct mapping *mapping = mapping_at(pointer);
@@ -139,6 +143,30 @@ static int32_t answer_of(int with, int *fd)
     return got == sizeof answer ? -EPROTO : -ENOENT;
 }
 
+/* What the socket of that process is called now: it has another name after a restore from an image. Where we do not see the
+ * process by the number that it has for itself, what it was when the handle was made. */
+static uint32_t name_of(const struct said *said)
+{
+    char path[64], text[32];
+    uint32_t name = said->name;
+    snprintf(path, sizeof path, "/proc/%d/task", said->pid);
+    DIR *threads = opendir(path);
+    bool found = false;
+
+    for (struct dirent *thread; threads && !found && (thread = readdir(threads));) {
+        snprintf(path, sizeof path, "/proc/%d/task/%.16s/comm", said->pid, thread->d_name);
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+        if (fd >= 0)
+            close(fd);
+        text[n > 0 ? n : 0] = 0;
+        found = n > 0 && sscanf(text, SERVE_THREAD, &name) == 1;
+    }
+    if (threads)
+        closedir(threads);
+    return name;
+}
+
 /* Asks the shim of the process that made the handle. Returns what is told, and the connection: while it lasts nobody else
  * is served there, so that memory is neither put away nor taken back before it is open here. */
 static int32_t ask(const struct said *said, int *fd, int *connection)
@@ -147,7 +175,7 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
                             .b = said->token, .c = said->share};
     struct timeval limit = {CONNECT_SECONDS, 0};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
-    int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "limosa/shim/%d", said->pid);
+    int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, SERVE_NAME, name_of(said));
     int32_t result = -ENOENT;
 
     fds_begin(); /* a child that had it would keep the shim at the other end waiting */

@@ -8,6 +8,7 @@
 #define PROTOCOL_MAGIC 0x4c4d5341u
 #define PROTOCOL_VERSION 3
 #define PROTOCOL_MOST 200 /* records, descriptors in a packet */
+#define PROTOCOL_STAND_IN 25449 /* seconds: SO_RCVTIMEO of what a restore puts in the place of the socket */
 #define PROTOCOL_KEPT_MOST 4096 /* descriptors that are kept while the memory is away */
 
 enum verb {

@@ -13,16 +13,19 @@
 #include <errno.h>
 #include <poll.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
-#define NAME "limosa/shim/"
+#define NAMES_TRIED 64
+#define NAME_MS 100
 #define WAITING 64 /* also those who open a legacy handle, while somebody works on the process */
 
 enum state state;
@@ -39,26 +42,47 @@ static struct kept {
 } sets[2], *kept_aside = &sets[0], *coming = &sets[1];
 static pthread_mutex_t begin_lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* The process's own name: its pid, as it sees it. Not the time at which it began: a process that was brought back from an
- * image reads another one (it has a time namespace) than those who look for it. */
-static int address_of(struct sockaddr_un *address)
+/* The socket's name has a number in it that nobody knows before it is taken: names in this space are whoever's comes first,
+ * also another user's, and a name that could be told from the pid would be his. The shim's thread is called by that number:
+ * it is found there, in /proc, where nobody else can write. */
+static struct sockaddr_un name;
+static socklen_t name_size;
+static uint32_t drawn;
+static atomic_bool thread_has_name;
+
+static void draw_name(void)
 {
-    memset(address, 0, sizeof *address);
-    address->sun_family = AF_UNIX;
-    int n = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, NAME "%d", (int)getpid());
-    return (int)offsetof(struct sockaddr_un, sun_path) + 1 + n;
+    while (getrandom(&drawn, sizeof drawn, 0) != sizeof drawn)
+        ;
+    memset(&name, 0, sizeof name);
+    name.sun_family = AF_UNIX;
+    int n = snprintf(name.sun_path + 1, sizeof name.sun_path - 1, SERVE_NAME, drawn);
+    name_size = (socklen_t)offsetof(struct sockaddr_un, sun_path) + 1 + (socklen_t)n;
+}
+
+uint32_t serve_name(void)
+{
+    return drawn;
+}
+
+static void tell_name(void)
+{
+    char text[16];
+
+    snprintf(text, sizeof text, SERVE_THREAD, drawn);
+    prctl(PR_SET_NAME, text);
+    atomic_store(&thread_has_name, true);
 }
 
 /* Whether that number is still the socket's: a program may close it, and get the number for something else. The name
- * tells, not the inode: that is another one after a restore from an image. A child has its parent's. */
+ * tells, not the inode: that is another one after a restore from an image, where it has none. A child has its parent's. */
 static bool is_ours(int fd)
 {
     struct sockaddr_un found = {.sun_family = AF_UNSPEC};
     socklen_t size = sizeof found;
 
-    return fd >= 0 && !getsockname(fd, (struct sockaddr *)&found, &size) && found.sun_family == AF_UNIX
-        && size > offsetof(struct sockaddr_un, sun_path) + sizeof NAME
-        && !memcmp(found.sun_path + 1, NAME, sizeof NAME - 1);
+    return fd >= 0 && !getsockname(fd, (struct sockaddr *)&found, &size) && size == name_size
+        && !memcmp(&found, &name, size);
 }
 
 /* One packet: a message, what belongs to it, descriptors. */
@@ -249,36 +273,54 @@ static bool welcome(int client)
     return !getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size) && (who.uid == 0 || who.uid == geteuid());
 }
 
-/* The socket has the process's name; -1 where there is none to be had. */
+/* What a restore from an image has put there instead of ours, and marked: nobody else's may be closed. */
+static bool is_stand_in(int fd)
+{
+    struct sockaddr_un found = {.sun_family = AF_UNSPEC};
+    struct timeval mark = {0, 0};
+    socklen_t size = sizeof found, size_of_mark = sizeof mark;
+
+    return fd >= 0 && !getsockname(fd, (struct sockaddr *)&found, &size) && found.sun_family == AF_UNIX
+        && size <= offsetof(struct sockaddr_un, sun_path)
+        && !getsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &mark, &size_of_mark) && mark.tv_sec == PROTOCOL_STAND_IN;
+}
+
+/* -1 where there is none to be had. */
 static int named_socket(void)
 {
-    struct sockaddr_un address;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-
-    socklen_t size = (socklen_t)address_of(&address);
-    if (fd >= 0 && (bind(fd, (struct sockaddr *)&address, size) || listen(fd, WAITING))) {
+    for (int tried = 0; tried < NAMES_TRIED; tried++) {
+        int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+        draw_name();
+        if (fd < 0 || (!bind(fd, (struct sockaddr *)&name, name_size) && !listen(fd, WAITING)))
+            return fd;
         close(fd);
-        fd = -1;
+        if (errno != EADDRINUSE)
+            break;
     }
-    return fd;
+    return -1;
 }
 
 static void *serve(void *nothing)
 {
+    tell_name();
     gate_exempt();
     capture_leave_alone();
-    prctl(PR_SET_NAME, "limosa-shim");
     for (;;) {
-        /* A program that closes all descriptors that there are has closed this one, too. */
+        /* A program that closes all descriptors that there are has closed this one, too; a restore from an image has put
+         * another one in its place, whose name nobody can have taken meanwhile: it has none. */
         if (!is_ours(listening)) {
             fds_begin();
+            if (is_stand_in(listening))
+                close(listening);
             fds_forget(listening);
             fds_end();
             listening = fds_away(named_socket());
+            tell_name();
         }
         int accepted = listening < 0 ? -1 : accept4(listening, NULL, NULL, SOCK_CLOEXEC);
         if (accepted < 0) {
-            poll(NULL, 0, 50); /* also where somebody else has the name: he may end */
+            if (is_ours(listening) || listening < 0)
+                poll(NULL, 0, 50);
             continue;
         }
         client = fds_away(accepted);
@@ -318,10 +360,14 @@ static void begin(void)
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 512 << 10);
+    atomic_store(&thread_has_name, false);
     if (pthread_create(&thread, &attributes, serve, NULL)) {
         fds_close(listening);
         listening = -1;
     }
+    /* Who has initialised the driver can be found. */
+    for (int waited = 0; listening >= 0 && waited < NAME_MS && !atomic_load(&thread_has_name); waited++)
+        poll(NULL, 0, 1);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 

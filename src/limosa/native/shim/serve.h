@@ -10,11 +10,16 @@
 #include "protocol.h"
 
 #define NOT_READY 600
+/* What the socket is called, and the thread that serves it: limosa/parking/names.py. */
+#define SERVE_NAME "limosa/shim/%08x"
+#define SERVE_THREAD "limosa-%08x"
 
 extern enum state state;
 
 /* serve.c. One packet: a message, what belongs to it, descriptors. */
 bool say(int client, const struct message *message, const void *more, size_t bytes, const int *fds, size_t n);
+
+uint32_t serve_name(void); /* the number in it now; 0 where it has none yet */
 
 /* tell.c: each answers all by itself, but for the first. */
 void tell_hello(struct message *answer);

@@ -1,4 +1,4 @@
-"""Which ports an image will have bound again: the inet sockets of ``files.img``, as CRIU binds them at a restore."""
+"""What an image will have bound again: sockets of ``files.img``, as CRIU binds them at a restore."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from limosa.process.criu.stats import fields
 _MAGIC = struct.pack("<II", 0x54564319, 0x56303138)  # an image file; of open files
 _RECORD_LIMIT = 1 << 20  # one open file takes tens of bytes
 _INET = b"\x08\x04"  # how the record of an inet socket begins: field 1, its type, is 4 (INETSK)
+_UNIX = b"\x08\x05"  # likewise, 5 (UNIXSK)
 _LISTEN = 10
 _PROTOCOLS = {6: "tcp", 17: "udp"}
 
@@ -62,6 +63,26 @@ def bound_sockets(images_fd: int) -> list[Bound]:
     except (OSError, ValueError):
         pass
     return list(found)
+
+
+def listening_names(images_fd: int) -> dict[int, bytes]:
+    """Return the names of the unix sockets of an image that listen, by their inodes when it was taken.
+
+    Args:
+        images_fd: as for :func:`bound_sockets`.
+    """
+    found: dict[int, bytes] = {}
+    try:
+        for message in _records(images_fd):
+            record = dict(fields(message)).get(16) if message.startswith(_UNIX) else None
+            if isinstance(record, bytes):
+                values = dict(fields(record))  # CRIU's images/sk-unix.proto
+                inode, name = values.get(2), values.get(11)
+                if isinstance(inode, int) and isinstance(name, bytes) and values.get(4) == _LISTEN:
+                    found[inode] = name
+    except (OSError, ValueError):
+        pass
+    return found
 
 
 def _records(images_fd: int) -> Iterator[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -61,6 +61,7 @@ class RestoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         file_locks: take the file locks again.
         cgroup: the control group for the job ("/sys/fs/cgroup/…" or as in ``/proc/PID/cgroup``); None for the caller's.
         ext_unix_sk: as in the dump.
+        inherit: descriptors of ours that the job gets instead of what CRIU calls so ("socket:[123]").
         extra: further arguments for CRIU, as they are.
     """
 
@@ -70,11 +71,14 @@ class RestoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     file_locks: bool = False
     cgroup: str | None = None
     ext_unix_sk: bool = False
+    inherit: Mapping[str, int] = {}
     extra: Sequence[str] = ()
 
     def arguments(self) -> list[str]:
         """Return them as CRIU's arguments."""
         given = _flags(self, ("tcp_established", "tcp_close", "shell_job", "file_locks"))
+        for name, fd in self.inherit.items():
+            given += ["--inherit-fd", f"fd[{fd}]:{name}"]
         return [*given, *(["--ext-unix-sk"] if self.ext_unix_sk else []), *self.extra]
 
 

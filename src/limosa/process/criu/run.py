@@ -153,7 +153,8 @@ def restore(
     # An old answer must not pass for a new one: CRIU does not write over a pid file.
     _unlink("restore.pid", work_fd)
     # CRIU takes the terminal for a shell's job from its own session.
-    run.start(on_start, new_session=not options.shell_job, enter=cgroup.entry_files(options.cgroup), locks=locks)
+    enter, inherit = cgroup.entry_files(options.cgroup), tuple(options.inherit.values())
+    run.start(on_start, new_session=not options.shell_job, enter=enter, locks=locks, inherit=inherit)
     run.follow(on_action, timeout, cancel)
     raw = stats.read_at(work_fd, "restore.pid").strip()
     if not raw.isdigit():
@@ -191,7 +192,13 @@ class _Run:
         self._raised: BaseException | None = None  # by on_action
 
     def start(
-        self, on_start: OnStart | None, *, new_session: bool, enter: Sequence[str] = (), locks: bytes = b""
+        self,
+        on_start: OnStart | None,
+        *,
+        new_session: bool,
+        enter: Sequence[str] = (),
+        locks: bytes = b"",
+        inherit: Sequence[int] = (),
     ) -> None:
         """Start CRIU; it does nothing before ``on_start`` has returned."""
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # CRIU would ignore it as well
@@ -237,7 +244,7 @@ class _Run:
                 stdout=said,
                 stderr=said,
                 start_new_session=new_session,
-                pass_fds=(self._images_fd, self.work_fd, ask_write, answer_read, *handed),
+                pass_fds=(self._images_fd, self.work_fd, ask_write, answer_read, *handed, *inherit),
                 env=environment,
             )
         except OSError as error:
