@@ -12,7 +12,7 @@ from limosa.operation.journal import Member
 from limosa.operation.parked import shares
 from limosa.parking.answers import Hello, Memory
 from limosa.parking.protocol import Stand
-from limosa.parking.shim import Shim, under_shim
+from limosa.parking.shim import ANSWER_SECONDS, Shim, under_shim
 from limosa.process.memory import two
 
 LARGE = 512 << 20
@@ -54,6 +54,8 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
     """
     shim: Shim | None = None
     try:
+        with Shim(member.identity, whole=ANSWER_SECONDS) as first:  # a user can have us wait so often, and no more
+            first.hello()
         shim = Shim(member.identity)
         return shim, shim.hello()
     except LimosaError as error:
