@@ -176,7 +176,7 @@ def test_without_sock_diag_proc_net_is_read_and_unix_peers_are_not_guessed(job, 
     def refuse(pid: int) -> socket.socket:
         raise OSError("no sock_diag")
 
-    monkeypatch.setattr(sockets, "_netlink_in", refuse)
+    monkeypatch.setattr(sockets, "netlink_in", refuse)
     without = {s.fd: s for s in observe(victim.identity).processes[0].sockets}
     for fd in (3, 4, 5, 6):
         assert without[fd] == with_diag[fd]

@@ -84,7 +84,10 @@ def released(operation_id: str) -> None:
 
 def names_of(path: str | os.PathLike[str]) -> set[str]:
     """What a folder may be called in a claim: as it was named, and without links."""
-    return {os.path.abspath(path), os.path.realpath(path)}
+    names = {os.path.abspath(path)}
+    with contextlib.suppress(OSError):  # a link that the caller may not follow, as of another's /proc/PID/root
+        names.add(os.path.realpath(path))
+    return names
 
 
 def everybodys() -> list[Claim]:

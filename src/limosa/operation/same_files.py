@@ -25,6 +25,7 @@ from limosa.process.criu.named import Named, Remapped, Uses, named
 from limosa.start import real_path
 
 _GHOST = re.compile(r".* \(deleted\)|.*\.cr\.[0-9a-f]+\.ghost", re.DOTALL)
+_GPU, _ZEROES = "/dev/nvidia", "/dev/zero (deleted)"
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -94,6 +95,8 @@ class Looked:
         remapped = self._named.remapped.get(key)
         if remapped is not None and remapped.kind != "linked":
             fine = self._is_anew(info, os.readlink(path), remapped)
+        elif name.startswith(_GPU) and os.readlink(path) == _ZEROES and info.st_nlink == 0:
+            fine = True  # what our plugin has CRIU map in place of a GPU's memory that a child has inherited
         elif name.startswith("/proc/") and self._files.get(name) is None:
             fine = info.st_dev == self._proc
         else:
