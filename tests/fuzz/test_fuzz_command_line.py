@@ -21,8 +21,8 @@ from limosa.process import launch
 from limosa.softgpu import node
 
 VERBS = (*main.VERBS, *main.ALIASES)
-NOT_HERE = ("demo",)
-"""Verbs of which only the options are read: what they do, they do with a machine's GPUs and a minute's time."""
+NOT_HERE = ("demo", "wait", "stop", "logs")
+"""Verbs of which only the options are read: they take a minute, wait for somebody else's process, or end it."""
 SLOW = ("ps", "list", "recover")
 """Verbs that look at all processes, whatever is typed: fewer of them."""
 PIDS = ("4194305", "0", "1", "2147483648", "99999999999999999999", "-7", "007", "²", "४", "1 2", "4711x")
