@@ -258,6 +258,24 @@ def test_the_restored_job_goes_into_the_group_asked_for(criu, job):
         group.rmdir()
 
 
+def test_a_job_that_was_in_another_group_than_limosa_comes_back(criu, job):
+    """CRIU waited for its helper for control groups, which ignored the SIGTERM by which it is ended, for ever."""
+    group = _make_group()
+    victim = job()
+    try:
+        (group / "cgroup.procs").write_text(str(victim.pid))
+        dump(criu, victim.pid, victim.images, victim.work, TCP)
+        victim.reap()
+        assert restore(criu, victim.images, victim.work, BACK, timeout=20) == victim.pid
+        assert victim.goes_on()
+        blocked = int(Path(f"/proc/{victim.pid}/status").read_text().split("SigBlk:")[1].split()[0], 16)
+        assert not blocked >> (signal.SIGTERM - 1) & 1
+    finally:
+        victim.end()
+        victim.fds.clear()
+        group.rmdir()
+
+
 def test_a_group_that_is_not_there_is_refused_before_anything_starts(criu, job):
     victim = job()
     with pytest.raises(UsageError, match="no control group"):

@@ -119,7 +119,7 @@ def test_what_tells_of_the_job_itself_in_proc_is_fine(job):
         "child = os.fork()\nif child == 0: time.sleep(60)\ngone = os.fork()\nif gone == 0: os._exit(0)\n"
         "def tell(*names): return [os.open(f'/proc/{name}', os.O_RDONLY) for name in names]\n"
         "kept = tell('self/statm', 'self/mem', 'thread-self/stat', f'{child}/stat', f'{gone}/stat', 'self', '1/stat')\n"
-        "os.waitpid(gone, 0); os.chdir('/proc')"
+        "os.chdir(f'/proc/{gone}'); os.waitpid(gone, 0)"
     )
     assert refusals(observe(victim.identity)) == {}
 

@@ -114,8 +114,16 @@ def play(zdtm: Path, test: Test, way: str, scratch: Path, generations: int = 1) 
         end_marked(mark)
         reaper.close()
         one.hook("--clean")
+        _unmount(zdtm)
         one.make("cleanout")
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _unmount(zdtm: Path) -> None:
+    """What a test has mounted in its folder stays when it has ended."""
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if line.split()[4].startswith(f"{zdtm}/"):
+            subprocess.run(["umount", "-l", line.split()[4]], timeout=20, check=False)
 
 
 def both(zdtm: Path, test: Test, scratch: Path, generations: int) -> Result:

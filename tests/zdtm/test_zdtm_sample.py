@@ -1,6 +1,6 @@
 """Forty of CRIU's own tests through Limosa; all of them beside bare CRIU: ``make test-zdtm``.
 
-What is here goes through CRIU by bare commands on every kernel from 6.1 on, so whatever fails is Limosa's.
+Each of these passes with bare CRIU (``docs/results``), so whatever fails is Limosa's.
 """
 
 from __future__ import annotations

@@ -70,6 +70,8 @@ _TABLE: list[tuple[str, str, str]] = [
      "it has a terminal open whose other side is outside of the job: --shell-job, or start it by limosa run"),
     ("terminal", r"Found dangling tty",
      "it has a terminal of another session open: --shell-job, or start it by limosa run"),
+    ("terminal-taken", r"Unable to open \S*ptmx with specified index (\d+)",
+     "somebody else has the number of a terminal that the job works on, /dev/pts/{1}: try again when it is free"),
     ("file-lock", r"Some file locks are hold by dumping tasks", "it holds file locks: --file-locks keeps them"),
     ("ghost-limit", r"Can't dump ghost file (.*) of (\d+) size",
      "it has a deleted file of {2} bytes open ({1}): --ghost-limit must be at least that"),

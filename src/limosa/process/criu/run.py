@@ -43,6 +43,12 @@ DUMP_LOG = "dump.log"
 RESTORE_LOG = "restore.log"
 SAID = "criu.out"  # what it says before it has opened its log
 TICK = 0.05  # seconds between looks at cancel and the time limit
+_SHIELD = "HUP INT QUIT PIPE XFSZ USR1 USR2 TSTP TTIN TTOU"
+_IGNORED = {"dump": f"{_SHIELD} TERM", "restore": _SHIELD}
+"""Signals that do not end CRIU.
+
+At a restore it ends a helper of its own by TERM, and waits for that: one for control groups, where the job was
+in another than CRIU when it was dumped. A helper that had inherited to ignore TERM stayed for ever, and so did CRIU."""
 _LOG_LIMIT = 64 << 20  # bytes of a log that are looked at
 _END_OF_LOG = 1 << 16  # bytes of its end, where CRIU says that it is done
 _DONE = {"dump": b"Dumping finished successfully", "restore": b"Restore finished successfully"}
@@ -239,7 +245,7 @@ class _Run:
         )
         try:
             self._child = start.popen(
-                ["/bin/sh", _script("start.sh"), str(len(enter)), *enter, *command],
+                ["/bin/sh", _script("start.sh"), _IGNORED[self.kind], str(len(enter)), *enter, *command],
                 stdin=None if not new_session else subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,

@@ -1,7 +1,9 @@
-# Becomes CRIU, once the caller has written down who we are. Arguments: a count, so many files to write our pid into
-# (control groups), then the command. Signals set to be ignored here stay so in CRIU and its action script; what CRIU
-# restores gets the dispositions it had.
-trap '' HUP INT QUIT TERM PIPE XFSZ USR1 USR2 TSTP TTIN TTOU
+# Becomes CRIU, once the caller has written down who we are. Arguments: signals, a count, so many files to write our pid
+# into (control groups), then the command. Signals set to be ignored here stay so in CRIU and its action script; what
+# CRIU restores gets the dispositions it had.
+# shellcheck disable=SC2086 - several words
+trap '' $1
+shift
 IFS= read -r go <"/proc/self/fd/$LIMOSA_ANSWER" || exit 125
 [ "$go" = yes ] || exit 125
 count=$1

@@ -30,10 +30,10 @@ def terminals(obs: JobObservation) -> list[tuple[ProcessObservation, FdObservati
     terminal that it was started from. Another of these is opened anew; one that was hung up comes back hung up.
     """
     masters = {fd.tty_index for p in obs.processes for fd in p.fds if fd.kind == "pty" and fd.tty_index >= 0}
-    return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(process, fd, masters)]
+    return [(process, fd) for process in obs.processes for fd in process.fds if _is_terminal(obs, process, fd, masters)]
 
 
-def _is_terminal(process: ProcessObservation, fd: FdObservation, masters: set[int]) -> bool:
+def _is_terminal(obs: JobObservation, process: ProcessObservation, fd: FdObservation, masters: set[int]) -> bool:
     number = fd.target.rpartition("/")[2]
     if fd.deleted:
         return False  # its master is closed: who left it behind (a login that ended) has no part in it any more
@@ -42,7 +42,8 @@ def _is_terminal(process: ProcessObservation, fd: FdObservation, masters: set[in
         own = os.major(process.tty_nr), os.minor(process.tty_nr)
         if (major, minor) == (5, 0):  # /dev/tty: whatever the process was started from
             return not (136 <= own[0] <= 143 and (own[0] - 136) * 256 + own[1] in masters)
-        return (major, minor) == own or not ((major, minor) == (5, 1) or (major == 4 and 0 < minor < 64))
+        lent = (major, minor) == own and process.sid not in obs.pids  # by a session that is not the job's
+        return lent or not ((major, minor) == (5, 1) or (major == 4 and minor < 64))
     return fd.kind == "pty" and fd.tty_index < 0 and number.isdigit() and int(number) not in masters
 
 

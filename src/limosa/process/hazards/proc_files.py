@@ -13,7 +13,7 @@ from limosa.errors import Reason
 from limosa.process.observation import JobObservation, ProcessObservation
 
 _THREAD = re.compile(r"(\d+)/task/(\d+)(/|\Z)")
-_FOLDER = re.compile(r"/proc/(\d+/?.*)", re.DOTALL)
+_OF_A_PROCESS = re.compile(r"(\d+)(/.*)?", re.DOTALL)  # and not "4711 (deleted)": that one has ended
 
 
 def proc_hazards(obs: JobObservation) -> list[Reason]:
@@ -26,20 +26,20 @@ def proc_hazards(obs: JobObservation) -> list[Reason]:
     found: list[Reason] = []
     for process in obs.processes:
         for fd in process.fds:
-            if fd.in_proc[:1].isdigit():
+            if _OF_A_PROCESS.fullmatch(fd.in_proc):
                 where = f"descriptor {fd.fd} of process {process.title}"
                 found += _one(obs, process, where, fd.in_proc, fd.watched_pid, threads)
         for what, path in (("working directory", process.cwd), ("root directory", process.file_root)):
-            match = _FOLDER.fullmatch(path)
-            if match is None:
+            inside = path.removeprefix("/proc/")
+            match = _OF_A_PROCESS.fullmatch(inside)
+            if match is None or inside == path:
                 continue
             where = f"the {what} of process {process.title}"
-            if match[1].isdigit():
+            if match[2] is None:
                 text = f"{where} is {path}, which CRIU cannot restore"
                 found.append(Reason(id="proc-folder", text=text, exit_code=13, pid=process.pid))
             else:
-                number = int(match[1].partition("/")[0])
-                found += _one(obs, process, where, match[1], number, threads)
+                found += _one(obs, process, where, inside, int(match[1]), threads)
     return found
 
 
