@@ -23,9 +23,10 @@ from limosa.process.identity import Identity
 MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
 IN_MUSL = """
-__errno_location __isoc99_sscanf _exit accept4 bind calloc clock_gettime close closedir connect dl_iterate_phdr dladdr
+__errno_location _exit accept4 bind calloc clock_gettime close closedir connect dl_iterate_phdr dladdr
 dlopen fcntl free fstat ftruncate getenv geteuid getpid getrandom getrlimit getsockname getsockopt listen madvise
-malloc memcmp memcpy memmove mremap munmap nanosleep open opendir poll prctl pthread_attr_destroy pthread_attr_init
+malloc memchr memcmp memcpy memmove mremap munmap nanosleep open opendir poll prctl pthread_attr_destroy
+pthread_attr_init
 pthread_attr_setdetachstate pthread_attr_setstacksize pthread_cond_broadcast pthread_cond_init pthread_cond_signal
 pthread_cond_timedwait pthread_cond_wait pthread_condattr_init pthread_condattr_setclock pthread_create pthread_join
 pthread_key_create pthread_mutex_init pthread_mutex_lock pthread_mutex_timedlock pthread_mutex_unlock pthread_once

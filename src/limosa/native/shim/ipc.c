@@ -143,11 +143,30 @@ static int32_t answer_of(int with, int *fd)
     return got == sizeof answer ? -EPROTO : -ENOENT;
 }
 
+/* The number in what a shim's thread is called; not sscanf, which other C libraries have by another name. */
+static bool number_in(const char *text, size_t n, uint32_t *number)
+{
+    static const char before[] = "limosa-", digits[] = "0123456789abcdef";
+    size_t at = sizeof before - 1;
+
+    if (n < at + 8 || memcmp(text, before, at))
+        return false;
+    uint32_t found = 0;
+    for (size_t i = 0; i < 8; i++) {
+        const char *digit = memchr(digits, text[at + i], sizeof digits - 1);
+        if (!digit)
+            return false;
+        found = found << 4 | (uint32_t)(digit - digits);
+    }
+    *number = found;
+    return true;
+}
+
 /* What the socket of that process is called now: it has another name after a restore from an image. Where we do not see the
  * process by the number that it has for itself, what it was when the handle was made. */
 static uint32_t name_of(const struct said *said)
 {
-    char path[64], text[32];
+    char path[64], text[16];
     uint32_t name = said->name;
     snprintf(path, sizeof path, "/proc/%d/task", said->pid);
     DIR *threads = opendir(path);
@@ -156,11 +175,10 @@ static uint32_t name_of(const struct said *said)
     for (struct dirent *thread; threads && !found && (thread = readdir(threads));) {
         snprintf(path, sizeof path, "/proc/%d/task/%.16s/comm", said->pid, thread->d_name);
         int fd = open(path, O_RDONLY | O_CLOEXEC);
-        ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text - 1);
+        ssize_t n = fd < 0 ? -1 : read(fd, text, sizeof text);
         if (fd >= 0)
             close(fd);
-        text[n > 0 ? n : 0] = 0;
-        found = n > 0 && sscanf(text, SERVE_THREAD, &name) == 1;
+        found = n > 0 && number_in(text, (size_t)n, &name);
     }
     if (threads)
         closedir(threads);
