@@ -198,7 +198,7 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
     Raises:
         OSError: it cannot be looked at.
     """
-    if _ours(Path(os.path.abspath(path))):
+    if _ours(os.path.abspath(path)):
         return None
     owners = frozenset({0, os.geteuid(), _owner_of_limosa()})
     pending = deque(part for part in os.path.abspath(path).split("/") if part)
@@ -237,10 +237,10 @@ def _usable(path: str) -> bool:
     return os.geteuid() != 0 or trusted(path)
 
 
-def _ours(path: Path) -> bool:
+def _ours(path: str) -> bool:
     """Whether it is of this Limosa, or of the Python that runs it: code from there runs already."""
-    places = (_PACKAGE, Path(sys.prefix), Path(sys.base_prefix))
-    return any(place == path or place in path.parents for place in places if str(place) not in ("/", "/usr"))
+    places = (os.fspath(_PACKAGE), os.path.normpath(sys.prefix), os.path.normpath(sys.base_prefix))
+    return any(path == place or path.startswith(f"{place}/") for place in places if place not in ("/", "/usr"))
 
 
 @functools.lru_cache(maxsize=1)
