@@ -52,9 +52,9 @@ def images(folder: str | os.PathLike[str] = ".") -> list[Listed]:
         NoSuchImage: there is no such folder, or it may not be read.
     """
     place = Path(folder).absolute()
-    if (place / MANIFEST_NAME).is_file():
-        return [_listed(place)]
     try:
+        if (place / MANIFEST_NAME).is_file():
+            return [_listed(place)]
         with os.scandir(place) as found:
             folders = [Path(e.path) for e in found if e.is_dir(follow_symlinks=False) and not is_partial_name(e.name)]
         listed = [_listed(path) for path in folders if os.path.lexists(path / MANIFEST_NAME)]
