@@ -41,6 +41,7 @@ JOBS = [
     "threads",
     "unlinked",
     "proc_files",
+    "folders",
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from limosa.operation import same_files
 from limosa.operation.same_files import Looked, seen
 
 
@@ -28,3 +29,12 @@ def test_zeroes_stand_for_gpu_memory_that_a_child_has_inherited_and_for_nothing_
         reason = looked._other(os.getpid(), f"the mapping at {start:x}", 7, path)
         del view
     assert (reason is None) == fine
+
+
+@pytest.mark.parametrize(
+    ("at", "fine"),
+    [("/a/b/c", True), ("/a/c", True), ("/c", True), ("/a/b", False), ("/a/b/c/c", False), ("/x/c", False)],
+)
+def test_a_folder_that_was_removed_is_made_at_its_name_or_above(at: str, fine: bool) -> None:
+    """CRIU makes it where its own parents are gone too: in the nearest that is there."""
+    assert same_files._is_folder_anew(at, "/a/b/c") is fine

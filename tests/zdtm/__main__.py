@@ -51,7 +51,7 @@ def run(zdtm: Path, tests: Sequence[Test], jobs: int, limit: float, twice: Seque
     begin, found = time.monotonic(), []
     with workroom() as scratch:
         for alone in (False, True):
-            part = [t for t in tests if ("excl" in t.flags) == alone]
+            part = [t for t in tests if t.alone == alone]
             with ProcessPoolExecutor(1 if alone else jobs, initializer=prepare) as pool:
                 waiting = {
                     pool.submit(_in_time, begin + limit, zdtm, t, scratch, 2 if t.label in twice else 1): t

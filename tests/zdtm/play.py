@@ -16,6 +16,7 @@ from pathlib import Path
 
 from support import Reaper, end_marked, has_ended
 
+from limosa.errors import LimosaError
 from limosa.process.criu.find import find
 from limosa.process.criu.log import cause
 from limosa.process.identity import Identity
@@ -152,7 +153,7 @@ class _One:
             for _ in range(generations):
                 self.way.generation += 1
                 self.hook("--pre-dump")
-                tree = job_tree(Identity.of(pid))
+                tree = self.tree(pid)
                 with timed(took, "dump"):
                     self.dump(pid)
                 self.gone([i.pid for i in tree])
@@ -165,6 +166,14 @@ class _One:
         except Failed as failed:
             return Outcome(failed.how, failed.why, **took)
         return Outcome("pass", "", **took)
+
+    def tree(self, pid: int) -> list[Identity]:
+        try:
+            return job_tree(Identity.of(pid))
+        except LimosaError as error:
+            raise Failed(
+                "start" if self.way.generation == 1 else "wrong", f"it has ended by itself ({error})"
+            ) from None
 
     def dump(self, pid: int) -> None:
         try:

@@ -47,6 +47,11 @@ class Test(msgspec.Struct, frozen=True):
     """Why it does not apply, or ""."""
 
     @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside it: it says so, or works on terminals, whose numbers are the machine's."""
+        return "excl" in self.flags or self.name.startswith(("pty", "tty"))
+
+    @property
     def label(self) -> str:
         return self.name if self.kind == "static" else f"{self.kind}/{self.name}"
 

@@ -17,7 +17,7 @@ from zdtm.play import play
 pytestmark = [pytest.mark.criu, pytest.mark.network]
 
 SAMPLE = [
-    "chroot", "cmdlinenv00", "console", "cow01", "cwd00", "deleted_unix_sock", "env00", "epoll", "eventfs00", "pty04",
+    "chroot", "symlink", "console", "cow01", "cwd01", "deleted_unix_sock", "rmdir_open", "epoll", "eventfs00", "pty04",
     "fdt_shared", "fifo", "file_append", "file_locks01", "inotify00", "link10", "maps00", "maps04", "maps05",
     "memfd00", "opath_file", "pidfd_child", "pipe01", "posix_timers", "proc-self", "pstree", "pthread00", "pty00",
     "sigpending", "sk-unix-rel", "socket-ext", "socket-tcp-listen", "socket-tcp-skip-in-flight", "socket_icmp",

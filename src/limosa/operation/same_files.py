@@ -61,6 +61,7 @@ class Looked:
             raise DamagedImage(path=image.path, detail=f"CRIU's files: {error}") from error
         self._since = time.time() - 1.0
         self._proc = os.stat("/proc").st_dev
+        self._uid = manifest.job.uid
         had: dict[str, list[OpenFile]] = {}
         for file in manifest.open_files:
             if not file.deleted:
@@ -94,7 +95,7 @@ class Looked:
             raise
         remapped = self._named.remapped.get(key)
         if remapped is not None and remapped.kind != "linked":
-            fine = self._is_anew(info, os.readlink(path), remapped)
+            fine = self._is_anew(info, os.readlink(path), remapped, name)
         elif name.startswith(_GPU) and os.readlink(path) == _ZEROES and info.st_nlink == 0:
             fine = True  # what our plugin has CRIU map in place of a GPU's memory that a child has inherited
         elif name.startswith("/proc/") and self._files.get(name) is None:
@@ -106,11 +107,20 @@ class Looked:
         text = f"{name} was exchanged while the job was restored: {what} of process {pid} is {os.readlink(path)}"
         return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint="limosa restore tries it again")
 
-    def _is_anew(self, info: os.stat_result, link: str, remapped: Remapped) -> bool:
+    def _is_anew(self, info: os.stat_result, link: str, remapped: Remapped, name: str) -> bool:
         """Whether it is what CRIU has made of a file without a name, just now."""
         if remapped.kind == "proc":
             return info.st_dev == self._proc
+        if stat.S_ISDIR(info.st_mode):
+            own = self._uid in (0, info.st_uid)
+            return own and _is_folder_anew(link.removesuffix(" (deleted)"), name) and info.st_ctime >= self._since
         return _GHOST.fullmatch(link) is not None and info.st_nlink <= 1 and info.st_ctime >= self._since
+
+
+def _is_folder_anew(at: str, name: str) -> bool:
+    """Whether CRIU makes a folder that was removed there: at its very name, or above where those are gone too."""
+    above, wanted = os.path.split(at)
+    return wanted == os.path.basename(name) and os.path.commonpath([above, name]) == above
 
 
 def _names(found: Named) -> Iterator[str]:
@@ -160,6 +170,8 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
         info, real = os.fstat(fd), os.readlink(f"/proc/self/fd/{fd}")
     finally:
         os.close(fd)
+    if stat.S_ISLNK(info.st_mode) and real == name and not had:
+        return seen(info)  # the link itself, which a job may have open; what it leads to is of another kind
     if stat.S_ISLNK(info.st_mode) or real != name:
         if os.geteuid() == 0 and real_path(name) != real:
             text = f"{name} leads through a symbolic link of somebody else's"
