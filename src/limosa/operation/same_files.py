@@ -119,8 +119,8 @@ class Looked:
 
 def _is_folder_anew(at: str, name: str) -> bool:
     """Whether CRIU makes a folder that was removed there: at its very name, or above where those are gone too."""
-    above, wanted = os.path.split(at)
-    return wanted == os.path.basename(name) and os.path.commonpath([above, name]) == above
+    (above, had), (folder, wanted) = os.path.split(at), os.path.split(name)
+    return had == wanted and os.path.commonpath([above, folder]) == above
 
 
 def _names(found: Named) -> Iterator[str]:
