@@ -37,7 +37,7 @@ from limosa.errors import LimosaError
 from limosa.image import Draft
 from limosa.image.files import Files
 from limosa.operation import claims, journal, rewind, work
-from limosa.process import records
+from limosa.process import records, runtime
 from limosa.process.criu import run as criu_run
 from limosa.process.identity import read_stat
 
@@ -197,6 +197,7 @@ class Disturber:
             self._faulty(Files, name, f"image {name}")
         self._faulty(journal.Journal, "_write", "journal write")
         self._faulty(records, "write_atomic", "record write")
+        self._faulty(runtime, "write_atomic", "record write")  # claims
 
     def _faulty(self, owner: Any, name: str, label: str) -> None:
         original = getattr(owner, name)

@@ -215,17 +215,6 @@ def test_13_a_file_lock_and_with_the_option_it_is_held_again(inline, limosa, dum
     victim.finish()
 
 
-def test_13_a_stopped_job_stays_stopped(start, dump_refused) -> None:
-    victim = start("counter")
-    os.kill(victim.pid, signal.SIGSTOP)
-    try:
-        assert str(victim.pid) in dump_refused(victim, 13, "stopped", ticks=False)["hint"]
-        assert "T" in Path(f"/proc/{victim.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    finally:
-        os.kill(victim.pid, signal.SIGCONT)
-    victim.goes_on()
-
-
 @pytest.mark.parametrize("verb", [["suspend"], ["resume"], ["toggle"]], ids=" ".join)
 def test_13_a_job_without_cuda_state_cannot_be_moved(start, refused, verb) -> None:
     victim = start("counter")

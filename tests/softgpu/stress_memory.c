@@ -81,12 +81,12 @@ static void virtual(uint64_t value)
     OK(exported);
     OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
     close(fd);
+    OK(cuMemRelease(again)); /* first: what is imported and nothing else is left of, no driver restores */
     OK(cuMemRetainAllocationHandle(&kept, (void *)(uintptr_t)(address + MIB)));
     OK(cuMemRelease(handle));
     OK(cuMemRelease(kept));
     OK(cuMemUnmap(address, 8 * MIB));
     OK(cuMemAddressFree(address, 8 * MIB));
-    OK(cuMemRelease(again));
 }
 
 static void host(uint64_t value)

@@ -463,8 +463,11 @@ def test_managed_memory_stops_a_checkpoint(job: Far, controller: Far) -> None:
     assert controller.checkpoint(job.pid) == "NOT_SUPPORTED"
     assert controller.unlock(job.pid) == "SUCCESS"
     job("ok(cu.cuMemFree(m))")
-    controller.suspend(job.pid)
-    controller.resume(job.pid)
+    # As the real driver: it runs on, and is not checkpointed any more.
+    assert controller.lock(job.pid) == "SUCCESS"
+    assert controller.checkpoint(job.pid) == "UNKNOWN"
+    assert controller.unlock(job.pid) == "SUCCESS"
+    job("ok(cu.cuCtxSynchronize())")
 
 
 def test_a_large_allocation_and_peer_access_do_not_survive_where_the_hazard_is_on(
