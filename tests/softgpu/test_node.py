@@ -127,7 +127,7 @@ def test_a_shell_has_the_terminal(libraries):
         (("--shell", "--", "true"), "COMMAND"),
         (("--gpus", 0, "--", "true"), "1 to 16"),
         (("--gpus", 17, "--", "true"), "1 to 16"),
-        (("--gpus", "many", "--", "true"), "'many'"),
+        (("--gpus", "many", "--", "true"), "--gpus"),
         (("--memory", "2 elephants", "--", "true"), "size"),
         (("--memory", "1KiB", "--", "true"), "16 MiB"),
         (("--gpus", 3, "--memory", "1GiB,2GiB", "--", "true"), "3"),
