@@ -55,6 +55,7 @@ def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Re
         results: what came of the others.
         why: for tests that differ, the reason in words.
     """
+    kernel = ".".join(platform.release().split(".")[:2])
     both = [r for r in results if r.bare.how == "pass"]
     differ = [r for r in both if r.limosa.how != "pass"]
     neither = [r for r in results if r.bare.how != "pass"]
@@ -62,9 +63,9 @@ def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Re
         [
             f"# CRIU's own tests through Limosa, {datetime.date.today().isoformat()}",
             "",
-            f"`make test-zdtm` with CRIU {find().version} on Linux {platform.release()}, {os.cpu_count()} cores. Each "
-            "test was started, written to disk, ended, brought back and asked whether all is as it was: by bare CRIU "
-            "with the options that the test asks for, and by `limosa checkpoint` and `limosa restore` with the same.",
+            f"`make test-zdtm` with CRIU {find().version} on Linux {kernel}, {os.cpu_count()} cores. Each test was "
+            "started, written to disk, ended, brought back and asked whether all is as it was: by bare CRIU with the "
+            "options that the test asks for, and by `limosa checkpoint` and `limosa restore` with the same.",
             "",
             "| | tests |",
             "|---|---|",
@@ -85,8 +86,8 @@ def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Re
             "",
             "## Where bare CRIU fails",
             "",
-            "Limosa refuses what it knows, and what CRIU refuses is undone: no job was lost by one way and not the "
-            "other. *lost* and *wrong* below are CRIU's.",
+            "*start*: the test does not start on this machine. *refused*: the job runs on; what Limosa knows it says "
+            "in its own words, and what it does not know CRIU refuses, which is undone. *lost*, *wrong*: CRIU's own.",
             "",
             "| test | bare CRIU | Limosa |",
             "|---|---|---|",
@@ -123,8 +124,8 @@ def _times(both: Sequence[Result]) -> list[str]:
         for step in ("dump", "restore")
     ]
     return [
-        f"Median of {len(once)} tests, each as a command of its own: bare CRIU {medians[0]} and {medians[1]}, "
-        f"Limosa {medians[2]} and {medians[3]}.",
+        f"Median of {len(once)} tests, side by side, each step a command of its own: "
+        f"bare CRIU {medians[0]} and {medians[1]}, Limosa {medians[2]} and {medians[3]}.",
         "",
     ]
 
@@ -140,5 +141,6 @@ def _said(outcome: Outcome) -> str:
 
 def short(why: str) -> str:
     """A reason without pids and folders, on one line of a table."""
-    text = re.sub(r"\S*/test/zdtm/", "", re.sub(r"\b\d{3,7}\b", "N", why))
+    text = re.sub(r" \(log: [^)]*\)|[^\s(]*/test/zdtm/|\S*\d\d:\d\d\.\d+: +\d+: ", "", why)
+    text = re.sub(r"\b(0x)?[0-9a-f]*\d[0-9a-f]{2,}\b", "N", text)
     return text.replace("|", "/").replace("\n", " ")[:220]
