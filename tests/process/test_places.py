@@ -155,7 +155,6 @@ def test_with_a_setting_root_makes_a_place_for_users(machine: Path, monkeypatch:
     assert own() == str(machine / "chosen/0/jobs")
     assert as_user(ADA, own) == str(machine / f"chosen/users/limosa-{ADA}/jobs")
     assert seen() == [(0, "0"), (ADA, f"limosa-{ADA}")]
-    assert as_user(ADA, places.environment) == {"LIMOSA_OWN_DIR": str(machine / f"chosen/users/limosa-{ADA}")}
 
 
 def test_thousands_of_names_cost_moments_and_hide_nobody_who_has_a_process(machine: Path) -> None:

@@ -11,11 +11,6 @@ what is looked for then are the folders of the users that have processes now.
 
 ``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
 ``/tmp`` is. Root believes D only where nobody else can have put another folder there.
-
-In C: ``LIMOSA_OWN_DIR`` names the folder of whoever started the job (``environment``). Open it with ``O_DIRECTORY |
-O_NOFOLLOW``; it is yours if ``fstat`` says that it belongs to your effective uid and has none of the bits 022. Where
-it is not, yours is ``/tmp/limosa-UID`` (with ``LIMOSA_RUNTIME_DIR``: ``$LIMOSA_RUNTIME_DIR/users/limosa-UID``; root:
-``/run/limosa/0`` or ``$LIMOSA_RUNTIME_DIR/0``), looked at in the same way.
 """
 
 from __future__ import annotations
@@ -36,7 +31,6 @@ from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
 from limosa.process.openat import closing, only_by, open_folder_in
 
 RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
-OWN_DIR = "LIMOSA_OWN_DIR"
 _SETTING = "LIMOSA_RUNTIME_DIR"
 _FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
 _MOST_LISTED, _MOST_NAMES, _MOST_OF_ONE = 100_000, 2_000, 4
@@ -88,15 +82,6 @@ def owner_of(name: str) -> int:
     return int(form[1]) if form is not None else -1
 
 
-def environment() -> dict[str, str]:
-    """What a job is told so that what is preloaded into it finds the folder of whoever started it.
-
-    Raises:
-        LimosaError: there is none, and none can be made.
-    """
-    return {OWN_DIR: str(own_place())}
-
-
 # -- the caller's own --------------------------------------------------------------------------------------------
 
 
@@ -118,7 +103,7 @@ def own_place() -> Path:
 
 
 def own_folder(kind: str) -> Path:
-    """The caller's folder for one kind of thing (``jobs``, ``claims``, ``vault``, ``shim`` …), made where missing.
+    """The caller's folder for one kind of thing (``jobs``, ``claims``, ``vault`` …), made where missing.
 
     Raises:
         LimosaError: as of ``own_place``.
@@ -283,7 +268,7 @@ def folders(kind: str, uid: int | None = None) -> Iterator[list[Folder]]:
     """Open every user's folder for one kind of thing that is safe to read: the caller's first, then root's.
 
     Args:
-        kind: ``jobs``, ``claims``, ``vault``, ``shim`` …
+        kind: ``jobs``, ``claims``, ``vault`` …
         uid: only this user's (he may have several where somebody took his name).
     """
     caller, found = os.geteuid(), []
