@@ -142,7 +142,8 @@ def test_where_the_last_lines_begin(tmp_path, text, lines, begin):
     from limosa.process.follow import last_lines
 
     (tmp_path / "log").write_text(text)
-    assert last_lines(str(tmp_path / "log"), lines) == begin
+    with open(tmp_path / "log") as log:
+        assert last_lines(log.fileno(), lines) == begin
 
 
 def test_the_same_from_python(tmp_path, runtime):

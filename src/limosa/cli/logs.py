@@ -39,7 +39,8 @@ def command(
     """
     with reporting("logs", fmt, quiet, verbose) as report:
         from limosa.operation import resolve
-        from limosa.process.follow import Tail, last_lines, log_end
+        from limosa.process.follow import Tail, last_lines
+        from limosa.process.job_log import open_said
         from limosa.process.records import RunRecord
 
         try:
@@ -53,16 +54,20 @@ def command(
                 detail=f"process {found.root.pid} was not started by limosa run: nobody keeps its output",
                 hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
             )
+        if report.json and follow:
+            raise UsageError(detail="-o json and --follow: stdout is the job's output then")
+        try:
+            fd = open_said(record.log, found.root.pid)
+        except OSError as error:
+            if not report.json:
+                detail = f"the log {words.clean(record.log)} cannot be read: {error.strerror or error}"
+                raise UsageError(detail=detail, hint="limosa logs -o json") from error
+            fd = -1
         if report.json:
-            if follow:
-                raise UsageError(detail="-o json and --follow: stdout is the job's output then")
-            fields = {"pid": found.root.pid, "name": found.name, "log": record.log, "bytes": log_end(record.log)}
-            report.result(fields, "")
+            size = os.fstat(fd).st_size if fd >= 0 else 0
+            report.result({"pid": found.root.pid, "name": found.name, "log": record.log, "bytes": size}, "")
             return
-        begin = 0 if last is None else last_lines(record.log, last)
-        tail = Tail(record.log, begin, _writer(record.log))
-        if not tail.opened:
-            raise UsageError(detail=f"the log {words.clean(record.log)} cannot be read", hint="limosa logs -o json")
+        tail = Tail(fd, 0 if last is None else last_lines(fd, last), _writer(fd))
         try:
             _follow(report, job, tail.copy) if follow else _all(tail.copy)
         finally:
@@ -89,16 +94,13 @@ def _ended(job: str) -> str:
     """Where the output of a job that has ended may be: a log of that name here."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+", job):
         return ""
-    found = sorted(Path().glob(f"{job}.limosa*.log"), key=lambda path: path.stat().st_mtime)
+    found = sorted(Path().glob(f"{job}.limosa*.log"), key=lambda path: path.lstat().st_mtime)
     return f"if it has ended, its output is in {words.clean(found[-1])}" if found else ""
 
 
-def _writer(log: str) -> Callable[[bytes], None]:
+def _writer(fd: int) -> Callable[[bytes], None]:
     """Writes to stdout; what another user's job says must not drive our terminal."""
-    try:
-        foreign = sys.stdout.isatty() and os.stat(log).st_uid != os.geteuid()
-    except OSError:
-        foreign = False
+    foreign = sys.stdout.isatty() and os.fstat(fd).st_uid != os.geteuid()
 
     def write(data: bytes) -> None:
         out = sys.stdout.buffer

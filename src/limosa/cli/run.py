@@ -108,7 +108,7 @@ def follow(
         log: the file its output goes to, or "".
         report: where notes go.
         offset: where in the log to begin, in bytes; its end now where None.
-        signals: already catching, or None: for the time of the call.
+        signals: already catching (``run``, which has opened the log), or None: for the time of the call.
 
     Returns:
         The job's exit code, 128 + signal, 75 where a checkpoint ended it, 125 where nobody can know.
@@ -118,7 +118,7 @@ def follow(
             stack.enter_context(Signals()).to(job)
             stop_adopting()  # a restore did; what the job itself orphans from here on is init's to reap
         known = records.RunRecord.of(job)
-        ended = follow_job(job, log, _to_stdout, offset=offset)
+        ended = follow_job(job, log, _to_stdout, offset=offset, own=signals is not None)
     records.RunRecord(root=job, name="", command=[]).forget()
     if known is not None and not ended.image:  # else somebody may have restored it by now
         device_nodes.forget(known.sees)

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import stat
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from limosa.errors import NoSuchProcess, Zombie
+from limosa.process import job_log
 from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.records import EndedRecord
 
@@ -122,28 +122,18 @@ def child(pid: int) -> Identity:
 
 
 class Tail:
-    """Copies what is appended to a file to a function, from a given offset on.
+    """Copies what is appended to a log to a function.
 
     Args:
-        path: the file, or "" for nothing to copy.
+        fd: the log, open for reading, and closed by ``close``; -1 for nothing to copy.
         offset: where to begin, in bytes.
         write: takes the bytes.
     """
 
-    def __init__(self, path: str, offset: int, write: Callable[[bytes], None]):
+    def __init__(self, fd: int, offset: int, write: Callable[[bytes], None]):
         self._write = write
         self._offset = offset
-        self._fd = -1
-        if path:
-            with contextlib.suppress(OSError):  # a log that was removed or hidden: the job is followed all the same
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        if self._fd >= 0 and not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            self.close()
-
-    @property
-    def opened(self) -> bool:
-        """Whether there is a file to copy."""
-        return self._fd >= 0
+        self._fd = fd
 
     def copy(self) -> bool:
         """Copies what is there now (one chunk); whether there was something."""
@@ -169,41 +159,34 @@ class Tail:
 
 
 def log_end(path: str) -> int:
-    """The size of a log in bytes, 0 where it cannot be read: where ``follow`` begins after a restore."""
+    """The size of a log in bytes, 0 where it cannot be looked at: where ``follow`` begins after a restore."""
     try:
         return os.stat(path).st_size
     except OSError:
         return 0
 
 
-def last_lines(path: str, count: int) -> int:
-    """Where the last ``count`` lines of a file begin, in bytes; 0 where it has fewer or cannot be read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:
-        return 0
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            return 0
-        at = end = os.fstat(fd).st_size
-        left = count + (end > 0 and os.pread(fd, 1, end - 1) == b"\n")  # the newline at the end begins no line
-        if count == 0:
-            return end
-        while at > 0:
-            begin = max(0, at - _CHUNK)
-            data = os.pread(fd, at - begin, begin)
-            while (found := data.rfind(b"\n")) >= 0:
-                left -= 1
-                if left == 0:
-                    return begin + found + 1
-                data = data[:found]
-            at = begin
-        return 0
-    finally:
-        os.close(fd)
+def last_lines(fd: int, count: int) -> int:
+    """Where the last ``count`` lines of an open file begin, in bytes; 0 where it has fewer."""
+    at = end = os.fstat(fd).st_size
+    left = count + (end > 0 and os.pread(fd, 1, end - 1) == b"\n")  # the newline at the end begins no line
+    if count == 0:
+        return end
+    while at > 0:
+        begin = max(0, at - _CHUNK)
+        data = os.pread(fd, at - begin, begin)
+        while (found := data.rfind(b"\n")) >= 0:
+            left -= 1
+            if left == 0:
+                return begin + found + 1
+            data = data[:found]
+        at = begin
+    return 0
 
 
-def follow_job(job: Identity, log: str, write: Callable[[bytes], None], *, offset: int | None = None) -> Ended:
+def follow_job(
+    job: Identity, log: str, write: Callable[[bytes], None], *, offset: int | None = None, own: bool = False
+) -> Ended:
     """Copies the job's log until the job has ended, reaps it, and says how it ended.
 
     Passing signals on is the caller's business (``Signals``).
@@ -213,11 +196,15 @@ def follow_job(job: Identity, log: str, write: Callable[[bytes], None], *, offse
         log: the file its output goes to, or "".
         write: takes what is appended to it.
         offset: where in the log to begin, in bytes; its end now where None.
+        own: this process has opened the log for the job; else somebody says that it is the job's (``job_log``).
 
     Raises:
         NoSuchProcess: there was no such process to begin with.
     """
-    tail = Tail(log, log_end(log) if offset is None else offset, write)
+    fd = -1
+    with contextlib.suppress(OSError):  # a log that was removed or hidden: the job is followed all the same
+        fd = (job_log.open_own(log) if own else job_log.open_said(log, job.pid)) if log else -1
+    tail = Tail(fd, os.fstat(fd).st_size if offset is None and fd >= 0 else offset or 0, write)
     try:
         with contextlib.ExitStack() as stack:
             try:

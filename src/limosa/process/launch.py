@@ -54,7 +54,7 @@ def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     new = False
     try:
-        with _log_folder(path) as folder:
+        with log_folder(path) as folder:
             name = os.path.basename(os.path.abspath(path))
             try:
                 fd, new = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=folder), True
@@ -76,7 +76,7 @@ def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
 
 
 @contextlib.contextmanager
-def _log_folder(path: str | os.PathLike[str]) -> Iterator[int]:
+def log_folder(path: str | os.PathLike[str]) -> Iterator[int]:
     """The folder that a log is in, open: for root one to which no link of another user's leads.
 
     Raises:
@@ -108,7 +108,7 @@ def open_new_log(name: str, folder: str | os.PathLike[str] = ".") -> tuple[int, 
     for number in range(1, _LOGS + 1):
         path = place / (f"{name}.limosa.log" if number == 1 else f"{name}.limosa.{number}.log")
         try:
-            with _log_folder(path) as opened:
+            with log_folder(path) as opened:
                 return os.open(path.name, flags, 0o600, dir_fd=opened), path
         except FileExistsError:
             continue
