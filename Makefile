@@ -23,7 +23,7 @@ help:
 	@echo "make test-gpu   tests on the GPUs of this machine"
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
-	@echo "make mutants    seventy mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
+	@echo "make mutants    mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
 	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.28 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,14 @@ def test_a_list_that_does_not_fit_is_told():
     good = MUTANTS[0]
     told = problems([good, good, good._replace(name="a", old="not there"), good._replace(name="b", tests=("tests/x",))])
     assert [line.partition(":")[0] for line in told] == [good.name, "a", "b"]
+
+
+def test_the_page_tells_of_each_that_survives_with_a_reason():
+    page = (
+        (TESTS.parent / "docs/reliability.md").read_text().partition("survive, with a reason: ")[2].partition("\n\n")[0]
+    )
+    told = dict(re.findall(r"`([a-z-]+)` \(([^)]*)\)", page))
+    assert set(told) == {m.name for m in MUTANTS if m.reason}
 
 
 @pytest.mark.timeout(200)

@@ -8,7 +8,9 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,6 +48,12 @@ class Result(msgspec.Struct, frozen=True):
         return self.limosa.how == "pass" or self.bare.how != "pass"
 
 
+def commit() -> str:
+    """Which Limosa this is: git's word, "-dirty" behind it where something was changed since."""
+    argv = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+
+
 def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Result], why: Mapping[str, str]) -> str:
     """The page.
 
@@ -63,14 +71,15 @@ def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Re
         [
             f"# CRIU's own tests through Limosa, {datetime.date.today().isoformat()}",
             "",
-            f"`make test-zdtm` with CRIU {find().version} on Linux {kernel}, {os.cpu_count()} cores. Each test was "
+            f"`make test-zdtm` at commit {commit()} with CRIU {find().version} on Linux {kernel}, {os.cpu_count()} cores. Each test was "
             "started, written to disk, ended, brought back and asked whether all is as it was: by bare CRIU with the "
             "options that the test asks for, and by `limosa checkpoint` and `limosa restore` with the same.",
             "",
             "| | tests |",
             "|---|---|",
             f"| in CRIU's Makefile: static, transition | {_kinds(t.kind for t in tests)} |",
-            f"| that apply to a host without namespaces | {_kinds(t.kind for t in tests if not t.skip)} |",
+            "| that apply to a host without namespaces ([why the others do not](#tests-that-do-not-apply)) "
+            f"| {_kinds(t.kind for t in tests if not t.skip)} |",
             *([f"| that cannot be built here | {len(unbuilt)} |"] if unbuilt else []),
             f"| run | {len(results)} |",
             f"| that bare CRIU brings back | {len(both)} |",
