@@ -71,9 +71,10 @@ def page(tests: Sequence[Test], unbuilt: Mapping[str, str], results: Sequence[Re
         [
             f"# CRIU's own tests through Limosa, {datetime.date.today().isoformat()}",
             "",
-            f"`make test-zdtm` at commit {commit()} with CRIU {find().version} on Linux {kernel}, {os.cpu_count()} cores. Each test was "
-            "started, written to disk, ended, brought back and asked whether all is as it was: by bare CRIU with the "
-            "options that the test asks for, and by `limosa checkpoint` and `limosa restore` with the same.",
+            f"`make test-zdtm` at commit {commit()} with CRIU {find().version} on Linux {kernel}, {os.cpu_count()} "
+            "cores. Each test was started, written to disk, ended, brought back and asked whether all is as it was: "
+            "by bare CRIU with the options that the test asks for, and by `limosa checkpoint` and `limosa restore` "
+            "with the same.",
             "",
             "| | tests |",
             "|---|---|",
