@@ -1,4 +1,4 @@
-"""Every link in a page leads to a file of the project, and to a heading that it has."""
+"""Every link in a page leads to a file of the project, and to a heading that it has; tables are whole."""
 
 from __future__ import annotations
 
@@ -60,3 +60,14 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 def test_every_file_of_the_project_that_is_named_is_there(page: Path) -> None:
     named = re.findall(r"`((?:src|tests|docs|scripts|bench)/[\w./*-]+)`", (PROJECT / page).read_text())
     assert [name for name in named if not list(PROJECT.glob(name.rstrip("/")))] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_every_table_has_a_head_and_as_many_cells_in_each_row(page: Path) -> None:
+    """An empty line in the middle of a table leaves rows that are shown as text."""
+    for block in re.findall(r"^(?:\|.*\n)+", without_code((PROJECT / page).read_text()) + "\n", re.MULTILINE):
+        head, *rows = block.splitlines()
+        assert rows, head
+        assert re.fullmatch(r"\|(?:\s*:?-+:?\s*\|)+", rows[0]), head
+        cells = [len(re.sub(r"`[^`]*`|\\\|", "", row).split("|")) for row in (head, *rows)]
+        assert set(cells) == {cells[0]}, [row for row, n in zip(rows, cells[1:], strict=True) if n != cells[0]]
