@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from limosa.errors import FailedUndone
+from limosa.parking.mover_saving import Aside
 from limosa.parking.segments import (
     LARGE,
     SMALL,
@@ -142,3 +144,47 @@ def test_what_says_where_things_are_cannot_be_changed() -> None:
 def test_it_is_closed_and_not_given_to_the_next(pool: Pool) -> None:
     pool.give_back([layout_file(b"text"), make(SMALL)])
     assert [size for _, size, _ in pool.free] == [SMALL]
+
+
+def unsealed() -> int:
+    fd = os.memfd_create("limosa-arena", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SMALL)
+    return fd
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("made", "offset", "bytes_"),
+    [
+        (lambda: os.pipe()[0], 0, 1),
+        (lambda: os.open("/dev/zero", os.O_RDWR), 0, 1),
+        (lambda: os.open("/", os.O_RDONLY), 0, 1),
+        (unsealed, 0, 1),
+        (lambda: layout_file(bytes(MIB)), 0, MIB),
+        (lambda: make(SMALL), 0, SMALL + 1),
+        (lambda: make(SMALL), SMALL, 1),
+        (lambda: make(SMALL), LARGE, 1),
+        (lambda: make(SMALL), 1 << 62, 1 << 62),
+    ],
+    ids=["pipe", "device", "folder", "unsealed", "sealed", "too small", "behind", "next", "far"],
+)
+def test_the_mover_reads_no_other_users_memory_from_what_may_shrink_or_have_it_wait(
+    made: Callable[[], int], offset: int, bytes_: int
+) -> None:
+    fd = made()
+    try:
+        with pytest.raises(FailedUndone, match="behind the end"):
+            Aside([fd], offset, bytes_)
+    finally:
+        os.close(fd)
+
+
+def test_the_mover_reads_what_is_in_a_segment() -> None:
+    fd = make(SMALL)
+    os.pwrite(fd, b"there", SMALL - 5)
+    piece = Aside([fd], SMALL - 5, 5)
+    os.close(fd)
+    found = bytearray(3)
+    piece.read(memoryview(found), 2)
+    piece.close()
+    assert found == b"ere"

@@ -47,10 +47,11 @@ class Aside:
         self.bytes, self._first = bytes_, offset % LARGE
         first, last = offset // LARGE, (offset + max(1, bytes_) - 1) // LARGE
         # They come from another user's vault or process: read, never mapped, and not what may have us wait.
-        ends = [LARGE] * (last - first) + [(offset + max(1, bytes_) - 1) % LARGE + 1]
-        if last >= len(segments) or not all(map(fits, segments[first : last + 1], ends)):
+        own = segments[first : last + 1] if last < len(segments) else []
+        ends = [LARGE] * (len(own) - 1) + [(offset + max(1, bytes_) - 1) % LARGE + 1]
+        if not own or not all(map(fits, own, ends)):
             raise FailedUndone("a piece of memory lies behind the end of the arena")
-        self._fds = [os.dup(fd) for fd in segments[first : last + 1]]
+        self._fds = [os.dup(fd) for fd in own]
 
     def read(self, view: memoryview, offset: int) -> None:
         """Read a part of it."""
