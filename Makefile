@@ -1,6 +1,16 @@
 # make demo and make test need nothing before them but Python (3.10 or newer), make and a C compiler.
 # PY=... uses another Python, with everything installed, instead of making .venv.
 
+ifneq ($(realpath $(firstword $(MAKEFILE_LIST))),$(realpath Makefile))
+$(error make is run in the folder of this Makefile: it starts what lies there)
+endif
+
+# Of variables that have a Python or a shell load more only folders of one's own come through (scripts/own-folders).
+ifneq ($(origin PYTHONPATH), undefined)
+export PYTHONPATH := $(shell scripts/own-folders "$$PYTHONPATH")
+endif
+unexport PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONUSERBASE BASH_ENV ENV
+
 ifeq ($(origin PY), undefined)
 PY := .venv/bin/python
 READY_DEMO = scripts/bootstrap demo
@@ -78,7 +88,7 @@ test-gpu:
 # In parts: LIMIT=seconds SUMMARY=1.json, then SUMMARY=2.json WITHOUT=1.json, then MERGE="1.json 2.json" SUMMARY=all.json.
 faults:
 	@$(READY_TEST)
-	$(SUDO) env PYTHONPATH=tests $(PY) -m campaign $(if $(WAY),--way $(WAY)) $(if $(RECORD),--record) $(if $(CASE),--case $(CASE)) \
+	$(SUDO) env PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m campaign $(if $(WAY),--way $(WAY)) $(if $(RECORD),--record) $(if $(CASE),--case $(CASE)) \
 		--seed $(or $(SEED),1) $(if $(N),--count $(N)) $(if $(SUMMARY),--summary $(SUMMARY)) \
 		$(if $(ROOMS),--rooms $(ROOMS)) $(if $(LIMIT),--limit $(LIMIT)) $(if $(WITHOUT),--without $(WITHOUT)) \
 		$(if $(MERGE),--merge $(MERGE))
@@ -91,7 +101,7 @@ fuzz:
 # Never in the checkout. SIDE=2: two copies side by side; TABLE=FILE: the result as a page.
 mutants:
 	@$(READY_TEST)
-	$(SUDO) env PYTHONPATH=tests $(PY) -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SIDE),--side $(SIDE)) $(if $(TABLE),--table $(TABLE))
+	$(SUDO) env PYTHONPATH="$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m mutants $(if $(ONLY),--only $(ONLY)) $(if $(SIDE),--side $(SIDE)) $(if $(TABLE),--table $(TABLE))
 
 bench:
 	@$(READY_TEST)
@@ -108,11 +118,11 @@ bench-gpu:
 # Man pages of every verb; a wheel has them in share/man/man1 where they have been made.
 man:
 	@$(READY_DEMO)
-	$(PY) scripts/man.py build/man
+	$(PY) -I scripts/man.py build/man
 
 # A wheel for other machines: fails where it would need a C library newer than 2.28, or where anything is not built.
 wheel: man
-	LIMOSA_RELEASE=1 $(PY) -m pip wheel -q --no-deps --wheel-dir dist .
+	LIMOSA_RELEASE=1 $(PY) -I -m pip wheel -q --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache dist build

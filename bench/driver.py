@@ -30,7 +30,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
 # Found by the command, the worker and what the worker becomes, from any folder.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "src"), *filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+)
 
 from report import Results, table, verdict  # noqa: E402
 from touch import touch  # noqa: E402
@@ -154,7 +156,7 @@ def command(job: Job, gpus: Inventory, here: int, there: int) -> dict[str, Any]:
     """``limosa move``."""
     argv = [sys.executable, "-m", "limosa", "move", str(job.pid), "--to", str(there), "-o", "json"]
     begin = time.monotonic()
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, cwd="/", timeout=180, check=False)
     wall = time.monotonic() - begin
     if done.returncode:
         raise RuntimeError(f"limosa move exited with {done.returncode}: {done.stdout}{done.stderr}")

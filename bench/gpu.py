@@ -23,7 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT / "src"), *filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+)
 
 from driver import huge_pages  # noqa: E402
 from jobs import end_helpers  # noqa: E402

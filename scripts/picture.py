@@ -89,6 +89,7 @@ def main() -> None:
     out = chosen.out.absolute()
     if not chosen.real and not chosen.inside:
         again = [sys.executable, os.path.abspath(__file__), "--inside", str(out), "--", *chosen.job]
+        os.chdir("/")  # -m takes code from where it is
         os.execv(  # noqa: S606 - the same Python
             sys.executable, limosa("softgpu", "--gpus", "2", "--memory", "4GiB", "--", *again)
         )

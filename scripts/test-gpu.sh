@@ -11,13 +11,16 @@
 #   scripts/test-gpu.sh -- ARGS    pytest with these arguments
 #
 # PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
+# PYTHONPATH=folders of packages (those that others can write to, and relative ones, do not count),
 # JOBS=how many tests side by side (those that fill GPUs or measure always run alone).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 if [ -z "${PY:-}" ]; then
     if [ -x .venv/bin/python ]; then PY=.venv/bin/python; else PY=python3; fi
 fi
-PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
+more=$(scripts/own-folders "${PYTHONPATH:-}") # packages that lie in no Python's own folders
+PYTHONPATH=$PWD/src${more:+:$more}
+unset PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONUSERBASE
 PYTHONUNBUFFERED=1
 # NVLink multicast stays off: nothing here needs it.
 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
