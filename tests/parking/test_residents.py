@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import resource
@@ -31,8 +32,10 @@ from limosa.parking.receive import Given
 from limosa.parking.residents import Residents
 from limosa.parking.segments import Pool, make
 from limosa.parking.vault import Vault
+from limosa.process import openat
 from limosa.process.identity import Handle, Identity
 from limosa.process.limits import many_descriptors
+from limosa.process.openat import open_in
 from limosa.process.places import own_place
 
 ME = Identity.of(os.getpid())
@@ -559,3 +562,30 @@ def test_a_set_that_is_not_all_there_does_not_take_the_place_of_the_whole_one() 
     assert vault.answer(vault_main.Get(KEY), Given())[0]["n"] == 2
     vault.let_go(KEY)
     assert open_here() == before
+
+
+@pytest.mark.parametrize("kind", ["vault", "mover"])
+def test_nobody_is_waited_for_in_a_folder_that_cannot_be_opened(
+    place: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One that is there, and cannot be seen, was started again and waited for, 15 seconds at each step of an undo."""
+    folder = own_place() / kind
+    real, said = os.open, OSError(errno.EMFILE, "Too many open files")
+
+    def refused(path: Any, *more: Any, **options: Any) -> int:
+        if str(path) in (str(folder), kind):
+            raise said
+        return real(path, *more, **options)
+
+    def refused_in(at: int, name: str, *more: Any) -> int:
+        if name == kind:
+            raise said
+        return open_in(at, name, *more)
+
+    monkeypatch.setattr(openat, "open_in", refused_in)
+    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(resident, "start", lambda *_: pytest.fail("it was started"))
+    begun = time.monotonic()
+    with pytest.raises(FailedUndone, match="Too many open files"):
+        resident.connect(kind, os.geteuid())
+    assert time.monotonic() - begun < 2
