@@ -13,6 +13,9 @@ import pytest
 from e2e_soft.conftest import JOB, Soft
 
 from limosa.process import device_nodes
+from limosa.process.identity import Identity
+from limosa.process.places import own_folder
+from limosa.process.records import RunRecord
 
 MIB = 1 << 20
 
@@ -317,3 +320,34 @@ def test_nothing_is_left_of_a_job_that_has_ended(node: Soft) -> None:
         time.sleep(0.01)
     node.limosa("ps")
     assert list((sees_folder()).iterdir()) == []
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("gone", [True, False], ids=["moved away", "still there"])
+def test_an_image_of_a_job_whose_sight_an_older_version_noted_comes_back_and_sees_all(
+    node: Soft, tmp_path: Path, gone: bool
+) -> None:
+    """Its file was in a folder that every user could make; nothing is written there any more. It sees more, no less."""
+    old = Path(os.environ["LIMOSA_RUNTIME_DIR"]) / "1001" / "sees"
+    old.mkdir(parents=True)
+    (old / "0123456789abcdef").write_text("0")
+    env = {"LIMOSA_SEES": str(old / "0123456789abcdef"), "LD_PRELOAD": str(device_nodes.LIBRARY)}
+    job = node.job("--mib", 16, env=env)
+    own_folder("jobs")
+    RunRecord(root=Identity.of(job.pid), name="old", command=["x"], sees=env["LIMOSA_SEES"]).save()
+    node.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image")
+    job.until_gone()
+    if gone:
+        shutil.rmtree(old.parent)
+    plan = node.says(0, "", "plan", "restore", tmp_path / "image")
+    assert "gpus-not-hidden" in [reason["id"] for reason in plan["reasons"]]
+    said = node.says(0, "", "restore", tmp_path / "image")
+    assert "gpus-not-hidden" in [reason["id"] for reason in said["warnings"]]
+    job.goes_on(2)
+    assert node.where(job) == [0]
+    assert gone or (old / "0123456789abcdef").read_text() == "0"
+    if gone:
+        node.says(0, "", "move", job.pid, "--to", 1)
+        job.goes_on(2)
+        assert node.where(job) == [1]
+    job.finish()

@@ -378,7 +378,7 @@ def fill_in(prepared: Prepared, where: Where) -> None:
 def sees_of(root: Identity) -> str:
     """The file that says which GPUs a job sees; "" where ``limosa run --gpus`` hides none from it."""
     record = records.RunRecord.of(root)
-    return record.sees if record is not None else ""
+    return device_nodes.known(record.sees) if record is not None else ""
 
 
 def _not_ours_to_show(members: Sequence[Member]) -> list[Reason]:

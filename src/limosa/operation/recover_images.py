@@ -30,6 +30,7 @@ from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
+from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Handle, Identity
@@ -219,7 +220,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         if job.run or job.name:
             name = job.name or f"restored-{root.pid}"
             command = list(image.manifest.tree[0].command)
-            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees).save()
+            sees = device_nodes.known(job.sees)
+            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
     dead.header.roots = [root]
     return entry_of(
         dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"

@@ -237,7 +237,7 @@ class _Restore:
             PermissionDenied: the caller may not.
         """
         job = self.manifest.job
-        if not job.sees:
+        if not device_nodes.known(job.sees):
             return
         # Whoever finds the record of the job that was ended would take the file for that one's and remove it.
         RunRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), name="", command=[]).forget()
@@ -418,9 +418,8 @@ class _Restore:
             if job.run or job.name:
                 command = list(self.manifest.tree[0].command)
                 name = self._name() or f"restored-{self.root.pid}"
-                RunRecord(
-                    root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=job.sees
-                ).save()
+                sees = device_nodes.known(job.sees)
+                RunRecord(root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
             EndedRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), image="").forget()
 
 

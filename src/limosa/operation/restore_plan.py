@@ -25,7 +25,7 @@ from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
 from limosa.operation.taken_pids import taken_pids
-from limosa.process import sizes
+from limosa.process import device_nodes, sizes
 from limosa.process.cgroups import memory_levels
 from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
@@ -130,6 +130,9 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         ready.reasons = [border]  # nothing else that would be found there is worth telling
         return ready
     reasons: list[Reason] = []
+    if manifest.job.sees and not device_nodes.known(manifest.job.sees):
+        text = "which GPUs the job sees was noted by an older Limosa where it is not looked for any more: it sees all"
+        reasons.append(Reason(id="gpus-not-hidden", text=text))
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
     reasons += shm.in_the_way(manifest.shm)
     comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
@@ -289,8 +292,8 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
                 map=full,
                 held={u: max(process.held.get(u, 0), of_chunks.get(u, 0)) for u in {*process.held, *of_chunks}},
                 root=manifest.job.pid,
-                sees=manifest.job.sees,
-                nodes=minors(inventory) if manifest.job.sees else {},
+                sees=device_nodes.known(manifest.job.sees),
+                nodes=minors(inventory) if device_nodes.known(manifest.job.sees) else {},
             )
         )
     return members
