@@ -71,7 +71,7 @@ def command(
     ] = None,
     rate: Annotated[
         list[str] | None,
-        typer.Option("--rate", metavar="WHAT=SPEED", help="copy=20GB/s, checkpoint=2GB/s, ...; may be repeated."),
+        typer.Option("--rate", metavar="WHAT=SPEED", help="copy=20GiB/s, checkpoint=2GiB/s, ...; may be repeated."),
     ] = None,
     cost: Annotated[
         list[str] | None,

@@ -156,7 +156,7 @@ def paced(rates: Rates, speeds: Sequence[str] = (), costs: Sequence[str] = ()) -
 
     Args:
         rates: those to begin with.
-        speeds: "checkpoint=2.5GB/s", "copy=0" (as fast as the machine); names of ``RATES``.
+        speeds: "checkpoint=2.5GiB/s", "copy=0" (as fast as the machine); names of ``RATES``.
         costs: "checkpoint=0.4" (seconds); names of ``COSTS``.
 
     Raises:
@@ -167,7 +167,7 @@ def paced(rates: Rates, speeds: Sequence[str] = (), costs: Sequence[str] = ()) -
         what, _, speed = word.partition("=")
         found = _SPEED.fullmatch(speed)
         if what not in RATES or not found:
-            raise UsageError(detail=f"--rate {word}: it is WHAT=SPEED, like checkpoint=2.5GB/s; {', '.join(RATES)}")
+            raise UsageError(detail=f"--rate {word}: it is WHAT=SPEED, like checkpoint=2.5GiB/s; {', '.join(RATES)}")
         base = 1024 if found["binary"] else 1000
         bytes_ = float(found["number"]) * base ** " kmgt".index((found["unit"] or " ").lower())
         changes |= dict.fromkeys(RATES[what], bytes_)
