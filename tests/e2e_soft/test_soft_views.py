@@ -81,7 +81,8 @@ def test_ps_plan_and_results_say_which_way_and_what_the_other_costs(soft: Callab
     assert any("from GPU to GPU" in step for step in fast["steps"])
     assert not any("from GPU to GPU" in step for step in slow["steps"])
     text = "with the library of limosa run it would stand still for about"
-    assert text in node.limosa("plan", "move", bare.pid, "--to", 1).stdout
+    assert text in node.limosa("plan", "-v", "move", bare.pid, "--to", 1).stdout
+    assert text not in node.limosa("plan", "move", bare.pid, "--to", 1).stdout  # only where it was asked for
     nothing = node.says(0, "", "plan", "move", bare.pid, "--to", 0)
     assert (nothing["already"], nothing["steps"], nothing["other"]) == (True, [], None)
     assert nothing["estimate"] == {"pause_seconds": 0.0, "seconds": 0.0, "bytes": 0}
@@ -91,8 +92,8 @@ def test_ps_plan_and_results_say_which_way_and_what_the_other_costs(soft: Callab
         moved = node.says(0, "", "move", str(job.pid), "--to", "1")
         assert (moved["way"], moved["other"]["way"]) == (way, other)
         assert moved["other"]["pause_seconds"] > 0
-    put = node.limosa("suspend", under.pid).stdout
-    assert "(parked; the driver alone: about" in put
+    put = node.limosa("suspend", "-v", under.pid).stdout
+    assert re.search(r"\(parked; by the driver alone \S+ m?s were estimated\)", put), put
     (aside,) = [j for j in node.says(0, "", "ps")["jobs"] if j["pid"] == under.pid]
     assert (aside["way"], aside["parkable"]) == ("parked", 48 * MIB)
     back = node.says(0, "", "plan", "resume", str(under.pid))

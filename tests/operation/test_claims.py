@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -131,3 +132,14 @@ def test_a_users_large_file_takes_no_memory(own_runtime: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_claim_is_released_where_no_file_can_be_opened_any_more(own_runtime: Path) -> None:
+    claim = claims.make(mine("mine", ME))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        claim.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert list(own_runtime.rglob("*.json")) == []

@@ -20,9 +20,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from limosa.errors import LimosaError
+from limosa.process import runtime
 from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
-from limosa.process.places import Folder, folders
+from limosa.process.places import Folder, folders, own_folder
 from limosa.process.slurp import slurp
 
 MOST_BYTES = 1 << 20
@@ -101,10 +102,14 @@ def named(kind: str, uid: int | None = None) -> set[tuple[int, str]]:
 def remove(kind: str, name: str, uid: int | None = None) -> None:
     """Remove a file from every folder that the caller may write to (root: everybody's).
 
-    One that cannot be removed is emptied, so that it says nothing any more.
+    One that cannot be removed is emptied, so that it says nothing any more. The caller's own goes by its path: that
+    needs no descriptor, and where there is none left a claim would keep its job busy.
     """
     if not _NAME.fullmatch(name):
         return
+    if uid in (None, os.geteuid()):
+        with contextlib.suppress(OSError, LimosaError):
+            runtime.remove_or_empty(own_folder(kind) / name)
     with folders(kind, uid) as everybodys:
         for folder in everybodys:
             try:
