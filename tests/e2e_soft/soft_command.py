@@ -19,8 +19,11 @@ UNDER = {"LD_PRELOAD": str(LIBRARY)}
 
 
 def start(node: Any, *arguments: object, **env: str) -> Any:
-    """A job under the shim."""
-    return node.job(*arguments, env={**UNDER, **env})
+    """A job under the shim; its child, too, has its memory: a job that still grows is tried anew, or is 19."""
+    job = node.job(*arguments, env={**UNDER, **env})
+    if "--child" in arguments and "--child-without" not in arguments:
+        child_of(job)
+    return job
 
 
 def pieces(job: Any) -> list[Any]:
