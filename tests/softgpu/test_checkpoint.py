@@ -506,7 +506,7 @@ def test_a_restore_without_room_is_the_end_of_it(job: Far, controller: Far, node
 
 
 def test_managed_memory_is_not_supported_and_it_runs_on(job: Far, controller: Far) -> None:
-    """As measured (docs/results/mixing-ways-2026-11-23-2.jsonl): no later checkpoint either, with the memory long freed."""
+    """No later checkpoint either, with the memory long freed (docs/results/mixing-ways-2026-11-23-2.jsonl)."""
     managed = job("int(ok(cu.cuMemAllocManaged(4096, 1)))")
     assert controller.lock(job.pid) == "SUCCESS"
     assert [controller.checkpoint(job.pid) for _ in range(3)] == ["NOT_SUPPORTED", "UNKNOWN", "UNKNOWN"]
@@ -524,7 +524,7 @@ def test_managed_memory_is_not_supported_and_it_runs_on(job: Far, controller: Fa
 
 
 def test_host_memory_that_is_not_to_be_had_leaves_it_whole_and_never_to_be_saved(job: Far, controller: Far) -> None:
-    """As measured (docs/results/mixing-ways-2026-11-23.jsonl): every later checkpoint is UNKNOWN, with memory or without."""
+    """Every later checkpoint is UNKNOWN, with memory or without (docs/results/mixing-ways-2026-11-23.jsonl)."""
     import resource
 
     with open(f"/proc/{job.pid}/statm") as file:
