@@ -154,12 +154,18 @@ def user_folder(variable: str, usual: str) -> Path:
     return Path(base) if os.path.isabs(base) and _usable(base) else home() / usual
 
 
+@functools.lru_cache(maxsize=1)
+def installer() -> int:
+    """Return who installed Limosa: a uid."""
+    return _BOOT.stat().st_uid
+
+
 def real_path(path: str | os.PathLike[str]) -> str | None:
     """Return where an absolute path leads over links that root, we or whoever installed Limosa made; None over others.
 
     A user cannot make a link that is root's: what is reached so is what its name says, whoever's folders are passed.
     """
-    owners = frozenset({0, os.geteuid(), _owner_of_limosa()})
+    owners = frozenset({0, os.geteuid(), installer()})
     pending = deque(part for part in os.fspath(path).split("/") if part not in ("", "."))
     at, links = "/", 0
     while pending:
@@ -200,7 +206,7 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
     """
     if _ours(os.path.abspath(path)):
         return None
-    owners = frozenset({0, os.geteuid(), _owner_of_limosa()})
+    owners = frozenset({0, os.geteuid(), installer()})
     pending = deque(part for part in os.path.abspath(path).split("/") if part)
     at, links = Path("/"), 0
     while True:
@@ -241,11 +247,6 @@ def _ours(path: str) -> bool:
     """Whether it is of this Limosa, or of the Python that runs it: code from there runs already."""
     places = (os.fspath(_PACKAGE), os.path.normpath(sys.prefix), os.path.normpath(sys.base_prefix))
     return any(path == place or path.startswith(f"{place}/") for place in places if place not in ("/", "/usr"))
-
-
-@functools.lru_cache(maxsize=1)
-def _owner_of_limosa() -> int:
-    return _BOOT.stat().st_uid
 
 
 def _search_path() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,7 @@ def before_criu(tmp_path: Path, limosa) -> object:
         program, armed = tmp_path / "criu-after", tmp_path / "armed"
         real = shlex.join(find().argv)
         restoring = f'[ -e {armed} ] && case " $* " in *" restore "*) true;; *) false;; esac'
-        program.write_text(f'#!/bin/sh\nif {restoring}; then rm {armed}; {command}; fi\nexec {real} "$@"\n')
+        program.write_text(f'#!/bin/sh\nif {restoring}; then rm {armed}; (unset LD_PRELOAD; {command}); fi\nexec {real} "$@"\n')
         program.chmod(0o755)
         limosa("doctor", "--criu", program)  # it is tried, and its version asked for
         armed.touch()
@@ -164,3 +165,65 @@ def test_a_user_who_exchanges_his_file_all_the_time_gains_nothing(
             process.kill()
     assert codes
     assert output.with_name("away").exists() or output.stat().st_size >= size
+
+
+@pytest.fixture
+def in_users_folder(start) -> Iterator[object]:
+    """Starts a job in a folder of another user's."""
+    public = Path(tempfile.mkdtemp(prefix="limosa-exchanged-"))
+    public.chmod(0o755)
+
+    def go(program: str):
+        victim = start(program, folder=public / "job")
+        for path in (public / "job", *(public / "job").iterdir()):
+            os.chown(path, USER, USER)
+        return victim
+
+    yield go
+    shutil.rmtree(public, ignore_errors=True)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("program", ["sockets", "unlinked", "folders"])
+def test_what_criu_makes_in_a_users_folder_is_there_again(in_users_folder, limosa, tmp_path, program) -> None:
+    """Sockets, deleted files and folders, which it makes by name."""
+    victim, image = in_users_folder(program), tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--output", image, "--tcp-established", rc=0)
+    there = {path.name: path.lstat().st_uid for path in Path(victim.folder).iterdir()}
+    limosa("restore", image, rc=0)
+    victim.goes_on()
+    assert there.items() <= {path.name: path.lstat().st_uid for path in Path(victim.folder).iterdir()}.items()
+    victim.finish()
+
+
+@pytest.fixture
+def roots_socket(roots: Path) -> Iterator[socket.socket]:
+    """A service of root's, by the name that the job's socket has."""
+    roots.chmod(0o755)
+    with socket.create_server(str(roots / "sock"), family=socket.AF_UNIX) as service:
+        yield service
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("when", ["in good time", "after limosa has looked", "its own name"])
+def test_a_socket_of_roots_is_neither_removed_nor_taken(
+    in_users_folder, limosa, tmp_path, roots, roots_socket, before_criu, when
+) -> None:
+    """A user puts a link in the place of the folder in which his job has a socket."""
+    victim, image = in_users_folder("sockets"), tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--output", image, "--tcp-established", rc=0)
+    job = Path(victim.folder)
+    exchange = f"mv {job} {job}.away; ln -s {roots} {job}; chown -h {USER} {job}"
+    options = []
+    if when == "its own name":
+        exchange = f"rm {job}/sock; ln {roots}/sock {job}/sock"
+    if when == "after limosa has looked":
+        options = ["--criu", before_criu(exchange)]
+    else:
+        subprocess.run(exchange, shell=True, check=True, timeout=20)
+    had = os.lstat(roots / "sock")
+    done = limosa("restore", image, *options, "-o", "json")
+    assert (done.rc, done.json["error"].get("reasons", [{}])[0].get("id")) == (23, "file-changed"), done
+    assert (os.lstat(roots / "sock").st_ino, os.lstat(roots / "sock").st_uid) == (had.st_ino, 0)
+    assert os.listdir(roots) == ["sock"]
+    assert not Path(f"/proc/{victim.pid}").exists()

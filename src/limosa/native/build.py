@@ -64,7 +64,7 @@ def build_plugin(folder: Path = CRIU) -> str | None:
     Returns:
         None where it is there afterwards, else why not.
     """
-    sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c"]
+    sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c", CRIU / "guard.c"]
     return _compile(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
 
 

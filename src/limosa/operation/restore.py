@@ -42,7 +42,7 @@ from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
-from limosa.operation.same_files import Looked
+from limosa.operation.same_files import TRIED_AGAIN, Looked
 from limosa.operation.work import Work, myself
 from limosa.parking.names import stand_ins
 from limosa.process import device_nodes
@@ -292,6 +292,8 @@ class _Restore:
         if self.members:
             work.driver.warm()  # cuInit takes half a second; CRIU works meanwhile
         self.looked = Looked(self.image)  # the last thing before CRIU opens them
+        if os.geteuid() == 0 and self.program.plugin_dir is None:
+            self.looked.need_guard()
         log_fd = self.image.open_log()
         work.note("criu-restore", "begin", self.manifest.job.pid)
         try:
@@ -311,6 +313,9 @@ class _Restore:
             work.check()
             if error.fields.get("kind") == "port-taken":
                 ports.refuse_taken(self.image.criu_fd)
+            if error.fields.get("kind") == "exchanged":
+                text = str(error.fields["reason"])
+                raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)]) from None
             error.hint = "nothing was started; the image is as it was"
             raise
         finally:

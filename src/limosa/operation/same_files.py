@@ -1,6 +1,7 @@
 """Whether CRIU has opened the files that were looked at, and no others.
 
-CRIU opens by name what a job had open, as root, while its user may put another file, or a link, under that name. So
+CRIU opens by name what a job had open, as root, while its user may put another file, or a link, under that name. The
+guard in our plugin keeps it from links of his (``native/criu/guard.c``), and not from all else. So
 each name of the image is looked at right before, by a descriptor and without following links, and when CRIU has built
 all and nothing runs yet ("post-restore") every descriptor, mapping, folder and program of every process is compared
 with what was seen: device, inode and kind. Anything else: the tree is ended, the image is the copy.
@@ -19,12 +20,13 @@ import time
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from limosa.errors import DamagedImage, Reason, Refused
+from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
 from limosa.process.criu.named import Named, Remapped, Uses, named
-from limosa.start import real_path
+from limosa.start import real_path, trusted
 
-_GHOST = re.compile(r".* \(deleted\)|.*\.cr\.[0-9a-f]+\.ghost", re.DOTALL)
+TRIED_AGAIN = "limosa restore tries it again"
+_GHOST = re.compile(r"(\.cr_link)? \(deleted\)|\.cr\.[0-9a-f]+\.ghost")  # after its name
 _GPU, _ZEROES = "/dev/nvidia", "/dev/zero (deleted)"
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -59,6 +61,9 @@ class Looked:
             self._named = named(image.criu_fd, [p.pid for p in manifest.tree])
         except (OSError, ValueError) as error:
             raise DamagedImage(path=image.path, detail=f"CRIU's files: {error}") from error
+        if os.geteuid() == 0:
+            for name, owner in self._named.sockets.items():
+                _look_at_socket(name, manifest.job.uid if owner < 0 else owner)
         self._since = time.time() - 1.0
         self._proc = os.stat("/proc").st_dev
         self._uid = manifest.job.uid
@@ -69,6 +74,19 @@ class Looked:
         self._files: dict[str, Seen | None] = {}
         for name in _names(self._named):
             self._files[name] = _look(name, had.get(name, ()), manifest)
+
+    def need_guard(self) -> None:
+        """See that CRIU makes no name in a folder that another user can exchange, where it has no guard (root's).
+
+        Raises:
+            NoWorkingCriu: it does.
+        """
+        found = self._named
+        made = [*found.sockets, *(found.names.get(key, "/") for key, one in found.remapped.items() if one.kind == "ghost")]
+        for name in made:
+            if not trusted(os.path.dirname(name)):
+                text = f"{name} is made in a folder that others than root can change, and Limosa's plugin is not built"
+                raise NoWorkingCriu(detail=text, hint="limosa doctor --fix builds it")
 
     def check(self) -> None:
         """Compare; for "post-restore", when all is there and nothing runs.
@@ -105,7 +123,7 @@ class Looked:
         if fine:
             return None
         text = f"{name} was exchanged while the job was restored: {what} of process {pid} is {os.readlink(path)}"
-        return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint="limosa restore tries it again")
+        return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint=TRIED_AGAIN)
 
     def _is_anew(self, info: os.stat_result, link: str, remapped: Remapped, name: str) -> bool:
         """Whether it is what CRIU has made of a file without a name, just now."""
@@ -114,7 +132,10 @@ class Looked:
         if stat.S_ISDIR(info.st_mode):
             own = self._uid in (0, info.st_uid)
             return own and _is_folder_anew(link.removesuffix(" (deleted)"), name) and info.st_ctime >= self._since
-        return _GHOST.fullmatch(link) is not None and info.st_nlink <= 1 and info.st_ctime >= self._since
+        # At its own name: a link to another's deleted file, in the place of what CRIU has made, is called otherwise.
+        called = link.startswith(name) and _GHOST.fullmatch(link, len(name)) is not None
+        new = info.st_nlink <= 1 and info.st_ctime >= self._since
+        return called and new and (info.st_uid, info.st_gid) == remapped.owner
 
 
 def _is_folder_anew(at: str, name: str) -> bool:
@@ -186,6 +207,25 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
         text = f"{name} is another file than the job had, and its user may not open it"
         raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
     return seen(info)
+
+
+def _look_at_socket(name: str, owner: int) -> None:
+    """Look at the name of a unix socket: CRIU removes a socket that lies there, and binds the job's.
+
+    Raises:
+        Refused: it leads somewhere else, or somebody else has it now.
+    """
+    folder = os.path.dirname(name)
+    if real_path(folder) != os.path.realpath(folder):
+        text = f"{name}, a socket of the job's, leads through a symbolic link of somebody else's"
+        raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+    try:
+        info = os.lstat(name)
+    except OSError:
+        return
+    if stat.S_ISSOCK(info.st_mode) and info.st_uid != owner:
+        text = f"{name}, a socket of the job's, is user {info.st_uid}'s now"
+        raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint="end who has it, or wait")])
 
 
 def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:

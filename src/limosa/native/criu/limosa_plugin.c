@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 /*
- * CRIU plugin: NVIDIA device files that forked children have inherited; locks.c has the file locks.
+ * CRIU plugin: NVIDIA device files that forked children have inherited; locks.c has the file locks, guard.c the names
+ * that CRIU opens as root.
  *
  * The process that uses the GPU has nothing of it left once the driver has checkpointed it. Its children (the workers
  * of a DataLoader) still hold what they inherited: mappings and descriptors of device files that they never use, and
@@ -335,6 +336,10 @@ static int init(int stage)
 {
 	(void)stage;
 	has_retry = getenv("LIMOSA_CRIU_RETRY") != NULL; /* set by whoever starts CRIU, by its version */
+	if (!guard_is_there()) {
+		say(ERROR, "this CRIU does not open files through the guard\n");
+		return -EPERM;
+	}
 	return 0;
 }
 

@@ -24,10 +24,17 @@ _NO_FILE = 1 << 10 | 1 << 11 | 1 << 14  # System V memory, a packet socket, a me
 
 
 class Remapped(msgspec.Struct, frozen=True):
-    """A file whose name was gone: CRIU makes it anew ("ghost"), or it has another name ("linked", in ``name``)."""
+    """A file whose name was gone: CRIU makes it anew ("ghost"), or it has another name ("linked", in ``name``).
+
+    Attributes:
+        kind: these, or "proc".
+        name: see above.
+        owner: uid and gid of one that is made anew.
+    """
 
     kind: str
     name: str = ""
+    owner: tuple[int, int] = (0, 0)
 
 
 class Uses(msgspec.Struct):
@@ -45,11 +52,19 @@ class Uses(msgspec.Struct):
 
 
 class Named(msgspec.Struct):
-    """The named files of an image, by number, and what each process has of them."""
+    """The named files of an image, by number, and what each process has of them.
+
+    Attributes:
+        names: files, by number.
+        remapped: those whose name was gone.
+        processes: what each has.
+        sockets: names of unix sockets in the file system, each with its owner (-1 where that was not noted).
+    """
 
     names: dict[int, str] = {}
     remapped: dict[int, Remapped] = {}
     processes: dict[int, Uses] = {}
+    sockets: dict[str, int] = {}
 
 
 def named(images_fd: int, pids: list[int]) -> Named:
@@ -66,12 +81,13 @@ def named(images_fd: int, pids: list[int]) -> Named:
     found = Named()
     fifos: dict[int, int] = {}
     for record in _records(images_fd, FILES_IMAGE):
-        _one_file(record, found.names, fifos)
+        _one_file(record, found, fifos)
     for record in _records(images_fd, "remap-fpath.img", needed=False):
         numbers = _numbers(record)
         kind = {_GHOST: "ghost", _LINKED: "linked", _PROC: "proc"}.get(numbers.get(3, _LINKED), "ghost")
         name = found.names.get(numbers.get(2, 0), "") if kind == "linked" else ""
-        found.remapped[numbers.get(1, 0)] = Remapped(kind, name)
+        owner = _ghost_owner(images_fd, numbers.get(2, 0)) if kind == "ghost" else (0, 0)
+        found.remapped[numbers.get(1, 0)] = Remapped(kind, name, owner)
     tables: dict[int, dict[int, int]] = {}
     for pid in pids:
         uses = found.processes[pid] = Uses()
@@ -87,7 +103,7 @@ def named(images_fd: int, pids: list[int]) -> Named:
     return found
 
 
-def _one_file(record: bytes, names: dict[int, str], fifos: dict[int, int]) -> None:
+def _one_file(record: bytes, found: Named, fifos: dict[int, int]) -> None:
     for number, value in fields(record):
         if isinstance(value, int):
             continue
@@ -97,11 +113,27 @@ def _one_file(record: bytes, names: dict[int, str], fifos: dict[int, int]) -> No
                 if inner == 1 and isinstance(part, int):
                     key = part
                 elif inner == 6 and isinstance(part, bytes):
-                    names[key] = os.fsdecode(part)
+                    found.names[key] = os.fsdecode(part)
                     break
         elif number == 17:  # FifoEntry
             numbers = _numbers(value)
             fifos[numbers.get(1, -1)] = numbers.get(3, -1)
+        elif number == 16:  # UnixSkEntry
+            _socket(value, found.sockets)
+
+
+def _socket(record: bytes, sockets: dict[str, int]) -> None:
+    parts = {number: value for number, value in fields(record) if isinstance(value, bytes)}
+    name = parts.get(11, b"").rstrip(b"\0")
+    if name and not name.startswith(b"\0"):
+        owner = _numbers(parts[13]).get(2, -1) if 13 in parts else -1
+        sockets[os.fsdecode(os.path.join(parts.get(14, b"").rstrip(b"\0") or b"/", name))] = owner
+
+
+def _ghost_owner(images_fd: int, key: int) -> tuple[int, int]:
+    record = next(iter(_records(images_fd, f"ghost-file-{key:x}.img")), b"")
+    numbers = _numbers(record)
+    return numbers.get(1, 0), numbers.get(2, 0)
 
 
 def _descriptors(images_fd: int, table: int, fifos: dict[int, int]) -> dict[int, int]:

@@ -14,6 +14,7 @@ import msgspec
 from limosa import start
 from limosa.errors import NoWorkingCriu
 
+PLUGIN = "limosa_plugin.so"
 VERSIONS_FILE = "VERSIONS"  # in a private folder: one line "package version" for each package
 _LOADERS = "usr/lib*/ld-linux-*.so.*"
 _LIBRARIES = ("usr/lib/{arch}-linux-gnu", "lib/{arch}-linux-gnu", "usr/lib")
@@ -50,7 +51,7 @@ class Criu(msgspec.Struct, frozen=True):
 def plugin_dir() -> str | None:
     """Return the folder of Limosa's CRIU plugin where it has been built, else None."""
     place = Path(__file__).parents[2] / "native" / "criu"
-    return str(place) if (place / "limosa_plugin.so").is_file() else None
+    return str(place) if (place / PLUGIN).is_file() else None
 
 
 def from_folder(place: Path) -> Criu:
@@ -122,7 +123,7 @@ def build_identity(criu: Criu) -> str:
     if criu.private:
         files.append(str(Path(criu.path).parents[2] / VERSIONS_FILE))
     if criu.plugin_dir:
-        files.append(os.path.join(criu.plugin_dir, "limosa_plugin.so"))
+        files.append(os.path.join(criu.plugin_dir, PLUGIN))
     for file in files:
         with contextlib.suppress(OSError):
             info = os.stat(file)

@@ -32,7 +32,7 @@ from limosa.errors import CancelledUndone, CriuFailed, LimosaError, NoWorkingCri
 from limosa.process.criu import cgroup, log, network, stats
 from limosa.process.criu.leftovers import Standstill
 from limosa.process.criu.options import DumpOptions, RestoreOptions
-from limosa.process.criu.program import Criu
+from limosa.process.criu.program import PLUGIN, Criu
 from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Identity, read_stat
 from limosa.process.tree import snapshot
@@ -235,11 +235,15 @@ class _Run:
             environment["LIMOSA_CRIU_RETRY"] = "1"
         environment["PATH"] = start.environment()["PATH"]
         handed = []
+        if self._criu.plugin_dir and os.geteuid() == 0:
+            # By its descriptor: a path with a space or a colon would be several, or none.
+            handed.append(os.open(os.path.join(self._criu.plugin_dir, PLUGIN), os.O_RDONLY | os.O_CLOEXEC))
+            environment |= {"LIMOSA_GUARD": str(start.installer()), "LIMOSA_PRELOAD": f"/proc/self/fd/{handed[0]}"}
         if locks:
             handed.append(os.memfd_create("limosa-locks", os.MFD_CLOEXEC))
-            with open(handed[0], "wb", closefd=False) as file:
+            with open(handed[-1], "wb", closefd=False) as file:
                 file.write(locks)
-            environment["LIMOSA_LOCKS"] = str(handed[0])
+            environment["LIMOSA_LOCKS"] = str(handed[-1])
         said = os.open(
             SAID, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.work_fd
         )

@@ -13,4 +13,6 @@ while [ "$count" -gt 0 ]; do
     shift
     count=$((count - 1))
 done
+# The guard of names comes before the C library (native/criu/guard.c). Not for this shell.
+[ -z "$LIMOSA_GUARD" ] || export LD_PRELOAD="$LIMOSA_PRELOAD"
 exec "$@"

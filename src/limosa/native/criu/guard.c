@@ -1,0 +1,769 @@
+// SPDX-License-Identifier: MIT
+/*
+ * Names that CRIU opens, makes and removes as root, in folders that belong to a job's user.
+ *
+ * CRIU follows whatever link lies there: a user who puts one in the place of his folder has it make and remove sockets,
+ * change owners and connect, as root, where he likes. Limosa starts CRIU with this library before the C library
+ * (LD_PRELOAD): every call that takes a path walks there itself, folder by folder, and follows only links of root's or
+ * of who installed Limosa, which nobody else can have made. What is done at the end is done in the folder that was
+ * reached. DESIGN.md says more.
+ *
+ * System calls are made directly: nothing here depends on which C library CRIU brings.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <limits.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/fsuid.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "plugin.h"
+
+#define EXPORT __attribute__((visibility("default")))
+#define PROC_MAGIC 0x9fa0 /* statfs(2) */
+#ifndef SIOCUNIXFILE
+#define SIOCUNIXFILE 0x89e0 /* linux/un.h: a descriptor (O_PATH) of a socket's file */
+#endif
+#define MOST_LINKS 40
+#define NOBODY 65534
+#define SYSTEM_GROUPS 100 /* members of those below are as good as root (limosa/start.py) */
+#define SLACK 2		  /* seconds: clocks of file systems are coarse */
+
+static bool active, asked;
+static uid_t installer;
+
+/* The file that was made last by a path. Only that one is given away or given a mode: not another one by its name. */
+static struct {
+	bool known;
+	dev_t device;
+	ino_t inode;
+} made;
+
+__attribute__((constructor)) static void begin(void)
+{
+	const char *given = getenv("LIMOSA_GUARD");
+
+	if (!given || geteuid())
+		return;
+	active = true;
+	installer = (uid_t)strtoul(given, NULL, 10);
+}
+
+/* Without LD_PRELOAD this library is only CRIU's plugin, and CRIU calls the C library. */
+bool guard_is_there(void)
+{
+	int fd;
+
+	asked = false;
+	fd = open("/", O_PATH | O_CLOEXEC); /* as CRIU would find it: not within this library */
+	if (fd >= 0)
+		close(fd);
+	unsetenv("LD_PRELOAD"); /* not in programs that CRIU runs */
+	return asked || !active;
+}
+
+/* ---- Walking ----------------------------------------------------------------------------------------------------- */
+
+/*
+ * Where a path leads: the folder, open, and the last name. others: somebody else than root can change names on the way;
+ * uid, gid: whose rights do there what he could do himself.
+ */
+struct place {
+	int folder;
+	char name[NAME_MAX + 1];
+	bool others;
+	uid_t uid;
+	gid_t gid;
+};
+
+static int raw_open(int folder, const char *name, int flags, mode_t mode)
+{
+	return (int)syscall(SYS_openat, folder, name, flags, mode);
+}
+
+static void drop(int fd)
+{
+	int kept = errno;
+
+	close(fd);
+	errno = kept;
+}
+
+static void blame(const char *path, const char *what)
+{
+	int kept = errno;
+
+	/* As CRIU's own errors are written: Limosa reads the log. */
+	if (print_on_level)
+		print_on_level(ERROR, "Error (limosa-guard): exchanged: %s %s\n", path, what);
+	errno = kept;
+}
+
+static void look(struct place *place, int fd)
+{
+	struct stat info;
+
+	if (fstat(fd, &info))
+		return;
+	if (info.st_uid) {
+		place->others = true;
+		if (!place->uid) {
+			place->uid = info.st_uid;
+			place->gid = info.st_gid;
+		}
+	} else if (info.st_mode & S_IWOTH || (info.st_mode & S_IWGRP && info.st_gid >= SYSTEM_GROUPS)) {
+		place->others = true;
+		if (!place->uid && !(info.st_mode & S_ISVTX)) {
+			place->uid = NOBODY;
+			place->gid = info.st_gid;
+		}
+	}
+}
+
+/* Reads a link that may be followed; false where it may not. */
+static bool read_link(int folder, const char *name, const struct stat *info, char *to, const char *path)
+{
+	char rest[PATH_MAX];
+	ssize_t length;
+
+	if (info->st_uid && info->st_uid != installer) {
+		errno = ELOOP;
+		blame(path, "leads through a symbolic link of somebody else's");
+		return false;
+	}
+	length = readlinkat(folder, name, rest, sizeof(rest) - 1);
+	if (length <= 0)
+		return false;
+	rest[length] = 0;
+	if ((size_t)length + strlen(to) + 2 > PATH_MAX) {
+		errno = ENAMETOOLONG;
+		return false;
+	}
+	strcat(rest, "/");
+	strcat(rest, to);
+	strcpy(to, rest);
+	return true;
+}
+
+/* Walks to the folder of a path's last name. follow: the last name is no link then. place->folder is to be closed. */
+static bool walk(int at, const char *path, bool follow, struct place *place)
+{
+	char rest[PATH_MAX];
+	int links = 0, next;
+	struct stat info;
+
+	memset(place, 0, sizeof(*place));
+	if (strlen(path) >= sizeof(rest)) {
+		errno = ENAMETOOLONG;
+		return false;
+	}
+	strcpy(rest, path);
+	place->folder = raw_open(at, *path == '/' ? "/" : ".", O_PATH | O_DIRECTORY | O_CLOEXEC, 0);
+	if (place->folder < 0)
+		return false;
+	look(place, place->folder);
+	for (;;) {
+		char *begin = rest, *end;
+		bool last;
+
+		while (*begin == '/')
+			begin++;
+		end = strchrnul(begin, '/');
+		if (end - begin > NAME_MAX) {
+			errno = ENAMETOOLONG;
+			break;
+		}
+		memcpy(place->name, begin, (size_t)(end - begin));
+		place->name[end - begin] = 0;
+		last = !*(end + strspn(end, "/"));
+		memmove(rest, end, strlen(end) + 1);
+		if (!*place->name) {
+			strcpy(place->name, ".");
+			return true;
+		}
+		if (last && !follow)
+			return true;
+		next = raw_open(place->folder, place->name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
+		if (next < 0 && last && errno == ENOENT)
+			return true; /* it is to be made */
+		if (next < 0)
+			break;
+		if (fstat(next, &info)) {
+			drop(next);
+			break;
+		}
+		if (S_ISLNK(info.st_mode)) {
+			bool read = ++links <= MOST_LINKS ? read_link(next, "", &info, rest, path) : (errno = ELOOP, false);
+
+			drop(next);
+			if (!read)
+				break;
+			if (*rest == '/') {
+				next = raw_open(AT_FDCWD, "/", O_PATH | O_DIRECTORY | O_CLOEXEC, 0);
+				if (next < 0)
+					break;
+				drop(place->folder);
+				place->folder = next;
+			}
+			continue;
+		}
+		if (last) {
+			drop(next);
+			return true;
+		}
+		look(place, next);
+		drop(place->folder);
+		place->folder = next;
+	}
+	drop(place->folder);
+	return false;
+}
+
+static bool on_proc(void)
+{
+	struct statfs info;
+
+	return !statfs(".", &info) && info.f_type == PROC_MAGIC;
+}
+
+static bool below(const char *path, const char *folder)
+{
+	size_t length = strlen(folder);
+
+	return !strncmp(path, folder, length) && (!path[length] || path[length] == '/');
+}
+
+/* Whether a path is one of a job's: absolute, or below the root folder, or by the working folder. */
+static bool guarded(int at, const char *path)
+{
+	struct stat folder, root;
+
+	if (!active || !path || !*path)
+		return false;
+	if (*path == '/') {
+		path += strspn(path, "/") - 1;
+		return !below(path, "/proc") && !below(path, "/sys");
+	}
+	if (at == AT_FDCWD)
+		return !on_proc();
+	if (below(path, "proc") || below(path, "sys"))
+		return false;
+	return !fstat(at, &folder) && !stat("/", &root) && folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
+}
+
+/* ---- What was made ----------------------------------------------------------------------------------------------- */
+
+static void remember(const struct stat *info)
+{
+	made.known = true;
+	made.device = info->st_dev;
+	made.inode = info->st_ino;
+}
+
+/* The same for what was made by a name, in whose place another may be by now: a new one of root's is meant. */
+static void remember_new(const struct place *place, mode_t kind, time_t since)
+{
+	struct statx more;
+	struct stat info;
+	int fd = raw_open(place->folder, place->name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
+	time_t born;
+
+	made.known = false;
+	if (fd < 0)
+		return;
+	if (!fstat(fd, &info) && (info.st_mode & S_IFMT) == kind && !info.st_uid) {
+		born = info.st_ctime;
+		if (!syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_BTIME, &more) && more.stx_mask & STATX_BTIME)
+			born = (time_t)more.stx_btime.tv_sec;
+		if (born >= since - SLACK)
+			remember(&info);
+	}
+	drop(fd);
+}
+
+/* Opens what is to be given away or given a mode. */
+static int open_made(int at, const char *path)
+{
+	struct place place;
+	struct stat info;
+	int fd;
+
+	if (!walk(at, path, false, &place))
+		return -1;
+	fd = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
+	drop(place.folder);
+	if (fd < 0 || !place.others)
+		return fd;
+	if (fstat(fd, &info) || !made.known || info.st_dev != made.device || info.st_ino != made.inode) {
+		drop(fd);
+		errno = EPERM;
+		blame(path, "is not the file that was made there");
+		return -1;
+	}
+	return fd;
+}
+
+/* ---- Opening ----------------------------------------------------------------------------------------------------- */
+
+static int guarded_open(int at, const char *path, int flags, mode_t mode)
+{
+	bool follow = !(flags & O_NOFOLLOW) && (flags & (O_CREAT | O_EXCL)) != (O_CREAT | O_EXCL);
+	struct place place;
+	struct stat info;
+	char link[64];
+	int fd, found;
+
+	asked = true;
+	if (!guarded(at, path))
+		return raw_open(at, path, flags, mode);
+	if (!walk(at, path, follow, &place))
+		return -1;
+	if (!follow || flags & O_CREAT) {
+		fd = raw_open(place.folder, place.name, flags | (follow ? O_NOFOLLOW : 0), mode);
+		if (fd >= 0 && flags & O_CREAT && !fstat(fd, &info))
+			remember(&info);
+		drop(place.folder);
+		return fd;
+	}
+	/* O_NOFOLLOW would stay among the descriptor's flags: what was found is opened once more. */
+	found = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
+	drop(place.folder);
+	if (found < 0)
+		return -1;
+	if (fstat(found, &info) || S_ISLNK(info.st_mode)) {
+		drop(found);
+		errno = ELOOP;
+		blame(path, "is a symbolic link now");
+		return -1;
+	}
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", found);
+	fd = raw_open(AT_FDCWD, link, flags, mode);
+	drop(found);
+	return fd;
+}
+
+#define TAKE_MODE(mode, flags)                                                     \
+	mode_t mode = 0;                                                           \
+	if ((flags) & (O_CREAT | __O_TMPFILE)) {                                   \
+		va_list more;                                                      \
+		va_start(more, flags);                                             \
+		mode = va_arg(more, mode_t);                                       \
+		va_end(more);                                                      \
+	}
+
+EXPORT int open(const char *path, int flags, ...)
+{
+	TAKE_MODE(mode, flags)
+	return guarded_open(AT_FDCWD, path, flags, mode);
+}
+
+EXPORT int open64(const char *path, int flags, ...)
+{
+	TAKE_MODE(mode, flags)
+	return guarded_open(AT_FDCWD, path, flags | O_LARGEFILE, mode);
+}
+
+EXPORT int openat(int at, const char *path, int flags, ...)
+{
+	TAKE_MODE(mode, flags)
+	return guarded_open(at, path, flags, mode);
+}
+
+EXPORT int openat64(int at, const char *path, int flags, ...)
+{
+	TAKE_MODE(mode, flags)
+	return guarded_open(at, path, flags | O_LARGEFILE, mode);
+}
+
+/* What a fortified program calls instead. */
+int __open_2(const char *path, int flags);
+int __open64_2(const char *path, int flags);
+int __openat_2(int at, const char *path, int flags);
+int __openat64_2(int at, const char *path, int flags);
+
+EXPORT int __open_2(const char *path, int flags)
+{
+	return guarded_open(AT_FDCWD, path, flags, 0);
+}
+
+EXPORT int __open64_2(const char *path, int flags)
+{
+	return guarded_open(AT_FDCWD, path, flags | O_LARGEFILE, 0);
+}
+
+EXPORT int __openat_2(int at, const char *path, int flags)
+{
+	return guarded_open(at, path, flags, 0);
+}
+
+EXPORT int __openat64_2(int at, const char *path, int flags)
+{
+	return guarded_open(at, path, flags | O_LARGEFILE, 0);
+}
+
+EXPORT int chdir(const char *path)
+{
+	struct place place;
+	int fd, done;
+
+	if (!guarded(AT_FDCWD, path))
+		return (int)syscall(SYS_chdir, path);
+	if (!walk(AT_FDCWD, path, true, &place))
+		return -1;
+	fd = raw_open(place.folder, place.name, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+	drop(place.folder);
+	if (fd < 0)
+		return -1;
+	done = fchdir(fd);
+	drop(fd);
+	return done;
+}
+
+/* ---- Making and removing ----------------------------------------------------------------------------------------- */
+
+EXPORT int unlinkat(int at, const char *path, int flags)
+{
+	struct place place;
+	int done;
+
+	if (!guarded(at, path))
+		return (int)syscall(SYS_unlinkat, at, path, flags);
+	if (!walk(at, path, false, &place))
+		return -1;
+	done = (int)syscall(SYS_unlinkat, place.folder, place.name, flags);
+	drop(place.folder);
+	return done;
+}
+
+EXPORT int unlink(const char *path)
+{
+	return unlinkat(AT_FDCWD, path, 0);
+}
+
+EXPORT int rmdir(const char *path)
+{
+	return unlinkat(AT_FDCWD, path, AT_REMOVEDIR);
+}
+
+EXPORT int mkdirat(int at, const char *path, mode_t mode)
+{
+	time_t since = time(NULL);
+	struct place place;
+	int done;
+
+	if (!guarded(at, path))
+		return (int)syscall(SYS_mkdirat, at, path, mode);
+	if (!walk(at, path, false, &place))
+		return -1;
+	done = (int)syscall(SYS_mkdirat, place.folder, place.name, mode);
+	if (!done)
+		remember_new(&place, S_IFDIR, since);
+	drop(place.folder);
+	return done;
+}
+
+EXPORT int mkdir(const char *path, mode_t mode)
+{
+	return mkdirat(AT_FDCWD, path, mode);
+}
+
+EXPORT int mknodat(int at, const char *path, mode_t mode, dev_t device)
+{
+	time_t since = time(NULL);
+	struct place place;
+	int done;
+
+	if (!guarded(at, path))
+		return (int)syscall(SYS_mknodat, at, path, mode, (unsigned int)device);
+	if (!walk(at, path, false, &place))
+		return -1;
+	done = (int)syscall(SYS_mknodat, place.folder, place.name, mode, (unsigned int)device);
+	if (!done)
+		remember_new(&place, mode & S_IFMT, since);
+	drop(place.folder);
+	return done;
+}
+
+EXPORT int mknod(const char *path, mode_t mode, dev_t device)
+{
+	return mknodat(AT_FDCWD, path, mode, device);
+}
+
+/* mknod(3) of a C library before 2.33. */
+int __xmknod(int version, const char *path, mode_t mode, dev_t *device);
+
+EXPORT int __xmknod(int version, const char *path, mode_t mode, dev_t *device)
+{
+	(void)version;
+	return mknodat(AT_FDCWD, path, mode, *device);
+}
+
+EXPORT int symlinkat(const char *to, int at, const char *path)
+{
+	time_t since = time(NULL);
+	struct place place;
+	int done;
+
+	if (!guarded(at, path))
+		return (int)syscall(SYS_symlinkat, to, at, path);
+	if (!walk(at, path, false, &place))
+		return -1;
+	done = (int)syscall(SYS_symlinkat, to, place.folder, place.name);
+	if (!done)
+		remember_new(&place, S_IFLNK, since);
+	drop(place.folder);
+	return done;
+}
+
+EXPORT int symlink(const char *to, const char *path)
+{
+	return symlinkat(to, AT_FDCWD, path);
+}
+
+/* Both names of a call that has two. */
+static bool walk_both(int at, const char *path, int new_at, const char *new_path, struct place *from, struct place *to)
+{
+	from->folder = to->folder = -1;
+	if (guarded(at, path) && !walk(at, path, false, from))
+		return false;
+	if (guarded(new_at, new_path) && !walk(new_at, new_path, false, to)) {
+		if (from->folder >= 0)
+			drop(from->folder);
+		return false;
+	}
+	return true;
+}
+
+static int on_both(long call, int at, const char *path, int new_at, const char *new_path, int flags)
+{
+	struct place from, to;
+	int done;
+
+	if (!walk_both(at, path, new_at, new_path, &from, &to))
+		return -1;
+	if (from.folder >= 0) {
+		at = from.folder;
+		path = from.name;
+	}
+	if (to.folder >= 0) {
+		new_at = to.folder;
+		new_path = to.name;
+	}
+	done = (int)syscall(call, at, path, new_at, new_path, flags);
+	if (from.folder >= 0)
+		drop(from.folder);
+	if (to.folder >= 0)
+		drop(to.folder);
+	return done;
+}
+
+EXPORT int linkat(int at, const char *path, int new_at, const char *new_path, int flags)
+{
+	/* AT_SYMLINK_FOLLOW is for links of /proc, which are not guarded. */
+	return on_both(SYS_linkat, at, path, new_at, new_path, guarded(at, path) ? flags & ~AT_SYMLINK_FOLLOW : flags);
+}
+
+EXPORT int link(const char *path, const char *new_path)
+{
+	return linkat(AT_FDCWD, path, AT_FDCWD, new_path, 0);
+}
+
+EXPORT int renameat(int at, const char *path, int new_at, const char *new_path)
+{
+	return on_both(SYS_renameat2, at, path, new_at, new_path, 0);
+}
+
+EXPORT int rename(const char *path, const char *new_path)
+{
+	return renameat(AT_FDCWD, path, AT_FDCWD, new_path);
+}
+
+/* ---- Giving away ------------------------------------------------------------------------------------------------- */
+
+EXPORT int fchownat(int at, const char *path, uid_t uid, gid_t gid, int flags)
+{
+	int fd, done;
+
+	if (!guarded(at, path))
+		return (int)syscall(SYS_fchownat, at, path, uid, gid, flags);
+	fd = open_made(at, path);
+	if (fd < 0)
+		return -1;
+	done = (int)syscall(SYS_fchownat, fd, "", uid, gid, AT_EMPTY_PATH);
+	drop(fd);
+	return done;
+}
+
+EXPORT int chown(const char *path, uid_t uid, gid_t gid)
+{
+	return fchownat(AT_FDCWD, path, uid, gid, 0);
+}
+
+EXPORT int lchown(const char *path, uid_t uid, gid_t gid)
+{
+	return fchownat(AT_FDCWD, path, uid, gid, AT_SYMLINK_NOFOLLOW);
+}
+
+EXPORT int fchmodat(int at, const char *path, mode_t mode, int flags)
+{
+	char link[64];
+	int fd, done;
+
+	(void)flags; /* a link is never followed here */
+	if (!guarded(at, path))
+		return (int)syscall(SYS_fchmodat, at, path, mode);
+	fd = open_made(at, path);
+	if (fd < 0)
+		return -1;
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	done = (int)syscall(SYS_fchmodat, AT_FDCWD, link, mode);
+	drop(fd);
+	return done;
+}
+
+EXPORT int chmod(const char *path, mode_t mode)
+{
+	return fchmodat(AT_FDCWD, path, mode, 0);
+}
+
+EXPORT int lutimes(const char *path, const struct timeval tv[2])
+{
+	struct timespec times[2];
+	struct place place;
+	int done;
+
+	if (tv) {
+		times[0] = (struct timespec){tv[0].tv_sec, tv[0].tv_usec * 1000};
+		times[1] = (struct timespec){tv[1].tv_sec, tv[1].tv_usec * 1000};
+	}
+	if (!guarded(AT_FDCWD, path))
+		return utimensat(AT_FDCWD, path, tv ? times : NULL, AT_SYMLINK_NOFOLLOW);
+	if (!walk(AT_FDCWD, path, false, &place))
+		return -1;
+	done = utimensat(place.folder, place.name, tv ? times : NULL, AT_SYMLINK_NOFOLLOW);
+	drop(place.folder);
+	return done;
+}
+
+/* ---- Sockets ----------------------------------------------------------------------------------------------------- */
+
+static bool has_path(const struct sockaddr *address, socklen_t length, char *path)
+{
+	const struct sockaddr_un *name = (const struct sockaddr_un *)address;
+	size_t head = offsetof(struct sockaddr_un, sun_path), most = sizeof(name->sun_path);
+
+	if (!active || !address || length <= head || name->sun_family != AF_UNIX || !name->sun_path[0])
+		return false;
+	if (length - head < most)
+		most = length - head;
+	memcpy(path, name->sun_path, most);
+	path[most] = 0;
+	return guarded(AT_FDCWD, path);
+}
+
+/*
+ * A socket's name is what it is bound by: the kernel has to walk the path once more. It does so with the rights of whose
+ * folder is on the way, who gains nothing by leading it elsewhere.
+ */
+static int bind_as(const struct place *place, int fd, const struct sockaddr *address, socklen_t length)
+{
+	gid_t groups[NGROUPS_MAX > 1024 ? 1024 : NGROUPS_MAX];
+	int count = getgroups((int)(sizeof(groups) / sizeof(*groups)), groups), done, kept;
+
+	if (count < 0 || syscall(SYS_setgroups, 0, NULL))
+		return -1;
+	setfsgid(place->gid);
+	setfsuid(place->uid);
+	if ((uid_t)setfsuid((uid_t)-1) != place->uid) {
+		errno = EPERM;
+		done = -1;
+	} else {
+		done = (int)syscall(SYS_bind, fd, address, length);
+	}
+	kept = errno;
+	setfsuid(0);
+	setfsgid(0);
+	if (syscall(SYS_setgroups, count, groups)) {
+		done = -1;
+		kept = EPERM;
+	}
+	errno = kept;
+	return done;
+}
+
+EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
+{
+	char path[sizeof(((struct sockaddr_un *)0)->sun_path) + 1];
+	struct stat there, info;
+	struct place place;
+	int done, file;
+
+	if (!has_path(address, length, path))
+		return (int)syscall(SYS_bind, fd, address, length);
+	if (!walk(AT_FDCWD, path, false, &place))
+		return -1;
+	if (place.uid && strchr(path, '/'))
+		done = bind_as(&place, fd, address, length);
+	else
+		done = (int)syscall(SYS_bind, fd, address, length);
+	if (!done) {
+		made.known = false;
+		file = ioctl(fd, SIOCUNIXFILE, 0);
+		if (fstatat(place.folder, place.name, &there, AT_SYMLINK_NOFOLLOW) || !S_ISSOCK(there.st_mode) ||
+		    (file >= 0 && (fstat(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
+			errno = ELOOP;
+			blame(path, "is not where the socket was bound");
+			done = -1;
+		} else if (file >= 0 || there.st_uid == place.uid) {
+			remember(&there);
+		}
+		if (file >= 0)
+			drop(file);
+	}
+	drop(place.folder);
+	return done;
+}
+
+EXPORT int connect(int fd, const struct sockaddr *address, socklen_t length)
+{
+	char path[sizeof(((struct sockaddr_un *)0)->sun_path) + 1];
+	struct sockaddr_un name = {.sun_family = AF_UNIX};
+	struct place place;
+	struct stat info;
+	int found, done;
+
+	if (!has_path(address, length, path))
+		return (int)syscall(SYS_connect, fd, address, length);
+	if (!walk(AT_FDCWD, path, true, &place))
+		return -1;
+	found = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
+	drop(place.folder);
+	if (found < 0)
+		return -1;
+	if (fstat(found, &info) || S_ISLNK(info.st_mode)) {
+		drop(found);
+		errno = ELOOP;
+		blame(path, "is a symbolic link now");
+		return -1;
+	}
+	snprintf(name.sun_path, sizeof(name.sun_path), "/proc/self/fd/%d", found);
+	done = (int)syscall(SYS_connect, fd, (struct sockaddr *)&name, sizeof(name));
+	drop(found);
+	return done;
+}

@@ -1,0 +1,179 @@
+"""The guard of names (``native/criu/guard.c``), with Python in CRIU's place: what it does as root in a user's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from limosa.native.build import CRIU, PLUGIN, build_plugin
+
+pytestmark = [pytest.mark.root]
+
+USER = 4242
+
+_PROGRAM = """
+import errno, json, os, socket, sys
+def meanwhile(*argv):
+    pid = os.fork()  # the user
+    if not pid:
+        os.setgroups([]); os.setresgid(4242, 4242, 4242); os.setresuid(4242, 4242, 4242)
+        {"swap": lambda away, name, target: (os.rename(name, away), os.symlink(target, name)),
+         "put": lambda name, other: os.rename(other, name)}[argv[0]](*argv[1:])
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+said = {}
+try:
+    exec(sys.argv[1])
+    said["done"] = True
+except OSError as error:
+    said["error"] = errno.errorcode[error.errno]
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def places() -> Iterator[tuple[Path, Path]]:
+    """A folder of a user's, and one of root's beside it that he can go through and not change."""
+    assert build_plugin() is None
+    public = Path(tempfile.mkdtemp(prefix="limosa-guard-"))
+    public.chmod(0o755)
+    mine, roots = public / "mine", public / "roots"
+    for folder in (mine, roots):
+        folder.mkdir(mode=0o755)
+    os.chown(mine, USER, USER)
+    (roots / "file").write_text("root's own")
+    (roots / "file").chmod(0o600)
+    yield mine, roots
+    shutil.rmtree(public)
+
+
+@pytest.fixture
+def guarded(places: tuple[Path, Path]) -> Callable[[str], dict]:
+    mine, roots = places
+
+    def go(code: str, preload: bool = True) -> dict:
+        env = {"PATH": os.environ["PATH"], "M": str(mine), "R": str(roots)}
+        if preload:
+            env |= {"LIMOSA_GUARD": "0", "LD_PRELOAD": str(CRIU / PLUGIN)}
+        head = "M, R = os.environ['M'], os.environ['R']\n"
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _PROGRAM, head + code],
+            env=env, cwd="/", capture_output=True, text=True, timeout=30, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return go
+
+
+_CALLS = {
+    "open": "os.open(f'{M}/link/file', os.O_RDONLY)",
+    "open last": "os.open(f'{M}/last', os.O_RDWR)",
+    "make": "os.open(f'{M}/link/made', os.O_WRONLY | os.O_CREAT | os.O_EXCL)",
+    "below /": "os.open(f'{M}/link/file'[1:], os.O_RDONLY, dir_fd=os.open('/', os.O_RDONLY))",
+    "unlink": "os.unlink(f'{M}/link/file')",
+    "rmdir": "os.rmdir(f'{M}/link/folder')",
+    "mkdir": "os.mkdir(f'{M}/link/made')",
+    "mknod": "os.mknod(f'{M}/link/made', 0o10600)",
+    "symlink": "os.symlink('/', f'{M}/link/made')",
+    "link": "os.link(f'{M}/link/file', f'{M}/made')",
+    "link to": "os.link(f'{M}/own', f'{M}/link/made')",
+    "rename": "os.rename(f'{M}/link/file', f'{M}/made')",
+    "rename to": "os.rename(f'{M}/own', f'{M}/link/file')",
+    "chdir": "os.chdir(f'{M}/link')",
+    "chown": "os.chown(f'{M}/link/file', 4242, 4242)",
+    "chown last": "os.chown(f'{M}/last', 4242, 4242)",
+    "chmod": "os.chmod(f'{M}/link/file', 0o666)",
+    "chmod last": "os.chmod(f'{M}/last', 0o666)",
+    "bind": "socket.socket(socket.AF_UNIX).bind(f'{M}/link/made')",
+    "connect": "socket.socket(socket.AF_UNIX).connect(f'{M}/link/socket')",
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_links_of_a_user_are_not_followed(places, guarded, name) -> None:
+    mine, roots = places
+    (roots / "folder").mkdir()
+    (mine / "own").write_text("mine")
+    (mine / "link").symlink_to(roots)
+    (mine / "last").symlink_to(roots / "file")
+    for path in (mine / "own", mine / "link", mine / "last"):
+        os.lchown(path, USER, USER)
+    with_socket = "import threading; s = socket.socket(socket.AF_UNIX); s.bind(R + '/socket'); s.listen(1)\n"
+    said = guarded(with_socket + _CALLS[name])
+    assert said.get("error") in ("ELOOP", "EPERM"), said
+    assert sorted(os.listdir(roots)) == ["file", "folder", "socket"]
+    info = (roots / "file").stat()
+    assert (info.st_uid, stat.S_IMODE(info.st_mode), (roots / "file").read_text()) == (0, 0o600, "root's own")
+    os.unlink(roots / "socket")
+    assert guarded(with_socket + _CALLS[name], preload=False) == {"done": True}, "it would have been done"
+
+
+_CHANGES = ["os.chown(name, 0, 0)", "os.chown(name, 4242, 4242)", "os.chmod(name, 0o666)"]
+_MAKES = {
+    "file": "os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))",
+    "socket": "s = socket.socket(socket.AF_UNIX); s.bind(name)",
+    "fifo": "os.mknod(name, 0o10600)",
+    "folder": "os.mkdir(name)",
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+@pytest.mark.parametrize("made", _MAKES)
+def test_only_what_was_made_is_given_away(places, guarded, made, change) -> None:
+    """And not what its user has put in its place meanwhile: a link to root's, or root's own that lies in his folder."""
+    mine, roots = places
+    make = f"name = M + '/made'\n{_MAKES[made]}\n"
+    assert guarded(make + change) == {"done": True}
+    (mine / "made").rmdir() if made == "folder" else (mine / "made").unlink()
+    put = f"meanwhile('swap', M + '/away', name, R + '/file')\n{change}"
+    assert guarded(make + put)["error"] == "EPERM"
+    (mine / "made").unlink()
+    (mine / "left").write_text("root's own, in a folder of the user's")
+    (mine / "left").chmod(0o600)
+    if made == "folder":
+        (mine / "away").rmdir()
+        os.rename(mine / "left", mine / "away")
+        put = f"meanwhile('put', M + '/moved', name); meanwhile('put', name, M + '/away')\n{change}"
+    else:
+        put = f"meanwhile('put', name, M + '/left')\n{change}"
+    assert guarded(make + put)["error"] == "EPERM"
+    for path in (roots / "file", mine / "made"):
+        assert (path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) == (0, 0o600)
+
+
+def test_a_socket_is_bound_with_the_rights_of_the_folders_owner(places, guarded) -> None:
+    mine, roots = places
+    assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(M + '/s'); os.chmod(M + '/s', 0o600)") == {"done": True}
+    assert (mine / "s").stat().st_uid == USER
+    assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(R + '/s'); os.mkdir(M + '/root')") == {"done": True}
+    assert (roots / "s").stat().st_uid == 0
+    assert (mine / "root").stat().st_uid == 0, "all else is done as before"
+
+
+def test_roots_own_links_are_followed_and_paths_are_what_they_were(places, guarded) -> None:
+    mine, roots = places
+    (roots / "there").symlink_to(mine)
+    (roots / "relative").symlink_to("../mine/../roots/./file")
+    code = (
+        "import fcntl\n"
+        "os.mkdir(R + '/there/folder'); os.chdir(R + '/there/folder/'); assert os.getcwd() == M + '/folder'\n"
+        "s = socket.socket(socket.AF_UNIX); s.bind('s'); s.listen(1); assert s.getsockname() == 's'\n"
+        "c = socket.socket(socket.AF_UNIX); c.connect('s'); assert c.getpeername() == 's'\n"
+        "fd = os.open(R + '/relative', os.O_RDONLY); assert os.read(fd, 4) == b'root'\n"
+        "assert os.readlink(f'/proc/self/fd/{fd}') == R + '/file'\n"
+        "assert not fcntl.fcntl(fd, fcntl.F_GETFL) & (os.O_NOFOLLOW | os.O_PATH)\n"
+        "fd = os.open('/', os.O_RDONLY); os.open('//', os.O_RDONLY); os.open('.', os.O_RDONLY)\n"
+        "fd = os.open(f'/proc/self/fd/{fd}', os.O_RDONLY); assert os.readlink(f'/proc/self/fd/{fd}') == '/'\n"
+        "os.open('/dev/null', os.O_RDWR)"
+    )
+    assert guarded(code) == {"done": True}
