@@ -335,3 +335,32 @@ def test_a_step_is_one_line_however_narrow_the_terminal(environment, columns):
         drawn = [line for line in lines(terminal.seen) if line.strip()]
     assert len(drawn) >= 3
     assert all("dump – wh" in line and "of 100 GiB" in line and len(line) <= columns for line in drawn), drawn
+
+
+HOSTILE = """
+import sys, time
+from limosa.cli.output import Format, Report, reporting
+from limosa.errors import FailedUndone, Reason
+from limosa.progress import Progress
+evil = "\\x1b]0;EVIL\\x07\\x9b31m\\u2028\\nlimosa: forged\\r"
+report = Report("x", Format.text, verbose=1)
+report.warn(Reason(id="a", text=evil, hint=evil))
+report.tell(evil)
+report.progress(Progress("dump", 1, 2, evil))
+time.sleep(0.3)
+report.warn(Reason(id="b", text=evil))
+report.failure(FailedUndone(what="x", detail=evil, hint=evil))
+report.crash(ValueError(evil))
+report.result({}, "one\\ntwo" + evil.replace("\\n", ""))
+Report("x", Format.json).result({"name": evil}, "")
+"""
+
+
+def test_whatever_a_job_is_called_a_line_stays_one_line_and_drives_no_terminal(environment):
+    seen = run_on_terminal(HOSTILE, environment, stdout_too=True)
+    assert seen.count("forged") >= 9
+    assert not [line for line in seen.splitlines() if line.startswith("limosa: forged")]
+    for character in ("\x1b]", "\x07", "\x9b", "\u2028"):
+        assert character not in seen
+    assert "one\r\ntwo" in seen
+    assert json.loads(seen[seen.rindex("\n{") :])["name"].endswith("forged\r")

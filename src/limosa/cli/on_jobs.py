@@ -198,5 +198,5 @@ def _plan_text(plan: Plan, verbose: int = 0) -> str:
         moved = words.moves(plan.map, plan.gpus)
         if moved:
             lines.append(f"  {moved}")
-        lines += [f"  {number}. {step}" for number, step in enumerate(plan.steps, 1)]
+        lines += [f"  {number}. {words.clean(step)}" for number, step in enumerate(plan.steps, 1)]
     return "\n".join(lines)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from limosa.cli.words import clean
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -84,7 +86,7 @@ class Report:
             elif callable(text):
                 text(console())
             elif text:
-                sys.stdout.write(text + "\n")
+                sys.stdout.write("".join(clean(line) + "\n" for line in text.split("\n")))
             sys.stdout.flush()
         except BrokenPipeError:
             raise
@@ -120,6 +122,7 @@ class Report:
             self._say(text)
 
     def _say(self, text: str) -> None:
+        text = clean(text)  # it names others' processes and files
         try:
             if self._display is not None:
                 self._display.above(f"limosa: {text}")
@@ -192,7 +195,7 @@ class Report:
 
         self.close()
         if self.verbose or os.environ.get("LIMOSA_TRACE"):
-            traceback.print_exception(error, file=sys.stderr)
+            _print_trace(error)
         state, text = whereabouts()
         return self.failure(
             LimosaError(
@@ -235,7 +238,7 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
         code = report.exit_code
     except LimosaError as error:
         if verbose and error.exit_code == 1:
-            traceback.print_exception(error, file=sys.stderr)
+            _print_trace(error)
         code = report.failure(error)
     except KeyboardInterrupt:
         code = report.interrupted()
@@ -252,6 +255,11 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
         report.close()
     if code:
         raise typer.Exit(code)
+
+
+def _print_trace(error: BaseException) -> None:
+    for line in "".join(traceback.format_exception(error)).splitlines():
+        sys.stderr.write(f"  {clean(line)}\n")  # not at the margin, where our own words are
 
 
 def error_object(error: LimosaError) -> dict[str, Any]:
@@ -293,9 +301,11 @@ def _write_json(value: dict[str, Any]) -> None:
     import msgspec
 
     encoded = msgspec.json.encode(_valid(value))
-    if sys.stdout.isatty():
-        encoded = msgspec.json.format(encoded, indent=2)
-    sys.stdout.write(encoded.decode() + "\n")
+    if not sys.stdout.isatty():
+        sys.stdout.write(encoded.decode() + "\n")
+    else:  # JSON may have control characters above 0x7e as they are
+        pretty = msgspec.json.format(encoded, indent=2).decode()
+        sys.stdout.write("\n".join(clean(line, r"\u{:04x}") for line in pretty.split("\n")) + "\n")
     sys.stdout.flush()
 
 

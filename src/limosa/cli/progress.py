@@ -47,7 +47,7 @@ class Display:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a Ctrl-C may close it in the middle of an update
-        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         columns = self._console.width
         self._bars = Bars(
             SpinnerColumn(finished_text="✓", table_column=_fixed()),
@@ -71,7 +71,7 @@ class Display:
     def update(self, event: Progress) -> None:
         """Show one message of the operation."""
         with self._lock:
-            text = f"{event.step} – {event.message}" if event.message else event.step
+            text = words.clean(f"{event.step} – {event.message}" if event.message else event.step)
             if event.step not in self._steps:
                 self._finish(self._current)
                 self._steps[event.step] = self._bars.add_task(text, total=event.total)

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from limosa.errors import Reason
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-def clean(text: Any) -> str:
-    """Text that came from elsewhere (a command line, an image), so that it cannot drive the terminal."""
+def clean(text: Any, form: str = "") -> str:
+    """Text that came from elsewhere (a command line, an image), so that it cannot drive the terminal.
+
+    Args:
+        text: the text; what is one line stays one.
+        form: how a control character is written; as Python does where empty.
+    """
     plain = str(text).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return _CONTROL.sub(lambda m: m[0].encode("unicode_escape").decode(), plain)
+    return _CONTROL.sub(lambda m: form.format(ord(m[0])) if form else m[0].encode("unicode_escape").decode(), plain)
 
 
 def size(number: float | None) -> str:
