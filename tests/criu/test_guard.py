@@ -1,4 +1,4 @@
-"""The guard of names (``native/criu/guard.c``), with Python in CRIU's place: what it does as root in a user's folder."""
+"""The guard of names (``native/criu/guard.c``), with Python in CRIU's place: what root does in a user's folder."""
 
 from __future__ import annotations
 

@@ -39,7 +39,9 @@ def before_criu(tmp_path: Path, limosa) -> object:
         program, armed = tmp_path / "criu-after", tmp_path / "armed"
         real = shlex.join(find().argv)
         restoring = f'[ -e {armed} ] && case " $* " in *" restore "*) true;; *) false;; esac'
-        program.write_text(f'#!/bin/sh\nif {restoring}; then rm {armed}; (unset LD_PRELOAD; {command}); fi\nexec {real} "$@"\n')
+        program.write_text(
+            f'#!/bin/sh\nif {restoring}; then rm {armed}; (unset LD_PRELOAD; {command}); fi\nexec {real} "$@"\n'
+        )
         program.chmod(0o755)
         limosa("doctor", "--criu", program)  # it is tried, and its version asked for
         armed.touch()

@@ -82,7 +82,10 @@ class Looked:
             NoWorkingCriu: it does.
         """
         found = self._named
-        made = [*found.sockets, *(found.names.get(key, "/") for key, one in found.remapped.items() if one.kind == "ghost")]
+        made = [
+            *found.sockets,
+            *(found.names.get(key, "/") for key, one in found.remapped.items() if one.kind == "ghost"),
+        ]
         for name in made:
             if not trusted(os.path.dirname(name)):
                 text = f"{name} is made in a folder that others than root can change, and Limosa's plugin is not built"
