@@ -13,6 +13,8 @@ INTERNAL = {
     "LIMOSA_DEMO_WHY",
     "LIMOSA_CRIU_RETRY",  # told to the CRIU plugin
     "LIMOSA_LOCKS",
+    "LIMOSA_GUARD",
+    "LIMOSA_PRELOAD",
     "LIMOSA_ASK",  # told to CRIU's action script
     "LIMOSA_ANSWER",
 }

@@ -177,3 +177,20 @@ def test_roots_own_links_are_followed_and_paths_are_what_they_were(places, guard
         "os.open('/dev/null', os.O_RDWR)"
     )
     assert guarded(code) == {"done": True}
+
+
+def test_a_pipe_that_a_user_puts_there_holds_nobody_up(places, guarded) -> None:
+    """Of a job's own pipe CRIU holds both ends before it opens one: that works, and the flags are the job's."""
+    mine, _ = places
+    os.mkfifo(mine / "pipe")
+    assert guarded("os.open(M + '/pipe', os.O_WRONLY)")["error"] == "ENXIO"
+    assert guarded("os.open(M + '/pipe', os.O_RDONLY)") == {"done": True}
+    code = (
+        "import fcntl\n"
+        "both = os.open(M + '/pipe', os.O_RDWR)\n"
+        "for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_NONBLOCK, os.O_RDONLY | os.O_APPEND):\n"
+        "    fd = os.open(M + '/pipe', flags)\n"
+        "    kept = os.O_ACCMODE | os.O_NONBLOCK | os.O_APPEND\n"
+        "    assert fcntl.fcntl(fd, fcntl.F_GETFL) & kept == flags\n"
+    )
+    assert guarded(code) == {"done": True}

@@ -97,6 +97,12 @@ static int raw_open(int folder, const char *name, int flags, mode_t mode)
 	return (int)syscall(SYS_openat, folder, name, flags, mode);
 }
 
+/* fstat(2), without the C library, whose own is a new one (2.33). */
+static int look_at(int fd, struct stat *info)
+{
+	return (int)syscall(SYS_newfstatat, fd, "", info, AT_EMPTY_PATH);
+}
+
 static void drop(int fd)
 {
 	int kept = errno;
@@ -119,7 +125,7 @@ static void look(struct place *place, int fd)
 {
 	struct stat info;
 
-	if (fstat(fd, &info))
+	if (look_at(fd, &info))
 		return;
 	if (info.st_uid) {
 		place->others = true;
@@ -204,7 +210,7 @@ static bool walk(int at, const char *path, bool follow, struct place *place)
 			return true; /* it is to be made */
 		if (next < 0)
 			break;
-		if (fstat(next, &info)) {
+		if (look_at(next, &info)) {
 			drop(next);
 			break;
 		}
@@ -264,7 +270,9 @@ static bool guarded(int at, const char *path)
 		return !on_proc();
 	if (below(path, "proc") || below(path, "sys"))
 		return false;
-	return !fstat(at, &folder) && !stat("/", &root) && folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
+	if (look_at(at, &folder) || syscall(SYS_newfstatat, AT_FDCWD, "/", &root, 0))
+		return false;
+	return folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
 }
 
 /* ---- What was made ----------------------------------------------------------------------------------------------- */
@@ -287,7 +295,7 @@ static void remember_new(const struct place *place, mode_t kind, time_t since)
 	made.known = false;
 	if (fd < 0)
 		return;
-	if (!fstat(fd, &info) && (info.st_mode & S_IFMT) == kind && !info.st_uid) {
+	if (!look_at(fd, &info) && (info.st_mode & S_IFMT) == kind && !info.st_uid) {
 		born = info.st_ctime;
 		if (!syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_BTIME, &more) && more.stx_mask & STATX_BTIME)
 			born = (time_t)more.stx_btime.tv_sec;
@@ -310,7 +318,7 @@ static int open_made(int at, const char *path)
 	drop(place.folder);
 	if (fd < 0 || !place.others)
 		return fd;
-	if (fstat(fd, &info) || !made.known || info.st_dev != made.device || info.st_ino != made.inode) {
+	if (look_at(fd, &info) || !made.known || info.st_dev != made.device || info.st_ino != made.inode) {
 		drop(fd);
 		errno = EPERM;
 		blame(path, "is not the file that was made there");
@@ -328,6 +336,7 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	struct stat info;
 	char link[64];
 	int fd, found;
+	bool pipe;
 
 	asked = true;
 	if (!guarded(at, path))
@@ -336,7 +345,7 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 		return -1;
 	if (!follow || flags & O_CREAT) {
 		fd = raw_open(place.folder, place.name, flags | (follow ? O_NOFOLLOW : 0), mode);
-		if (fd >= 0 && flags & O_CREAT && !fstat(fd, &info))
+		if (fd >= 0 && flags & O_CREAT && !look_at(fd, &info))
 			remember(&info);
 		drop(place.folder);
 		return fd;
@@ -346,14 +355,18 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	drop(place.folder);
 	if (found < 0)
 		return -1;
-	if (fstat(found, &info) || S_ISLNK(info.st_mode)) {
+	if (look_at(found, &info) || S_ISLNK(info.st_mode)) {
 		drop(found);
 		errno = ELOOP;
 		blame(path, "is a symbolic link now");
 		return -1;
 	}
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", found);
-	fd = raw_open(AT_FDCWD, link, flags, mode);
+	/* CRIU holds both ends of a job's pipe by then. Put there by another, it would hold us up until he opens it. */
+	pipe = S_ISFIFO(info.st_mode) && !(flags & O_PATH);
+	fd = raw_open(AT_FDCWD, link, pipe ? flags | O_NONBLOCK : flags, mode);
+	if (fd >= 0 && pipe && !(flags & O_NONBLOCK))
+		fcntl(fd, F_SETFL, flags);
 	drop(found);
 	return fd;
 }
@@ -725,8 +738,9 @@ EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
 	if (!done) {
 		made.known = false;
 		file = ioctl(fd, SIOCUNIXFILE, 0);
-		if (fstatat(place.folder, place.name, &there, AT_SYMLINK_NOFOLLOW) || !S_ISSOCK(there.st_mode) ||
-		    (file >= 0 && (fstat(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
+		if (syscall(SYS_newfstatat, place.folder, place.name, &there, AT_SYMLINK_NOFOLLOW) ||
+		    !S_ISSOCK(there.st_mode) ||
+		    (file >= 0 && (look_at(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
 			errno = ELOOP;
 			blame(path, "is not where the socket was bound");
 			done = -1;
@@ -756,7 +770,7 @@ EXPORT int connect(int fd, const struct sockaddr *address, socklen_t length)
 	drop(place.folder);
 	if (found < 0)
 		return -1;
-	if (fstat(found, &info) || S_ISLNK(info.st_mode)) {
+	if (look_at(found, &info) || S_ISLNK(info.st_mode)) {
 		drop(found);
 		errno = ELOOP;
 		blame(path, "is a symbolic link now");
