@@ -78,6 +78,24 @@ def test_whatever_the_size_it_has_a_binary_unit(exponent: int) -> None:
     assert re.fullmatch(r"[0-9.]+ GiB/s", words.rate(2**exponent))
 
 
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (2**30 - 1, "1.00 GiB"),
+        ((1 << 30) - (1 << 18), "1.00 GiB"),
+        ((1 << 30) - (1 << 20), "1023 MiB"),
+        (2**40 - 1, "1.00 TiB"),
+        (2**20 - 1, "1.00 MiB"),
+        (1023, "1023 B"),
+        (10 * 2**20 - 1, "10 MiB"),
+        (9 * 2**20, "9.00 MiB"),
+        (0, "0 B"),
+    ],
+)
+def test_a_size_just_below_a_unit_is_told_in_that_unit(number: int, said: str) -> None:
+    assert words.size(number) == said
+
+
 REFUSED = [Reason(id="x", text="x", exit_code=13)]
 WARNED = [Reason(id="x", text="x")]
 

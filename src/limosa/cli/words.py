@@ -29,10 +29,9 @@ def size(number: float | None) -> str:
         return "?"
     value = float(number)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return (
-                f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}" if value < 10 else f"{value:.0f} {unit}"
-            )
+        if abs(round(value)) < 1024:  # as it is shown: no "1024 MiB" for what is nearly a GiB
+            short = unit == "B" or abs(value) >= 9.995
+            return f"{value:.0f} {unit}" if short else f"{value:.2f} {unit}"
         value /= 1024
     return f"{value:.2f} TiB"
 
