@@ -121,6 +121,15 @@ def test_a_locked_file_that_was_written_to_meanwhile_is_refused_unless_forced(en
     victim.goes_on()
 
 
+def test_a_locked_file_may_be_older_than_the_epoch(start, limosa, tmp_path) -> None:
+    victim = start("locks", "posix")
+    victim.goes_on(2)
+    os.utime(victim.folder / "posix", ns=(0, -5_000_000_001))
+    limosa("checkpoint", victim.pid, "--file-locks", "--output", tmp_path / "image", rc=0)
+    limosa("restore", tmp_path / "image", rc=0)
+    victim.goes_on()
+
+
 def test_which_locks_keep_each_other_out() -> None:
     conflict = locks._conflict
     assert conflict("POSIX WRITE 0 9", "POSIX READ 9 EOF")

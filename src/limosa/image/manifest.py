@@ -216,7 +216,7 @@ class LockedFile(msgspec.Struct, frozen=True, kw_only=True):
         list[Annotated[str, msgspec.Meta(pattern=r"^[A-Z]{1,16} [A-Z]{1,16} \d{1,20} (\d{1,20}|EOF)\Z")]],
         msgspec.Meta(max_length=1_000_000),
     ]
-    modified: Size = 0
+    modified: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0  # before 1970 is less than 0
 
 
 class DevicePiece(msgspec.Struct, frozen=True, kw_only=True):
