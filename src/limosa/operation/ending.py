@@ -86,7 +86,7 @@ def stop(
 
     Raises:
         JobSuspended: it is suspended, and would not get to handle the signal.
-        Busy: another operation works on it.
+        Busy: another operation works on it, or has died and left it in the middle.
         PermissionDenied: it is somebody else's.
         CancelledUndone: ``cancel`` was set; it has been sent SIGTERM.
     """
@@ -98,6 +98,9 @@ def stop(
     if claim is not None and claim.alive:
         raise Busy(pid=found.root.pid, by=f"{claim.operation} (process {claim.holder.pid})")
     if not kill:
+        if claim is not None and claim.left:  # it may stand at its gate, and would be killed without having saved
+            text = f"a {claim.operation} that died has left process {found.root.pid} in the middle"
+            raise Busy(text, hint="limosa recover, then this again; --kill ends it as it is", pid=found.root.pid)
         _refuse_suspended(found.root, found.name, tree)
     killed: list[int] = []
     with Handle(found.root) as handle:
