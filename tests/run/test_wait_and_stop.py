@@ -16,6 +16,11 @@ import pytest
 from terminal import Terminal
 
 import limosa as api
+from limosa import operation
+from limosa.cli.logs import _follow
+from limosa.cli.output import Report
+from limosa.operation.claims import Claim
+from limosa.operation.journal import Header, Journal
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
@@ -114,6 +119,20 @@ def test_a_suspended_job_is_not_stopped_unless_asked_for(limosa):
     assert gone(pid)
 
 
+def test_a_job_that_a_dead_operation_has_left_is_recovered_first(limosa, runtime):
+    """It may stand at its gate: it would not hear SIGTERM, and be killed after the grace."""
+    pid = int(limosa("run", "-d", "-q", "--name", "left", "--", "sleep", "60", rc=0).stdout)
+    job, dead = Identity.of(pid), Identity(2**22 - 1, 1)
+    header = Header(id="move-left", operation="move", roots=[job], tree=[job], controller=dead)
+    Journal.create(header).close()
+    Claim(id="move-left", operation="move", holder=dead, pids=[job]).save()
+    error = limosa("stop", "left", "-o", "json", rc=19).json["error"]
+    assert "has left process" in error["message"]
+    assert "limosa recover" in error["hint"]
+    assert limosa("stop", "left", "--kill", "-o", "json", rc=0).json["killed"] == [pid]
+    assert gone(pid)
+
+
 def test_stop_does_not_stop_what_limosa_was_started_from(limosa):
     assert limosa("stop", os.getpid(), "-o", "json", rc=2).json["error"]["id"] == "own-ancestor"
 
@@ -130,6 +149,17 @@ def test_logs_shows_the_last_lines_and_follows_to_the_end(limosa, tmp_path):
     assert following.communicate(timeout=20)[0] == "line 2\nline 3\nlast\n"
     assert following.returncode == 0
     assert str(log.name) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
+
+
+def test_logs_of_a_job_that_ends_while_it_is_looked_for(limosa, tmp_path):
+    """What it has written is shown all the same."""
+    limosa("run", "-d", "-q", "--name", "brief", "--", "sh", "-c", "echo all; " + GO, rc=0)
+    (found,) = operation.resolve(["brief"])
+    (tmp_path / "go").touch()
+    assert gone(found.root.pid)
+    chunks, shown = ["all"], []
+    _follow(Report("logs"), found, lambda: bool(chunks and not shown.append(chunks.pop())))
+    assert shown == ["all"]
 
 
 def test_logs_of_a_job_that_limosa_did_not_start(limosa, start):

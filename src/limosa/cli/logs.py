@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from limosa.cli import words
 from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
 from limosa.cli.output import Format, Report, reporting
 from limosa.errors import NoSuchProcess, UsageError
+
+if TYPE_CHECKING:
+    from limosa.operation.jobs import Job
 
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
 
@@ -69,7 +72,7 @@ def command(
             return
         tail = Tail(fd, 0 if last is None else last_lines(fd, last), _writer(fd))
         try:
-            _follow(report, job, tail.copy) if follow else _all(tail.copy)
+            _follow(report, found, tail.copy) if follow else _all(tail.copy)
         finally:
             tail.close()
 
@@ -79,12 +82,15 @@ def _all(copy: Callable[[], bool]) -> None:
         pass
 
 
-def _follow(report: Report, job: str, copy: Callable[[], bool]) -> None:
+def _follow(report: Report, job: Job, copy: Callable[[], bool]) -> None:
     from limosa.operation import wait
 
     try:
         done = wait(job, while_waiting=copy)
     except KeyboardInterrupt:
+        return
+    except NoSuchProcess:  # it has ended since it was found
+        _all(copy)
         return
     if done.image:
         report.tell(f"a checkpoint ended the job; its image is {words.clean(done.image)}")
