@@ -55,6 +55,17 @@ def test_recover_says_what_is_wrong_with_a_folder(limosa, tmp_path, name, code):
     assert code == 0 or name[:20] in said
 
 
+@pytest.mark.parametrize(("line", "code"), [("images", 2), ("rm x", 2), ("run -d -- sleep 0", 125), ("ps", 0)])
+def test_in_a_folder_that_is_gone_what_needs_it_says_so(limosa, tmp_path, monkeypatch, line, code):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    os.rmdir(tmp_path / "gone")
+    found, said = limosa(*line.split())
+    assert found == code, said
+    assert "internal error" not in said
+    assert code == 0 or "has been removed" in said
+
+
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "T", "9e9", "४M", "-1", "1" * 25])
 def test_a_size_that_no_machine_has_is_none(limosa, size):
     assert limosa("arena", size)[0] == 2

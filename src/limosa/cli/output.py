@@ -191,12 +191,14 @@ class Report:
     def crash(self, error: BaseException) -> int:
         """An exception that nobody foresaw: exit code 1, the job's state in the message, the trace with ``-v``."""
         from limosa.cli.state import whereabouts
-        from limosa.errors import LimosaError
+        from limosa.errors import LimosaError, UsageError
 
         self.close()
+        state, text = whereabouts()
+        if isinstance(error, FileNotFoundError) and not state and _is_nowhere():
+            return self.failure(UsageError(detail="the folder that you are in has been removed", hint="cd elsewhere"))
         if self.verbose or os.environ.get("LIMOSA_TRACE"):
             _print_trace(error)
-        state, text = whereabouts()
         return self.failure(
             LimosaError(
                 f"internal error: {type(error).__name__}: {error}; {text}",
@@ -255,6 +257,15 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
         report.close()
     if code:
         raise typer.Exit(code)
+
+
+def _is_nowhere() -> bool:
+    """Whether the working folder has been removed: no relative path leads anywhere."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _print_trace(error: BaseException) -> None:
