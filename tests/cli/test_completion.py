@@ -41,3 +41,8 @@ def test_zsh_and_fish_complete_verbs(cli):
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
     assert "suspend" in cli(env=fish).stdout
+
+
+def test_what_plan_takes_is_completed_too(cli):
+    ask = {"_LIMOSA_COMPLETE": "complete_bash", "COMP_CWORD": "2", "COMP_WORDS": "limosa plan re"}
+    assert cli(env=ask).stdout.split() == ["resume", "restore", "recover"]

@@ -23,6 +23,20 @@ def test_help_fits_80_columns(inside, verb, columns):
     assert not too_long
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("move", "[OPTIONS] [JOB]..."),
+        ("stop", "[OPTIONS] JOB"),
+        ("rm", "[OPTIONS] DIR..."),
+        ("run", "[OPTIONS] COMMAND..."),
+        ("plan", "[OPTIONS] VERB [...]"),
+    ],
+)
+def test_the_usage_says_what_must_be_given_and_what_may_be_repeated(inside, verb, usage):
+    assert inside(verb, "--help").stdout.splitlines()[0] == f"Usage: limosa {verb} {usage}"
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_prints_json_and_can_be_quiet(inside, verb):
     text = inside(verb, "-h").stdout

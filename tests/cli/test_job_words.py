@@ -95,3 +95,20 @@ def test_no_guess_where_nothing_is_like_it(inside, typed):
     ran = inside(*typed.split())
     assert ran.returncode == 2
     assert "did you mean" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("move 1 --to", "limosa: Option '--to' requires an argument.\nlimosa: hint: limosa move --help\n"),
+        ("-v ps", "limosa: there is no option -v before the verb\nlimosa: hint: limosa VERB -v; limosa --help\n"),
+        ("stop a b c", "limosa: b c: more than this verb takes\nlimosa: hint: limosa stop --help\n"),
+        ("ps a", "limosa: a: more than this verb takes\nlimosa: hint: limosa ps --help\n"),
+        ("move 1 --timeout abc", "'abc' is not a number"),
+        ("logs 1 -n x", "'x' is not a number"),
+    ],
+)
+def test_what_is_wrong_with_what_was_typed(inside, typed, said):
+    ran = inside(*typed.split())
+    assert ran.returncode == 2
+    assert said in ran.stderr

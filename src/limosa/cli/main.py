@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command as build
 
 from limosa.cli.output import Format, Report, json_wanted
@@ -65,12 +66,20 @@ class Verbs(TyperGroup):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
+class Verb(TyperCommand):
+    """One verb; its usage has what must be given without brackets, as everywhere (newer typers put it in braces)."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after the verb's name."""
+        return [re.sub(r"^\{(.*)\}$", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+
 def verb(name: str) -> Any:
     """The command object of verb ``name`` (``KeyError`` where there is none)."""
     module = importlib.import_module(VERBS[name][0])
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     settings = {"help_option_names": ["-h", "--help"], **getattr(module, "CONTEXT_SETTINGS", {})}
-    app.command(name, context_settings=settings)(module.command)
+    app.command(name, cls=Verb, context_settings=settings)(module.command)
     return build(app)
 
 
@@ -108,7 +117,7 @@ def entry(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = build(app).main(args=args, prog_name="limosa", standalone_mode=False)
     except ClickError as error:
-        code = report.usage(error)
+        code = report.usage(error, args[0] if args and args[0] in VERBS else "")
         if args[:1] == ["run"]:
             code = 125  # below that may be the job's own exit code
     except (KeyboardInterrupt, typer.Abort):

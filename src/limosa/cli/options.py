@@ -22,7 +22,7 @@ Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing on stder
 Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say more on stderr.", show_default=False)]
 
 
-def _names(incomplete: str) -> list[str]:
+def names(incomplete: str) -> list[str]:
     """Completes the names of living jobs: reads the records and nothing else."""
     from limosa.process.records import RunRecord
 
@@ -32,11 +32,11 @@ def _names(incomplete: str) -> list[str]:
 Jobs = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="JOB", help="A pid, or a name given to limosa run.", show_default=False, autocompletion=_names
+        metavar="[JOB]...", help="A pid, or a name given to limosa run.", show_default=False, autocompletion=names
     ),
 ]
 OneJob = Annotated[
-    str, typer.Argument(metavar="JOB", help="A pid, or a name given to limosa run.", autocompletion=_names)
+    str, typer.Argument(metavar="JOB", help="A pid, or a name given to limosa run.", autocompletion=names)
 ]
 OnGpu = Annotated[str | None, typer.Option("--gpu", metavar="GPU", help="All jobs on this GPU instead of JOB.")]
 AllJobs = Annotated[bool, typer.Option("--all", help="All jobs on all GPUs instead of JOB.")]

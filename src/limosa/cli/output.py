@@ -207,8 +207,13 @@ class Report:
             )
         )
 
-    def usage(self, error: Any) -> int:
-        """A usage error that the option parser found: exit code 2, as JSON where JSON was asked for."""
+    def usage(self, error: Any, verb: str = "") -> int:
+        """A usage error that the option parser found: exit code 2, as JSON where JSON was asked for.
+
+        Args:
+            error: what the parser raised.
+            verb: the verb that was typed, or "": a parser that lacks a value does not say for which verb.
+        """
         from limosa.errors import UsageError
 
         if type(error).__name__ == "NoArgsIsHelpError":
@@ -217,7 +222,7 @@ class Report:
         from limosa.cli.meant import meant
 
         ctx = getattr(error, "ctx", None)
-        path = ctx.command_path if ctx is not None else "limosa"
+        path = ctx.command_path if ctx is not None else f"limosa {verb}".rstrip()
         message, guess = meant(error)
         return self.failure(UsageError(message, hint=f"{guess}{path} --help"))
 

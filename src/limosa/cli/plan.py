@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from limosa.cli.meant import nearest
-from limosa.cli.options import FormatOption, Quiet, Verbose
+from limosa.cli.options import FormatOption, Quiet, Verbose, names
 from limosa.cli.output import Format, json_wanted, reporting
 from limosa.errors import UsageError
 
@@ -15,9 +15,15 @@ CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": 
 VERBS = ("move", "suspend", "resume", "toggle", "checkpoint", "restore", "recover")
 
 
+def _verbs(incomplete: str) -> list[str]:
+    return [verb for verb in VERBS if verb.startswith(incomplete)]
+
+
 def command(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help=", ".join(VERBS))],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="...", help="As for that verb.")] = None,
+    verb: Annotated[str, typer.Argument(metavar="VERB", help=", ".join(VERBS), autocompletion=_verbs)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="...", help="As for that verb.", autocompletion=names)
+    ] = None,
     *,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,

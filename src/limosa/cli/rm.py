@@ -15,7 +15,7 @@ from limosa.errors import CancelledUndone, LimosaError, worst
 
 
 def command(
-    images: Annotated[list[Path], typer.Argument(metavar="DIR", help="An image, or what an unfinished one left.")],
+    images: Annotated[list[Path], typer.Argument(metavar="DIR...", help="An image, or what an unfinished one left.")],
     *,
     fmt: FormatOption = Format.text,
     quiet: Quiet = False,

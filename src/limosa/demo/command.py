@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 def command(
     *,
     steps: Annotated[
-        int | None, typer.Option("--steps", min=50, help="Training steps (default: 400; 1000 on GPUs).")
+        int | None, typer.Option("--steps", metavar="N", min=50, help="Training steps (default: 400; 1000 on GPUs).")
     ] = None,
     pace: Annotated[
-        float, typer.Option("--pace", min=0, callback=sane_seconds, help="Seconds of rest after each.")
+        float,
+        typer.Option("--pace", metavar="SECONDS", min=0, callback=sane_seconds, help="Seconds of rest after each."),
     ] = 0.02,
     numpy: Annotated[bool, typer.Option("--numpy", help="NumPy on the CPU, also where PyTorch is installed.")] = False,
     fmt: FormatOption = Format.text,

@@ -144,7 +144,7 @@ def run(
     if not software or stack.device != "cuda":
         many = steps or (_STEPS_CUDA if stack.device == "cuda" else _STEPS)
         return _twice(show, stack, gpus, steps=many, pace=pace, whys=whys)
-    show.tell(f"{why_no_gpus or 'started in a node of them'}: this runs on software GPUs, a driver in software that")
+    show.tell(f"{why_no_gpus + ': ' if why_no_gpus else ''}this runs on software GPUs, a driver in software that")
     show.tell("keeps the real one's rules; the job, Limosa and CRIU are the real ones. For the real thing:")
     show.tell("limosa demo on a machine with an NVIDIA GPU (two, to see it move) and driver 580 or newer")
     try:
