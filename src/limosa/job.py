@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from limosa.errors import LimosaError, Reason, RunFailed, UsageError
+from limosa.errors import InvalidArgument, LimosaError, Reason, RunFailed, UsageError
 from limosa.parking import LIBRARY, preload
 from limosa.process import device_nodes, records
 from limosa.process.identity import Identity
@@ -73,7 +73,10 @@ def run(
         RunFailed: it was not started.
         UsageError: the name is none, or a living job has it; a GPU is named twice.
         UnknownGpu: there is no such GPU.
+        InvalidArgument: the command is no list of words.
     """
+    if isinstance(command, (str, bytes)) or not command:
+        raise InvalidArgument(f"{command!r} is no command: a command is a list of words, the program first")
     made = preload(env, without=without) if shim else env
     warnings: list[Reason] = []
     if shim and not LIBRARY.is_file():

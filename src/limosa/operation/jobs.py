@@ -7,11 +7,12 @@ import pwd
 import time
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
 from limosa import gpu
-from limosa.errors import GpuUnavailable, LimosaError, NoCudaState, NoSuchProcess, UsageError
+from limosa.errors import GpuUnavailable, InvalidArgument, LimosaError, NoCudaState, NoSuchProcess, UsageError
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
@@ -25,8 +26,16 @@ class Job(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-JobLike = int | str | Identity | Job
-"""What functions take for a job: pid, name or pid as text, identity, or a Job."""
+class _Started(Protocol):
+    """What ``limosa.run`` gives back, as far as it says which job it is."""
+
+    @property
+    def identity(self) -> Identity:
+        """Its topmost process."""
+
+
+JobLike = int | str | Identity | Job | _Started
+"""What functions take for a job: pid, name or pid as text, identity, a Job, or what ``limosa.run`` gave back."""
 
 
 def job(like: JobLike) -> Job:
@@ -34,11 +43,15 @@ def job(like: JobLike) -> Job:
 
     Raises:
         NoSuchProcess: no such pid or name.
+        InvalidArgument: it is nothing that names a job.
     """
     if isinstance(like, Job):
         return like
-    if isinstance(like, Identity):
-        return Job(like, _name_of(like))
+    known = getattr(like, "identity", like)
+    if isinstance(known, Identity):
+        return Job(known, _name_of(known))
+    if isinstance(like, bool) or not isinstance(like, (int, str)):
+        raise InvalidArgument(f"{like!r} is no job: a job is a pid, a name, or what limosa.run or limosa.resolve gave")
     pid = like if isinstance(like, int) else pid_in(like)
     if pid is None:
         record = records.job_named(str(like))

@@ -170,7 +170,7 @@ def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def _each(verb: str, jobs: JobLike | Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
-    single = isinstance(jobs, (int, str)) or not isinstance(jobs, Sequence)
+    single = isinstance(jobs, (int, str, bytes)) or not isinstance(jobs, Sequence)
     likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
 
     if single:
@@ -228,9 +228,10 @@ def _pid_of(like: JobLike) -> int:
     """The pid that was named; 0 for a name that nobody has."""
     if isinstance(like, Job):
         return like.root.pid
-    if isinstance(like, Identity):
-        return like.pid
-    return (like if isinstance(like, int) else pid_in(like)) or 0
+    known = getattr(like, "identity", like)
+    if isinstance(known, Identity):
+        return known.pid
+    return (pid_in(known) if isinstance(known, str) else int(known) if isinstance(known, int) else 0) or 0
 
 
 def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:

@@ -44,7 +44,7 @@ _NOT_READ = {
 
 @many_descriptors()
 def recover(
-    folders: Sequence[str | os.PathLike[str]] = (),
+    folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     *,
     dry_run: bool = False,
     progress: ProgressFn = silent,
@@ -80,7 +80,7 @@ def recover(
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
         found += left_closed.open_left(dry_run=dry_run)
-    for folder in folders:
+    for folder in [folders] if isinstance(folders, (str, os.PathLike)) else folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
     for one in found:
         if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
