@@ -96,6 +96,14 @@ _CALLS = {
     "chmod last": "os.chmod(f'{M}/last', 0o666)",
     "bind": "socket.socket(socket.AF_UNIX).bind(f'{M}/link/made')",
     "connect": "socket.socket(socket.AF_UNIX).connect(f'{M}/link/socket')",
+    "bind by ..": "socket.socket(socket.AF_UNIX).bind(f'/proc/..{M}/link/made')",
+    "connect by ..": "socket.socket(socket.AF_UNIX).connect(f'/sys/..{M}/link/socket')",
+    "bind by a process": "socket.socket(socket.AF_UNIX).bind(f'/proc/self/root{R}/made')",
+    "unlink by ..": "os.unlink(f'/proc/..{M}/link/file')",
+    "unlink by a process": "os.unlink(f'/proc/self/root{R}/file')",
+    "unlink by a descriptor": "os.unlink('/proc/self/fd//%d/file' % os.open(R, os.O_RDONLY))",
+    "chown by ..": "os.chown(f'proc/..{M}/link/file', 4242, 4242, dir_fd=os.open('/', os.O_RDONLY))",
+    "unlink by .. in /proc": "os.chdir('/proc'); os.unlink(f'..{M}/link/file')",
 }
 
 
@@ -158,6 +166,16 @@ def test_a_socket_is_bound_with_the_rights_of_the_folders_owner(places, guarded)
     assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(R + '/s'); os.mkdir(M + '/root')") == {"done": True}
     assert (roots / "s").stat().st_uid == 0
     assert (mine / "root").stat().st_uid == 0, "all else is done as before"
+
+
+def test_a_socket_in_a_users_folder_within_one_of_a_group(places, guarded) -> None:
+    _, roots = places
+    os.chown(roots, 0, USER + 1)
+    roots.chmod(0o2775)
+    (roots / "his").mkdir(mode=0o755)
+    os.chown(roots / "his", USER, USER)
+    assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(R + '/his/s')") == {"done": True}
+    assert (roots / "his" / "s").stat().st_uid == USER
 
 
 def test_roots_own_links_are_followed_and_paths_are_what_they_were(places, guarded) -> None:

@@ -229,3 +229,22 @@ def test_a_socket_of_roots_is_neither_removed_nor_taken(
     assert (os.lstat(roots / "sock").st_ino, os.lstat(roots / "sock").st_uid) == (had.st_ino, 0)
     assert os.listdir(roots) == ["sock"]
     assert not Path(f"/proc/{victim.pid}").exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("owner", [USER, 0])
+@pytest.mark.parametrize("way", ["{}/sock", "/proc/self/root{}/sock", "//proc/..{}/sock"], ids=["", "by root", "by .."])
+def test_a_socket_is_made_only_where_its_owner_could_make_it(start, limosa, tmp_path, roots, way, owner) -> None:
+    """A user binds it in a root folder of his own: its name is one of root's outside."""
+    roots.chmod(0o755)
+    victim, image = start("jailed_socket", way.format(roots), str(owner)), tmp_path / "image"
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    done = limosa("restore", image, "-o", "json")
+    if owner or "self" in way:
+        assert (done.rc, done.json["error"].get("reasons", [{}])[0].get("id")) == (23, "file-changed"), done
+        assert not os.listdir(roots)
+        assert not Path(f"/proc/{victim.pid}").exists()
+    else:
+        assert done.rc == 0, "a job of root's own"
+        assert os.listdir(roots) == ["sock"]
+        victim.finish()

@@ -5,17 +5,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import socket
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from limosa.errors import NoWorkingCriu
+from limosa.errors import NoWorkingCriu, Refused
 from limosa.operation import same_files
 from limosa.operation.same_files import Looked, seen
-from limosa.process.criu.named import Named, Remapped
+from limosa.process.criu.named import Named, Remapped, Socket
 
 
 @pytest.mark.parametrize(("name", "fine"), [("/dev/nvidia0", True), ("/dev/nvidiactl", True), ("/data/weights", False)])
@@ -80,7 +84,7 @@ def test_without_a_guard_nothing_is_made_in_folders_of_others(what: str, tmp_pat
         name = str(folder / "gone" / "name")
         looked._named = Named(remapped={7: Remapped("ghost")})
         if what == "sockets":
-            looked._named.sockets[name] = 0
+            looked._named.sockets.append(Socket(name, 0, 0, outside=False))
         else:
             looked._named.names[7] = name
         if refused:
@@ -88,3 +92,55 @@ def test_without_a_guard_nothing_is_made_in_folders_of_others(what: str, tmp_pat
                 looked.need_guard()
         else:
             looked.need_guard()
+
+
+USER = 4242
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder of root's that everybody can go to: pytest's own is root's alone."""
+    folder = Path(tempfile.mkdtemp(prefix="limosa-same-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _look_at(path: Path, owner: int, *, uid: int = USER, outside: bool = False) -> bool:
+    manifest: Any = SimpleNamespace(job=SimpleNamespace(uid=uid, gid=uid))
+    try:
+        same_files._look_at_socket(Socket(str(path), owner, owner, outside=outside), manifest)
+    except Refused:
+        return False
+    return True
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(("mode", "fine"), [(0o666, True), (0o600, False)])
+def test_a_job_is_connected_to_what_its_user_may_connect_to(public: Path, mode: int, fine: bool) -> None:
+    """As a program that logs to /dev/log is: the socket is root's, whoever's the job is."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(str(public / "log"))
+        (public / "log").chmod(mode)
+        assert _look_at(public / "log", -1, outside=True) is fine
+        public.chmod(0o700)
+        assert not _look_at(public / "log", -1, outside=True)
+        assert _look_at(public / "log", -1, uid=0, outside=True)
+
+
+@pytest.mark.root
+def test_a_socket_is_made_where_its_user_could_make_it(public: Path) -> None:
+    assert not _look_at(public / "sock", USER)
+    assert not _look_at(public / "gone" / "sock", USER)
+    assert not _look_at(public / "sock", 0), "root's, in a user's job"
+    assert _look_at(public / "sock", 0, uid=0)
+    assert not _look_at(public / "sock", USER, uid=0)
+    with socket.create_server(str(public / "sock"), family=socket.AF_UNIX):
+        os.chown(public / "sock", USER, USER)
+        assert _look_at(public / "sock", USER, uid=0), "root had made it there, and given it to him"
+        assert not _look_at(public / "sock", USER)
+    os.chown(public, USER, USER)
+    assert _look_at(public / "sock", USER)
+    assert _look_at(public / "other" / "sock", USER)
+    (public / "other").write_text("root's own")
+    assert not _look_at(public / "other", USER), "CRIU would move it aside"

@@ -12,6 +12,7 @@ What was looked at is itself a file that the job may have: the inode that it had
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import pwd
 import re
@@ -22,7 +23,7 @@ from typing import NamedTuple
 
 from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
-from limosa.process.criu.named import Named, Remapped, Uses, named
+from limosa.process.criu.named import Named, Remapped, Socket, Uses, named
 from limosa.start import real_path, trusted
 
 TRIED_AGAIN = "limosa restore tries it again"
@@ -62,8 +63,8 @@ class Looked:
         except (OSError, ValueError) as error:
             raise DamagedImage(path=image.path, detail=f"CRIU's files: {error}") from error
         if os.geteuid() == 0:
-            for name, owner in self._named.sockets.items():
-                _look_at_socket(name, manifest.job.uid if owner < 0 else owner)
+            for one in self._named.sockets:
+                _look_at_socket(one, manifest)
         self._since = time.time() - 1.0
         self._proc = os.stat("/proc").st_dev
         self._uid = manifest.job.uid
@@ -83,7 +84,7 @@ class Looked:
         """
         found = self._named
         made = [
-            *found.sockets,
+            *(one.name for one in found.sockets if not one.outside),
             *(found.names.get(key, "/") for key, one in found.remapped.items() if one.kind == "ghost"),
         ]
         for name in made:
@@ -212,33 +213,72 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
     return seen(info)
 
 
-def _look_at_socket(name: str, owner: int) -> None:
-    """Look at the name of a unix socket: CRIU removes a socket that lies there, and binds the job's.
+def _look_at_socket(found: Socket, manifest: Manifest) -> None:
+    """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
+
+    A name says nothing of where the socket was: in a root folder or a namespace of his own a user gives it any name at
+    all. So it is made where its owner could make it; one outside of the job is connected to where its user could.
 
     Raises:
-        Refused: it leads somewhere else, or somebody else has it now.
+        Refused: it leads somewhere else, or somebody else has it now, or may have it.
     """
+    name, job = found.name, manifest.job
+    owner = job.uid if found.owner < 0 else found.owner
+    what = f"{name}, a socket of the job's," if not found.outside else f"{name}, to which the job is connected,"
     folder = os.path.dirname(name)
-    if real_path(folder) != os.path.realpath(folder):
-        text = f"{name}, a socket of the job's, leads through a symbolic link of somebody else's"
-        raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
-    try:
-        info = os.lstat(name)
-    except OSError:
+    if os.path.normpath(name).lstrip("/").startswith("proc/") or real_path(folder) != os.path.realpath(folder):
+        raise _changed(f"{what} leads through a symbolic link of somebody else's")
+    if found.outside:
+        if os.path.exists(name) and not _may_reach(name, job.uid, job.gid, 0o2):
+            raise _changed(f"{what} is not for its user to connect to")
         return
-    if stat.S_ISSOCK(info.st_mode) and info.st_uid != owner:
-        text = f"{name}, a socket of the job's, is user {info.st_uid}'s now"
-        raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint="end who has it, or wait")])
+    info = None
+    with contextlib.suppress(OSError):
+        info = os.lstat(name)
+    if info is not None and info.st_uid != owner:
+        raise _changed(f"{what} is user {info.st_uid}'s now", hint="end who has it, or wait")
+    if job.uid == 0 and (owner == 0 or info is not None):
+        return  # made by root, and given away
+    if not _may_reach(_nearest(folder), owner or job.uid, found.group if owner else job.gid, 0o3):
+        raise _changed(f"{what} is in a folder where its user cannot make one")
+
+
+def _changed(text: str, hint: str = "") -> Refused:
+    return Refused([Reason(id="file-changed", text=text, exit_code=23, hint=hint)])
+
+
+def _nearest(folder: str) -> str:
+    """A folder; the nearest one above where it is gone: CRIU makes it anew for a socket whose name was gone."""
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder
 
 
 def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:
     """Whether the job's own user might open a file, by owner and mode."""
     uid, gid = manifest.job.uid, manifest.job.gid
-    if uid in (0, info.st_uid):
-        return True
+    return uid == info.st_uid or _may(info, uid, _groups(uid, gid), 0o6 if writes else 0o4)
+
+
+def _may_reach(path: str, uid: int, gid: int, wanted: int) -> bool:
+    """Whether a user may go to a file and do that (bits of a mode), by owners, groups and modes."""
+    groups, at = _groups(uid, gid), os.path.realpath(path)
+    if not _may(os.stat(at), uid, groups, wanted):
+        return False
+    while at != "/":
+        at = os.path.dirname(at)
+        if not _may(os.stat(at), uid, groups, 0o1):
+            return False
+    return True
+
+
+def _may(info: os.stat_result, uid: int, groups: Collection[int], wanted: int) -> bool:
+    shift = 6 if info.st_uid == uid else 3 if info.st_gid in groups else 0
+    return uid == 0 or info.st_mode >> shift & wanted == wanted
+
+
+def _groups(uid: int, gid: int) -> list[int]:
     try:
-        groups = os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+        return os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
     except KeyError:
-        groups = [gid]
-    wanted = 0o6 if writes else 0o4
-    return info.st_mode >> (3 if info.st_gid in groups else 0) & wanted == wanted
+        return [gid]

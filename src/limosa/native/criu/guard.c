@@ -45,7 +45,7 @@
 #define SYSTEM_GROUPS 100 /* members of those below are as good as root (limosa/start.py) */
 #define SLACK 2		  /* seconds: clocks of file systems are coarse */
 
-static bool active, asked;
+static bool active, asked, begun;
 static uid_t installer;
 
 /* The file that was made last by a path. Only that one is given away or given a mode: not another one by its name. */
@@ -71,6 +71,7 @@ bool guard_is_there(void)
 	int fd;
 
 	asked = false;
+	begun = active;
 	fd = open("/", O_PATH | O_CLOEXEC); /* as CRIU would find it: not within this library */
 	if (fd >= 0)
 		close(fd);
@@ -129,7 +130,7 @@ static void look(struct place *place, int fd)
 		return;
 	if (info.st_uid) {
 		place->others = true;
-		if (!place->uid) {
+		if (!place->uid || place->uid == NOBODY) {
 			place->uid = info.st_uid;
 			place->gid = info.st_gid;
 		}
@@ -142,13 +143,21 @@ static void look(struct place *place, int fd)
 	}
 }
 
+/* Links on procfs lead where a process says, whoever they belong to. */
+static bool on_proc(int folder)
+{
+	struct statfs info;
+
+	return !fstatfs(folder, &info) && info.f_type == PROC_MAGIC;
+}
+
 /* Reads a link that may be followed; false where it may not. */
 static bool read_link(int folder, const char *name, const struct stat *info, char *to, const char *path)
 {
 	char rest[PATH_MAX];
 	ssize_t length;
 
-	if (info->st_uid && info->st_uid != installer) {
+	if ((info->st_uid && info->st_uid != installer) || on_proc(folder)) {
 		errno = ELOOP;
 		blame(path, "leads through a symbolic link of somebody else's");
 		return false;
@@ -241,13 +250,6 @@ static bool walk(int at, const char *path, bool follow, struct place *place)
 	return false;
 }
 
-static bool on_proc(void)
-{
-	struct statfs info;
-
-	return !statfs(".", &info) && info.f_type == PROC_MAGIC;
-}
-
 static bool below(const char *path, const char *folder)
 {
 	size_t length = strlen(folder);
@@ -255,20 +257,47 @@ static bool below(const char *path, const char *folder)
 	return !strncmp(path, folder, length) && (!path[length] || path[length] == '/');
 }
 
+/* Whether the first name of a path is that one. */
+static bool is(const char *path, const char *name)
+{
+	return strcspn(path, "/") == strlen(name) && !strncmp(path, name, strlen(name));
+}
+
+/*
+ * Whether a path below /proc or /sys is CRIU's own. A socket's name is whatever its user has written: it may lead out of
+ * there again, by "..", by a process's working folder, or by a descriptor.
+ */
+static bool stays(const char *path)
+{
+	const char *before = "";
+	size_t length;
+
+	for (path += strspn(path, "/"); *path; path += length, path += strspn(path, "/")) {
+		length = strcspn(path, "/");
+		if (is(path, ".."))
+			return false;
+		if (path[length] && (is(path, "cwd") || is(path, "root") || is(before, "fd")))
+			return false;
+		before = path;
+	}
+	return true;
+}
+
 /* Whether a path is one of a job's: absolute, or below the root folder, or by the working folder. */
 static bool guarded(int at, const char *path)
 {
 	struct stat folder, root;
+	struct statfs info;
 
 	if (!active || !path || !*path)
 		return false;
 	if (*path == '/') {
 		path += strspn(path, "/") - 1;
-		return !below(path, "/proc") && !below(path, "/sys");
+		return !(below(path, "/proc") || below(path, "/sys")) || !stays(path);
 	}
-	if (at == AT_FDCWD)
-		return !on_proc();
-	if (below(path, "proc") || below(path, "sys"))
+	if (at == AT_FDCWD) /* the one place where CRIU works in /proc: in /proc/PID/fd */
+		return strchr(path, '/') || !strcmp(path, "..") || statfs(".", &info) || info.f_type != PROC_MAGIC;
+	if ((below(path, "proc") || below(path, "sys")) && stays(path))
 		return false;
 	if (look_at(at, &folder) || syscall(SYS_newfstatat, AT_FDCWD, "/", &root, 0))
 		return false;
@@ -435,7 +464,8 @@ EXPORT int chdir(const char *path)
 	struct place place;
 	int fd, done;
 
-	if (!guarded(AT_FDCWD, path))
+	/* Later it is the folder of a socket, which its user has named. Before, it is Limosa's (/proc/self/fd/N). */
+	if (!*path || (!begun && !guarded(AT_FDCWD, path)))
 		return (int)syscall(SYS_chdir, path);
 	if (!walk(AT_FDCWD, path, true, &place))
 		return -1;
@@ -687,7 +717,7 @@ static bool has_path(const struct sockaddr *address, socklen_t length, char *pat
 		most = length - head;
 	memcpy(path, name->sun_path, most);
 	path[most] = 0;
-	return guarded(AT_FDCWD, path);
+	return *path == '/' || guarded(AT_FDCWD, path);
 }
 
 /*

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,7 @@ _REGULAR, _FIFO = 1, 3  # enum fd_types
 _GHOST, _LINKED, _PROC = 1, 0, 2  # enum remap_type
 _FILE_MAPPING = 1 << 6 | 1 << 7  # VMA_FILE_PRIVATE, VMA_FILE_SHARED
 _NO_FILE = 1 << 10 | 1 << 11 | 1 << 14  # System V memory, a packet socket, a memfd
+_OUTSIDE = 1  # USK_EXTERN, of a socket
 
 
 class Remapped(msgspec.Struct, frozen=True):
@@ -35,6 +37,21 @@ class Remapped(msgspec.Struct, frozen=True):
     kind: str
     name: str = ""
     owner: tuple[int, int] = (0, 0)
+
+
+class Socket(NamedTuple):
+    """A unix socket with a name in the file system.
+
+    Attributes:
+        name: its path; what its user has written, and no more true than that.
+        owner, group: whose it was; -1 where that was not noted.
+        outside: it is not the job's: a socket of the job's is connected to it.
+    """
+
+    name: str
+    owner: int
+    group: int
+    outside: bool
 
 
 class Uses(msgspec.Struct):
@@ -58,13 +75,13 @@ class Named(msgspec.Struct):
         names: files, by number.
         remapped: those whose name was gone.
         processes: what each has.
-        sockets: names of unix sockets in the file system, each with its owner (-1 where that was not noted).
+        sockets: unix sockets with a name in the file system, each once.
     """
 
     names: dict[int, str] = {}
     remapped: dict[int, Remapped] = {}
     processes: dict[int, Uses] = {}
-    sockets: dict[str, int] = {}
+    sockets: list[Socket] = []
 
 
 def named(images_fd: int, pids: list[int]) -> Named:
@@ -122,12 +139,16 @@ def _one_file(record: bytes, found: Named, fifos: dict[int, int]) -> None:
             _socket(value, found.sockets)
 
 
-def _socket(record: bytes, sockets: dict[str, int]) -> None:
+def _socket(record: bytes, sockets: list[Socket]) -> None:
     parts = {number: value for number, value in fields(record) if isinstance(value, bytes)}
-    name = parts.get(11, b"").rstrip(b"\0")
-    if name and not name.startswith(b"\0"):
-        owner = _numbers(parts[13]).get(2, -1) if 13 in parts else -1
-        sockets[os.fsdecode(os.path.join(parts.get(14, b"").rstrip(b"\0") or b"/", name))] = owner
+    name, _, _ = parts.get(11, b"").partition(b"\0")  # as the kernel reads it; an abstract one is nothing then
+    if not name:
+        return
+    perms = _numbers(parts.get(13, b""))
+    path = os.fsdecode(os.path.join(parts.get(14, b"").rstrip(b"\0") or b"/", name))
+    found = Socket(path, perms.get(2, -1), perms.get(3, -1), bool(_numbers(record).get(6, 0) & _OUTSIDE))
+    if found not in sockets:
+        sockets.append(found)
 
 
 def _ghost_owner(images_fd: int, key: int) -> tuple[int, int]:
