@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -79,6 +80,21 @@ def test_a_library_that_does_not_load_is_named_and_built_again(tmp_path: Path, m
 
     monkeypatch.setattr(build, "build_hash", builds)
     assert doctor._libraries(fix=True, log=print).status == "ok"
+
+
+def test_one_that_may_not_be_replaced_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF of another machine" * 50)
+    monkeypatch.setattr(build, "HASH", tmp_path)
+    monkeypatch.setattr(build, "HASH_LIBRARY", "broken.so")
+
+    def forbidden(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "unlink", forbidden)
+    said = doctor._libraries(fix=True, log=print)
+    assert said.status == "warn"
+    assert "cannot be replaced (Permission denied)" in said.detail
 
 
 def test_without_a_compiler_it_is_said_once_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

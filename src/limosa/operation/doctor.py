@@ -161,8 +161,11 @@ def _unloadable(libraries: list[Path], builds: Mapping[Path, Callable[[], str | 
     problems = load_problems(libraries)
     for library in [path for path in problems if path in builds]:
         log(f"building {library.name}, which does not load here")
-        library.unlink()
-        said = builds[library]()
+        try:
+            library.unlink()
+            said = builds[library]()
+        except OSError as error:  # another user's installation
+            said = f"{problems[library]}, and it cannot be replaced ({error.strerror})"
         problems = {**problems, library: said} if said else load_problems(libraries)
     return "; ".join(f"{path.name} does not load here: {text}" for path, text in problems.items())
 
