@@ -7,6 +7,7 @@ own, so that no remains of another one are met.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from support import own_network
 from limosa.errors import Refused, TimedOutUndone
 from limosa.operation import ports as operation_ports
 from limosa.operation import restore
+from limosa.operation.work import Work
 from limosa.process import ports
 from limosa.process.criu.bound import Bound, bound_sockets
 from limosa.progress import Progress
@@ -157,6 +159,25 @@ def test_a_port_that_is_taken_while_criu_works_is_told_the_same_way(ended, monke
     held[0].close()
     assert (caught.value.id, caught.value.exit_code) == ("port-taken", 23)
     assert f"process {os.getpid()}" in str(caught.value)
+
+
+def test_who_has_gone_while_it_was_asked_who_he_is_is_nobody(monkeypatch) -> None:
+    """A closed connection that the kernel forgets between the try and the look."""
+    tries = [errno.EADDRINUSE, 0]
+    monkeypatch.setattr(ports, "try_bind", lambda bound: tries.pop(0))
+    monkeypatch.setattr(ports, "users", lambda bound: [])
+    bound = Bound(family=socket.AF_INET, protocol="tcp", address="127.0.0.1", port=4711, listening=True)
+    monkeypatch.setattr(operation_ports, "bound_sockets", lambda fd: [bound])
+    assert operation_ports.in_the_way(-1) == []
+    tries[:] = [errno.EADDRINUSE, 0]
+    with Work("restore") as work:
+        operation_ports.free(work, -1)
+    assert tries == []
+    tries[:] = [errno.EADDRINUSE] * 4
+    (reason,) = operation_ports.in_the_way(-1)
+    assert (reason.id, reason.exit_code) == ("port-taken", 23)
+    with Work("restore") as work, pytest.raises(Refused):
+        operation_ports.free(work, -1)
 
 
 def test_an_address_that_is_gone_is_told_before(ended, limosa) -> None:

@@ -29,8 +29,10 @@ def in_the_way(images_fd: int) -> list[Reason]:
     found = []
     for bound in bound_sockets(images_fd):
         code = ports.try_bind(bound)
+        living, remains = _who(bound) if code == errno.EADDRINUSE else ([], [])
+        if code == errno.EADDRINUSE and not (living or remains):
+            code = ports.try_bind(bound)  # who had it may have gone since
         if code == errno.EADDRINUSE:
-            living, remains = _who(bound)
             if remains:  # whether a living one is in the way as well shows once these are gone
                 text = f"{_had(bound)}: {_remains(remains)} there; a restore takes that away, or waits for it"
                 found.append(Reason(id="port-remains", text=text))
@@ -72,6 +74,8 @@ def free(work: Work, images_fd: int) -> None:
                     if destroyed:
                         continue
                 if living or not remains or time.monotonic() - begun > _SECONDS:
+                    if ports.try_bind(bound) != errno.EADDRINUSE:  # who had it has gone since
+                        break
                     raise Refused([_taken(bound, living, remains)])
                 work.check()
                 left = max((user.seconds or 0.0 for user in remains), default=0.0)
