@@ -18,6 +18,7 @@ import pytest
 from support import VICTIMS
 
 from limosa.errors import FailedUndone, Refused
+from limosa.image import JobRecord, LockedFile, Manifest, TreeProcess, now
 from limosa.operation import checkpoint, checkpoint_plan, locks, restore
 from limosa.process.criu.find import find
 from limosa.process.identity import Identity, read_stat
@@ -79,6 +80,29 @@ def test_a_job_whose_locks_are_lost_is_ended_before_it_runs(ended, limosa, no_pl
     limosa("restore", image, rc=0)
     assert held(victim) == before
     victim.goes_on()
+
+
+def test_where_locks_are_lost_all_are_ended_also_if_one_has_ended_by_itself(start, monkeypatch) -> None:
+    first, second = (start(["sleep", "60"], ready=None) for _ in range(2))
+    me = Identity.of(os.getpid())
+
+    def tracer(pid: int) -> int:
+        if pid == first.pid:
+            raise FileNotFoundError(2, "No such file or directory", f"/proc/{pid}/status")
+        return me.pid
+
+    monkeypatch.setattr(locks, "_tracer", tracer)
+    manifest = Manifest(
+        created=now(),
+        criu="4.2",
+        kernel="6.1",
+        job=JobRecord(pid=first.pid),
+        tree=[TreeProcess(pid=v.pid, ppid=1, start_time=1) for v in (first, second)],
+        locks=[LockedFile(pid=first.pid, fd=0, path="/lost", locks=["POSIX WRITE 0 EOF"])],
+    )
+    with pytest.raises(FailedUndone, match="could not be taken again"):
+        locks.see_all_there(manifest, me)
+    second.until(lambda: not second.alive())
 
 
 def test_without_the_plugin_locks_on_mapped_files_are_refused(start, no_plugin, tmp_path) -> None:

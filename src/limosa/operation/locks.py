@@ -168,7 +168,7 @@ def see_all_there(manifest: Manifest, criu: Identity | None) -> None:
     if not missing:
         return
     for process in manifest.tree:
-        with contextlib.suppress(LimosaError):
+        with contextlib.suppress(LimosaError, OSError):  # one that somebody has ended: the others are ended, too
             identity = Identity.of(process.pid)
             if criu is not None and _tracer(process.pid) == criu.pid:
                 with Handle(identity) as handle:
