@@ -24,8 +24,11 @@ from support import semaphore_names
 
 from limosa.image import open_image, unfinished, verify
 from limosa.operation import remove_image
+from limosa.operation.journal import Header, Journal
 from limosa.process.criu import network
 from limosa.process.criu.find import find
+from limosa.process.identity import Identity
+from limosa.process.records import EndedRecord, RunRecord
 
 ALL = os.environ.get("LIMOSA_CRASH") == "all"
 CHUNKS = 3  # a test tries every third point, so that tests stay short and can run side by side
@@ -329,6 +332,28 @@ def test_recover_leaves_the_table_that_keeps_the_peers_of_an_image_waiting(start
     victim.goes_on(2)
     job.no_tables()
     victim.finish()
+
+
+def test_a_job_whose_restore_is_recovered_takes_nobodys_name(limosa, tmp_path, reaper) -> None:
+    pid = int(limosa("run", "-d", "-q", "--name", "one", "--", "sleep", "60", rc=0).stdout)
+    reaper.watch(pid)
+    before = Identity.of(pid)
+    limosa("checkpoint", pid, "--output", tmp_path / "image", rc=0)
+    limosa("restore", tmp_path / "image", rc=0)
+    job, dead = Identity.of(pid), Identity(2**22 - 1, 1)
+    RunRecord(root=job, name="", command=[]).forget()
+    EndedRecord(root=before, image=str(tmp_path / "image")).save()
+    header = Header(id="restore-left", operation="restore", roots=[job], controller=dead, image=str(tmp_path / "image"))
+    left = Journal.create(header)
+    left.note("criu-restore", "done", pid)
+    left.close()
+    other = int(limosa("run", "-d", "-q", "--name", "one", "--", "sleep", "60", rc=0).stdout)
+    assert "finished it" in limosa("recover", rc=0).stdout
+    assert RunRecord.of(job).name == f"restored-{pid}"
+    assert EndedRecord.of(before) is None
+    for one in ("one", pid):
+        limosa("stop", one, rc=0)
+    assert not Path(f"/proc/{other}").exists()
 
 
 @pytest.mark.parametrize("kind", JUST)

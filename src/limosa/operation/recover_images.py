@@ -25,16 +25,15 @@ from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.recovering import bring_home
 from limosa.operation.remove_image import log_folder
-from limosa.operation.restore import end_tree, started_at
+from limosa.operation.restore import end_tree, keep_record, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
-from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Handle, Identity
-from limosa.process.records import EndedRecord, RunRecord
+from limosa.process.records import EndedRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 
@@ -216,12 +215,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _undo_files(dead)
         return entry_of(dead, did=f"ended the tree, the image is the copy ({error})", state="gone")
     with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
-        job = image.manifest.job
-        if job.run or job.name:
-            name = job.name or f"restored-{root.pid}"
-            command = list(image.manifest.tree[0].command)
-            sees = device_nodes.known(job.sees)
-            RunRecord(root=root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
+        keep_record(image.manifest, root)
     dead.header.roots = [root]
     return entry_of(
         dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"

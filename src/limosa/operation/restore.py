@@ -29,7 +29,7 @@ from limosa.errors import (
     Refused,
     UndoFailed,
 )
-from limosa.image import Image, open_image
+from limosa.image import Image, Manifest, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
@@ -213,13 +213,13 @@ class _Restore:
             work.drop("chunks")
             with contextlib.suppress(LimosaError, OSError, EOFError):
                 self.loading.close()
-        self._keep_record()
         assert self.root is not None
+        name = keep_record(self.manifest, self.root)
         return RestoreResult(
             pid=self.root.pid,
             id=self.image.id,
             image=str(self.image.path),
-            name=self._name(),
+            name=name,
             log=self.manifest.job.log or "",
             way="parked" if self.loading is not None else "driver" if self.members else "host",
             other=other_way(self.ready, self.manifest),
@@ -411,21 +411,22 @@ class _Restore:
             # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
             leftovers.end_unfinished(self.criu, [p.pid for p in self.manifest.tree])
 
-    def _name(self) -> str:
-        name = self.manifest.job.name
-        return name if name and not any(r.name == name for r in RunRecord.all() if r.root != self.root) else ""
 
-    def _keep_record(self) -> None:
-        """The job is known by its name again, and its end is not news any more."""
-        assert self.root is not None
-        job = self.manifest.job
-        with contextlib.suppress(OSError, LimosaError):
-            if job.run or job.name:
-                command = list(self.manifest.tree[0].command)
-                name = self._name() or f"restored-{self.root.pid}"
-                sees = device_nodes.known(job.sees)
-                RunRecord(root=self.root, name=name, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
-            EndedRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), image="").forget()
+def keep_record(manifest: Manifest, root: Identity) -> str:
+    """Has a restored job known by its name again, and its end no news any more.
+
+    Returns:
+        Its name; "" where it has none, or another living job has it.
+    """
+    job = manifest.job
+    name = job.name if not any(r.name == job.name for r in RunRecord.all() if r.root != root) else ""
+    with contextlib.suppress(OSError, LimosaError):
+        if job.run or job.name:
+            command = list(manifest.tree[0].command)
+            called, sees = name or f"restored-{root.pid}", device_nodes.known(job.sees)
+            RunRecord(root=root, name=called, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
+        EndedRecord(root=Identity(job.pid, manifest.tree[0].start_time), image="").forget()
+    return name
 
 
 def end_tree(
