@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from limosa.cli import words
-from limosa.cli.on_jobs import _line, _plan_text
-from limosa.errors import UnknownGpu
+from limosa.cli.on_jobs import _line, _plan_text, refused
+from limosa.errors import NoSuchImage, UnknownGpu
 from limosa.gpu import Gpu, Inventory, find_gpu
 from limosa.operation.results import Estimate, JobResult, OtherWay, Plan
 
@@ -54,6 +54,11 @@ def test_the_other_way_is_told_only_when_asked_for_and_as_an_estimate():
 )
 def test_what_is_so_already(fields, said):
     assert _line(result(already=True, **fields)) == said
+
+
+def test_a_plan_for_what_is_not_there_names_no_process():
+    plan = refused("restore", NoSuchImage("there is no image at /data/x"))
+    assert _plan_text(plan) == "restore: refused\n  refused [no-such-image]: there is no image at /data/x"
 
 
 def inventory(numbers: Sequence[int]) -> Inventory:

@@ -22,7 +22,7 @@ SINCE = {"since": "2026-11-22T09:00:00Z", "by": "ann", "release": "all"}
         ({"state": "checkpointed", "under_way": {"operation": "move", "alive": True}}, "move under way"),
         (
             {"state": "checkpointed", "under_way": {"operation": "move", "alive": False}},
-            "left by a move that died (limosa recover)",
+            "left in the middle by a move (limosa recover)",
         ),
     ],
 )

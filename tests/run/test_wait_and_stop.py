@@ -70,8 +70,10 @@ def test_a_wait_that_is_given_up_leaves_the_job_alone(limosa):
         waiting = limosa("wait", pid, wait=False)
         until_it_waits(waiting)
         waiting.send_signal(signal.SIGINT)
-        waiting.communicate(timeout=10)
+        said = waiting.communicate(timeout=10)[1]
         assert waiting.returncode == 125
+        state = "limosa: the job's state now: running"
+        assert said.split("\n") == ["", f"limosa: no longer waiting for process {pid}", state, ""]
         assert Path(f"/proc/{pid}").exists()
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -194,7 +196,7 @@ def test_names_of_jobs_are_completed_from_records_alone(limosa):
         for line in ("limosa move tr", "limosa wait tr"):
             ask = {"_LIMOSA_COMPLETE": "complete_bash", "COMP_CWORD": "2", "COMP_WORDS": line}
             assert limosa(env=ask).stdout.split() == ["trainer"]
-        code = "import sys; from limosa.cli.options import _names; _names(''); print(*sys.modules)"
+        code = "import sys; from limosa.cli.options import names; names(''); print(*sys.modules)"
         modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert not {"limosa.operation", "limosa.gpu", "cuda"} & set(modules.split())
     finally:

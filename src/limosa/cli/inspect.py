@@ -46,18 +46,18 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
     from rich.tree import Tree
 
     manifest, job = image.manifest, image.manifest.job
+    sizes = manifest.chunk_sizes()
     facts = [
         ("image", image.path),
         ("id", image.id),
         ("created", f"{manifest.created} on {manifest.hostname or '?'}"),
         ("by", f"limosa {manifest.limosa}, CRIU {manifest.criu}, kernel {manifest.kernel}"),
-        ("size", f"{words.size(manifest.bytes)} in {len(manifest.files)} files"),
+        ("size", f"{words.size(manifest.bytes)} in {len(manifest.files) + len(sizes)} files"),
         ("job", f"{job.name or '-'} (process {job.pid}, uid {job.uid}) in {job.cwd}"),
         ("log", job.log or "-"),
         ("open files", str(len(manifest.open_files))),
     ]
     if manifest.device:
-        sizes = manifest.chunk_sizes()
         distinct = f"{words.size(sum(sizes.values()))} of it distinct, in {len(sizes)} chunks"
         facts.append(("device memory", f"{words.size(manifest.device_bytes)}, {distinct}"))
     for gpu in manifest.gpus:

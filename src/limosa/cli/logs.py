@@ -14,7 +14,7 @@ import typer
 from limosa.cli import words
 from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
 from limosa.cli.output import Format, Report, reporting
-from limosa.errors import NoSuchProcess, UsageError
+from limosa.errors import NoSuchProcess, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from limosa.operation.jobs import Job
@@ -64,6 +64,8 @@ def command(
         except OSError as error:
             if not report.json:
                 detail = f"the log {words.clean(record.log)} cannot be read: {error.strerror or error}"
+                if isinstance(error, PermissionError):
+                    raise PermissionDenied(detail=detail, hint="sudo" if os.geteuid() else "") from error
                 raise UsageError(detail=detail, hint="limosa logs -o json") from error
             fd = -1
         if report.json:

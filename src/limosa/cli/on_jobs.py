@@ -175,8 +175,8 @@ def print_plans(report: Report, plans: Sequence[Plan]) -> None:
 
 
 def _plan_text(plan: Plan, verbose: int = 0) -> str:
-    who = words.job(plan.name, plan.pid)
-    lines = [f"{plan.operation} of {who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
+    who = f" of {words.job(plan.name, plan.pid)}" if plan.pid else ""  # no such job, no such image
+    lines = [f"{plan.operation}{who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
     if plan.already:
         lines.append("  nothing to do: it is so already")
     elif plan.verdict == "ok":

@@ -65,7 +65,6 @@ class Display:
             expand=True,
         )
         self._steps: dict[str, TaskID] = {}
-        self._current = ""
         self._bars.start()
 
     def update(self, event: Progress) -> None:
@@ -73,17 +72,16 @@ class Display:
         with self._lock:
             text = words.clean(f"{event.step} – {event.message}" if event.message else event.step)
             if event.step not in self._steps:
-                self._finish(self._current)
+                self._finish_untold()
                 self._steps[event.step] = self._bars.add_task(text, total=event.total)
-            self._current = event.step
             task = self._steps[event.step]
             self._bars.update(task, description=text, total=event.total, completed=event.done or 0)
 
-    def _finish(self, step: str) -> None:
-        if step in self._steps:
-            done = next((t for t in self._bars.tasks if t.id == self._steps[step]), None)
-            if done is not None and done.total is None:
-                self._bars.update(done.id, total=1, completed=1, visible=False)
+    def _finish_untold(self) -> None:
+        """Take away the steps of which nobody says when they are done: another one has begun."""
+        for task in self._bars.tasks:
+            if task.total is None:
+                self._bars.update(task.id, total=1, completed=1, visible=False)
 
     def above(self, text: str) -> None:
         """Print a line above the display."""

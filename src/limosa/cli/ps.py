@@ -78,10 +78,10 @@ def _watch(verbose: int) -> None:
 
 
 def _state(job: Ps) -> str:
-    """The state in a word; where Limosa suspended it, since when and by whom; who works on it, or died at it."""
+    """The state in a word; where Limosa suspended it, since when and by whom; who works on it, or has left it so."""
     if job.under_way is not None:
         verb = job.under_way["operation"]
-        return f"{verb} under way" if job.under_way["alive"] else f"left by a {verb} that died (limosa recover)"
+        return f"{verb} under way" if job.under_way["alive"] else f"left in the middle by a {verb} (limosa recover)"
     told = {"checkpointed": "suspended", "parked": "suspended (memory only)"}
     if job.state not in told:
         return job.state

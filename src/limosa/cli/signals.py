@@ -18,8 +18,9 @@ from limosa.cli.output import Report, error_object
 from limosa.cli.state import whereabouts
 
 _WAITING = (
-    "bringing the job back to where it was, unless it is about to go on. A driver call or CRIU under way\n"
-    "limosa: cannot be broken off; waiting for it. Ctrl-C once more stops at once."
+    "bringing the job back to where it was, unless it is about to\n"
+    "limosa: go on. A driver call or CRIU under way cannot be broken off;\n"
+    "limosa: waiting for it. Ctrl-C once more stops at once."
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -30,7 +31,7 @@ def cancelling(report: Report, waiting: str = _WAITING) -> Iterator[threading.Ev
 
     Args:
         report: the verb's; told what is where at a second Ctrl-C.
-        waiting: said at the first signal, after its name.
+        waiting: said at the first signal, after its name; "" where the error says it all.
     """
     event = threading.Event()
 
@@ -41,7 +42,7 @@ def cancelling(report: Report, waiting: str = _WAITING) -> Iterator[threading.Ev
                 _stop_now(report)
             return
         event.set()
-        _write(f"\nlimosa: {signal.Signals(number).name}: {waiting}\n")
+        _write(f"\nlimosa: {signal.Signals(number).name}: {waiting}\n" if waiting else "\n")
 
     # A signal that is ignored (nohup) stays ignored.
     before: dict[signal.Signals, Any] = {}

@@ -50,6 +50,7 @@ def _text(result: VerifyResult) -> str:
     rate = words.rate(result.bytes / result.seconds) if result.seconds > 0.001 else "at once"
     if result.ok:
         return f"whole: {len(result.files)} files, {words.size(result.bytes)}, {rate}\nid {result.id}"
-    lines = [f"damaged: {len(result.problems)} problem(s)"]
+    many = len(result.problems)
+    lines = [f"damaged: {many} problem{'s' if many > 1 else ''}"]
     lines += [f"  {p['problem']}: {words.clean(p['text'])}" for p in plain(result.problems)]
     return "\n".join(lines)

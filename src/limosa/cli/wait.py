@@ -28,7 +28,7 @@ def command(job: OneJob, *, fmt: FormatOption = Format.text, quiet: Quiet = Fals
         from limosa.operation import wait
 
         try:
-            with cancelling(report, "no longer waiting; the job is as it was") as cancel:
+            with cancelling(report, "") as cancel:
                 done = wait(job, cancel=cancel)
         except LimosaError as error:
             if isinstance(error, CancelledUndone):

@@ -134,7 +134,7 @@ def complete_map(
 def _give_way(changes: Mapping[str, str], start: str, end: str, names: Mapping[str, Gpu]) -> str:
     """Say that both have to be named."""
     return (
-        f"the job holds memory on {_called(names[end])} as well, which would have to give way: say what becomes "
+        f"the job holds memory on {_called(names[end])}, which would have to give way: say what becomes "
         f"of it ({_closed(changes, start, end, names)} exchanges them)"
     )
 

@@ -145,7 +145,7 @@ def _libraries(*, fix: bool, log: Log) -> Check:
         again = {library: builds for library, builds, _ in parts} if fix else {}
         if cannot := _unloadable([library for library, _, _ in parts], again, log):
             return warn("libraries", cannot, _REBUILD)
-        return ok("libraries", "built: what jobs of limosa run are looked after by")
+        return ok("libraries", "built: they look after the device memory of jobs of limosa run")
     why = why or _no_compiler()
     text = f"not built: {', '.join(missing)}" + (f" ({why})" if why else "")
     return warn("libraries", text, "install a C compiler (gcc), then limosa doctor --fix")

@@ -63,6 +63,9 @@ def missing_right(capabilities: int, uid: int) -> str:
         missing = [name for name in missing if name == "CAP_SYS_PTRACE"]
     if not missing:
         return ""
+    if "CAP_SYS_ADMIN" in missing:
+        missing = [name for name in missing if name != "CAP_CHECKPOINT_RESTORE"]
+        missing[missing.index("CAP_SYS_ADMIN")] += " (or CAP_CHECKPOINT_RESTORE)"
     who = "this container's root" if uid == 0 else f"uid {uid}"
     return f"{who} lacks {' and '.join(missing)}, so CRIU may not run" + (
         "" if uid == 0 else "; try again as root (sudo)"
