@@ -159,6 +159,45 @@ def test_only_what_was_made_is_given_away(places, guarded, made, change) -> None
         assert (path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) == (0, 0o600)
 
 
+_MADE = "name = M + '/made'\nos.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o6755))\n"
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "fine"),
+    [
+        (USER, 0o4755, True),
+        (USER, 0o755, True),
+        (0, 0o755, True),
+        (0, 0o4755, False),
+        (USER + 1, 0o4755, False),
+        (USER, 0o2755, False),
+    ],
+)
+def test_what_is_made_runs_with_nobodys_rights_before_it_is_its_owners(places, guarded, owner, mode, fine) -> None:
+    """CRIU makes a deleted file with its mode, as root: its user took it away before it was his, and was root."""
+    mine, _ = places
+    assert guarded(_MADE) == {"done": True}
+    info = (mine / "made").stat()
+    assert (info.st_uid, stat.S_IMODE(info.st_mode) & 0o7000) == (0, 0)
+    (mine / "made").unlink()
+    said = guarded(f"{_MADE}os.chown(name, {owner}, {owner}); os.chmod(name, {mode})")
+    assert said == ({"done": True} if fine else {"error": "EPERM"})
+    assert stat.S_IMODE((mine / "made").stat().st_mode) == (mode if fine else 0o755)
+
+
+def test_no_link_of_roots_and_no_device_is_made_in_a_users_folder(places, guarded) -> None:
+    """A link of root's is followed, also here: CRIU makes a deleted one with the target that its user gave it."""
+    mine, roots = places
+    assert guarded("os.symlink('/etc', M + '/link')") == {"done": True}
+    assert (mine / "link").lstat().st_uid == USER
+    assert guarded("os.symlink('/etc', M + '/own'); os.lchown(M + '/own', 4242, 4242)") == {"done": True}
+    assert guarded("os.symlink('/etc', M + '/roots'); os.lchown(M + '/roots', 0, 0)") == {"error": "EPERM"}
+    assert guarded("os.mknod(M + '/disk', 0o60666, os.makedev(7, 0))") == {"error": "EPERM"}
+    assert guarded("os.mknod(M + '/pipe', 0o14777)") == {"done": True}
+    assert guarded("os.symlink('/etc', R + '/link')") == {"done": True}
+    assert (roots / "link").lstat().st_uid == 0
+
+
 def test_a_socket_is_bound_with_the_rights_of_the_folders_owner(places, guarded) -> None:
     mine, roots = places
     assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(M + '/s'); os.chmod(M + '/s', 0o600)") == {"done": True}

@@ -198,6 +198,43 @@ def test_what_criu_makes_in_a_users_folder_is_there_again(in_users_folder, limos
     victim.finish()
 
 
+_TAKES = f"""
+import os, sys
+os.setgroups([]); os.setresgid({USER}, {USER}, {USER}); os.setresuid({USER}, {USER}, {USER})
+print("ready", flush=True)
+while True:
+    for name in os.listdir(sys.argv[1]):
+        if name.endswith(".ghost"):
+            os.rename(os.path.join(sys.argv[1], name), os.path.join(sys.argv[1], "taken"))
+            sys.exit()
+"""
+
+
+@pytest.mark.root
+def test_who_takes_a_deleted_program_away_while_it_is_made_anew_has_none_of_roots(start, limosa, tmp_path) -> None:
+    public = Path(tempfile.mkdtemp(prefix="limosa-exchanged-"))
+    public.chmod(0o755)
+    folder, image = public / "job", tmp_path / "image"
+    victim = start("deleted_program", str(USER), folder=folder)
+    os.chown(folder, USER, USER)
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    with subprocess.Popen([sys.executable, "-c", _TAKES, str(folder)], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            done = limosa("restore", image)
+            if done.rc:  # else it was quicker than he
+                info = (folder / "taken").stat()
+                assert not (info.st_uid == 0 and info.st_mode & 0o6000)
+        finally:
+            process.kill()
+    if done.rc:
+        limosa("restore", image, rc=0)
+    victim.goes_on()
+    victim.finish()
+    shutil.rmtree(public, ignore_errors=True)
+
+
 @pytest.fixture
 def roots_socket(roots: Path) -> Iterator[socket.socket]:
     """A service of root's, by the name that the job's socket has."""

@@ -43,6 +43,7 @@
 #define MOST_LINKS 40
 #define NOBODY 65534
 #define SYSTEM_GROUPS 100 /* members of those below are as good as root (limosa/start.py) */
+#define NO_SET_ID 0777u	  /* of what is made: it is root's until it is given away, with what its user had in it */
 #define SLACK 2		  /* seconds: clocks of file systems are coarse */
 
 static bool active, asked, begun;
@@ -304,6 +305,48 @@ static bool guarded(int at, const char *path)
 	return folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
 }
 
+/* ---- Whose rights ------------------------------------------------------------------------------------------------- */
+
+struct rights {
+	gid_t groups[NGROUPS_MAX > 1024 ? 1024 : NGROUPS_MAX];
+	int count;
+};
+
+static bool be_root_again(const struct rights *before)
+{
+	int kept = errno;
+
+	setfsuid(0);
+	setfsgid(0);
+	if (syscall(SYS_setgroups, before->count, before->groups))
+		return false;
+	errno = kept;
+	return true;
+}
+
+/* Of whose place it is; nobody's where it is everybody's. */
+static uid_t rights_of(const struct place *place)
+{
+	return place->uid ? place->uid : NOBODY;
+}
+
+/* Takes his rights to files. */
+static bool become(const struct place *place, struct rights *before)
+{
+	uid_t uid = rights_of(place);
+
+	before->count = getgroups((int)(sizeof(before->groups) / sizeof(*before->groups)), before->groups);
+	if (before->count < 0 || syscall(SYS_setgroups, 0, NULL))
+		return false;
+	setfsgid(place->uid ? place->gid : NOBODY);
+	setfsuid(uid);
+	if ((uid_t)setfsuid((uid_t)-1) == uid)
+		return true;
+	be_root_again(before);
+	errno = EPERM;
+	return false;
+}
+
 /* ---- What was made ----------------------------------------------------------------------------------------------- */
 
 static void remember(const struct stat *info)
@@ -313,8 +356,8 @@ static void remember(const struct stat *info)
 	made.inode = info->st_ino;
 }
 
-/* The same for what was made by a name, in whose place another may be by now: a new one of root's is meant. */
-static void remember_new(const struct place *place, mode_t kind, time_t since)
+/* The same for what was made by a name, in whose place another may be by now: a new one of that owner's is meant. */
+static void remember_new(const struct place *place, mode_t kind, uid_t owner, time_t since)
 {
 	struct statx more;
 	struct stat info;
@@ -324,7 +367,7 @@ static void remember_new(const struct place *place, mode_t kind, time_t since)
 	made.known = false;
 	if (fd < 0)
 		return;
-	if (!look_at(fd, &info) && (info.st_mode & S_IFMT) == kind && !info.st_uid) {
+	if (!look_at(fd, &info) && (info.st_mode & S_IFMT) == kind && info.st_uid == owner) {
 		born = info.st_ctime;
 		if (!syscall(SYS_statx, fd, "", AT_EMPTY_PATH, STATX_BTIME, &more) && more.stx_mask & STATX_BTIME)
 			born = (time_t)more.stx_btime.tv_sec;
@@ -334,9 +377,19 @@ static void remember_new(const struct place *place, mode_t kind, time_t since)
 	drop(fd);
 }
 
-/* Opens what is to be given away or given a mode. */
-static int open_made(int at, const char *path)
+/* Whether a file of that owner's is what who has the folder could have made. */
+static bool may_be_his(const struct place *place, uid_t owner)
 {
+	return owner && (!place->uid || place->uid == NOBODY || place->uid == owner);
+}
+
+/*
+ * Opens what is to be given to an owner (mode 0) or given a mode. A user whose file system says what he likes (FUSE) has
+ * files of anybody's in an image: no program of another's comes of it, and no link of root's.
+ */
+static int open_made(int at, const char *path, uid_t owner, mode_t mode)
+{
+	const char *wrong = NULL;
 	struct place place;
 	struct stat info;
 	int fd;
@@ -347,13 +400,18 @@ static int open_made(int at, const char *path)
 	drop(place.folder);
 	if (fd < 0 || !place.others)
 		return fd;
-	if (look_at(fd, &info) || !made.known || info.st_dev != made.device || info.st_ino != made.inode) {
-		drop(fd);
-		errno = EPERM;
-		blame(path, "is not the file that was made there");
-		return -1;
-	}
-	return fd;
+	if (look_at(fd, &info) || !made.known || info.st_dev != made.device || info.st_ino != made.inode)
+		wrong = "is not the file that was made there";
+	else if (!mode && S_ISLNK(info.st_mode) && (!owner || owner == installer))
+		wrong = "would be a symbolic link of root's";
+	else if (S_ISREG(info.st_mode) && (mode & S_ISGID || (mode & S_ISUID && !may_be_his(&place, info.st_uid))))
+		wrong = "would run with the rights of somebody else";
+	if (!wrong)
+		return fd;
+	drop(fd);
+	errno = EPERM;
+	blame(path, wrong);
+	return -1;
 }
 
 /* ---- Opening ----------------------------------------------------------------------------------------------------- */
@@ -370,6 +428,7 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	asked = true;
 	if (!guarded(at, path))
 		return raw_open(at, path, flags, mode);
+	mode &= NO_SET_ID;
 	if (!walk(at, path, follow, &place))
 		return -1;
 	if (!follow || flags & O_CREAT) {
@@ -516,7 +575,7 @@ EXPORT int mkdirat(int at, const char *path, mode_t mode)
 		return -1;
 	done = (int)syscall(SYS_mkdirat, place.folder, place.name, mode);
 	if (!done)
-		remember_new(&place, S_IFDIR, since);
+		remember_new(&place, S_IFDIR, 0, since);
 	drop(place.folder);
 	return done;
 }
@@ -536,9 +595,15 @@ EXPORT int mknodat(int at, const char *path, mode_t mode, dev_t device)
 		return (int)syscall(SYS_mknodat, at, path, mode, (unsigned int)device);
 	if (!walk(at, path, false, &place))
 		return -1;
-	done = (int)syscall(SYS_mknodat, place.folder, place.name, mode, (unsigned int)device);
+	if (place.others && (S_ISCHR(mode) || S_ISBLK(mode))) {
+		drop(place.folder);
+		errno = EPERM;
+		blame(path, "would be a device in a folder of somebody else's");
+		return -1;
+	}
+	done = (int)syscall(SYS_mknodat, place.folder, place.name, mode & (S_IFMT | NO_SET_ID), (unsigned int)device);
 	if (!done)
-		remember_new(&place, mode & S_IFMT, since);
+		remember_new(&place, mode & S_IFMT, 0, since);
 	drop(place.folder);
 	return done;
 }
@@ -557,19 +622,34 @@ EXPORT int __xmknod(int version, const char *path, mode_t mode, dev_t *device)
 	return mknodat(AT_FDCWD, path, mode, *device);
 }
 
+/* With the rights of whose folder it is: a link of root's is followed, and he could keep this one. */
+static int link_as(const struct place *place, const char *to)
+{
+	struct rights before;
+	int done;
+
+	if (!become(place, &before))
+		return -1;
+	done = (int)syscall(SYS_symlinkat, to, place->folder, place->name);
+	return be_root_again(&before) ? done : -1;
+}
+
 EXPORT int symlinkat(const char *to, int at, const char *path)
 {
 	time_t since = time(NULL);
 	struct place place;
+	struct stat folder;
+	bool theirs;
 	int done;
 
 	if (!guarded(at, path))
 		return (int)syscall(SYS_symlinkat, to, at, path);
 	if (!walk(at, path, false, &place))
 		return -1;
-	done = (int)syscall(SYS_symlinkat, to, place.folder, place.name);
+	theirs = !geteuid() && (place.uid || look_at(place.folder, &folder) || folder.st_mode & (S_IWGRP | S_IWOTH));
+	done = theirs ? link_as(&place, to) : (int)syscall(SYS_symlinkat, to, place.folder, place.name);
 	if (!done)
-		remember_new(&place, S_IFLNK, since);
+		remember_new(&place, S_IFLNK, theirs ? rights_of(&place) : 0, since);
 	drop(place.folder);
 	return done;
 }
@@ -645,7 +725,7 @@ EXPORT int fchownat(int at, const char *path, uid_t uid, gid_t gid, int flags)
 
 	if (!guarded(at, path))
 		return (int)syscall(SYS_fchownat, at, path, uid, gid, flags);
-	fd = open_made(at, path);
+	fd = open_made(at, path, uid, 0);
 	if (fd < 0)
 		return -1;
 	done = (int)syscall(SYS_fchownat, fd, "", uid, gid, AT_EMPTY_PATH);
@@ -671,7 +751,7 @@ EXPORT int fchmodat(int at, const char *path, mode_t mode, int flags)
 	(void)flags; /* a link is never followed here */
 	if (!guarded(at, path))
 		return (int)syscall(SYS_fchmodat, at, path, mode);
-	fd = open_made(at, path);
+	fd = open_made(at, path, 0, mode | S_IFMT);
 	if (fd < 0)
 		return -1;
 	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
@@ -726,28 +806,13 @@ static bool has_path(const struct sockaddr *address, socklen_t length, char *pat
  */
 static int bind_as(const struct place *place, int fd, const struct sockaddr *address, socklen_t length)
 {
-	gid_t groups[NGROUPS_MAX > 1024 ? 1024 : NGROUPS_MAX];
-	int count = getgroups((int)(sizeof(groups) / sizeof(*groups)), groups), done, kept;
+	struct rights before;
+	int done;
 
-	if (count < 0 || syscall(SYS_setgroups, 0, NULL))
+	if (!become(place, &before))
 		return -1;
-	setfsgid(place->gid);
-	setfsuid(place->uid);
-	if ((uid_t)setfsuid((uid_t)-1) != place->uid) {
-		errno = EPERM;
-		done = -1;
-	} else {
-		done = (int)syscall(SYS_bind, fd, address, length);
-	}
-	kept = errno;
-	setfsuid(0);
-	setfsgid(0);
-	if (syscall(SYS_setgroups, count, groups)) {
-		done = -1;
-		kept = EPERM;
-	}
-	errno = kept;
-	return done;
+	done = (int)syscall(SYS_bind, fd, address, length);
+	return be_root_again(&before) ? done : -1;
 }
 
 EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
