@@ -359,6 +359,13 @@ def test_a_node_in_a_node(new_node):
     assert "nvidia1" in outer.python(LOOK).json
 
 
+@pytest.mark.parametrize("option", [("--gpus", 3), ("--memory", "1GiB"), ("--chip", "A100")])
+def test_what_makes_a_node_changes_none_that_runs(new_node, option):
+    """It was passed over without a word: the faults were listed."""
+    said = new_node(gpus=1).limosa("softgpu", *option, rc=2)
+    assert "name a COMMAND for it" in said.stderr
+
+
 def test_two_nodes_know_nothing_of_each_other(new_node):
     first, second = new_node(gpus=1), new_node(gpus=1)
     uuids = [n.limosa("gpus", "-o", "json").json["gpus"][0]["uuid"] for n in (first, second)]

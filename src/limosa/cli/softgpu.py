@@ -59,13 +59,14 @@ def command(
         list[str] | None, typer.Argument(metavar="COMMAND...", help="What to start.", show_default=False)
     ] = None,
     *,
-    gpus: Annotated[int, typer.Option("--gpus", metavar="N", help="How many GPUs.")] = 1,
+    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", help="How many GPUs (default: 1).")] = None,
     memory: Annotated[
-        str, typer.Option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all.")
-    ] = "2GiB",
+        str | None, typer.Option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all (2GiB).")
+    ] = None,
     chip: Annotated[
-        str, typer.Option("--chip", metavar="NAME,...", help="Chip of each GPU (H200, A100, ...), or one for all.")
-    ] = "H200",
+        str | None,
+        typer.Option("--chip", metavar="NAME,...", help="Chip of each GPU (A100, ...), or one for all (H200)."),
+    ] = None,
     like: Annotated[
         str | None, typer.Option("--like", metavar="NAME", help="As slow as this one: h200 (default: no waiting).")
     ] = None,
@@ -119,10 +120,13 @@ def command(
         from limosa.softgpu import node
         from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
-        of_a_new_one = like or rate or cost or driver or log
+        of_a_new_one = gpus is not None or memory or chip or like or rate or cost or driver or log
         if node.inside() and not command_line and not shell:
             if of_a_new_one:
-                raise UsageError(detail="--like, --rate, --cost, --driver and --log make a node: name a COMMAND for it")
+                raise UsageError(
+                    detail="--gpus, --memory, --chip, --like, --rate, --cost, --driver and --log make a node: name a "
+                    "COMMAND for it"
+                )
             _change(fault or [], lift or [], turn or [])
             found = _faults()
             report.result(found, lambda console: _draw(console, found))
@@ -139,10 +143,11 @@ def command(
             report.close()
             _become(report, argv)
             return
+        gpus = 1 if gpus is None else gpus
         spec = make_spec(
             gpus,
-            [parse_size(part) for part in memory.split(",")],
-            [part.strip().upper() for part in chip.split(",")],
+            [parse_size(part) for part in (memory or "2GiB").split(",")],
+            [part.strip().upper() for part in (chip or "H200").split(",")],
             like=like.lower() if like else None,
             speeds=rate or (),
             costs=cost or (),

@@ -101,7 +101,8 @@ def _descriptor(process: ProcessObservation, fd: FdObservation, obs: JobObservat
     own = obs.host.namespaces.get("mnt", 0)
     if not fd.mounted and process.namespaces.get("mnt", own) == own:
         text = f"{where} is {fd.target} on a file system that is no longer (or not here) mounted"
-        return _refuse("unmounted-file", text, "", process)
+        way_out = "start the job where that is mounted (limosa run opens its output itself)"
+        return _refuse("unmounted-file", text, way_out, process)
     if fd.kind in ("device", "block") and not fd.target.startswith("/dev/nvidia"):
         # Major 1 are the memory devices (null, zero, full, random, urandom, kmsg): all were tried.
         if fd.kind == "device" and fd.device.partition(":")[0] == "1":
