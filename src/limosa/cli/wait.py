@@ -32,7 +32,7 @@ def command(job: OneJob, *, fmt: FormatOption = Format.text, quiet: Quiet = Fals
                 done = wait(job, cancel=cancel)
         except LimosaError as error:
             if isinstance(error, CancelledUndone):
-                error.job_state = "running"
+                error.job_state = ""  # as it was, suspended say: nobody has asked
             error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
             raise
         report.result(done, _text(done), exit_code=code_of(done))
