@@ -368,7 +368,7 @@ class CriuFailed(LimosaError):
     """CRIU ended with an error; ``reason`` is the first real error of its log as a sentence."""
 
     id, exit_code, template = "criu-failed", 21, "CRIU could not {what}: {reason} (log: {log})"
-    _TAKEN_OR_CHANGED = frozenset({"pid-taken", "size-changed", "mode-changed", "file-missing"})
+    _TAKEN_OR_CHANGED = frozenset({"pid-taken", "port-taken", "size-changed", "mode-changed", "file-missing"})
 
     def __init__(self, message: str | None = None, **fields: Any):
         super().__init__(message, **fields)

@@ -441,6 +441,48 @@ def test_23_files_that_are_missing_or_changed(start, limosa, refused, tmp_path) 
     assert b"TAIL" not in output.read_bytes()
 
 
+def test_23_what_else_than_files_is_missing_or_changed(inline, limosa, refused, tmp_path) -> None:
+    """A folder, a pipe, a socket's folder: found by CRIU alone, and told in the same way."""
+    place, image = tmp_path / "place", tmp_path / "image"
+    for name in ("cwd", "sockets"):
+        (place / name).mkdir(parents=True)
+    os.mkfifo(place / "pipe")
+    code = f"""
+import os, socket
+os.chdir({str(place / "cwd")!r})
+kept = os.open("../pipe", os.O_RDWR), socket.socket(socket.AF_UNIX)
+kept[1].bind({str(place / "sockets/s")!r})
+kept[1].listen()"""
+    victim = inline(code)
+    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+
+    def away(name: str) -> None:
+        (place / name).rename(tmp_path / "away")
+
+    def back(name: str) -> None:
+        (tmp_path / "away").rename(place / name)
+
+    for name, said in (("pipe", "place/pipe"), ("sockets", "place/sockets")):
+        away(name)
+        assert said in refused(23, "file-missing", "restore", image)["message"]
+        back(name)
+    away("cwd")
+    limosa("restore", image, rc=23)
+    (place / "cwd").symlink_to(tmp_path / "away")
+    error = refused(23, "file-changed", "restore", image)
+    assert "leads through a symbolic link now" in error["message"]
+    assert "again" not in error["hint"]
+    (place / "cwd").unlink()
+    back("cwd")
+    (place / "sockets/s").unlink(missing_ok=True)
+    (place / "sockets/s").touch()
+    assert "is something else now" in refused(23, "file-changed", "restore", image)["message"]
+    (place / "sockets/s").unlink()
+    limosa("restore", image, rc=0)
+    victim.goes_on()
+    victim.finish()
+
+
 # --- 24: CRIU ----------------------------------------------------------------------------------------------------
 
 

@@ -316,6 +316,8 @@ class _Restore:
             if error.fields.get("kind") == "exchanged":
                 text = str(error.fields["reason"])
                 raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)]) from None
+            if reasons := self.looked.in_the_way(f"{error.fields.get('reason')} {error.fields.get('raw')}"):
+                raise Refused(reasons) from error
             error.hint = "nothing was started; the image is as it was"
             raise
         finally:

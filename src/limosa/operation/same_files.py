@@ -16,6 +16,7 @@ import contextlib
 import os
 import pwd
 import re
+import shlex
 import stat
 import time
 from collections.abc import Collection, Iterator
@@ -92,6 +93,25 @@ class Looked:
                 text = f"{name} is made in a folder that others than root can change, and Limosa's plugin is not built"
                 raise NoWorkingCriu(detail=text, hint="limosa doctor --fix builds it")
 
+    def in_the_way(self, said: str) -> list[Reason]:
+        """What was missing, or in the way, of the names that an error of CRIU's has in it."""
+        found = []
+        for name, there in self._files.items():
+            if there is None and name.strip("/") and name.lstrip("/") in said:
+                text = f"{name}, which the job had open, is missing"
+                found.append(Reason(id="file-missing", text=text, exit_code=23, hint="put it back"))
+        for one in self._named.sockets:
+            if one.outside or one.name not in said:
+                continue
+            folder = os.path.dirname(one.name)
+            if not os.path.isdir(folder):
+                text, hint = f"{folder}, where the job had a socket, is missing", f"mkdir -p {shlex.quote(folder)}"
+                found.append(Reason(id="file-missing", text=text, exit_code=23, hint=hint))
+            elif _is_no_socket(one.name):
+                text = f"{one.name}, a socket of the job's, is something else now"
+                found.append(Reason(id="file-changed", text=text, exit_code=23, hint="move it away"))
+        return found
+
     def check(self) -> None:
         """Compare; for "post-restore", when all is there and nothing runs.
 
@@ -123,7 +143,12 @@ class Looked:
         elif name.startswith("/proc/") and self._files.get(name) is None:
             fine = info.st_dev == self._proc
         else:
-            fine = self._files.get(remapped.name if remapped else name) == seen(info)
+            was = self._files.get(remapped.name if remapped else name)
+            fine = was == seen(info)
+            if was is not None and not fine and stat.S_ISLNK(was.kind):
+                text = f"{name}, {what} of process {pid}, leads through a symbolic link now"
+                hint = f"put what it was in the place of the link to {os.readlink(path)}"
+                return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint=hint)
         if fine:
             return None
         text = f"{name} was exchanged while the job was restored: {what} of process {pid} is {os.readlink(path)}"
@@ -179,6 +204,12 @@ def _ranges(at: str) -> Iterator[tuple[str, str]]:
     for name in listed:
         first, _, end = name.partition("-")
         yield first, end
+
+
+def _is_no_socket(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return not stat.S_ISSOCK(os.lstat(path).st_mode)
+    return False
 
 
 def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | None:
