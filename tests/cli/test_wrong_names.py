@@ -55,7 +55,18 @@ def test_recover_says_what_is_wrong_with_a_folder(limosa, tmp_path, name, code):
     assert code == 0 or name[:20] in said
 
 
-@pytest.mark.parametrize(("line", "code"), [("images", 2), ("rm x", 2), ("run -d -- sleep 0", 125), ("ps", 0)])
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("images", 2),
+        ("rm x", 2),
+        ("checkpoint 1 --output x", 2),
+        ("plan checkpoint 1 --output x", 2),
+        ("restore x", 2),
+        ("run -d -- sleep 0", 125),
+        ("ps", 0),
+    ],
+)
 def test_in_a_folder_that_is_gone_what_needs_it_says_so(limosa, tmp_path, monkeypatch, line, code):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

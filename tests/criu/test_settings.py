@@ -27,8 +27,9 @@ def test_the_user_s_value_wins_over_the_machine_s(files):
 
 def test_broken_files_and_values_are_usage_errors(files):
     files[1].write_text("criu = \n")
-    with pytest.raises(UsageError, match=r"config\.toml"):
+    with pytest.raises(UsageError, match=r"config\.toml") as caught:
         settings.text("criu")
+    assert caught.value.hint == "mend that file, or remove it"
     files[1].write_text("criu = 3\n")
     with pytest.raises(UsageError):
         settings.text("criu")

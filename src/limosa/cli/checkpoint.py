@@ -109,6 +109,7 @@ def command(
             "max_pause": max_pause,
             "force": check_force(force),
         }
+        output = output.absolute()  # said at once where we are nowhere
         from limosa import operation
         from limosa.cli.on_jobs import print_plans, refused
         from limosa.cli.signals import cancelling

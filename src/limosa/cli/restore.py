@@ -94,6 +94,7 @@ def command(
             "criu": str(criu) if criu is not None else None,
             "force": check_force(force),
         }
+        image = image.absolute()  # said at once where we are nowhere
         if dry_run:
             _plan(report, image, options)
             return

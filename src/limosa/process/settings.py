@@ -15,6 +15,7 @@ from limosa.errors import UsageError
 from limosa.start import user_folder
 
 SYSTEM_FILE = Path("/etc/limosa.toml")
+_WAY_OUT = "mend that file, or remove it"
 # Python 3.10 has no tomllib; what the settings need of TOML there is one string a line.
 _LINE = re.compile(r"""^\s*([A-Za-z0-9_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|'([^']*)')\s*(?:#.*)?$""")
 
@@ -37,7 +38,8 @@ def text(key: str) -> str | None:
     for path in (SYSTEM_FILE, user_file()):
         value = _read(path).get(key, value)
     if value is not None and not isinstance(value, str):
-        raise UsageError(detail=f"the setting {key} must be a text in quotes")
+        where = f"mend {user_file()} or {SYSTEM_FILE}"
+        raise UsageError(detail=f"the setting {key} must be a text in quotes", hint=where)
     return value or None
 
 
@@ -48,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(detail=f"the settings file {path} cannot be read: {error}") from None
+        raise UsageError(detail=f"the settings file {path} cannot be read: {error}", hint=_WAY_OUT) from None
     try:
         import tomllib  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
@@ -56,7 +58,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return dict(tomllib.loads(raw))
     except ValueError as error:
-        raise UsageError(detail=f"the settings file {path} is not TOML: {error}") from None
+        raise UsageError(detail=f"the settings file {path} is not TOML: {error}", hint=_WAY_OUT) from None
 
 
 def _read_lines(path: Path, raw: str) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _read_lines(path: Path, raw: str) -> dict[str, Any]:
             continue
         match = _LINE.match(line)
         if match is None:
-            raise UsageError(detail=f'the settings file {path}, line {number}: expected key = "text"')
+            raise UsageError(detail=f'the settings file {path}, line {number}: expected key = "text"', hint=_WAY_OUT)
         double, single = match.group(2), match.group(3)
         values[match.group(1)] = re.sub(r"\\(.)", r"\1", double) if double is not None else single
     return values
