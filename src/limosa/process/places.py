@@ -143,6 +143,14 @@ def _chosen(path: Path, uid: int) -> None:
         PermissionDenied: it cannot be made, or is not safe.
     """
     wrong = f"{_SETTING}={path} cannot be made or is not safe to use"
+    if uid == 0:  # before anything is made: who can change names there could put a link in its place
+        for above in path.parents:
+            try:
+                safe = _safe(os.lstat(above), uid)
+            except OSError as error:
+                raise PermissionDenied(detail=f"{wrong}: {above}: {error.strerror}") from error
+            if not safe:
+                raise PermissionDenied(detail=f"{wrong}: others may change what is in {above}")
     for folder, mode in ((path, 0o755), (path / "users", 0o1777 if uid == 0 else 0o755)):
         with contextlib.suppress(OSError):
             os.mkdir(folder, 0o700)
@@ -153,12 +161,8 @@ def _chosen(path: Path, uid: int) -> None:
             raise PermissionDenied(detail=f"{wrong}: {folder}: {error.strerror}") from error
         if not _safe(found, uid):
             raise PermissionDenied(detail=f"{wrong}: others may change what is in {folder}")
-    if uid == 0:  # ``0`` and ``users`` in it are not to be anybody else's
-        if os.lstat(path).st_mode & 0o022:
-            raise PermissionDenied(detail=f"{wrong}: others may make folders in {path}", hint=f"chmod 755 {path}")
-        for above in path.parents:
-            if not _safe(os.lstat(above), uid):
-                raise PermissionDenied(detail=f"{wrong}: others may change what is in {above}")
+    if uid == 0 and os.lstat(path).st_mode & 0o022:  # ``0`` and ``users`` in it are not to be anybody else's
+        raise PermissionDenied(detail=f"{wrong}: others may make folders in {path}", hint=f"chmod 755 {path}")
 
 
 def _safe(found: os.stat_result, uid: int) -> bool:
