@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -60,10 +61,10 @@ def places() -> Iterator[tuple[Path, Path]]:
 def guarded(places: tuple[Path, Path]) -> Callable[[str], dict]:
     mine, roots = places
 
-    def go(code: str, preload: bool = True) -> dict:
+    def go(code: str, preload: bool = True, guard: str = "0") -> dict:
         env = {"PATH": os.environ["PATH"], "M": str(mine), "R": str(roots)}
         if preload:
-            env |= {"LIMOSA_GUARD": "0", "LD_PRELOAD": str(CRIU / PLUGIN)}
+            env |= {"LIMOSA_GUARD": guard, "LD_PRELOAD": str(CRIU / PLUGIN)}
         head = "M, R = os.environ['M'], os.environ['R']\n"
         done = subprocess.run(
             [sys.executable, "-I", "-c", _PROGRAM, head + code],
@@ -215,6 +216,40 @@ def test_a_socket_in_a_users_folder_within_one_of_a_group(places, guarded) -> No
     os.chown(roots / "his", USER, USER)
     assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(R + '/his/s')") == {"done": True}
     assert (roots / "his" / "s").stat().st_uid == USER
+
+
+def test_in_a_groups_folder_a_socket_is_bound_with_the_rights_of_the_jobs_user(places, guarded) -> None:
+    _, roots = places
+    os.chown(roots, 0, USER + 1)
+    roots.chmod(0o775)
+    bind = "s = socket.socket(socket.AF_UNIX); s.bind(R + '/s')"
+    assert guarded(bind, guard=f"0:{USER},{USER}") == {"error": "EACCES"}
+    assert guarded(bind, guard=f"0:{USER},{USER},{USER + 1}") == {"done": True}
+    assert (roots / "s").stat().st_uid == USER
+
+
+def test_who_is_let_in_by_a_list_may_exchange_names_as_well(places, guarded) -> None:
+    _, roots = places
+    entries = [
+        (1, 7, -1),
+        (2, 7, USER),
+        (4, 5, -1),
+        (16, 7, -1),
+        (32, 5, -1),
+    ]  # acl(5): u::rwx u:4242:rwx g::r-x m::rwx
+    data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(roots, "system.posix_acl_access", data)
+    except OSError:
+        pytest.skip("a file system without access control lists")
+    (roots / "anothers").write_text("another's own")
+    code = "name = R + '/made'\nos.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))\n"
+    assert guarded(code + "os.chown(name, 4242, 4242); os.unlink(name)") == {"done": True}
+    put = "meanwhile('put', name, R + '/anothers'); os.chown(name, 4242, 4242)"
+    assert guarded(code + put) == {"error": "EPERM"}
+    bind = "s = socket.socket(socket.AF_UNIX); s.bind(R + '/s')"
+    assert guarded(bind, guard=f"0:{USER},{USER}") == {"done": True}
+    assert (roots / "s").stat().st_uid == USER
 
 
 def test_roots_own_links_are_followed_and_paths_are_what_they_were(places, guarded) -> None:

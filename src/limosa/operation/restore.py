@@ -42,7 +42,7 @@ from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
-from limosa.operation.same_files import TRIED_AGAIN, Looked
+from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.work import Work, myself
 from limosa.parking.names import stand_ins
 from limosa.process import device_nodes
@@ -308,6 +308,7 @@ class _Restore:
                     timeout=work.left,
                     cancel=work.cancel,
                     locks=locks.for_plugin(self.manifest),
+                    user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
                 )
         except CriuFailed as error:
             work.check()

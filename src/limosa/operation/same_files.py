@@ -288,12 +288,12 @@ def _nearest(folder: str) -> str:
 def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:
     """Whether the job's own user might open a file, by owner and mode."""
     uid, gid = manifest.job.uid, manifest.job.gid
-    return uid == info.st_uid or _may(info, uid, _groups(uid, gid), 0o6 if writes else 0o4)
+    return uid == info.st_uid or _may(info, uid, groups_of(uid, gid), 0o6 if writes else 0o4)
 
 
 def _may_reach(path: str, uid: int, gid: int, wanted: int) -> bool:
     """Whether a user may go to a file and do that (bits of a mode), by owners, groups and modes."""
-    groups, at = _groups(uid, gid), os.path.realpath(path)
+    groups, at = groups_of(uid, gid), os.path.realpath(path)
     if not _may(os.stat(at), uid, groups, wanted):
         return False
     while at != "/":
@@ -308,7 +308,8 @@ def _may(info: os.stat_result, uid: int, groups: Collection[int], wanted: int) -
     return uid == 0 or info.st_mode >> shift & wanted == wanted
 
 
-def _groups(uid: int, gid: int) -> list[int]:
+def groups_of(uid: int, gid: int) -> list[int]:
+    """Return a user's groups, this one first."""
     try:
         return os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
     except KeyError:

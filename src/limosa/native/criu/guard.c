@@ -37,6 +37,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 #define PROC_MAGIC 0x9fa0 /* statfs(2) */
+#define FUSE_MAGIC 0x65735546
 #ifndef SIOCUNIXFILE
 #define SIOCUNIXFILE 0x89e0 /* linux/un.h: a descriptor (O_PATH) of a socket's file */
 #endif
@@ -46,8 +47,14 @@
 #define NO_SET_ID 0777u	  /* of what is made: it is root's until it is given away, with what its user had in it */
 #define SLACK 2		  /* seconds: clocks of file systems are coarse */
 
+#define MOST_GROUPS 256
 static bool active, asked, begun;
 static uid_t installer;
+
+/* The job's user and his groups; nobody where that is root. */
+static uid_t user = NOBODY;
+static gid_t groups[MOST_GROUPS] = {NOBODY};
+static size_t n_groups = 1;
 
 /* The file that was made last by a path. Only that one is given away or given a mode: not another one by its name. */
 static struct {
@@ -58,12 +65,18 @@ static struct {
 
 __attribute__((constructor)) static void begin(void)
 {
-	const char *given = getenv("LIMOSA_GUARD");
+	const char *given = getenv("LIMOSA_GUARD"); /* "installer", or "installer:uid,gid,gid" */
+	char *end;
 
 	if (!given || geteuid())
 		return;
 	active = true;
-	installer = (uid_t)strtoul(given, NULL, 10);
+	installer = (uid_t)strtoul(given, &end, 10);
+	if (*end != ':')
+		return;
+	user = (uid_t)strtoul(end + 1, &end, 10);
+	for (n_groups = 0; *end && n_groups < MOST_GROUPS; n_groups++)
+		groups[n_groups] = (gid_t)strtoul(end + 1, &end, 10);
 }
 
 /* Without LD_PRELOAD this library is only CRIU's plugin, and CRIU calls the C library. */
@@ -84,7 +97,7 @@ bool guard_is_there(void)
 
 /*
  * Where a path leads: the folder, open, and the last name. others: somebody else than root can change names on the way;
- * uid, gid: whose rights do there what he could do himself.
+ * uid, gid: whose rights do there what he could do himself; NOBODY for a group's, everybody's and one that cannot be known.
  */
 struct place {
 	int folder;
@@ -123,33 +136,45 @@ static void blame(const char *path, const char *what)
 	errno = kept;
 }
 
+/* Whether it is of that file system, as far as can be known. */
+static bool may_be_on(int fd, long magic)
+{
+	struct statfs info;
+
+	return fstatfs(fd, &info) || info.f_type == magic;
+}
+
+/* Others than owner and group may be let in by a list, whose limit the group's bits are then. */
+static bool has_list(int fd)
+{
+	char link[64];
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	return syscall(SYS_getxattr, link, "system.posix_acl_access", NULL, 0) > 0;
+}
+
 static void look(struct place *place, int fd)
 {
 	struct stat info;
 
 	if (look_at(fd, &info))
 		return;
-	if (info.st_uid) {
+	if (may_be_on(fd, FUSE_MAGIC)) { /* whose something is there is a user's word, perhaps */
+		place->others = true;
+		if (!place->uid)
+			place->uid = NOBODY;
+	} else if (info.st_uid) {
 		place->others = true;
 		if (!place->uid || place->uid == NOBODY) {
 			place->uid = info.st_uid;
 			place->gid = info.st_gid;
 		}
-	} else if (info.st_mode & S_IWOTH || (info.st_mode & S_IWGRP && info.st_gid >= SYSTEM_GROUPS)) {
+	} else if (info.st_mode & S_IWOTH ||
+		   (info.st_mode & S_IWGRP && (info.st_gid >= SYSTEM_GROUPS || has_list(fd)))) {
 		place->others = true;
-		if (!place->uid && !(info.st_mode & S_ISVTX)) {
+		if (!place->uid && !(info.st_mode & S_ISVTX))
 			place->uid = NOBODY;
-			place->gid = info.st_gid;
-		}
 	}
-}
-
-/* Links on procfs lead where a process says, whoever they belong to. */
-static bool on_proc(int folder)
-{
-	struct statfs info;
-
-	return !fstatfs(folder, &info) && info.f_type == PROC_MAGIC;
 }
 
 /* Reads a link that may be followed; false where it may not. */
@@ -158,7 +183,8 @@ static bool read_link(int folder, const char *name, const struct stat *info, cha
 	char rest[PATH_MAX];
 	ssize_t length;
 
-	if ((info->st_uid && info->st_uid != installer) || on_proc(folder)) {
+	/* Those on procfs lead where a process says, whoever they belong to. */
+	if ((info->st_uid && info->st_uid != installer) || may_be_on(folder, FUSE_MAGIC) || may_be_on(folder, PROC_MAGIC)) {
 		errno = ELOOP;
 		blame(path, "leads through a symbolic link of somebody else's");
 		return false;
@@ -324,21 +350,22 @@ static bool be_root_again(const struct rights *before)
 	return true;
 }
 
-/* Of whose place it is; nobody's where it is everybody's. */
+/* Of whose place it is; the job's user's where that is everybody's or a group's. */
 static uid_t rights_of(const struct place *place)
 {
-	return place->uid ? place->uid : NOBODY;
+	return place->uid && place->uid != NOBODY ? place->uid : user;
 }
 
 /* Takes his rights to files. */
 static bool become(const struct place *place, struct rights *before)
 {
 	uid_t uid = rights_of(place);
+	bool known = uid == user;
 
 	before->count = getgroups((int)(sizeof(before->groups) / sizeof(*before->groups)), before->groups);
-	if (before->count < 0 || syscall(SYS_setgroups, 0, NULL))
+	if (before->count < 0 || syscall(SYS_setgroups, known ? (int)n_groups : 0, groups))
 		return false;
-	setfsgid(place->uid ? place->gid : NOBODY);
+	setfsgid(known ? groups[0] : place->gid);
 	setfsuid(uid);
 	if ((uid_t)setfsuid((uid_t)-1) == uid)
 		return true;
@@ -839,7 +866,7 @@ EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
 			errno = ELOOP;
 			blame(path, "is not where the socket was bound");
 			done = -1;
-		} else if (file >= 0 || there.st_uid == place.uid) {
+		} else if (file >= 0 || there.st_uid == (place.uid ? rights_of(&place) : 0)) {
 			remember(&there);
 		}
 		if (file >= 0)

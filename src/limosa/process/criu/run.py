@@ -127,6 +127,7 @@ def restore(
     timeout: float | None = None,
     cancel: threading.Event | None = None,
     locks: bytes = b"",
+    user: tuple[int, Sequence[int]] = (0, ()),
 ) -> int:
     """Bring the processes of an image back to life under their old pids.
 
@@ -141,6 +142,8 @@ def restore(
         timeout: seconds after which the run is cancelled, as long as "post-restore" has not been answered.
         cancel: the same as soon as it is set.
         locks: the POSIX locks that the plugin takes again, as in CRIU's ``filelocks.img``; empty for that very file.
+        user: the job's uid and its groups, the first one first: with his rights the guard makes what lies in a group's
+            or everybody's folder.
 
     Returns:
         The pid of the topmost process, which runs. Its parent is the caller where the caller is a subreaper (prctl(2)
@@ -160,7 +163,7 @@ def restore(
     _unlink("restore.pid", work_fd)
     # CRIU takes the terminal for a shell's job from its own session.
     enter, inherit = cgroup.entry_files(options.cgroup), tuple(options.inherit.values())
-    run.start(on_start, new_session=not options.shell_job, enter=enter, locks=locks, inherit=inherit)
+    run.start(on_start, new_session=not options.shell_job, enter=enter, locks=locks, inherit=inherit, user=user)
     run.follow(on_action, timeout, cancel)
     raw = stats.read_at(work_fd, "restore.pid").strip()
     if not raw.isdigit():
@@ -205,6 +208,7 @@ class _Run:
         enter: Sequence[str] = (),
         locks: bytes = b"",
         inherit: Sequence[int] = (),
+        user: tuple[int, Sequence[int]] = (0, ()),
     ) -> None:
         """Start CRIU; it does nothing before ``on_start`` has returned."""
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # CRIU would ignore it as well
@@ -238,7 +242,10 @@ class _Run:
         if self._criu.plugin_dir and os.geteuid() == 0:
             # By its descriptor: a path with a space or a colon would be several, or none.
             handed.append(os.open(os.path.join(self._criu.plugin_dir, PLUGIN), os.O_RDONLY | os.O_CLOEXEC))
-            environment |= {"LIMOSA_GUARD": str(start.installer()), "LIMOSA_PRELOAD": f"/proc/self/fd/{handed[0]}"}
+            guard = str(start.installer())
+            if user[0]:
+                guard += ":" + ",".join(str(number) for number in (user[0], *user[1]))
+            environment |= {"LIMOSA_GUARD": guard, "LIMOSA_PRELOAD": f"/proc/self/fd/{handed[0]}"}
         if locks:
             handed.append(os.memfd_create("limosa-locks", os.MFD_CLOEXEC))
             with open(handed[-1], "wb", closefd=False) as file:
