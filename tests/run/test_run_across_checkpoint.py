@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -102,3 +103,26 @@ def test_a_job_without_io_uring_can_be_checkpointed_and_one_with_it_is_refused(l
         refused = limosa("checkpoint", "with", "--output", tmp_path / "image2", "-o", "json", rc=13).json
         assert "io_uring" in refused["error"]["message"]
         wait_more(other)
+
+
+def test_a_job_whose_folder_and_arguments_are_no_utf_8_is_known_all_the_same(limosa, tmp_path):
+    """Records are JSON. It was started, and said not to have been: somebody would start it once more."""
+    latin = tmp_path / os.fsdecode(b"caf\xe9")
+    latin.mkdir()
+    run = ("run", "-d", "-q", "--name", "latin", "--", "sh", "-c", "while sleep 0.1; do :; done", latin)
+    pid = int(limosa(*run, cwd=latin, rc=0).stdout)
+    try:
+        assert [job["name"] for job in limosa("ps", "-o", "json", rc=0).json["jobs"]] == ["latin"]
+        for folder in (latin / "image", tmp_path / "link" / "image"):
+            (tmp_path / "link").unlink(missing_ok=True)
+            (tmp_path / "link").symlink_to(latin)
+            assert limosa("checkpoint", "latin", "--output", folder, "-o", "json", rc=2).json["error"]["id"] == "usage"
+        limosa("checkpoint", "latin", "--output", tmp_path / "image", rc=0)
+        (tmp_path / "image").rename(latin / "image")
+        for verb in ("restore", "plan restore"):
+            assert "is no UTF-8" in limosa(*verb.split(), latin / "image", rc=2).stderr
+        (latin / "image").rename(tmp_path / "image")
+        assert limosa("restore", tmp_path / "image", "-o", "json", rc=0).json["name"] == "latin"
+    finally:
+        limosa("stop", "latin", "--kill")
+    assert not Path(f"/proc/{pid}").exists()

@@ -17,7 +17,7 @@ from limosa.operation import estimate, room
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.move_plan import pause_reason
-from limosa.operation.prepare import Prepared, apply_force, as_reason, look, processes
+from limosa.operation.prepare import Prepared, apply_force, as_reason, look, processes, refuse_no_text
 from limosa.operation.work import Clock
 from limosa.process import hazards, sizes
 from limosa.process.criu.find import find as find_criu
@@ -151,9 +151,9 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     """What stands against the folder: it exists, it could not be trusted later, there is no room."""
     output = Path(os.path.abspath(options.output))
     try:
-        os.fspath(output).encode()
-    except UnicodeEncodeError:  # it is written down in records and in answers, which are JSON
-        return [as_reason(UsageError(detail=f"{os.fsencode(output)!r} is no UTF-8: name another folder"))]
+        refuse_no_text(output)
+    except UsageError as error:
+        return [as_reason(error)]
     reasons = []
     if not output.parent.is_dir():
         return [as_reason(missing_parent(output.parent))]

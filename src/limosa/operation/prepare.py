@@ -463,6 +463,19 @@ def processes(number: int) -> str:
     return "1 process" if number == 1 else f"{number} processes"
 
 
+def refuse_no_text(folder: str | os.PathLike[str]) -> None:
+    """Refuses a folder that could not be written down in records and answers, which are JSON.
+
+    Raises:
+        UsageError: one of its names is no UTF-8.
+    """
+    for name in sorted(claims.names_of(folder)):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise UsageError(detail=f"{os.fsencode(name)!r} is no UTF-8: name another folder, or rename it") from None
+
+
 def as_reason(error: LimosaError) -> Reason:
     """An error as a refusal."""
     return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint=error.hint)

@@ -39,7 +39,7 @@ from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.parked.gates import any_waits, gate_was_opened
 from limosa.operation.parked.loading import Loading
-from limosa.operation.prepare import minors
+from limosa.operation.prepare import minors, refuse_no_text
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
 from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
@@ -79,6 +79,7 @@ def restore(
         LimosaError: others, each with its exit code.
     """
     chosen = Options(**options)
+    refuse_no_text(image)
     with (
         Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work,
         open_image(image) as opened,
@@ -427,7 +428,9 @@ def keep_record(manifest: Manifest, root: Identity) -> str:
         if job.run or job.name:
             command = list(manifest.tree[0].command)
             called, sees = name or f"restored-{root.pid}", device_nodes.known(job.sees)
-            RunRecord(root=root, name=called, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
+            # A record is JSON: what is no UTF-8 is there as well as it can be shown.
+            log, cwd = (path.encode(errors="replace").decode() for path in (job.log or "", job.cwd))
+            RunRecord(root=root, name=called, command=command, log=log, cwd=cwd, sees=sees).save()
         EndedRecord(root=Identity(job.pid, manifest.tree[0].start_time), image="").forget()
     return name
 

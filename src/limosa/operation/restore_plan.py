@@ -20,7 +20,7 @@ from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import estimate, idle, locks, ports, room, shm
 from limosa.operation.journal import Member, added_up
-from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes
+from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes, refuse_no_text
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
@@ -77,6 +77,7 @@ class Ready(msgspec.Struct, kw_only=True):
 
 def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     """The result of ``plan restore``."""
+    refuse_no_text(image)
     try:
         with open_image(image) as opened:
             manifest = opened.manifest
