@@ -211,7 +211,7 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
     at, links = Path("/"), 0
     while True:
         info = os.lstat(at)
-        if info.st_uid not in owners or (_others_write(info) and not (pending and info.st_mode & stat.S_ISVTX)):
+        if info.st_uid not in owners or (_others_write(info, at) and not (pending and info.st_mode & stat.S_ISVTX)):
             return str(at)
         if not pending:
             return None
@@ -232,10 +232,21 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
         at = Path("/") if link.startswith("/") else at
 
 
-def _others_write(info: os.stat_result) -> bool:
-    """Whether more than the owner may write: others, or a group that is neither the system's nor the owner's own."""
-    group = info.st_mode & stat.S_IWGRP and info.st_gid >= _SYSTEM_GROUPS and info.st_gid != info.st_uid
-    return not stat.S_ISLNK(info.st_mode) and bool(info.st_mode & stat.S_IWOTH or group)
+def _others_write(info: os.stat_result, path: Path) -> bool:
+    """Whether more than the owner may write: others, a list of some (acl(5)), a group of people but his own."""
+    group = info.st_mode & stat.S_IWGRP
+    people = info.st_gid >= _SYSTEM_GROUPS and info.st_gid != info.st_uid
+    return not stat.S_ISLNK(info.st_mode) and bool(
+        info.st_mode & stat.S_IWOTH or (group and (people or _has_list(path)))
+    )
+
+
+def _has_list(path: Path) -> bool:
+    """Whether it has an access control list; the group's bits are the most that it grants then."""
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access", follow_symlinks=False))
+    except OSError:
+        return False
 
 
 def _usable(path: str) -> bool:

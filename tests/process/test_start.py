@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import struct
 import sys
 from pathlib import Path
 
@@ -184,3 +185,29 @@ def test_what_a_stranger_can_change_is_not_trusted(tmp_path, strange):
     good.chmod(0o775)
     os.chown(good, 0, 1000)
     assert not start.trusted(program), "a group's folder"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("folder", [True, False])
+def test_what_a_list_lets_a_stranger_change_is_not_trusted(tmp_path, folder):
+    program = tmp_path / "program"
+    program.write_text("")
+    there = tmp_path if folder else program
+    entries = [
+        (1, 7, -1),
+        (2, 7, STRANGER),
+        (4, 5, -1),
+        (16, 7, -1),
+        (32, 5, -1),
+    ]  # u::rwx u:4242:rwx g::r-x m::rwx o::r-x
+    try:
+        os.setxattr(
+            there,
+            "system.posix_acl_access",
+            struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries),
+        )
+    except OSError:
+        pytest.skip("a file system without access control lists")
+    assert not start.trusted(program)
+    there.chmod(0o755)
+    assert start.trusted(program), "the list grants no more than the group's bits"

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from limosa.process.follow import Tail
 from limosa.process.identity import Identity
 from limosa.process.places import own_folder
 from limosa.process.records import RunRecord
@@ -163,3 +164,21 @@ def test_an_attached_run_of_roots_does_not_follow_a_link_either(limosa, theirs, 
 def test_a_link_that_leads_nowhere_beside_ended_logs_is_no_error_of_ours(limosa, tmp_path):
     (tmp_path / "ended.limosa.log").symlink_to("nowhere")
     assert json.loads(limosa("logs", "ended", "-o", "json", rc=10).stdout)["error"]["id"] == "no-such-process"
+
+
+def test_a_log_that_grows_without_end_comes_to_one(tmp_path):
+    """Whoever still has it open may go on writing when the job has ended, as quickly as we read."""
+    path, said = tmp_path / "log", []
+    path.write_bytes(b"x" * 200_000)
+
+    def write(data: bytes) -> None:
+        said.append(data)
+        if len(said) < 100:
+            with open(path, "ab") as file:
+                file.write(b"y" * 200_000)
+
+    tail = Tail(os.open(path, os.O_RDONLY), 0, write)
+    tail.copy_rest()
+    tail.close()
+    assert len(said) < 10
+    assert b"".join(said).startswith(b"x" * 200_000)

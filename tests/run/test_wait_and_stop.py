@@ -21,6 +21,7 @@ from limosa.cli.logs import _follow
 from limosa.cli.output import Report
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Journal
+from limosa.process.follow import Tail
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
@@ -159,9 +160,11 @@ def test_logs_of_a_job_that_ends_while_it_is_looked_for(limosa, tmp_path):
     (found,) = operation.resolve(["brief"])
     (tmp_path / "go").touch()
     assert gone(found.root.pid)
-    chunks, shown = ["all"], []
-    _follow(Report("logs"), found, lambda: bool(chunks and not shown.append(chunks.pop())))
-    assert shown == ["all"]
+    shown: list[bytes] = []
+    tail = Tail(os.open(tmp_path / "brief.limosa.log", os.O_RDONLY), 0, shown.append)
+    _follow(Report("logs"), found, tail)
+    tail.close()
+    assert shown == [b"all\n"]
 
 
 def test_logs_of_a_job_that_limosa_did_not_start(limosa, start):

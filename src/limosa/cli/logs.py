@@ -18,6 +18,7 @@ from limosa.errors import NoSuchProcess, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
     from limosa.operation.jobs import Job
+    from limosa.process.follow import Tail
 
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
 
@@ -74,25 +75,20 @@ def command(
             return
         tail = Tail(fd, 0 if last is None else last_lines(fd, last), _writer(fd))
         try:
-            _follow(report, found, tail.copy) if follow else _all(tail.copy)
+            _follow(report, found, tail) if follow else tail.copy_rest()
         finally:
             tail.close()
 
 
-def _all(copy: Callable[[], bool]) -> None:
-    while copy():
-        pass
-
-
-def _follow(report: Report, job: Job, copy: Callable[[], bool]) -> None:
+def _follow(report: Report, job: Job, tail: Tail) -> None:
     from limosa.operation import wait
 
     try:
-        done = wait(job, while_waiting=copy)
+        done = wait(job, while_waiting=tail.copy)
     except KeyboardInterrupt:
         return
     except NoSuchProcess:  # it has ended since it was found
-        _all(copy)
+        tail.copy_rest()
         return
     if done.image:
         report.tell(f"a checkpoint ended the job; its image is {words.clean(done.image)}")

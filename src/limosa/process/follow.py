@@ -151,6 +151,12 @@ class Tail:
             self._write(data)
         return bool(data)
 
+    def copy_rest(self) -> None:
+        """Copies all that is there now; not what is appended meanwhile, which may be without end."""
+        end = os.fstat(self._fd).st_size if self._fd >= 0 else 0
+        while self._offset < end and self.copy():
+            pass
+
     def close(self) -> None:
         """Stops."""
         if self._fd >= 0:
@@ -214,8 +220,7 @@ def follow_job(
             except Zombie:
                 pass  # it ended before we looked; its exit code waits for us
         code = _reap(job.pid)
-        while tail.copy():
-            pass
+        tail.copy_rest()
     finally:
         tail.close()
     record = EndedRecord.of(job) if code in (None, 128 + signal.SIGKILL) else None
