@@ -55,6 +55,17 @@ def test_recover_says_what_is_wrong_with_a_folder(limosa, tmp_path, name, code):
     assert code == 0 or name[:20] in said
 
 
+EMPTY = ["rm", "recover", "restore", "checkpoint 1 --output", "move --to 1"]
+
+
+@pytest.mark.parametrize("line", EMPTY)
+def test_an_empty_argument_is_a_variable_that_is_not_set(limosa, tmp_path, line):
+    """Not the folder one is in, which may be an image."""
+    code, said = limosa(*line.split(), "")
+    assert (code, "is empty" in said) == (2, True), said
+    assert tmp_path.exists()
+
+
 @pytest.mark.parametrize(
     ("line", "code"),
     [

@@ -8,13 +8,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command as build
 
 from limosa.cli.output import Format, Report, json_wanted
+
+if TYPE_CHECKING:
+    from limosa.errors import LimosaError
 
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("limosa.cli.run", "Start a job that can be checkpointed."),
@@ -41,6 +44,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("limosa.demo.command", "Disturb a real training; compare its bits with a twin's."),
 }
 ALIASES = {"list": "ps"}
+_STARTERS = ("run", "softgpu")  # what follows is a command's, and may be empty
 
 # click is a dependency of older typers and a part of newer ones: its base error is found through typer's own.
 ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -114,6 +118,8 @@ def entry(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code that tells what state the job is in (docs/exit-codes.md)."""
     args = list(sys.argv[1:] if argv is None else argv)
     report = Report("limosa", Format.json if json_wanted(args) else Format.text)
+    if "" in args and args[0] not in _STARTERS:
+        leave(report.failure(_empty_argument(args[0])))
     try:
         code = build(app).main(args=args, prog_name="limosa", standalone_mode=False)
     except ClickError as error:
@@ -129,6 +135,15 @@ def entry(argv: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         code = report.crash(error)
     leave(code if isinstance(code, int) else 0)
+
+
+def _empty_argument(verb: str) -> LimosaError:
+    """What is said to `limosa rm "$IMAGE"` where that is not set: the folder one is in was not meant."""
+    from limosa.errors import UsageError
+
+    return UsageError(
+        detail="an argument is empty: a variable that is not set?", hint=f"limosa {verb} --help".replace("  ", " ")
+    )
 
 
 def leave(code: int) -> NoReturn:
