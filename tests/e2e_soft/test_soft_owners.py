@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import JOB, Job
 from soft_command import UNDER, start, waits_for
+from soft_job import JOB, Job
 
 from limosa.parking.resident import socket_path
 

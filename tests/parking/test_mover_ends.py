@@ -1,8 +1,10 @@
-"""The mover is told to end while its loop is busy with something else."""
+"""When the mover ends: told to while its loop is busy with something else, and when nobody has needed it for long."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 
 from limosa.parking import mover_holding, mover_main
 from limosa.parking.mover_main import Mover
+from limosa.parking.mover_session import Nothing, Session, Shared
+from limosa.parking.packets import receive, send_all
 
 
 def test_the_end_that_comes_while_it_looks_around_is_not_overwritten(
@@ -44,3 +48,25 @@ def test_the_end_that_comes_while_it_looks_around_is_not_overwritten(
     assert not thread.is_alive()
     assert not failed
     assert rounds == [True]
+
+
+def test_to_be_looked_at_is_no_reason_to_stay() -> None:
+    """``limosa arena`` now and then kept a mover, with a context on each GPU, for ever."""
+
+    def asked(*verbs: str) -> float:
+        shared = Shared()
+        shared.last = began = time.monotonic() - 100
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        session = Session(theirs, shared, dict.fromkeys(("ping", "held"), (Nothing, lambda *given: {})))
+        thread = threading.Thread(target=session.run, daemon=True)
+        thread.start()
+        for verb in verbs:
+            send_all(ours, {"verb": verb})
+            receive(ours)
+        ours.close()
+        thread.join(10)
+        return shared.last - began
+
+    assert asked("ping") == asked("ping", "ping") == 0
+    assert asked("held") > 99
+    assert asked("ping", "held") > 99

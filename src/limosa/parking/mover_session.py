@@ -81,6 +81,7 @@ class Session:
     def __init__(self, connection: socket.socket, shared: Shared, verbs: Mapping[str, Verb]):
         self.shared, self.pieces = shared, dict[str, list[Any]]()
         self.until = float("inf")
+        self._needed = False
         self._connection, self._verbs = connection, verbs
         self._coming = Given()
 
@@ -104,7 +105,8 @@ class Session:
             self._coming.close()
             with self.shared.lock:
                 self.shared.sessions.discard(self)
-                self.shared.last = time.monotonic()
+                if self._needed:
+                    self.shared.last = time.monotonic()
 
     def held(self, key: str) -> list[Any]:
         """Return what it has had made or taken under a key.
@@ -153,6 +155,7 @@ class Session:
             self.until = time.monotonic() + asked.limit + STUCK_GRACE
             if asked.verb not in self._verbs:
                 return {"error": f"the mover knows no {asked.verb}"}, []
+            self._needed |= asked.verb != "ping"  # to be looked at is no reason to stay
             type_, verb = self._verbs[asked.verb]
             reply = verb(self, message.read_as(type_), came.fds)
             return reply if isinstance(reply, tuple) else (reply, [])
