@@ -233,14 +233,32 @@ def test_what_a_killed_restore_leaves_is_found_and_ended(criu, job, at):
         restore(criu, victim.images, victim.work, BACK, on_action=on_action, on_start=who.append)
     assert caught.value.fields["kind"] == "killed"
     pids = [victim.pid]
-    left = leftovers.find_unfinished(who[0], pids)
+    log = os.stat("restore.log", dir_fd=victim.work).st_mtime
+    left = leftovers.find_unfinished(who[0], pids, log)
     if at == "post-restore":
         assert victim.pid in [identity.pid for identity in left]
         pids += victim.session()
-    leftovers.end_unfinished(who[0], pids)
+    leftovers.end_unfinished(who[0], pids, log)
     victim.reap()
     assert restore(criu, victim.images, victim.work, BACK) == victim.pid
     assert victim.goes_on(), victim.errors()
+
+
+def test_who_has_got_such_a_pid_since_is_left_alone():
+    """A shell, which leads a session, and what it starts: by CRIU's pid, and by one of the image's."""
+    before = time.time()
+    time.sleep(2.5)
+    with subprocess.Popen(
+        ["sh", "-c", "sleep 60 & echo; wait"], start_new_session=True, stdout=subprocess.PIPE
+    ) as shell:
+        try:
+            shell.stdout.readline()
+            young = Identity.of(shell.pid).start_time
+            for criu, pids in ((Identity(shell.pid, young - 100), []), (Identity(1, young - 100), [shell.pid])):
+                assert leftovers.find_unfinished(criu, pids), "by its pids alone it could be one"
+                assert not leftovers.find_unfinished(criu, pids, before)
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)
 
 
 def test_the_restored_job_goes_into_the_group_asked_for(criu, job):

@@ -240,7 +240,10 @@ def _end_half_made(dead: Journal) -> None:
     pids: list[int] = []
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
         pids = [p.pid for p in image.manifest.tree]
-    leftovers.end_unfinished(Identity.from_str(str(notes[-1].data["criu"])), pids)
+    until = None
+    with contextlib.suppress(OSError):
+        until = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
+    leftovers.end_unfinished(Identity.from_str(str(notes[-1].data["criu"])), pids, until)
 
 
 def _restored_root(dead: Journal) -> Identity | None:

@@ -17,6 +17,7 @@ from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.tree import snapshot
 
 PATIENCE = 5.0  # seconds until a killed process must be gone
+_SLACK = 1.0  # seconds between clocks
 STANDSTILL = 10.0  # seconds that a restore may be without any process
 
 
@@ -51,12 +52,14 @@ class Standstill:
         return self._since is not None and now - self._since > self._patience
 
 
-def find_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:
+def find_unfinished(criu: Identity, pids: Iterable[int], until: float | None = None) -> list[Identity]:
     """Return the processes that a restore has left half-made.
 
     Args:
         criu: the CRIU of that restore, as ``on_start`` named it.
         pids: the pids in the image.
+        until: the last word of that restore's log (seconds since 1970): who has begun later is a stranger who has got
+            one of these pids, as a shell or the leader of its job.
 
     Returns:
         Those of CRIU's own session, and those with pids of the image that are younger than CRIU and belong to a session
@@ -65,6 +68,7 @@ def find_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:
     """
     wanted = set(pids)
     groups = wanted | {criu.pid}
+    booted, ticks = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
     found = []
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -73,17 +77,20 @@ def find_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:
             stat = read_stat(int(name))
             if stat.start_time < criu.start_time or stat.ended or stat.pid == criu.pid:
                 continue
+            if until is not None and booted + stat.start_time / ticks > until + _SLACK:
+                continue
             if stat.sid == criu.pid or (stat.pid in wanted and (stat.sid in groups or stat.pgid in groups)):
                 found.append(Identity(stat.pid, stat.start_time))
     return found
 
 
-def end_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:
+def end_unfinished(criu: Identity, pids: Iterable[int], until: float | None = None) -> list[Identity]:
     """End what a killed restore has left half-made, and wait until it has ended.
 
     Args:
         criu: the CRIU of that restore.
         pids: the pids in the image.
+        until: as for :func:`find_unfinished`.
 
     Returns:
         What was ended.
@@ -97,7 +104,7 @@ def end_unfinished(criu: Identity, pids: Iterable[int]) -> list[Identity]:
     ended: list[Identity] = []
     known = list(pids)
     deadline = time.monotonic() + PATIENCE
-    while (found := find_unfinished(criu, known)) and time.monotonic() < deadline:
+    while (found := find_unfinished(criu, known, until)) and time.monotonic() < deadline:
         for identity in found:
             with contextlib.suppress(LimosaError), Handle(identity) as handle:
                 handle.signal(signal.SIGKILL)
