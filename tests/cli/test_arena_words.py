@@ -19,6 +19,7 @@ def test_a_time_without_a_size_is_a_mistake(limosa: Any) -> None:
 def test_what_is_less_than_a_gib_is_told_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gib(5 << 20) == "5 MiB"
     assert gib(3 << 29) == "1.50 GiB"
+    assert gib((1 << 30) - 1) == "1.00 GiB"
     monkeypatch.setattr(arena, "memory_levels", lambda text: [])
     monkeypatch.setattr(arena, "tightest", lambda levels: type("Level", (), {"room": None, "path": "/"}))
     monkeypatch.setattr(arena, "host_memory", lambda: (1 << 30, 5 << 20))

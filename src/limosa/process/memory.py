@@ -117,7 +117,7 @@ class _Level(msgspec.Struct):
 
 def gib(size: int) -> str:
     """Bytes in words, as refusals have them."""
-    return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.0f} MiB"
+    return f"{size / _GIB:.2f} GiB" if round(size / _MIB) >= 1024 else f"{size / _MIB:.0f} MiB"
 
 
 def two(there: int, needed: int) -> tuple[str, str]:
