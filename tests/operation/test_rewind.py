@@ -233,6 +233,38 @@ def test_undone_every_byte_is_back_in_the_same_file(log: Path) -> None:
     assert os.listdir(log.parent) == [log.name]
 
 
+def test_what_is_a_hole_of_many_gigabytes_stays_one(log: Path) -> None:
+    """Root's copy of it would have filled the disk."""
+    with open(log, "r+b") as file:
+        file.truncate(1 << 38)
+        file.seek(1 << 37)
+        file.write(SINCE)
+    todo = planned(log)
+    todo.do()
+    assert log.read_bytes() == BEFORE
+    kept = Path(todo.kept)
+    assert kept.stat().st_size == (1 << 38) - len(BEFORE)
+    assert kept.stat().st_blocks * 512 < 1 << 20
+    todo.undo()
+    assert (log.stat().st_size, log.stat().st_blocks * 512 < 1 << 20) == (1 << 38, True)
+    with open(log, "rb") as file:
+        assert file.read(len(BEFORE) + 2) == BEFORE + b"\0\0"
+        file.seek(1 << 37)
+        assert file.read(len(SINCE) + 1) == SINCE + b"\0"
+
+
+def test_a_tail_for_which_there_is_no_room_is_not_begun(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grow(log)
+    todo = planned(log)
+    real = os.fstatvfs
+    full = lambda fd: os.statvfs_result([*real(fd)[:4], 0, *real(fd)[5:]])  # noqa: E731 - f_bavail
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with pytest.raises(OSError, match="No space left"):
+        todo.do()
+    assert os.listdir(log.parent) == [log.name]
+    assert log.read_bytes() == BEFORE + SINCE
+
+
 def test_what_a_restored_job_wrote_after_the_cut_goes_with_the_undo(log: Path) -> None:
     grow(log)
     todo = planned(log)

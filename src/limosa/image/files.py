@@ -242,29 +242,33 @@ def _typed(e: OSError, what: str) -> LimosaError | OSError:
     return e
 
 
-def copy_sparse(source: int, target: int, stop: Callable[[], None] = lambda: None) -> None:
-    """Copy one open file's content into another, empty one; holes stay holes (lseek(2), SEEK_DATA).
+def copy_sparse(
+    source: int, target: int, stop: Callable[[], None] = lambda: None, *, begin: int = 0, at: int = 0
+) -> None:
+    """Copy one open file's content into another; holes stay holes (lseek(2), SEEK_DATA).
 
     Args:
         source: open for reading; its position is changed.
-        target: open for writing.
+        target: open for writing; nothing is behind ``at``. It has its size last: before that it is not whole.
         stop: called every 64 MiB: raises what ends it.
+        begin: where to begin in the source.
+        at: where that goes.
     """
     size = os.fstat(source).st_size
-    os.ftruncate(target, size)
-    end = 0
+    end = begin
     while end < size:
         try:
             start = os.lseek(source, end, os.SEEK_DATA)
         except OSError as e:
             if e.errno == errno.ENXIO:  # nothing but a hole
-                return
+                break
             raise
-        end = os.lseek(source, start, os.SEEK_HOLE)
-        os.lseek(target, start, os.SEEK_SET)
+        end = min(size, os.lseek(source, start, os.SEEK_HOLE))
+        os.lseek(target, at + start - begin, os.SEEK_SET)
         while start < end:
             stop()
             done = os.sendfile(target, source, start, min(end - start, 64 << 20))
             if not done:
-                return  # it became shorter
+                break  # it became shorter
             start += done
+    os.ftruncate(target, at + size - begin)

@@ -13,7 +13,6 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import stat
 from collections.abc import Collection, Iterator
 from typing import BinaryIO
@@ -22,6 +21,7 @@ import msgspec
 
 from limosa.errors import FailedUndone, Reason
 from limosa.image import Manifest, OpenFile
+from limosa.image.files import copy_sparse
 
 _OF_A_PROCESS = re.compile(
     r"/proc/[0-9]+/(?!(task/[0-9]+/)?(root|cwd|exe|fd|map_files)(/|$))"
@@ -59,12 +59,13 @@ class Rewind(msgspec.Struct, kw_only=True):
             info = os.fstat(file.fileno())
             if info.st_size != self.grown:
                 raise FailedUndone(what="restore", detail=f"{self.path} is being written to")
+            there = os.fstatvfs(folder)
+            if min(self.grown - self.size, info.st_blocks * 512) > there.f_bavail * there.f_frsize:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.kept)  # root might take the last of it
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             name = os.path.basename(self.kept)
             with open(os.open(name, flags, 0o600, dir_fd=folder), "wb") as tail:
-                file.seek(self.size)
-                shutil.copyfileobj(file, tail, 1 << 20)
-                tail.flush()
+                copy_sparse(file.fileno(), tail.fileno(), begin=self.size)
                 os.fsync(tail.fileno())
                 if os.geteuid() == 0:
                     os.fchown(tail.fileno(), info.st_uid, info.st_gid)
@@ -92,9 +93,7 @@ class Rewind(msgspec.Struct, kw_only=True):
                 # may have written as much since.
                 if made.st_size == self.grown - self.size:
                     file.truncate(self.size)
-                    file.seek(self.size)
-                    shutil.copyfileobj(tail, file, 1 << 20)
-                    file.flush()
+                    copy_sparse(tail.fileno(), file.fileno(), at=self.size)
                     os.fsync(file.fileno())
             os.unlink(name, dir_fd=folder)
 
