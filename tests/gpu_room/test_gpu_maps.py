@@ -49,7 +49,7 @@ def test_where_the_job_is_on_the_destination_too_both_must_be_named():
 
 
 def test_a_chain_that_pushes_the_job_off_its_end_names_the_whole_cycle():
-    with pytest.raises(InvalidMap, match="GPU 2 as well") as caught:
+    with pytest.raises(InvalidMap, match="on GPU 2, which would have to give way") as caught:
         complete_map({A: B, B: C}, FOUR, {A: GB, B: GB, C: 1}, FOUR)
     assert caught.value.hint == "--map 0=1,1=2,2=0"
 
