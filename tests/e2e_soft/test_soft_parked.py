@@ -55,9 +55,12 @@ def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> N
 def test_jobs_that_change_places(parked: Any) -> None:
     """There is room for both copies of both: neither goes through host memory."""
     one, other = start(parked, "--mib", 64), start(parked, "--mib", 96, "--gpu", 1)
+    alone = parked.limosa("move", one.pid, "--to", 1, "-o", "json").json["results"][0]["bytes"]
+    parked.limosa("move", one.pid, "--to", 0)
     for _ in range(2):
         answer = parked.limosa("move", one.pid, other.pid, "--swap", "-o", "json").json
         assert [said["way"] for said in answer["results"]] == ["parked", "parked"], answer
+        assert [said["bytes"] for said in answer["results"]] == [alone, alone + 32 * MIB], "each its own"
         one.goes_on(2)
         other.goes_on(2)
     one.finish()

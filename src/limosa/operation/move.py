@@ -283,7 +283,7 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
                 if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
                     return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
                 transfer(work, prepared)
-                results = [result_of(work, p) for p in prepared]
+                results = [result_of(work, p, of_two=True) for p in prepared]
             for result in results:
                 result.timings = dict(work.timings)
             return [Outcome(pid=r.pid, result=r) for r in results]

@@ -195,9 +195,17 @@ def begin(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -
     work.begin(header, claim, room_is_there)
 
 
-def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobResult:
-    """The result for one job."""
+def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: bool = False) -> JobResult:
+    """The result for one job.
+
+    Args:
+        work: the operation's.
+        prepared: the job's.
+        already: there was nothing to do.
+        of_two: another job was part of the operation: what was parked of this one is what had been seen of it.
+    """
     operation = prepared.operation
+    parked = min(work.parked_bytes, prepared.parked) if of_two else work.parked_bytes
     map_ = {a: b for m in prepared.members for a, b in m.map.items()}
     return JobResult(
         operation=operation,
@@ -207,10 +215,10 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False) -> JobRe
         map={} if already or operation == "suspend" else map_,
         gpus=[] if operation == "suspend" else room.places(prepared.members),
         timings=work.timings,
-        bytes=0 if already else max(work.parked_bytes, estimate.device_bytes(prepared.members)),
+        bytes=0 if already else max(parked, estimate.device_bytes(prepared.members)),
         already=already,
-        way="parked" if work.parked_bytes and not already else "driver",
-        other=None if already else estimate.other_way(operation, prepared.members, parked=work.parked_bytes),
+        way="parked" if parked and not already else "driver",
+        other=None if already else estimate.other_way(operation, prepared.members, parked=parked),
         release=prepared.release if operation == "suspend" else "",
         warnings=[*work.warnings, *prepared.warnings()],
     )
