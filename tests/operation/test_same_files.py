@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ def test_zeroes_stand_for_gpu_memory_that_a_child_has_inherited_and_for_nothing_
     looked: Any = Looked.__new__(Looked)
     looked._named = SimpleNamespace(names={7: name}, remapped={})
     looked._files = {name: seen(os.stat("/dev/null"))}
-    looked._proc = os.stat("/proc").st_dev
+    looked._proc, looked._procs = os.stat("/proc").st_dev, []
     with mmap.mmap(-1, mmap.PAGESIZE) as zeroes:  # shared, as /dev/zero mapped shared is
         view = ctypes.c_char.from_buffer(zeroes)
         start = ctypes.addressof(view)
@@ -37,6 +38,37 @@ def test_zeroes_stand_for_gpu_memory_that_a_child_has_inherited_and_for_nothing_
         reason = looked._other(os.getpid(), f"the mapping at {start:x}", 7, path)
         del view
     assert (reason is None) == fine
+
+
+@pytest.mark.root
+@pytest.mark.parametrize(
+    ("owner", "uid", "inside", "fine"),
+    [
+        (4242, 4242, False, True),
+        (0, 4242, False, False),
+        (4243, 4242, False, False),
+        (0, 4242, True, True),
+        (4243, 0, False, True),
+    ],
+    ids=["the user's", "root's", "another's", "the job's", "a job of root's"],
+)
+def test_what_tells_of_a_process_tells_of_one_of_its_users(owner: int, uid: int, inside: bool, fine: bool) -> None:
+    """A job had /proc/PID/mem of its user's process open, whose number is that of a program with root's rights now."""
+    with subprocess.Popen(["/bin/sleep", "60"], user=owner, group=owner, extra_groups=[]) as process:
+        try:
+            named: Any = SimpleNamespace(names={7: f"/proc/{process.pid}/mem"}, processes={}, remapped={}, sockets=[])
+            if inside:
+                named.processes[process.pid] = ()
+            manifest: Any = SimpleNamespace(job=SimpleNamespace(uid=uid, gid=uid), open_files=[], tree=[])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(same_files, "named", lambda *_: named)
+                looked = Looked(SimpleNamespace(manifest=manifest, criu_fd=-1, path=""))  # type: ignore[arg-type]
+            with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as file:
+                path = f"/proc/self/fd/{file.fileno()}"
+                reason = looked._other(os.getpid(), "descriptor 3", 7, path)
+        finally:
+            process.kill()
+    assert (reason is None) is fine
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,13 @@ from typing import NamedTuple
 from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
 from limosa.process.criu.named import Named, Remapped, Socket, Uses, named
+from limosa.process.descriptors import read_mounts
 from limosa.start import real_path, trusted
 
 TRIED_AGAIN = "limosa restore tries it again"
 _GHOST = re.compile(r"(\.cr_link)? \(deleted\)|\.cr\.[0-9a-f]+\.ghost")  # after its name
 _GPU, _ZEROES = "/dev/nvidia", "/dev/zero (deleted)"
+_IN_PROC = re.compile(r"([0-9]+)(/|\Z)")
 _PATH = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -69,6 +71,7 @@ class Looked:
         self._since = time.time() - 1.0
         self._proc = os.stat("/proc").st_dev
         self._uid = manifest.job.uid
+        self._procs = [mount for mount in read_mounts("/proc/self").values() if mount.proc_root is not None]
         had: dict[str, list[OpenFile]] = {}
         for file in manifest.open_files:
             if not file.deleted:
@@ -136,6 +139,9 @@ class Looked:
                 return None  # not root's: what CRIU may open here its caller may open
             raise
         remapped = self._named.remapped.get(key)
+        if (remapped is None or remapped.kind != "proc") and self._tells_of_others(info, path):
+            text = f"{name}, {what} of process {pid}, tells of a process now that is not its user's"
+            return Reason(id="file-changed", text=text, exit_code=23, pid=pid)
         if remapped is not None and remapped.kind != "linked":
             fine = self._is_anew(info, os.readlink(path), remapped, name)
         elif name.startswith(_GPU) and os.readlink(path) == _ZEROES and info.st_nlink == 0:
@@ -153,6 +159,19 @@ class Looked:
             return None
         text = f"{name} was exchanged while the job was restored: {what} of process {pid} is {os.readlink(path)}"
         return Reason(id="file-changed", text=text, exit_code=23, pid=pid, hint=TRIED_AGAIN)
+
+    def _tells_of_others(self, info: os.stat_result, path: str) -> bool:
+        """Whether it is procfs's of a process (its memory, perhaps) that is neither the job's nor its user's.
+
+        CRIU opens it as root by its path, ``/proc/PID/…``, and a number is some other process's later: a program's that
+        its user has started, and that runs with root's rights.
+        """
+        link = os.readlink(path)
+        inside = (mount.inside(link) for mount in self._procs if link.startswith(f"{mount.point}/"))
+        found = next((match for match in map(_IN_PROC.match, inside) if match), None)
+        if found is None or int(found[1]) in self._named.processes:
+            return False
+        return self._uid not in (0, info.st_uid)
 
     def _is_anew(self, info: os.stat_result, link: str, remapped: Remapped, name: str) -> bool:
         """Whether it is what CRIU has made of a file without a name, just now."""
