@@ -286,3 +286,58 @@ def test_a_pipe_that_a_user_puts_there_holds_nobody_up(places, guarded) -> None:
         "    assert fcntl.fcntl(fd, fcntl.F_GETFL) & kept == flags\n"
     )
     assert guarded(code) == {"done": True}
+
+
+@pytest.fixture
+def users_group() -> Iterator[Path]:
+    """A control group that a user may put his processes into (as ``systemd --user`` has)."""
+    with open("/proc/mounts") as mounts:
+        found = [line.split()[1] for line in mounts if line.split()[2] == "cgroup2"]
+    if not found or not found[0].startswith("/sys/") or not os.access(found[0], os.W_OK):
+        pytest.skip("no cgroup2 below /sys that can be written to")
+    group = Path(tempfile.mkdtemp(prefix="limosa-guard-", dir=found[0]))
+    group.chmod(0o755)
+    os.chown(group / "cgroup.procs", USER, USER)
+    yield group
+    group.rmdir()
+
+
+def test_a_control_group_is_opened_by_the_jobs_user(guarded, users_group) -> None:
+    """With what root has opened he could put anybody's process into his group, and stop it there."""
+    take = f"""
+group = os.open("{str(users_group).lstrip("/")}/cgroup.procs", os.O_WRONLY, dir_fd=os.open("/", os.O_RDONLY))
+other = os.fork()
+if not other:
+    import time
+    time.sleep(60)
+pid = os.fork()
+if not pid:
+    os.setgroups([]); os.setresgid(4242, 4242, 4242); os.setresuid(4242, 4242, 4242)
+    try:
+        os.write(group, str(other).encode())
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+said["refused"] = bool(os.waitpid(pid, 0)[1])
+os.kill(other, 9)
+os.waitpid(other, 0)
+said["ids"] = os.getresuid(), os.getresgid()
+"""
+    assert not guarded(take, preload=False)["refused"], "the danger is there"
+    assert guarded(take, guard="0:4242,4242") == {"refused": True, "ids": [[0] * 3, [0] * 3], "done": True}
+    os.chown(users_group / "cgroup.procs", 0, 0)
+    assert guarded(take, guard="0:4242,4242") == {"error": "EACCES"}
+
+
+@pytest.mark.parametrize(("guard", "shown"), [("0:4242,4242", False), ("0", True)], ids=["user's", "root's"])
+def test_what_the_kernel_tells_root_alone_it_tells_no_job_of_a_users(guarded, guard, shown) -> None:
+    read = "said['told'] = os.read(os.open('proc/kallsyms', os.O_RDONLY, dir_fd=os.open('/', 0)), 16).decode()"
+    if not guarded(read, preload=False)["told"].strip("0"):
+        pytest.skip("the kernel shows its addresses to nobody")
+    assert bool(guarded(read, guard=guard)["told"].strip("0")) is shown
+
+
+def test_what_is_roots_still_of_a_process_of_the_job_is_opened(guarded) -> None:
+    """CRIU gives processes their user last: until then what tells of them is root's."""
+    code = "os.read(os.open(f'proc/{os.getppid()}/environ', os.O_RDONLY, dir_fd=os.open('/', 0)), 1)"
+    assert guarded(code, guard="0:4242,4242") == {"done": True}

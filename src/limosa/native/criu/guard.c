@@ -38,6 +38,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define PROC_MAGIC 0x9fa0 /* statfs(2) */
 #define FUSE_MAGIC 0x65735546
+#define CGROUP_MAGIC 0x27e0eb
+#define CGROUP2_MAGIC 0x63677270
 #ifndef SIOCUNIXFILE
 #define SIOCUNIXFILE 0x89e0 /* linux/un.h: a descriptor (O_PATH) of a socket's file */
 #endif
@@ -48,7 +50,7 @@
 #define SLACK 2		  /* seconds: clocks of file systems are coarse */
 
 #define MOST_GROUPS 256
-static bool active, asked, begun;
+static bool active, asked, begun, for_user; /* for_user: the job is not root's */
 static uid_t installer;
 
 /* The job's user and his groups; nobody where that is root. */
@@ -74,6 +76,7 @@ __attribute__((constructor)) static void begin(void)
 	installer = (uid_t)strtoul(given, &end, 10);
 	if (*end != ':')
 		return;
+	for_user = true;
 	user = (uid_t)strtoul(end + 1, &end, 10);
 	for (n_groups = 0; *end && n_groups < MOST_GROUPS; n_groups++)
 		groups[n_groups] = (gid_t)strtoul(end + 1, &end, 10);
@@ -310,10 +313,17 @@ static bool stays(const char *path)
 	return true;
 }
 
+static bool is_root(int at)
+{
+	struct stat folder, root;
+
+	return !look_at(at, &folder) && !syscall(SYS_newfstatat, AT_FDCWD, "/", &root, 0) &&
+	       folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
+}
+
 /* Whether a path is one of a job's: absolute, or below the root folder, or by the working folder. */
 static bool guarded(int at, const char *path)
 {
-	struct stat folder, root;
 	struct statfs info;
 
 	if (!active || !path || !*path)
@@ -326,9 +336,14 @@ static bool guarded(int at, const char *path)
 		return strchr(path, '/') || !strcmp(path, "..") || statfs(".", &info) || info.f_type != PROC_MAGIC;
 	if ((below(path, "proc") || below(path, "sys")) && stays(path))
 		return false;
-	if (look_at(at, &folder) || syscall(SYS_newfstatat, AT_FDCWD, "/", &root, 0))
-		return false;
-	return folder.st_dev == root.st_dev && folder.st_ino == root.st_ino;
+	return is_root(at);
+}
+
+/* Whether it is a job's file below /proc or /sys, which CRIU opens from the root folder; its own it opens otherwise. */
+static bool of_kernel(int at, const char *path)
+{
+	return for_user && path && at != AT_FDCWD && (below(path, "proc") || below(path, "sys")) && stays(path) &&
+	       is_root(at);
 }
 
 /* ---- Whose rights ------------------------------------------------------------------------------------------------- */
@@ -443,6 +458,50 @@ static int open_made(int at, const char *path, uid_t owner, mode_t mode)
 
 /* ---- Opening ----------------------------------------------------------------------------------------------------- */
 
+/* Takes the user's rights whole: his numbers, and no capability. */
+static int open_as_user(int at, const char *path, int flags, mode_t mode)
+{
+	struct rights before;
+	int fd = -1, kept;
+
+	before.count = getgroups((int)(sizeof(before.groups) / sizeof(*before.groups)), before.groups);
+	if (before.count < 0 || syscall(SYS_setgroups, (int)n_groups, groups))
+		return -1;
+	if (!syscall(SYS_setresgid, -1, groups[0], -1) && !syscall(SYS_setresuid, -1, user, -1))
+		fd = raw_open(at, path, flags, mode);
+	kept = errno;
+	if (syscall(SYS_setresuid, -1, 0, -1) || syscall(SYS_setresgid, -1, 0, -1) || !be_root_again(&before)) {
+		if (fd >= 0)
+			close(fd);
+		return -1;
+	}
+	errno = kept;
+	return fd;
+}
+
+/*
+ * The kernel asks who has opened such a file when it is written to (cgroup.procs) or read (kallsyms): the job's user has.
+ * Root opens what he may not (a process of the job is root's still), but nothing of a control group.
+ */
+static int open_of_kernel(int at, const char *path, int flags, mode_t mode)
+{
+	int fd = open_as_user(at, path, flags, mode), found;
+	bool group;
+
+	if (fd >= 0 || (errno != EACCES && errno != EPERM))
+		return fd;
+	found = raw_open(at, path, O_PATH | O_CLOEXEC, 0);
+	if (found < 0)
+		return -1;
+	group = may_be_on(found, CGROUP_MAGIC) || may_be_on(found, CGROUP2_MAGIC);
+	drop(found);
+	if (!group)
+		return raw_open(at, path, flags, mode);
+	errno = EACCES;
+	blame(path, "is of a control group that is not its user's to open");
+	return -1;
+}
+
 static int guarded_open(int at, const char *path, int flags, mode_t mode)
 {
 	bool follow = !(flags & O_NOFOLLOW) && (flags & (O_CREAT | O_EXCL)) != (O_CREAT | O_EXCL);
@@ -453,6 +512,8 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	bool pipe;
 
 	asked = true;
+	if (of_kernel(at, path) && !(flags & O_PATH))
+		return open_of_kernel(at, path, flags, mode);
 	if (!guarded(at, path))
 		return raw_open(at, path, flags, mode);
 	mode &= NO_SET_ID;
