@@ -54,7 +54,7 @@ def test_what_is_named_is_there() -> None:
 def test_the_levels_are_those_that_are_checked() -> None:
     contract = (PROJECT / "pyproject.toml").read_text().partition("layers = [")[2].partition("\n]")[0]
     checked = [re.findall(r"limosa\.(\w+)", line) for line in re.findall(r'"(.*?)"', contract)]
-    (levels,) = re.findall(r"The levels, from below:(.*?)\. Rooms of", PAGE, re.S)
+    (levels,) = re.findall(r"The levels, from below:(.*?)\. Packages of", PAGE, re.S)
     assert [set(re.findall(r"`(\w+)`", level)) for level in levels.split("·")] == [
         set(level) for level in reversed(checked)
     ]
