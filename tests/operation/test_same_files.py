@@ -106,6 +106,18 @@ def test_a_deleted_file_that_is_made_anew_is_at_its_own_name_and_its_owners(
         assert looked._is_anew(info, link, anew, name) is fine
 
 
+@pytest.mark.parametrize(("owner", "fine"), [(0, True), (1, False)], ids=["its owner's", "another's"])
+def test_a_deleted_folder_that_is_made_anew_is_its_owners_who_need_not_be_the_jobs_user(
+    tmp_path: Path, owner: int, fine: bool
+) -> None:
+    """Root has removed a job's folder in its spool, where the job still works."""
+    looked: Any = Looked.__new__(Looked)
+    looked._since, looked._uid = time.time() - 1, 4242
+    info = tmp_path.stat()
+    anew = Remapped("ghost", owner=(info.st_uid + owner, info.st_gid))
+    assert looked._is_anew(info, f"{tmp_path} (deleted)", anew, str(tmp_path)) is fine
+
+
 @pytest.mark.parametrize("what", ["sockets", "names"])
 def test_without_a_guard_nothing_is_made_in_folders_of_others(what: str, tmp_path: Path) -> None:
     others = tmp_path / "others"

@@ -178,8 +178,8 @@ class Looked:
         if remapped.kind == "proc":
             return info.st_dev == self._proc
         if stat.S_ISDIR(info.st_mode):
-            own = self._uid in (0, info.st_uid)
-            return own and _is_folder_anew(link.removesuffix(" (deleted)"), name) and info.st_ctime >= self._since
+            fine = _is_folder_anew(link.removesuffix(" (deleted)"), name) and info.st_ctime >= self._since
+            return fine and (info.st_uid, info.st_gid) == remapped.owner
         # At its own name: a link to another's deleted file, in the place of what CRIU has made, is called otherwise.
         called = link.startswith(name) and _GHOST.fullmatch(link, len(name)) is not None
         new = info.st_nlink <= 1 and info.st_ctime >= self._since
