@@ -228,6 +228,21 @@ def test_in_a_groups_folder_a_socket_is_bound_with_the_rights_of_the_jobs_user(p
     assert (roots / "s").stat().st_uid == USER
 
 
+def test_in_a_groups_folder_a_socket_of_a_job_of_roots_is_bound_with_the_groups_rights(places, guarded) -> None:
+    mine, roots = places
+    bind = "s = socket.socket(socket.AF_UNIX); s.bind(R + '/s'); os.chown(R + '/s', 0, 0)"
+    os.chown(roots, 0, USER + 1)
+    roots.chmod(0o2775)
+    assert guarded(bind) == {"done": True}
+    assert (roots / "s").stat().st_uid == 0
+    (roots / "s").unlink()
+    (mine / "within").mkdir(mode=0o775)  # where the group may write, and who can exchange names may not
+    for folder, mode in ((mine, 0o777), (mine / "within", 0o775)):
+        os.chown(folder, 0, USER + 1)
+        folder.chmod(mode)
+    assert guarded("s = socket.socket(socket.AF_UNIX); s.bind(M + '/within/s')") == {"error": "EACCES"}
+
+
 def test_who_is_let_in_by_a_list_may_exchange_names_as_well(places, guarded) -> None:
     _, roots = places
     entries = [

@@ -100,7 +100,8 @@ bool guard_is_there(void)
 
 /*
  * Where a path leads: the folder, open, and the last name. others: somebody else than root can change names on the way;
- * uid, gid: whose rights do there what he could do himself; NOBODY for a group's, everybody's and one that cannot be known.
+ * uid, gid: whose rights do there what he could do himself; NOBODY for a group's (gid), everybody's and one that cannot be
+ * known.
  */
 struct place {
 	int folder;
@@ -175,8 +176,11 @@ static void look(struct place *place, int fd)
 	} else if (info.st_mode & S_IWOTH ||
 		   (info.st_mode & S_IWGRP && (info.st_gid >= SYSTEM_GROUPS || has_list(fd)))) {
 		place->others = true;
-		if (!place->uid && !(info.st_mode & S_ISVTX))
+		if (!place->uid && !(info.st_mode & S_ISVTX)) {
 			place->uid = NOBODY;
+			if (!(info.st_mode & S_IWOTH) && info.st_gid >= SYSTEM_GROUPS && !has_list(fd))
+				place->gid = info.st_gid; /* and nobody else */
+		}
 	}
 }
 
@@ -371,11 +375,11 @@ static uid_t rights_of(const struct place *place)
 	return place->uid && place->uid != NOBODY ? place->uid : user;
 }
 
-/* Takes his rights to files. */
+/* Takes his rights to files; the group's alone where the job is root's and a group can exchange names. */
 static bool become(const struct place *place, struct rights *before)
 {
 	uid_t uid = rights_of(place);
-	bool known = uid == user;
+	bool known = uid == user && (for_user || !place->gid);
 
 	before->count = getgroups((int)(sizeof(before->groups) / sizeof(*before->groups)), before->groups);
 	if (before->count < 0 || syscall(SYS_setgroups, known ? (int)n_groups : 0, groups))
