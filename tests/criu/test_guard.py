@@ -218,6 +218,49 @@ def test_a_socket_in_a_users_folder_within_one_of_a_group(places, guarded) -> No
     assert (roots / "his" / "s").stat().st_uid == USER
 
 
+def test_a_job_of_roots_has_its_socket_back_in_its_own_folder_within_a_users(places, guarded) -> None:
+    mine, _ = places
+    (mine / "made").mkdir(mode=0o755)
+    bind = "s = socket.socket(socket.AF_UNIX); s.bind(M + '/made/s'); os.chown(M + '/made/s', 0, 0)"
+    assert guarded(bind, guard=f"0:{USER},{USER}") == {"error": "EACCES"}, "a user's job has made none there"
+    assert guarded(bind) == {"done": True}
+    assert (mine / "made" / "s").stat().st_uid == 0
+
+
+def test_a_socket_that_is_led_elsewhere_is_taken_away_again(places, guarded) -> None:
+    """Its folder is exchanged for a link again and again while it is bound."""
+    mine, roots = places
+    (mine / "made").mkdir(mode=0o755)
+    code = f"""
+import ctypes, time
+pid = os.fork()
+if not pid:
+    os.setgroups([]); os.setresgid({USER}, {USER}, {USER}); os.setresuid({USER}, {USER}, {USER})
+    exchange, made, other = ctypes.CDLL(None).renameat2, (M + "/made").encode(), (M + "/other").encode()
+    os.symlink(R, other)
+    while True:
+        exchange(-100, made, -100, other, 2)
+said["ends"] = ends = dict()
+until = time.monotonic() + 1
+while time.monotonic() < until:
+    s = socket.socket(socket.AF_UNIX)
+    try:
+        s.bind(M + "/made/s"); end = "bound"
+    except OSError as error:
+        end = errno.errorcode[error.errno]
+    ends[end] = ends.get(end, 0) + 1
+    s.close()
+    for at in (M + "/made/s", M + "/other/s"):
+        try: os.unlink(at)
+        except OSError: pass
+os.kill(pid, 9)
+os.waitpid(pid, 0)
+"""
+    said = guarded(code)
+    assert {"bound", "ELOOP"} <= said["ends"].keys(), said
+    assert os.listdir(roots) == ["file"]
+
+
 def test_in_a_groups_folder_a_socket_is_bound_with_the_rights_of_the_jobs_user(places, guarded) -> None:
     _, roots = places
     os.chown(roots, 0, USER + 1)

@@ -907,18 +907,46 @@ static int bind_as(const struct place *place, int fd, const struct sockaddr *add
 	return be_root_again(&before) ? done : -1;
 }
 
+/*
+ * Whether a job of root's has made the folder within somebody else's: only root can bind there, by a name that the job
+ * has chosen. Led elsewhere, it is taken away again.
+ */
+static bool roots_within(const struct place *place)
+{
+	struct place last = {0};
+
+	look(&last, place->folder);
+	return !for_user && place->uid && !last.others;
+}
+
+/* Takes a socket away that lies where it was not to be. */
+static void take_away(int file)
+{
+	char link[64], name[PATH_MAX];
+	ssize_t size;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", file);
+	size = readlinkat(AT_FDCWD, link, name, sizeof(name) - 1);
+	if (size <= 0)
+		return;
+	name[size] = 0;
+	unlink(name);
+}
+
 EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
 {
 	char path[sizeof(((struct sockaddr_un *)0)->sun_path) + 1];
 	struct stat there, info;
 	struct place place;
 	int done, file;
+	bool within;
 
 	if (!has_path(address, length, path))
 		return (int)syscall(SYS_bind, fd, address, length);
 	if (!walk(AT_FDCWD, path, false, &place))
 		return -1;
-	if (place.uid && strchr(path, '/'))
+	within = roots_within(&place);
+	if (place.uid && strchr(path, '/') && !within)
 		done = bind_as(&place, fd, address, length);
 	else
 		done = (int)syscall(SYS_bind, fd, address, length);
@@ -928,10 +956,12 @@ EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
 		if (syscall(SYS_newfstatat, place.folder, place.name, &there, AT_SYMLINK_NOFOLLOW) ||
 		    !S_ISSOCK(there.st_mode) ||
 		    (file >= 0 && (look_at(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
+			if (within && file >= 0)
+				take_away(file);
 			errno = ELOOP;
 			blame(path, "is not where the socket was bound");
 			done = -1;
-		} else if (file >= 0 || there.st_uid == (place.uid ? rights_of(&place) : 0)) {
+		} else if (file >= 0 || there.st_uid == (place.uid && !within ? rights_of(&place) : 0)) {
 			remember(&there);
 		}
 		if (file >= 0)
