@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from limosa.operation.jobs import Job
     from limosa.process.follow import Tail
 
-_CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]")
+_CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")  # C0 and, as UTF-8, C1 (OSC, CSI, DCS)
 
 
 def command(
@@ -105,10 +105,16 @@ def _ended(job: str) -> str:
 def _writer(fd: int) -> Callable[[bytes], None]:
     """Writes to stdout; what another user's job says must not drive our terminal."""
     foreign = sys.stdout.isatty() and os.fstat(fd).st_uid != os.geteuid()
+    begun = b""  # of a character whose rest is still to come
 
     def write(data: bytes) -> None:
+        nonlocal begun
         out = sys.stdout.buffer
-        out.write(_CONTROLS.sub(b"?", data).replace(b"\xc2\x9b", b"?") if foreign else data)
+        if foreign:
+            data = begun + data
+            begun = b"\xc2" if data.endswith(b"\xc2") else b""
+            data = _CONTROLS.sub(b"?", data.removesuffix(begun))
+        out.write(data)
         out.flush()
 
     return write
