@@ -233,6 +233,40 @@ def test_undone_every_byte_is_back_in_the_same_file(log: Path) -> None:
     assert os.listdir(log.parent) == [log.name]
 
 
+@pytest.mark.parametrize("length", [100, 127])
+def test_a_name_as_long_as_one_may_be_leaves_room_for_its_tails(tmp_path: Path, length: int) -> None:
+    log = tmp_path / ("é" * length + "x")
+    log.write_bytes(BEFORE)
+    grow(log)
+    todo = planned(log)
+    todo.do()
+    assert Path(todo.kept).read_bytes() == SINCE
+    todo.undo()
+    assert log.read_bytes() == BEFORE + SINCE
+    todo.kept += "é" * 128
+    todo.undo()  # no such file was made
+
+
+@pytest.mark.parametrize("gone", ["folder", "file", "link"])
+def test_what_its_owner_has_taken_away_since_is_told_as_such(tmp_path: Path, gone: str) -> None:
+    """recover tells it once: as an error of the system it would try again for ever, and never succeed."""
+    folder = tmp_path / "his"
+    folder.mkdir()
+    log = folder / "log"
+    log.write_bytes(BEFORE)
+    grow(log)
+    todo = planned(log)
+    todo.do()
+    if gone == "file":
+        log.unlink()
+    else:
+        folder.rename(tmp_path / "away")
+        if gone == "link":
+            folder.symlink_to("away")
+    with pytest.raises(FailedUndone):
+        todo.undo()
+
+
 def test_what_is_a_hole_of_many_gigabytes_stays_one(log: Path) -> None:
     """Root's copy of it would have filled the disk."""
     with open(log, "r+b") as file:

@@ -193,18 +193,17 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _take_names_away(dead, "lost")
     root = _restored_root(dead)
     if root is None:
+        said = ""
         if not _criu_was_done(dead):  # else it ran, and has ended since: its files are its own
             _end_half_made(dead)
-            _undo_files(dead)
-        return entry_of(dead, did="nothing runs; the image is the copy", state="gone")
+            said = _undo_files(dead)
+        return entry_of(dead, did=f"nothing runs; the image is the copy{said}", state="gone")
     if not _criu_was_done(dead):
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
         _end_half_made(dead)
-        _undo_files(dead)
-        return entry_of(
-            dead, did="ended the half of a tree that CRIU had restored; the image is the copy", state="gone"
-        )
+        did = "ended the half of a tree that CRIU had restored; the image is the copy"
+        return entry_of(dead, did=did + _undo_files(dead), state="gone")
     try:
         members = _finish(dead, driver, root, progress)
     except LimosaError as error:
@@ -212,8 +211,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
             raise gate_was_opened("restore", str(error)) from error
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
-        _undo_files(dead)
-        return entry_of(dead, did=f"ended the tree, the image is the copy ({error})", state="gone")
+        did = f"ended the tree, the image is the copy ({error})"
+        return entry_of(dead, did=did + _undo_files(dead), state="gone")
     with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
         keep_record(image.manifest, root)
     dead.header.roots = [root]
@@ -334,11 +333,17 @@ def _closed(members: Sequence[Member]) -> list[Shim]:
     return found
 
 
-def _undo_files(dead: Journal) -> None:
+def _undo_files(dead: Journal) -> str:
+    """Gives files their tails back. What their owner has exchanged since is told once, and not tried for ever."""
+    said = ""
     for record in reversed(dead.records):
         if record.step == "rewind" and record.phase == "begin":
-            msgspec.convert(record.data, Rewind).undo()
+            try:
+                msgspec.convert(record.data, Rewind).undo()
+            except FailedUndone as error:
+                said += f"; {error}"
     _take_names_away(dead, "names", "lost")
+    return said
 
 
 def _take_names_away(dead: Journal, *kinds: str) -> None:

@@ -26,6 +26,7 @@ from limosa.image.files import copy_sparse
 _OF_A_PROCESS = re.compile(
     r"/proc/[0-9]+/(?!(task/[0-9]+/)?(root|cwd|exe|fd|map_files)(/|$))"
 )  # in images of earlier versions: there as soon as the process is
+_LONGEST = 255  # bytes of a name
 
 
 class Rewind(msgspec.Struct, kw_only=True):
@@ -82,7 +83,9 @@ class Rewind(msgspec.Struct, kw_only=True):
         with self._folder() as folder:
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):  # it was never made
+                    raise
                 return
             with open(fd, "rb") as tail, self._open(folder) as file:
                 made, info = os.fstat(fd), os.fstat(file.fileno())
@@ -103,7 +106,10 @@ class Rewind(msgspec.Struct, kw_only=True):
         place = os.path.dirname(self.path)
         if os.path.dirname(self.kept) != place:
             raise FailedUndone(what="restore", detail=f"{self.kept} is not beside {self.path}")
-        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:  # a link is no directory
+            raise FailedUndone(what="restore", detail=f"{place} is gone, or leads elsewhere") from error
         try:
             if os.readlink(f"/proc/self/fd/{fd}") != place:
                 raise FailedUndone(what="restore", detail=f"{place} leads through a symbolic link now")
@@ -117,7 +123,7 @@ class Rewind(msgspec.Struct, kw_only=True):
         try:
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
         except OSError as error:
-            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOENT):
                 raise
             raise FailedUndone(what="restore", detail=f"{self.path} is another file than before") from error
         info = os.fstat(fd)
@@ -189,8 +195,10 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
 
 def _free_name(path: str, manifest: Manifest, size: int) -> str:
     """Where the tail is kept: a name that no earlier rewind of the same file to the same image has taken."""
-    wanted = f"{path}.after-{manifest.created.replace(':', '').replace('-', '')}.{size}"
-    names = (wanted if n == 1 else f"{wanted}-{n}" for n in itertools.count(1))
+    folder, name = os.path.split(os.fsencode(path))
+    after = f".after-{manifest.created.replace(':', '').replace('-', '')}.{size}"
+    ends = (after if n == 1 else f"{after}-{n}" for n in itertools.count(1))
+    names = (os.fsdecode(os.path.join(folder, name[: _LONGEST - len(end)] + end.encode())) for end in ends)
     return next(name for name in names if not os.path.lexists(name))
 
 
