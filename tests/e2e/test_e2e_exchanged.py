@@ -275,7 +275,14 @@ def test_a_socket_is_made_only_where_its_owner_could_make_it(start, limosa, tmp_
     """A user binds it in a root folder of his own: its name is one of root's outside."""
     roots.chmod(0o755)
     victim, image = start("jailed_socket", way.format(roots), str(owner)), tmp_path / "image"
-    limosa("checkpoint", victim.pid, "--output", image, rc=0)
+    force = []
+    if owner or "self" in way:
+        no = limosa("checkpoint", victim.pid, "--output", image, "-o", "json")
+        assert (no.rc, no.json["error"]["reasons"][0]["id"]) == (13, "socket-name"), no
+        assert not image.exists()
+        victim.goes_on(2)
+        force = ["--force=socket-name"]
+    limosa("checkpoint", victim.pid, "--output", image, *force, rc=0)
     done = limosa("restore", image, "-o", "json")
     if owner or "self" in way:
         assert (done.rc, done.json["error"].get("reasons", [{}])[0].get("id")) == (23, "file-changed"), done
@@ -285,3 +292,26 @@ def test_a_socket_is_made_only_where_its_owner_could_make_it(start, limosa, tmp_
         assert done.rc == 0, "a job of root's own"
         assert os.listdir(roots) == ["sock"]
         victim.finish()
+
+
+@pytest.mark.root
+def test_a_socket_behind_a_link_of_its_users_is_told_before_the_job_ends(start, limosa, tmp_path) -> None:
+    """A restore by root follows no such link. One of root's is followed."""
+    public = Path(tempfile.mkdtemp(prefix="limosa-exchanged-"))
+    public.chmod(0o755)
+    (public / "scratch").mkdir()
+    link = public / "tmp"
+    link.symlink_to(public / "scratch")
+    os.lchown(link, USER, USER)
+    try:
+        victim, image = start("sockets", folder=link), tmp_path / "image"
+        no = limosa("checkpoint", victim.pid, "--output", image, "-o", "json")
+        assert (no.rc, no.json["error"]["reasons"][0]["id"]) == (13, "socket-name"), no
+        assert "symbolic link" in no.json["error"]["message"]
+        victim.goes_on(2)
+        os.lchown(link, 0, 0)
+        limosa("checkpoint", victim.pid, "--output", image, rc=0)
+        limosa("restore", image, rc=0)
+        victim.finish()
+    finally:
+        shutil.rmtree(public)

@@ -48,7 +48,7 @@ from limosa.image import (
     TreeProcess,
     now,
 )
-from limosa.operation import driver_steps, estimate, locks, shm
+from limosa.operation import driver_steps, estimate, locks, same_files, shm
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import shared_outside, tree_and_files
@@ -437,6 +437,8 @@ class _Checkpoint:
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
             ]
         self._refuse_what_has_grown()
+        if os.geteuid() == 0 and not self.options.leave_running and "socket-name" not in self.options.force:
+            same_files.look_at_sockets(self.draft.criu_fd, *self._ids())
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
         self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
@@ -495,11 +497,16 @@ class _Checkpoint:
         with contextlib.suppress(OSError, LimosaError):
             EndedRecord(root=self.root, image="").forget()
 
+    def _ids(self) -> tuple[int, int]:
+        first = self.prepared.observation.processes[0] if self.prepared.observation else None
+        return (first.uid, first.gid) if first else (0, 0)
+
     def _manifest(self) -> Manifest:
         record = RunRecord.of(self.root)
         inventory = self.prepared.inventory
         held = added_up(p.held for p in self.tree)
         first = self.prepared.observation.processes[0] if self.prepared.observation else None
+        uid, gid = self._ids()
         return Manifest(
             created=now(),
             criu=self.program.version,
@@ -513,8 +520,8 @@ class _Checkpoint:
                 cwd=_cwd(self.root.pid),
                 log=(record.log or None) if record else None,
                 run=record is not None,
-                uid=first.uid if first else 0,
-                gid=first.gid if first else 0,
+                uid=uid,
+                gid=gid,
                 cgroup=first.cgroup.path if first else "",
                 sees=record.sees if record else "",
                 seen=_seen(record.sees, inventory) if record else [],

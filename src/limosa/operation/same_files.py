@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
-from limosa.process.criu.named import Named, Remapped, Socket, Uses, named
+from limosa.process.criu.named import Named, Remapped, Socket, Uses, named, sockets
 from limosa.process.descriptors import read_mounts
 from limosa.start import real_path, trusted
 
@@ -67,7 +67,7 @@ class Looked:
             raise DamagedImage(path=image.path, detail=f"CRIU's files: {error}") from error
         if os.geteuid() == 0:
             for one in self._named.sockets:
-                _look_at_socket(one, manifest)
+                _look_at_socket(one, manifest.job.uid, manifest.job.gid)
         self._since = time.time() - 1.0
         self._proc = os.stat("/proc").st_dev
         self._uid = manifest.job.uid
@@ -263,7 +263,27 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
     return seen(info)
 
 
-def _look_at_socket(found: Socket, manifest: Manifest) -> None:
+def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
+    """Look, before the job ends, whether root could make its sockets' names again: as a restore will look.
+
+    Args:
+        images_fd: the open folder with CRIU's images.
+        uid: the job's.
+        gid: the job's.
+
+    Raises:
+        Refused: ``socket-name`` (13).
+    """
+    try:
+        for one in sockets(images_fd):
+            _look_at_socket(one, uid, gid)
+    except Refused as error:
+        text = f"{error.reasons[0].text}: root could not bring it back"
+        hint = "a link in its name that is root's, a folder of its owner's; or without root, as the job's user"
+        raise Refused([Reason(id="socket-name", text=text, exit_code=13, hint=hint, forceable=True)]) from error
+
+
+def _look_at_socket(found: Socket, uid: int, gid: int) -> None:
     """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
 
     A name says nothing of where the socket was: in a root folder or a namespace of his own a user gives it any name at
@@ -272,14 +292,14 @@ def _look_at_socket(found: Socket, manifest: Manifest) -> None:
     Raises:
         Refused: it leads somewhere else, or somebody else has it now, or may have it.
     """
-    name, job = found.name, manifest.job
-    owner = job.uid if found.owner < 0 else found.owner
+    name = found.name
+    owner = uid if found.owner < 0 else found.owner
     what = f"{name}, a socket of the job's," if not found.outside else f"{name}, to which the job is connected,"
     folder = os.path.dirname(name)
     if os.path.normpath(name).lstrip("/").startswith("proc/") or real_path(folder) != os.path.realpath(folder):
         raise _changed(f"{what} leads through a symbolic link of somebody else's")
     if found.outside:
-        if os.path.exists(name) and not _may_reach(name, job.uid, job.gid, 0o2):
+        if os.path.exists(name) and not _may_reach(name, uid, gid, 0o2):
             raise _changed(f"{what} is not for its user to connect to")
         return
     info = None
@@ -287,9 +307,9 @@ def _look_at_socket(found: Socket, manifest: Manifest) -> None:
         info = os.lstat(name)
     if info is not None and info.st_uid != owner:
         raise _changed(f"{what} is user {info.st_uid}'s now", hint="end who has it, or wait")
-    if job.uid == 0 and (owner == 0 or info is not None):
+    if uid == 0 and (owner == 0 or info is not None):
         return  # made by root, and given away
-    if not _may_reach(_nearest(folder), owner or job.uid, found.group if owner else job.gid, 0o3):
+    if not _may_reach(_nearest(folder), owner or uid, found.group if owner else gid, 0o3):
         raise _changed(f"{what} is in a folder where its user cannot make one")
 
 

@@ -120,6 +120,20 @@ def named(images_fd: int, pids: list[int]) -> Named:
     return found
 
 
+def sockets(images_fd: int) -> list[Socket]:
+    """Read the unix sockets of an image that have a name in the file system, each once.
+
+    Args:
+        images_fd: as for :func:`named`, which raises the same.
+    """
+    found = Named()
+    for record in _records(images_fd, FILES_IMAGE):
+        for number, value in fields(record):
+            if number == 16 and isinstance(value, bytes):
+                _socket(value, found.sockets)
+    return found.sockets
+
+
 def _one_file(record: bytes, found: Named, fifos: dict[int, int]) -> None:
     for number, value in fields(record):
         if isinstance(value, int):
