@@ -151,9 +151,8 @@ def public() -> Iterator[Path]:
 
 
 def _look_at(path: Path, owner: int, *, uid: int = USER, outside: bool = False) -> bool:
-    manifest: Any = SimpleNamespace(job=SimpleNamespace(uid=uid, gid=uid))
     try:
-        same_files._look_at_socket(Socket(str(path), owner, owner, outside=outside), manifest)
+        same_files._look_at_socket(Socket(str(path), owner, owner, outside=outside), uid, uid)
     except Refused:
         return False
     return True
@@ -188,3 +187,13 @@ def test_a_socket_is_made_where_its_user_could_make_it(public: Path) -> None:
     assert _look_at(public / "other" / "sock", USER)
     (public / "other").write_text("root's own")
     assert not _look_at(public / "other", USER), "CRIU would move it aside"
+
+
+def test_a_terminal_is_not_missing_where_somebody_else_has_its_number() -> None:
+    """CRIU makes it anew; the cause is its own ("somebody else has the number …")."""
+    looked = Looked.__new__(Looked)
+    looked._named = Named()
+    looked._files = {"/dev/pts/7": None, "/data/log": None}
+    assert looked.in_the_way("somebody else has the number of a terminal that the job works on, /dev/pts/7") == []
+    (reason,) = looked.in_the_way("Can't open file data/log on restore")
+    assert (reason.id, reason.exit_code) == ("file-missing", 23)
