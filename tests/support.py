@@ -23,6 +23,17 @@ from limosa.process.identity import read_stat
 VICTIMS = Path(__file__).parent / "victims"
 
 
+def let_in_by_a_list(path: Path, uid: int) -> None:
+    """Gives a file an access control list (acl(5)): u::rwx u:UID:rwx g::r-x m::rwx o::r-x.
+
+    Raises:
+        OSError: its file system has none.
+    """
+    entries = [(1, 7, -1), (2, 7, uid), (4, 5, -1), (16, 7, -1), (32, 5, -1)]
+    data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    os.setxattr(path, "system.posix_acl_access", data)
+
+
 def stat_of(pid: int) -> tuple[int, int, str] | None:
     """(parent, session, state) of a process, or None."""
     try:

@@ -165,9 +165,9 @@ def _remember(
     record = records.RunRecord(
         root=launched.identity,
         name=name,
-        command=[_shown(word) for word in command],
-        log=_shown(launched.log),
-        cwd=_shown(cwd),
+        command=list(command),
+        log=launched.log,
+        cwd=cwd,
         supervisor=supervisor,
         sees=sees,
     )
@@ -177,8 +177,3 @@ def _remember(
         text = f"the job cannot be called {name}, only by its pid {launched.identity.pid}: {error}"
         return [Reason(id="no-record", text=text)]
     return []
-
-
-def _shown(text: str) -> str:
-    """What is no UTF-8 as well as it can be shown: a record is JSON, and the job runs by now."""
-    return text.encode(errors="replace").decode()

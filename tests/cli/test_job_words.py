@@ -87,9 +87,15 @@ def test_a_gpu_that_is_not_there_names_those_that_are(there, hint):
         ("checkpoint 1 -o /data/x", "did you mean --output DIR?"),
         ("checkpoint 1 --otput /data/x", "did you mean --output?"),
         ("move 1 --too 3", "did you mean --to?"),
+        ("move 1 --to", "limosa: Option '--to' requires an argument.\nlimosa: hint: limosa move --help\n"),
+        ("-v ps", "limosa: there is no option -v before the verb\nlimosa: hint: limosa VERB -v; limosa --help\n"),
+        ("stop a b c", "limosa: b c: more than this verb takes\nlimosa: hint: limosa stop --help\n"),
+        ("ps a", "limosa: a: more than this verb takes\nlimosa: hint: limosa ps --help\n"),
+        ("move 1 --timeout abc", "'abc' is not a number"),
+        ("logs 1 -n x", "'x' is not a number"),
     ],
 )
-def test_did_you_mean(inside, typed, said):
+def test_what_is_wrong_with_what_was_typed_is_told(inside, typed, said):
     ran = inside(*typed.split())
     assert ran.returncode == 2
     assert said in ran.stderr
@@ -100,20 +106,3 @@ def test_no_guess_where_nothing_is_like_it(inside, typed):
     ran = inside(*typed.split())
     assert ran.returncode == 2
     assert "did you mean" not in ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("typed", "said"),
-    [
-        ("move 1 --to", "limosa: Option '--to' requires an argument.\nlimosa: hint: limosa move --help\n"),
-        ("-v ps", "limosa: there is no option -v before the verb\nlimosa: hint: limosa VERB -v; limosa --help\n"),
-        ("stop a b c", "limosa: b c: more than this verb takes\nlimosa: hint: limosa stop --help\n"),
-        ("ps a", "limosa: a: more than this verb takes\nlimosa: hint: limosa ps --help\n"),
-        ("move 1 --timeout abc", "'abc' is not a number"),
-        ("logs 1 -n x", "'x' is not a number"),
-    ],
-)
-def test_what_is_wrong_with_what_was_typed(inside, typed, said):
-    ran = inside(*typed.split())
-    assert ran.returncode == 2
-    assert said in ran.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support import let_in_by_a_list
 
 from limosa.native.build import CRIU, PLUGIN, build_plugin
 
@@ -288,16 +288,8 @@ def test_in_a_groups_folder_a_socket_of_a_job_of_roots_is_bound_with_the_groups_
 
 def test_who_is_let_in_by_a_list_may_exchange_names_as_well(places, guarded) -> None:
     _, roots = places
-    entries = [
-        (1, 7, -1),
-        (2, 7, USER),
-        (4, 5, -1),
-        (16, 7, -1),
-        (32, 5, -1),
-    ]  # acl(5): u::rwx u:4242:rwx g::r-x m::rwx
-    data = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
     try:
-        os.setxattr(roots, "system.posix_acl_access", data)
+        let_in_by_a_list(roots, USER)
     except OSError:
         pytest.skip("a file system without access control lists")
     (roots / "anothers").write_text("another's own")

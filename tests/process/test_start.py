@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
-import struct
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from support import let_in_by_a_list
 
 import limosa
 from limosa import start
@@ -193,19 +193,8 @@ def test_what_a_list_lets_a_stranger_change_is_not_trusted(tmp_path, folder):
     program = tmp_path / "program"
     program.write_text("")
     there = tmp_path if folder else program
-    entries = [
-        (1, 7, -1),
-        (2, 7, STRANGER),
-        (4, 5, -1),
-        (16, 7, -1),
-        (32, 5, -1),
-    ]  # u::rwx u:4242:rwx g::r-x m::rwx o::r-x
     try:
-        os.setxattr(
-            there,
-            "system.posix_acl_access",
-            struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries),
-        )
+        let_in_by_a_list(there, STRANGER)
     except OSError:
         pytest.skip("a file system without access control lists")
     assert not start.trusted(program)

@@ -70,6 +70,7 @@ from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG, dump, nft_table
 from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.observation import ProcessObservation
 from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 from limosa.process.tree import job_tree
@@ -438,7 +439,8 @@ class _Checkpoint:
             ]
         self._refuse_what_has_grown()
         if os.geteuid() == 0 and not self.options.leave_running and "socket-name" not in self.options.force:
-            same_files.look_at_sockets(self.draft.criu_fd, *self._ids())
+            ids = (self._first.uid, self._first.gid) if self._first else (0, 0)
+            same_files.look_at_sockets(self.draft.criu_fd, *ids)
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
         self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
@@ -497,16 +499,15 @@ class _Checkpoint:
         with contextlib.suppress(OSError, LimosaError):
             EndedRecord(root=self.root, image="").forget()
 
-    def _ids(self) -> tuple[int, int]:
-        first = self.prepared.observation.processes[0] if self.prepared.observation else None
-        return (first.uid, first.gid) if first else (0, 0)
+    @property
+    def _first(self) -> ProcessObservation | None:
+        return self.prepared.observation.processes[0] if self.prepared.observation else None
 
     def _manifest(self) -> Manifest:
         record = RunRecord.of(self.root)
         inventory = self.prepared.inventory
         held = added_up(p.held for p in self.tree)
-        first = self.prepared.observation.processes[0] if self.prepared.observation else None
-        uid, gid = self._ids()
+        first = self._first
         return Manifest(
             created=now(),
             criu=self.program.version,
@@ -520,8 +521,8 @@ class _Checkpoint:
                 cwd=_cwd(self.root.pid),
                 log=(record.log or None) if record else None,
                 run=record is not None,
-                uid=uid,
-                gid=gid,
+                uid=first.uid if first else 0,
+                gid=first.gid if first else 0,
                 cgroup=first.cgroup.path if first else "",
                 sees=record.sees if record else "",
                 seen=_seen(record.sees, inventory) if record else [],

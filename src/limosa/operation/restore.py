@@ -428,9 +428,7 @@ def keep_record(manifest: Manifest, root: Identity) -> str:
         if job.run or job.name:
             command = list(manifest.tree[0].command)
             called, sees = name or f"restored-{root.pid}", device_nodes.known(job.sees)
-            # A record is JSON: what is no UTF-8 is there as well as it can be shown.
-            log, cwd = (path.encode(errors="replace").decode() for path in (job.log or "", job.cwd))
-            RunRecord(root=root, name=called, command=command, log=log, cwd=cwd, sees=sees).save()
+            RunRecord(root=root, name=called, command=command, log=job.log or "", cwd=job.cwd, sees=sees).save()
         EndedRecord(root=Identity(job.pid, manifest.tree[0].start_time), image="").forget()
     return name
 

@@ -32,6 +32,10 @@ def _is_the_callers(identity: Identity) -> bool:
     return Processes().owner_of(identity) == os.geteuid()
 
 
+def _shown(text: str) -> str:
+    return text.encode(errors="replace").decode()
+
+
 def belongs_to_root(identity: Identity) -> bool:
     """Whether it is root's process, of which only root's records count."""
     return Processes().owner_of(identity) == 0
@@ -148,7 +152,12 @@ class RunRecord(Record, kw_only=True):
     sees: PathText = ""
 
     def save(self) -> Path:
-        """As every record; a command that is very long is remembered as far as it goes."""
+        """As every record; a command that is very long is remembered as far as it goes.
+
+        A record is JSON, and the job runs by now: what is no UTF-8 is there as well as it can be shown.
+        """
+        self.command = [_shown(word) for word in self.command]
+        self.log, self.cwd = _shown(self.log), _shown(self.cwd)
         room = _MOST_COMMAND
         for n, word in enumerate(self.command):
             if (room := room - len(word) - 8) < 0:

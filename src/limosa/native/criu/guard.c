@@ -173,12 +173,16 @@ static void look(struct place *place, int fd)
 			place->uid = info.st_uid;
 			place->gid = info.st_gid;
 		}
-	} else if (info.st_mode & S_IWOTH ||
-		   (info.st_mode & S_IWGRP && (info.st_gid >= SYSTEM_GROUPS || has_list(fd)))) {
+	} else {
+		bool everybody = info.st_mode & S_IWOTH, group = info.st_mode & S_IWGRP;
+		bool people = group && info.st_gid >= SYSTEM_GROUPS, list = group && has_list(fd);
+
+		if (!everybody && !people && !list)
+			return;
 		place->others = true;
 		if (!place->uid && !(info.st_mode & S_ISVTX)) {
 			place->uid = NOBODY;
-			if (!(info.st_mode & S_IWOTH) && info.st_gid >= SYSTEM_GROUPS && !has_list(fd))
+			if (!everybody && !list)
 				place->gid = info.st_gid; /* and nobody else */
 		}
 	}
@@ -357,6 +361,13 @@ struct rights {
 	int count;
 };
 
+/* Has so many of the job's user's groups instead of ours. */
+static bool take_groups(size_t count, struct rights *before)
+{
+	before->count = getgroups((int)(sizeof(before->groups) / sizeof(*before->groups)), before->groups);
+	return before->count >= 0 && !syscall(SYS_setgroups, (int)count, groups);
+}
+
 static bool be_root_again(const struct rights *before)
 {
 	int kept = errno;
@@ -381,8 +392,7 @@ static bool become(const struct place *place, struct rights *before)
 	uid_t uid = rights_of(place);
 	bool known = uid == user && (for_user || !place->gid);
 
-	before->count = getgroups((int)(sizeof(before->groups) / sizeof(*before->groups)), before->groups);
-	if (before->count < 0 || syscall(SYS_setgroups, known ? (int)n_groups : 0, groups))
+	if (!take_groups(known ? n_groups : 0, before))
 		return false;
 	setfsgid(known ? groups[0] : place->gid);
 	setfsuid(uid);
@@ -468,8 +478,7 @@ static int open_as_user(int at, const char *path, int flags, mode_t mode)
 	struct rights before;
 	int fd = -1, kept;
 
-	before.count = getgroups((int)(sizeof(before.groups) / sizeof(*before.groups)), before.groups);
-	if (before.count < 0 || syscall(SYS_setgroups, (int)n_groups, groups))
+	if (!take_groups(n_groups, &before))
 		return -1;
 	if (!syscall(SYS_setresgid, -1, groups[0], -1) && !syscall(SYS_setresuid, -1, user, -1))
 		fd = raw_open(at, path, flags, mode);

@@ -126,12 +126,12 @@ def sockets(images_fd: int) -> list[Socket]:
     Args:
         images_fd: as for :func:`named`, which raises the same.
     """
-    found = Named()
+    found: list[Socket] = []
     for record in _records(images_fd, FILES_IMAGE):
         for number, value in fields(record):
             if number == 16 and isinstance(value, bytes):
-                _socket(value, found.sockets)
-    return found.sockets
+                _socket(value, found)
+    return found
 
 
 def _one_file(record: bytes, found: Named, fifos: dict[int, int]) -> None:
