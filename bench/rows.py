@@ -488,6 +488,8 @@ GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]]
     "cost": (cost, 90, ()),
 }
 """Name → what measures it, seconds that it may need, the jobs that it uses."""
+TWO_GPUS = ("move", "halves", "pair", "driver")
+"""What moves from one GPU to another."""
 ROWS = {
     "move": ("move", "size", "copy"),
     "halves": (),

@@ -22,6 +22,10 @@ from limosa.gpu import Inventory, inventory
 
 VICTIMS = Path(__file__).parent / "victims"
 MIB, GIB = 1 << 20, 1 << 30
+ONE_GPU = bool(os.environ.get("LIMOSA_ONE_GPU"))
+"""Only the tests that one GPU is enough for; where others move a job there and back, it is suspended and resumed."""
+OTHER = 0 if ONE_GPU else 1
+"""Where a job that is on GPU 0 comes back."""
 BENCH = Path(__file__).parents[2] / "bench"
 
 # The main thread gets the time-out as an exception: one test that hangs does not end the others.

@@ -224,9 +224,12 @@ class Prover:
         return result
 
     def moves(self, job: Job, times: int, least: int, gpu_map: str | None = None) -> None:
-        """Moves it there and back, again and again, while it computes."""
+        """Moves it there and back, again and again, while it computes; on one GPU it is suspended and resumed."""
         from limosa import operation
 
+        if len(self.gpus) < 2:
+            self.rests(job, times, least)
+            return
         here = 0
         for turn in range(times):
             there = 1 - here
@@ -238,6 +241,16 @@ class Prover:
             here = there
             self.record["moves"] += 1
             time.sleep(0.1)
+
+    def rests(self, job: Job, times: int, least: int) -> None:
+        """Suspends and resumes it, again and again."""
+        from limosa import operation
+
+        for turn in range(times):
+            operation.suspend(job.pid, timeout=60)
+            outcome = self.acts(job, lambda: operation.resume(job.pid, timeout=60)[0].result, self.gpus, least)
+            assert outcome.way == "parked", f"resume {turn + 1}: {outcome}"
+            self.record["moves"] += 1
 
     def twins_agree(self, job: Job, traces: Sequence[str] = ("trace",)) -> None:
         """Ends all three after the same number of steps and compares every step of theirs, bit for bit."""

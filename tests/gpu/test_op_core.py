@@ -13,6 +13,7 @@ from op_support import GIB, limits, longest_gap, on, pause_is_true, reaped
 pytestmark = [*limits, pytest.mark.gpu_core]
 
 
+@pytest.mark.two_gpus
 def test_a_job_moves_to_the_other_gpu_and_back(stamping, do, gpus):
     victim = stamping("--gb", 1, "--graph", "--pinned")
     for here, there in ((0, 1), (1, 0)):
@@ -51,6 +52,7 @@ def test_suspend_frees_the_gpu_and_resume_brings_every_page_back(stamping, do):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_a_checkpoint_is_killed_and_restored_on_the_other_gpu(stamping, do, images, gpus):
     victim = stamping("--gb", 1, "--graph", "--pinned")
     reaped(victim)

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from op_support import VICTIMS, At, driver_workers, interrupt, journals, limits, longest_gap, on, reached, wait_until
+from op_support import (
+    ONE_GPU,
+    VICTIMS,
+    At,
+    driver_workers,
+    interrupt,
+    journals,
+    limits,
+    longest_gap,
+    on,
+    reached,
+    wait_until,
+)
 
 from limosa import operation
 from limosa.errors import UndoFailed
@@ -39,8 +51,12 @@ def runs_on(victim: Any, do: Any, gpu: int = 0) -> None:
     assert on(victim.pid) == {gpu}
     victim.goes_on()
     assert do("recover")["recovered"] == []
-    do("move", victim.pid, "--to", 1 - gpu)
-    assert on(victim.pid) == {1 - gpu}
+    if ONE_GPU:
+        do("suspend", victim.pid)
+        do("resume", victim.pid)
+    else:
+        do("move", victim.pid, "--to", 1 - gpu)
+        assert on(victim.pid) == {1 - gpu}
     victim.goes_on()
     victim.finish()
 
@@ -48,6 +64,7 @@ def runs_on(victim: Any, do: Any, gpu: int = 0) -> None:
 # --- Ctrl-C, --timeout ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.two_gpus
 def test_ctrl_c_in_the_drivers_checkpoint_brings_the_job_back(stamping, limosa, do, runtime):
     victim = stamping("--gb", 4)
     process = in_the_middle(limosa, runtime, "checkpoint", "move", victim.pid, "--to", 1)
@@ -69,6 +86,7 @@ def test_ctrl_c_in_criu_s_dump_brings_the_job_back(stamping, limosa, do, runtime
     runs_on(victim, do)
 
 
+@pytest.mark.two_gpus
 def test_a_time_limit_in_the_middle_is_undone(stamping, do):
     victim = stamping("--gb", 10)
     since = time.monotonic()
@@ -83,7 +101,7 @@ def test_a_time_limit_in_the_middle_is_undone(stamping, do):
 # --- SIGKILL ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["suspend", "move"])
+@pytest.mark.parametrize("verb", ["suspend", pytest.param("move", marks=pytest.mark.two_gpus)])
 def test_limosa_killed_in_the_drivers_checkpoint_is_undone_by_its_worker(stamping, limosa, do, runtime, verb):
     victim = stamping("--gb", 4)
     where = ["--to", 1] if verb == "move" else []
@@ -94,6 +112,7 @@ def test_limosa_killed_in_the_drivers_checkpoint_is_undone_by_its_worker(stampin
     runs_on(victim, do)
 
 
+@pytest.mark.two_gpus
 def test_limosa_killed_in_the_drivers_restore_is_finished_by_its_worker(stamping, limosa, do, runtime):
     victim = stamping("--gb", 8)
     process = in_the_middle(limosa, runtime, "restore", "move", victim.pid, "--to", 1)
@@ -103,6 +122,7 @@ def test_limosa_killed_in_the_drivers_restore_is_finished_by_its_worker(stamping
     runs_on(victim, do, gpu=1)
 
 
+@pytest.mark.two_gpus
 def test_limosa_and_its_worker_killed_leave_a_job_that_recover_brings_back(stamping, limosa, do, runtime):
     victim = stamping("--gb", 4)
     process = in_the_middle(limosa, runtime, "checkpoint", "move", victim.pid, "--to", 1)
@@ -131,6 +151,7 @@ def test_limosa_killed_in_criu_s_dump_is_undone(stamping, limosa, do, runtime, i
     runs_on(victim, do)
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("step", ["criu-restore", "restore"])
 def test_limosa_killed_while_it_restores_an_image(stamping, limosa, do, runtime, images, step):
     victim = stamping("--gb", 2)
@@ -150,6 +171,7 @@ def test_limosa_killed_while_it_restores_an_image(stamping, limosa, do, runtime,
 # --- 40 ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.two_gpus
 def test_an_undo_that_fails_is_40_and_recover_brings_the_job_back(start, do, gpus, tmp_path, runtime):
     """The second GPU's node goes while the job is checkpointed: neither the new map nor the old one is accepted."""
     folder = tmp_path / "hidden"

@@ -8,7 +8,7 @@ from op_support import GIB, At, limits, on, reaped
 from limosa import operation
 from limosa.errors import LeftSuspended, NoRoomOnGpu
 
-pytestmark = [*limits, pytest.mark.gpu_core, pytest.mark.gpu_alone]
+pytestmark = [*limits, pytest.mark.gpu_core, pytest.mark.gpu_alone, pytest.mark.two_gpus]
 
 
 def test_a_full_destination_is_refused_and_nothing_is_touched(stamping, filler, do):

@@ -10,6 +10,7 @@ from op_support import limits, pause_is_true
 pytestmark = [*limits, pytest.mark.gpu_core, pytest.mark.gpu_alone, pytest.mark.usefixtures("touched")]
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("gb", [0.05, 4])
 def test_the_pause_is_what_the_job_felt_and_about_what_was_estimated(stamping, do, gb):
     victim = stamping("--gb", gb)
@@ -23,6 +24,7 @@ def test_the_pause_is_what_the_job_felt_and_about_what_was_estimated(stamping, d
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_the_pause_of_a_tree(stamping, do):
     victim = stamping("--children", 2)
     since = time.monotonic()
@@ -41,6 +43,7 @@ def test_the_pause_of_a_copy_to_disk(stamping, do, images):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_a_pause_that_would_be_too_long_is_refused(stamping, do):
     victim = stamping("--gb", 4)
     since = time.monotonic()

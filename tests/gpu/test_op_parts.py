@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from op_support import limits, on, reaped
+from op_support import OTHER, limits, on, reaped
 
 pytestmark = [*limits, pytest.mark.gpu_core]
 
@@ -17,6 +17,7 @@ def test_toggle_suspends_and_resumes(stamping, do):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_a_suspended_job_is_resumed_on_the_other_gpu_by_move(stamping, do):
     victim = stamping("--pinned", "--graph")
     do("suspend", victim.pid)
@@ -26,6 +27,7 @@ def test_a_suspended_job_is_resumed_on_the_other_gpu_by_move(stamping, do):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_two_jobs_change_places(stamping, do):
     first, second = stamping("--gb", 1), stamping("--gb", 1, "--device", "cuda:1")
     swapped = do("move", first.pid, second.pid, "--swap")
@@ -36,6 +38,7 @@ def test_two_jobs_change_places(stamping, do):
         victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_a_job_on_two_gpus_is_turned_round_and_suspended(stamping, do, gpus):
     victim = stamping("--gb", 0.1, "--two-gpus")
     assert do("move", victim.pid, "--to", 1, rc=2)["error"]["message"]  # which of its two?
@@ -52,6 +55,7 @@ def test_a_job_on_two_gpus_is_turned_round_and_suspended(stamping, do, gpus):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_a_job_on_two_gpus_is_written_to_disk_and_turned_round_when_restored(stamping, do, images):
     victim = stamping("--gb", 0.05, "--two-gpus", "--pinned")
     reaped(victim)
@@ -71,7 +75,7 @@ def test_a_suspended_job_is_written_to_disk_as_it_is(stamping, do, images):
     assert on(victim.pid) == set()
     do("checkpoint", victim.pid, "--output", images / "image")
     assert not victim.alive()
-    do("restore", images / "image", "--to", 1)
-    assert on(victim.pid) == {1}
+    do("restore", images / "image", "--to", OTHER)
+    assert on(victim.pid) == {OTHER}
     victim.goes_on()
     victim.finish()

@@ -39,6 +39,7 @@ def refused(do: Any, victim: Any, reason: str, where: Sequence[object] = ("--to"
     assert longest_gap(victim, since) < 1.0
 
 
+@pytest.mark.two_gpus
 def test_managed_memory_is_refused_and_forced_it_is_undone(stamping, do):
     victim = stamping("--managed")
     refused(do, victim, "managed-memory")
@@ -50,6 +51,7 @@ def test_managed_memory_is_refused_and_forced_it_is_undone(stamping, do):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_cuda_ipc_is_refused(stamping, do):
     victim = stamping("--ipc")
     refused(do, victim, "cuda-ipc")
@@ -58,18 +60,21 @@ def test_cuda_ipc_is_refused(stamping, do):
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_large_memory_on_two_gpus_with_peer_access_is_refused(stamping, do):
     victim = stamping("--gb", 0.6, "--two-gpus")
     refused(do, victim, "peer-access", ("--map", "0=1,1=0"))
     victim.finish()
 
 
+@pytest.mark.two_gpus
 def test_two_nccl_ranks_are_refused(stamping, do):
     victim = stamping("--nccl", limit=80)
     refused(do, victim, "nccl-ranks", ("--map", "0=1,1=0"))
     victim.finish()
 
 
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("gpus", ["0", "0,1"])
 def test_jax_is_refused_where_its_calls_do_not_wait(stamping, do, images, gpus):
     """It would be ended by the driver while it is checkpointed; on the way of ``limosa run`` it is not (proofs)."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from op_support import VICTIMS, as_victim, children, limits, on, reaped
+from op_support import OTHER, VICTIMS, as_victim, children, limits, on, reaped
 
 pytestmark = [*limits, pytest.mark.gpu_core]
 TRAINING = VICTIMS.parents[1] / "victims" / "train_torch.py"
@@ -21,6 +21,7 @@ def members(victim: Any) -> list[int]:
     return found
 
 
+@pytest.mark.two_gpus
 def test_a_tree_moves_is_suspended_and_resumed_as_one(stamping, do):
     victim = stamping("--children", 2)
     family = members(victim)
@@ -58,9 +59,9 @@ def test_a_tree_is_killed_and_restored_on_the_other_gpu(stamping, do, images):
     reaped(victim)
     do("checkpoint", victim.pid, "--output", images / "image")
     assert not victim.alive()
-    do("restore", images / "image", "--to", 1)
+    do("restore", images / "image", "--to", OTHER)
     assert members(victim) == family
-    assert [on(pid) for pid in family] == [{1}, {1}, {1}]
+    assert [on(pid) for pid in family] == [{OTHER}, {OTHER}, {OTHER}]
     victim.goes_on()
     victim.finish()
 
@@ -77,14 +78,15 @@ def disturb(victim: Any, do: Any, images: Path) -> None:
         victim.until(lambda: losses() >= before + 5, limit, "for losses")
 
     further()
-    do("move", victim.pid, "--to", 1)
-    further()
+    if OTHER:
+        do("move", victim.pid, "--to", OTHER)
+        further()
     do("suspend", victim.pid)
     do("resume", victim.pid)
     further()
     do("checkpoint", victim.pid, "--output", images / "image")
     assert not victim.alive()
-    do("restore", images / "image", "--map", "1=0")
+    do("restore", images / "image", "--map", f"{OTHER}=0")
     further()
 
 

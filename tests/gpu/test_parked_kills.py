@@ -19,7 +19,7 @@ from test_parked_loop import helpers
 from limosa import operation
 from limosa.gpu import Inventory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(300, method="signal")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.two_gpus, pytest.mark.timeout(300, method="signal")]
 GB = 1 << 30
 TRAINING = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "adamw", "--gb", "2"]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from leaks import grown, note_of, seen, too_much
+from op_support import ONE_GPU
 from proofs import VICTIMS, Job, note
 
 from limosa import operation
@@ -49,7 +50,11 @@ def test_two_hundred_moves_leave_nothing(
     for turn in range(TIMES):
         if time.monotonic() - begin > limit:
             break
-        (outcome,) = operation.move(job.pid, to=str(1 - turn % 2), timeout=60)
+        if ONE_GPU:
+            operation.suspend(job.pid, timeout=60)
+            (outcome,) = operation.resume(job.pid, timeout=60)
+        else:
+            (outcome,) = operation.move(job.pid, to=str(1 - turn % 2), timeout=60)
         assert outcome.result is not None
         assert outcome.result.way == "parked"
         pauses.append(outcome.result.timings["pause_seconds"])

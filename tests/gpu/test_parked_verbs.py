@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from op_support import OTHER
 from proofs import VICTIMS, Job, Prover, first_difference
 
 from limosa import operation
@@ -29,7 +30,7 @@ def prover(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request:
 
 def test_suspended_and_resumed_here_and_there(prover: Prover) -> None:
     job = prover.start(TRAINING)
-    for to in (None, "1", None, "0"):
+    for to in (None, str(OTHER), None, "0"):
         (aside,) = operation.suspend(job.pid, timeout=90)
         assert aside.result is not None
         assert aside.result.way == "parked"
@@ -91,6 +92,7 @@ def foreign(job: Job, *names: str) -> list[str]:
     return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=60).stdout.split()
 
 
+@pytest.mark.two_gpus
 def test_a_job_that_was_moved_outlives_another_tools_checkpoint(prover: Prover) -> None:
     """Our own classes refuse before they try. The others' checkpoint fails; the driver checkpoints the job no more."""
     job = prover.start(TRAINING)
@@ -110,6 +112,7 @@ def test_a_job_that_was_moved_outlives_another_tools_checkpoint(prover: Prover) 
     prover.twins_agree(job)
 
 
+@pytest.mark.two_gpus
 def test_two_jobs_change_places(prover: Prover) -> None:
     """Both compute the same: the undisturbed twins of one are the other's, too."""
     job = prover.start(TRAINING)
@@ -143,20 +146,22 @@ def test_two_jobs_change_places(prover: Prover) -> None:
 def test_copied_to_disk_while_it_runs_and_brought_back(prover: Prover, images: Path, options: list[str]) -> None:
     """The job goes on from an image that ended it; afterwards, the copy that was made on the way goes on as well."""
     job = prover.start(TRAINING, options=options)
-    operation.move(job.pid, to="1", timeout=60)
-    job.goes_on()
+    if OTHER:
+        operation.move(job.pid, to="1", timeout=60)
+        job.goes_on()
     copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, 2 * GB)
     assert copied.left_running
     job.goes_on(20)
     operation.checkpoint(job.pid, images / "last")
     prover.acts(job, lambda: operation.restore(images / "last", to="0"), [prover.gpus[0]], 2 * GB)
-    operation.move(job.pid, to="1", timeout=60)
+    if OTHER:
+        operation.move(job.pid, to="1", timeout=60)
     job.goes_on(20)
     prover.twins_agree(job)
     whole = job.results()
     (job.folder / "trace").write_text("")
     job.log.write_text("")
-    operation.restore(images / "copy", to="1")
+    operation.restore(images / "copy", to=str(OTHER))
     job.ends()
     again = [line.split(" ", 2) for line in (job.folder / "trace").read_text().splitlines()]
     assert [line[2] for line in again] == whole[int(again[0][0]) :]
@@ -168,14 +173,16 @@ def test_shared_tensors_copied_to_disk_and_brought_back(prover: Prover, images: 
     copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, GB // 2)
     assert copied.left_running
     job.goes_on(20)
-    for to in (1, 0):
-        operation.checkpoint(job.pid, images / f"last{to}")
-        back = lambda to=to: operation.restore(images / f"last{to}", to=str(to))  # noqa: E731
+    for to in (OTHER, 0):
+        image = images / f"last{len(prover.ways)}"
+        operation.checkpoint(job.pid, image)
+        back = lambda image=image, to=to: operation.restore(image, to=str(to))  # noqa: E731
         prover.acts(job, back, [prover.gpus[to]], GB // 2)
     prover.moves(job, 1, GB // 2)
     prover.twins_agree(job)
 
 
+@pytest.mark.two_gpus
 def test_nccl_inside_one_process_goes_to_disk_and_comes_back(prover: Prover, images: Path) -> None:
     """NCCL's bootstrap leaves closed connections on ports that it goes on listening on: nobody has these."""
     argv = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER", "--kind", "parallel"]
@@ -187,7 +194,7 @@ def test_nccl_inside_one_process_goes_to_disk_and_comes_back(prover: Prover, ima
     prover.twins_agree(job)
 
 
-@pytest.mark.parametrize("kind", ["one", "vmm", "two"])
+@pytest.mark.parametrize("kind", ["one", "vmm", pytest.param("two", marks=pytest.mark.two_gpus)])
 def test_jax_put_aside_and_on_disk_and_brought_back(prover: Prover, images: Path, kind: str) -> None:
     """By the driver's way it ends there: it goes on asking the driver while it is checkpointed (caveats)."""
     argv = [sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER"]
@@ -201,7 +208,7 @@ def test_jax_put_aside_and_on_disk_and_brought_back(prover: Prover, images: Path
     copied = prover.acts(job, lambda: operation.checkpoint(job.pid, images / "copy", leave_running=True), None, GB // 4)
     assert copied.left_running
     job.goes_on(20)
-    for to in (1, 0):
+    for to in (OTHER, 0):
         where: dict[str, Any] = {"gpu_map": "0=1,1=0"} if kind == "two" else {"to": str(to)}
         image = images / f"last{len(prover.ways)}"
         operation.checkpoint(job.pid, image)

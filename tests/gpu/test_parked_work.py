@@ -51,6 +51,7 @@ def test_pytorch_that_sees_one_gpu(prover: Prover) -> None:
     prover.twins_agree(job)
 
 
+@pytest.mark.two_gpus
 def test_pytorch_from_which_a_gpu_is_hidden(prover: Prover) -> None:
     """It cannot open the node of the GPU that it goes to, until it is there."""
     job = prover.start([*TORCH, "--kind", "adamw"], options=["--gpus", "0"])
@@ -79,6 +80,7 @@ def test_jax_with_virtual_memory_of_its_own(prover: Prover) -> None:
     prover.twins_agree(job)
 
 
+@pytest.mark.two_gpus
 def test_jax_with_two_gpus(prover: Prover) -> None:
     """What is on one GPU goes to the other, and the other way round."""
     job = prover.start([sys.executable, str(VICTIMS / "proof_jax.py"), "FOLDER", "--gpus", "2"])
