@@ -88,7 +88,7 @@ def test_a_gpu_is_seen_on_the_bus_or_by_its_node(tmp_path):
 def test_capabilities(tmp_path, monkeypatch, bits, status, word):
     monkeypatch.setattr(module.os, "geteuid", lambda: 0)
     (tmp_path / "status").write_text(f"Name:\tx\nCapEff:\t{bits:016x}\n")
-    check = module._capabilities(tmp_path / "status")
+    check = module._capabilities(str(tmp_path))
     assert (check.status, check.exit_code) == (status, 11 if status == "fail" else 0)
     assert word in check.detail
 

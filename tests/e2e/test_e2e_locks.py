@@ -91,7 +91,7 @@ def test_where_locks_are_lost_all_are_ended_also_if_one_has_ended_by_itself(star
             raise FileNotFoundError(2, "No such file or directory", f"/proc/{pid}/status")
         return me.pid
 
-    monkeypatch.setattr(locks, "_tracer", tracer)
+    monkeypatch.setattr(locks, "tracer_of", tracer)
     manifest = Manifest(
         created=now(),
         criu="4.2",

@@ -10,7 +10,7 @@ import sys
 import pytest
 from softgpu.far import until
 
-from limosa.process import identity
+from limosa.process import identity, status
 from limosa.process.identity import ending
 from limosa.process.slurp import slurp
 
@@ -79,4 +79,5 @@ def test_one_that_the_kernel_is_taking_apart_is(
         return raw
 
     monkeypatch.setattr(identity, "slurp", seen)
+    monkeypatch.setattr(status, "slurp", seen)
     assert ending(sleeper.pid)

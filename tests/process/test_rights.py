@@ -16,7 +16,7 @@ import pytest
 from limosa import rights, start
 from limosa.errors import NoWorkingCriu, RunFailed
 from limosa.process.criu import find
-from limosa.process.launch import open_log, open_new_log
+from limosa.process.launch import launch, open_log
 
 pytestmark = pytest.mark.root
 
@@ -174,14 +174,14 @@ def test_root_opens_no_log_through_a_users_link(tmp_path, users, monkeypatch):
         with pytest.raises(RunFailed):
             open_log(path)
     with pytest.raises(RunFailed):
-        open_new_log("job", users / "folder")
+        launch(["true"], None, cwd=users / "folder")
     assert os.listdir(roots) == ["file"]
     assert (roots / "file").read_text() == "root's"
 
 
 def test_roots_own_links_lead_to_a_log(tmp_path, users):
     (tmp_path / "logs").symlink_to(users)
-    fd, new = open_log(tmp_path / "logs" / "log")
-    os.close(fd)
-    assert new
+    log = open_log(tmp_path / "logs" / "log")
+    os.close(log.fd)
+    assert log.new
     assert (users / "log").exists()

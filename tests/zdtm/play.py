@@ -20,7 +20,7 @@ from limosa.errors import LimosaError
 from limosa.process.criu.find import find
 from limosa.process.criu.log import cause
 from limosa.process.identity import Identity
-from limosa.process.procfs import effective_capabilities
+from limosa.process.status import effective_capabilities
 from limosa.process.tree import job_tree
 from zdtm.report import Outcome, Result
 from zdtm.suite import Test

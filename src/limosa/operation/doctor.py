@@ -21,7 +21,7 @@ from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
 from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process import places
 from limosa.process.memory import gib
-from limosa.process.procfs import effective_capabilities
+from limosa.process.status import effective_capabilities
 
 if TYPE_CHECKING:
     from limosa.process.criu.program import Criu
@@ -176,9 +176,9 @@ def _no_compiler() -> str:
     return "" if compilers() else NO_COMPILER
 
 
-def _capabilities(status: Path = Path("/proc/self/status")) -> Check:
+def _capabilities(folder: str = "/proc/self") -> Check:
     """The check "capabilities": what CRIU needs of the caller."""
-    bits = effective_capabilities(status.read_text())
+    bits = effective_capabilities(folder)
     has = {name for name, bit in CAPABILITIES.items() if bits >> bit & 1}
     missing = []
     if not has & {"CAP_SYS_ADMIN", "CAP_CHECKPOINT_RESTORE"}:

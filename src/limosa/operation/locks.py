@@ -17,6 +17,7 @@ from limosa.errors import FailedUndone, LimosaError, Reason
 from limosa.image import LockedFile, Manifest
 from limosa.operation.jobs import command_of
 from limosa.process.identity import Handle, Identity
+from limosa.process.status import tracer_of
 
 _SHOWN = 3
 _DRIVERS = "/dev/nvidia"  # the driver takes its own again
@@ -170,7 +171,7 @@ def see_all_there(manifest: Manifest, criu: Identity | None) -> None:
     for process in manifest.tree:
         with contextlib.suppress(LimosaError, OSError):  # one that somebody has ended: the others are ended, too
             identity = Identity.of(process.pid)
-            if criu is not None and _tracer(process.pid) == criu.pid:
+            if criu is not None and tracer_of(process.pid) == criu.pid:
                 with Handle(identity) as handle:
                     handle.signal(9)
     names = ", ".join(f"{entry.path} (process {entry.pid}: {'; '.join(entry.locks)})" for entry in missing[:_SHOWN])
@@ -179,11 +180,3 @@ def see_all_there(manifest: Manifest, criu: Identity | None) -> None:
         detail=f"locks that the job held could not be taken again: {names}",
         hint="nothing runs, the image is as it was; limosa doctor says whether Limosa's CRIU plugin is there",
     )
-
-
-def _tracer(pid: int) -> int:
-    with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            if line.startswith("TracerPid:"):
-                return int(line.split()[1])
-    return 0

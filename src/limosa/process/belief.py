@@ -24,7 +24,7 @@ from limosa.process import runtime
 from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
 from limosa.process.places import Folder, folders, own_folder
-from limosa.process.slurp import slurp
+from limosa.process.status import uids_of
 
 MOST_BYTES = 1 << 20
 """Bytes of one file: a claim on 20,000 processes."""
@@ -203,7 +203,4 @@ def owners_of(pid: int) -> set[int]:
     Raises:
         OSError: it is gone.
     """
-    for line in slurp(f"/proc/{pid}/status").splitlines():
-        if line.startswith(b"Uid:"):
-            return {int(word) for word in line.split()[1:]}
-    raise ProcessLookupError(pid)
+    return set(uids_of(pid))

@@ -16,9 +16,10 @@ import msgspec
 
 from limosa.errors import NoSuchProcess, NotAProcess, OwnAncestor, PermissionDenied, PidReused, UsageError, Zombie
 from limosa.process.slurp import slurp
+from limosa.process.status import status_of
 
 _PF_EXITING = 0x4  # include/linux/sched.h, in the flags of /proc/PID/stat
-_PENDING = (b"SigPnd:", b"ShdPnd:")
+_PENDING = ("SigPnd", "ShdPnd")
 _LONGEST_PID = 10  # digits of a pid_t
 
 
@@ -116,8 +117,8 @@ def is_pending(folder: str, number: signal.Signals) -> bool:
     Raises:
         OSError: there is no such process, or it may not be looked at.
     """
-    masks = [line.split()[1] for line in slurp(f"{folder}/status").splitlines() if line.startswith(_PENDING)]
-    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
+    status = status_of(folder)
+    return any(int(status[name][0], 16) >> (number - 1) & 1 for name in _PENDING)
 
 
 def boot_id() -> str:
@@ -128,13 +129,9 @@ def boot_id() -> str:
 def _thread_group(pid: int) -> int:
     """Return the process that ``pid`` belongs to (``Tgid`` of ``/proc/PID/status``)."""
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"Tgid:"):
-                    return int(line.split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        pass
-    raise NoSuchProcess(pid=pid)
+        return int(status_of(pid)["Tgid"][0])
+    except (FileNotFoundError, ProcessLookupError, KeyError):
+        raise NoSuchProcess(pid=pid) from None
 
 
 def pid_in(text: str) -> int | None:

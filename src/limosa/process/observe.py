@@ -26,9 +26,10 @@ from limosa.process.observation import (
     ThreadObservation,
 )
 from limosa.process.peers import Found, Wanted, look
-from limosa.process.procfs import effective_capabilities, namespaces, place_of, read_process
+from limosa.process.procfs import namespaces, place_of, read_process
 from limosa.process.slurp import slurp
 from limosa.process.sockets import Table, protocol_name, read_table
+from limosa.process.status import effective_capabilities
 from limosa.process.sysv import read_sysv
 from limosa.process.tree import job_tree
 

@@ -15,6 +15,7 @@ from limosa.process.cgroups import frozen_by, memory_levels, tightest
 from limosa.process.identity import Identity, Stat, read_stat
 from limosa.process.observation import MapObservation, ProcessObservation, ThreadObservation
 from limosa.process.slurp import slurp
+from limosa.process.status import status_of
 
 ENVIRONMENT = re.compile(
     rb"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID"
@@ -123,12 +124,6 @@ def read_maps(folder: str) -> Maps:
     return Maps(list(merged.values()), len(lines), uvm, managed, libcuda)
 
 
-def effective_capabilities(status: str | None = None) -> int:
-    """Return our effective capabilities as a bit mask (``CapEff`` of ``/proc/self/status``, capabilities(7))."""
-    text = slurp("/proc/self/status").decode(errors="replace") if status is None else status
-    return int(next(line.split()[1] for line in text.splitlines() if line.startswith("CapEff:")), 16)
-
-
 def _threads(pid: int) -> list[ThreadObservation]:
     found = []
     for name in os.listdir(f"/proc/{pid}/task"):
@@ -139,14 +134,6 @@ def _threads(pid: int) -> list[ThreadObservation]:
         closing = raw.rindex(b")")
         comm = raw[raw.index(b"(") + 1 : closing].decode(errors="replace")
         found.append(ThreadObservation(tid=int(name), name=comm, state=chr(raw[closing + 2])))
-    return found
-
-
-def _status(pid: int) -> dict[str, list[str]]:
-    found = {}
-    for line in slurp(f"/proc/{pid}/status").decode(errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        found[key] = value.split()
     return found
 
 
@@ -175,7 +162,7 @@ def read_process(identity: Identity, mountinfo: str, sight: Stat | None = None) 
     pid = identity.pid
     stat = sight or read_stat(pid)
     folder = place_of(stat)
-    status = _status(pid)
+    status = status_of(pid)
     uid, gid = int(status["Uid"][1]), int(status["Gid"][1])
     seen = ProcessObservation(
         pid=pid,

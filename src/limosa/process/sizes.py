@@ -14,6 +14,7 @@ import resource
 from limosa.errors import Reason
 from limosa.process.observation import JobObservation
 from limosa.process.slurp import slurp
+from limosa.process.status import effective_capabilities
 
 MOST_PIPES = 1024  # NR_PIPES_WITH_DATA of CRIU
 ASK_FROM = 1000
@@ -51,10 +52,8 @@ def could_need(descriptors: int, mappings: int) -> bool:
 
 def limit() -> int:
     """Return how many descriptors CRIU may have here, started by this process."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        rights = next((int(line.split()[1], 16) for line in file if line.startswith("CapEff:")), 0)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if rights & _CAP_SYS_RESOURCE:
+    if effective_capabilities() & _CAP_SYS_RESOURCE:
         with open("/proc/sys/fs/nr_open", encoding="ascii") as file:
             most = max(most, int(file.read()))
     return most

@@ -24,7 +24,7 @@ from limosa.process import settings
 from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
 from limosa.process.criu.trial import TrialResult, missing_right, trial
-from limosa.process.procfs import effective_capabilities
+from limosa.process.status import effective_capabilities
 
 _MOST_FILES = 2000
 NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key

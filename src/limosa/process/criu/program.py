@@ -51,7 +51,7 @@ class Criu(msgspec.Struct, frozen=True):
 def plugin_dir() -> str | None:
     """Return the folder of Limosa's CRIU plugin where it has been built, else None."""
     place = Path(__file__).parents[2] / "native" / "criu"
-    return str(place) if (place / PLUGIN).is_file() else None
+    return str(place) if start.loadable(place / PLUGIN) else None
 
 
 def from_folder(place: Path) -> Criu:

@@ -25,7 +25,7 @@ from limosa.process.criu import network
 from limosa.process.criu.log import TAKEN
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DumpOptions, RestoreOptions, dump, restore
-from limosa.process.procfs import effective_capabilities
+from limosa.process.status import effective_capabilities
 
 LIMIT = 60.0  # seconds for all of it; 1 s is usual
 STEP = 20.0  # seconds for one step of it
@@ -55,7 +55,7 @@ def missing_right(capabilities: int, uid: int) -> str:
     """Return why CRIU may not run at all with these capabilities, in a sentence; "" where it may be tried.
 
     Args:
-        capabilities: as of :func:`limosa.process.procfs.effective_capabilities`.
+        capabilities: as of :func:`limosa.process.status.effective_capabilities`.
         uid: the effective user id.
     """
     missing = [name for bit, name in _CAPABILITIES.items() if not capabilities >> bit & 1]
