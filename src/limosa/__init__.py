@@ -39,6 +39,17 @@ _WHERE = {
     "open_image": "limosa.image",
     "verify": "limosa.image.verify",
     "inventory": "limosa.gpu",
+    **dict.fromkeys(
+        (
+            "CheckpointOptions",
+            "MoveOptions",
+            "PlanCheckpointOptions",
+            "RestoreOptions",
+            "SuspendOptions",
+            "ToggleOptions",
+        ),
+        "limosa.operation.options",
+    ),
     "LimosaError": "limosa.errors",
     "Reason": "limosa.errors",
     "Progress": "limosa.progress",
@@ -160,6 +171,12 @@ if TYPE_CHECKING:
     from limosa.operation.move import resume as resume
     from limosa.operation.move import suspend as suspend
     from limosa.operation.move import toggle as toggle
+    from limosa.operation.options import CheckpointOptions as CheckpointOptions
+    from limosa.operation.options import MoveOptions as MoveOptions
+    from limosa.operation.options import PlanCheckpointOptions as PlanCheckpointOptions
+    from limosa.operation.options import RestoreOptions as RestoreOptions
+    from limosa.operation.options import SuspendOptions as SuspendOptions
+    from limosa.operation.options import ToggleOptions as ToggleOptions
     from limosa.operation.plan import plan as plan
     from limosa.operation.plan import plan_restore as plan_restore
     from limosa.operation.ps import ps as ps

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,3 +41,71 @@ def test_dir_lists_them_and_others_are_errors():
     assert set(limosa.__all__) == set(dir(limosa))
     with pytest.raises(AttributeError, match="no attribute 'migrate'"):
         limosa.migrate  # noqa: B018
+
+
+FUNCTIONS = [name for name in limosa.__all__ if inspect.isfunction(getattr(limosa, name))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_function_takes_whatever_it_is_given(name: str) -> None:
+    taken = inspect.signature(getattr(limosa, name)).parameters.values()
+    assert [p.name for p in taken if p.annotation in (inspect.Parameter.empty, "Any", Any)] == []
+
+
+def test_the_keywords_of_a_verb_are_those_of_its_record() -> None:
+    from limosa.operation import checkpoint_plan, restore_plan
+
+    for keywords, record in (
+        (limosa.PlanCheckpointOptions, checkpoint_plan.Options),
+        (limosa.RestoreOptions, restore_plan.Options),
+    ):
+        told = {name: hint.__forward_arg__ for name, hint in keywords.__annotations__.items()}
+        assert told == record.__annotations__
+    from limosa.operation.options import PlanOptions
+
+    one_by_one = (limosa.PlanCheckpointOptions, limosa.MoveOptions, limosa.SuspendOptions, limosa.ToggleOptions)
+    assert PlanOptions.__annotations__ == {k: v for one in one_by_one for k, v in one.__annotations__.items()}
+
+
+@pytest.mark.parametrize("verb", ["move", "suspend", "resume", "toggle", "checkpoint"])
+def test_a_plan_refuses_what_its_verb_does_not_know(verb: Any) -> None:
+    with pytest.raises(limosa.UsageError, match=f"{verb} has no option bogus"):
+        limosa.plan(verb, 1, bogus=1)  # type: ignore[call-overload]
+    if verb != "suspend":
+        with pytest.raises(limosa.UsageError, match="has no option release"):
+            limosa.plan(verb, 1, release="all")
+
+
+WRONG = """
+import limosa
+limosa.checkpoint("train", "/data", leave_runing=True)
+limosa.restore("/data", verify="no")
+limosa.plan("toggle", "train", to="1")
+limosa.plan("checkpoint", "train", leave_running=True)
+limosa.suspend("train", release="everything")
+"""
+RIGHT = """
+import threading
+import limosa
+limosa.checkpoint("train", "/data", leave_running=True, rate=1e9, timeout=5.0, cancel=threading.Event())
+limosa.restore("/data", verify=False, to="1", force=["chip"])
+limosa.plan("move", 4711, gpu_map={"0": "1"})
+limosa.plan("checkpoint", "train", output="/data")
+limosa.plan_restore("/data", to="1")
+more: limosa.CheckpointOptions = {"rounds": 2}
+limosa.checkpoint("train", "/data", **more)
+"""
+
+
+def test_a_type_checker_finds_every_wrong_keyword_and_no_right_one(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "right.py").write_text(RIGHT)
+    settings = str(Path(__file__).parents[2] / "pyproject.toml")
+    argv = [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", "/dev/null", "--no-error-summary"]
+    ran = subprocess.run(
+        [*argv, "--follow-imports", "silent", "wrong.py", "right.py"],
+        cwd=tmp_path, env={"MYPYPATH": str(Path(limosa.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    lines = [line for line in ran.stdout.splitlines() if "error:" in line]
+    assert [line.split(":")[:2] for line in lines] == [["wrong.py", str(n)] for n in range(3, 8)], ran.stdout

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -76,6 +76,11 @@ from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from limosa.operation.options import CheckpointOptions as Keywords
+
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
 _TRIES = 4  # of a dump, where the job makes semaphores meanwhile
@@ -92,7 +97,7 @@ def checkpoint(
     timeout: float | None = None,
     progress: ProgressFn = silent,
     cancel: threading.Event | None = None,
-    **options: Any,
+    **options: Unpack[Keywords],
 ) -> CheckpointResult:
     """Writes a job to disk; see :class:`Options` for the rest of the arguments.
 

@@ -25,6 +25,7 @@ from limosa.operation import room
 from limosa.operation.holding import TRIES, Grew
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.move_plan import is_done, look_at, note_full
+from limosa.operation.options import Release
 from limosa.operation.parked.aside import MEMORY_ONLY
 from limosa.operation.prepare import Prepared, Where, as_reason, look
 from limosa.operation.results import Outcome, Plan
@@ -104,7 +105,7 @@ def move(
 def suspend(
     jobs: JobLike | Sequence[JobLike],
     *,
-    release: str = "all",
+    release: Release = "all",
     max_pause: float | None = None,
     force: Collection[str] = (),
     dry_run: bool = False,

@@ -3,47 +3,84 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal, cast, overload
 
 from limosa import gpu
 from limosa.errors import UsageError
 from limosa.operation import checkpoint_plan, move_plan, restore_plan
 from limosa.operation.jobs import JobLike, job
+from limosa.operation.options import (
+    MoveOptions,
+    PlanCheckpointOptions,
+    PlanOptions,
+    RestoreOptions,
+    SuspendOptions,
+    ToggleOptions,
+)
 from limosa.operation.prepare import Where
 from limosa.operation.results import Plan
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def plan(verb: str, like: JobLike, **options: Any) -> Plan:
+_KNOWN: dict[str, Collection[str]] = {
+    "move": MoveOptions.__annotations__,
+    "suspend": SuspendOptions.__annotations__,
+    "resume": MoveOptions.__annotations__,
+    "toggle": ToggleOptions.__annotations__,
+    "checkpoint": PlanCheckpointOptions.__annotations__,
+}
+
+
+@overload
+def plan(verb: Literal["move", "resume"], like: JobLike, **options: Unpack[MoveOptions]) -> Plan: ...
+@overload
+def plan(verb: Literal["suspend"], like: JobLike, **options: Unpack[SuspendOptions]) -> Plan: ...
+@overload
+def plan(verb: Literal["toggle"], like: JobLike, **options: Unpack[ToggleOptions]) -> Plan: ...
+@overload
+def plan(verb: Literal["checkpoint"], like: JobLike, **options: Unpack[PlanCheckpointOptions]) -> Plan: ...
+def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     """What a verb would do to a job, and what stands against it. Touches nothing.
 
     Args:
         verb: "move", "suspend", "resume", "toggle" or "checkpoint".
         like: the job.
-        **options: the verb's own (``to``, ``source``, ``gpu_map``, ``force``; for checkpoint ``output``,
-            ``leave_running`` and CRIU's).
+        **options: the verb's own (:mod:`limosa.operation.options`): ``to``, ``source``, ``gpu_map``, ``release``,
+            ``max_pause``, ``force``; for checkpoint ``output``, ``leave_running`` and CRIU's.
 
     Raises:
         NoSuchProcess: there is no such job.
         UsageError: no such verb or option.
     """
+    if verb not in _KNOWN:
+        raise UsageError(detail=f"no plan for {verb!r}: {', '.join(_KNOWN)}")
+    if unknown := options.keys() - _KNOWN[verb]:
+        raise UsageError(detail=f"{verb} has no option {', '.join(sorted(unknown))}")
     which = job(like)
     driver = gpu.Driver()
     try:
         if verb == "checkpoint":
-            return checkpoint_plan.look_at(which, driver, checkpoint_plan.Options(**options)).as_plan()
-        if verb not in ("move", "suspend", "resume", "toggle"):
-            raise UsageError(detail=f"no plan for {verb!r}: move, suspend, resume, toggle or checkpoint")
-        where = Where(**{k: options.pop(k, None) for k in ("to", "source", "gpu_map")})
-        force, limit = options.pop("force", ()), options.pop("max_pause", None)
-        release = options.pop("release", "all") if verb == "suspend" else "all"
-        if options:
-            raise UsageError(detail=f"{verb} has no option {', '.join(options)}")
-        return move_plan.look_at(verb, which, driver, where, force=force, max_pause=limit, release=release).as_plan()
+            if "output" not in options:
+                raise UsageError(detail="checkpoint needs output: the image's folder")
+            chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
+            return checkpoint_plan.look_at(which, driver, checkpoint_plan.Options(**chosen)).as_plan()
+        where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
+        return move_plan.look_at(
+            verb,
+            which,
+            driver,
+            where,
+            force=options.get("force", ()),
+            max_pause=options.get("max_pause"),
+            release=options.get("release", "all"),
+        ).as_plan()
     finally:
         driver.close()
 
 
-def plan_restore(image: str | os.PathLike[str], **options: Any) -> Plan:
+def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:
     """What restoring an image would do, and what stands against it. Touches nothing.
 
     Args:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -57,6 +57,11 @@ from limosa.process.records import EndedRecord, RunRecord
 from limosa.process.tree import job_tree
 from limosa.progress import ProgressFn, silent
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from limosa.operation.options import RestoreOptions as Keywords
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -65,8 +70,8 @@ def restore(
     *,
     timeout: float | None = None,
     progress: ProgressFn = silent,
-    cancel: Any = None,
-    **options: Any,
+    cancel: threading.Event | None = None,
+    **options: Unpack[Keywords],
 ) -> RestoreResult:
     """Brings a job back from its image; see :class:`Options` for the rest of the arguments.
 
