@@ -35,7 +35,7 @@ def held() -> dict[str, int]:
 
 
 def _asked(kind: str, verb: str) -> dict[str, int]:
-    from limosa.parking.packets import receive, send
+    from limosa.ipc.messages import receive, send
     from limosa.parking.resident import Holding, socket_path
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

@@ -223,7 +223,10 @@ def test_suspending_again_and_again_leaks_nothing(parked: Any) -> None:
         job.goes_on(2)
         time.sleep(2.5)  # what its controller had is let go of by then
         seen.append(things())
-    grown = {what: (n, seen[1][what]) for what, n in seen[0].items() if seen[1][what] > n + 3}
+    # One a turn would be ten more. The C library keeps stacks and heaps of clients' threads: two mappings each, as many
+    # as ever were there at once.
+    most = {what: 8 if what.startswith("mappings") else 3 for what in seen[0]}
+    grown = {what: (n, seen[1][what]) for what, n in seen[0].items() if seen[1][what] > n + most[what]}
     assert not grown
     job.finish()
 

@@ -155,7 +155,7 @@ def may_be_dumped() -> bool:
 
 _CALLS = f"""{_BECOME}
 import socket
-from limosa.parking.packets import receive, send
+from limosa.ipc.messages import receive, send
 if sys.argv[2:]:
     become()
 one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

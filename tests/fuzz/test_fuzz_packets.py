@@ -17,14 +17,18 @@ import pytest
 from fuzz import frame
 from fuzz.mutate import mutated, mutated_object
 from limosa.errors import LimosaError
+from limosa.ipc import messages as packets
+from limosa.ipc.packet import Given
+from limosa.ipc.sessions import serve
 from limosa.parking import mover as movers
-from limosa.parking import mover_main, packets, resident, staging, vault_main
+from limosa.parking import mover_main, resident, staging, vault_main
 from limosa.parking.mover import Mover
-from limosa.parking.mover_session import Nothing, Session, Shared
-from limosa.parking.receive import Given
+from limosa.parking.mover_protocol import End
+from limosa.parking.mover_session import Session, Shared
 from limosa.parking.resident import Found, Greeting
 from limosa.parking.segments import layout_file, make
 from limosa.parking.vault import Vault
+from limosa.parking.vault_protocol import Asked
 from limosa.process.identity import Identity
 
 ME = Identity.of(os.getpid())
@@ -181,7 +185,7 @@ TO_A_VAULT: list[tuple[Said, int]] = [
 def test_whatever_a_client_says_to_a_vault_it_goes_on(fuzz: frame.Fuzz, foreign: list[int]) -> None:
     """What it holds for others stays as it is: two pieces under a key, whatever else is asked for."""
     for case in fuzz.cases(limit=2.0, share=0.5):
-        vault = vault_main.Vault()
+        vault = vault_main.VaultServer()
         vault.put(KEY, b"note", [os.dup(foreign[0]), os.dup(foreign[1])])
         mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (mine, other):
@@ -190,17 +194,13 @@ def test_whatever_a_client_says_to_a_vault_it_goes_on(fuzz: frame.Fuzz, foreign:
         say(case.random, other, said, n, foreign)
         other.shutdown(socket.SHUT_WR)
         with case:
-            with contextlib.suppress(EOFError, OSError, ValueError):
-                while True:
-                    vault.take(mine, packets.receive(mine))
-            vault.forget(mine)
+            serve(mine, vault_main.VaultSession(vault))
             assert KEY not in vault.held or len(vault.held[KEY].fds) == 2
             vault.look()
         for entry in vault.held.values():
             entry.close()
         for fd, _, _ in vault.pool.free:
             os.close(fd)
-        mine.close()
         other.close()
 
 
@@ -242,10 +242,8 @@ TO_A_MOVER: list[tuple[Said, int]] = [
 
 def test_whatever_a_client_says_to_a_mover_others_are_served(fuzz: frame.Fuzz, foreign: list[int]) -> None:
     """No driver is needed to understand what is asked; what it does with it the tests on software GPUs show."""
-    verbs = {"ping": (Nothing, mover_main.ping)}
-    for group in mover_main.GROUPS:
-        verbs.update(group.VERBS)
-    assert set(verbs) == {said["verb"] for said, _ in TO_A_MOVER}
+    verbs = {type_: verb for type_, verb in mover_main.all_verbs().items() if type_ is not End}
+    assert {type_.__struct_config__.tag for type_ in verbs} == {said["verb"] for said, _ in TO_A_MOVER}
     shared = Shared()
     for case in fuzz.cases(limit=3.0, share=0.5):
         held = vault_main.Entry()
@@ -258,10 +256,9 @@ def test_whatever_a_client_says_to_a_mover_others_are_served(fuzz: frame.Fuzz, f
             say(case.random, other, said, n, foreign)
         other.shutdown(socket.SHUT_WR)
         with case:
-            session = Session(mine, shared, verbs)
-            shared.sessions.add(session)
-            session.run()
-            assert not shared.sessions
+            session = Session(shared, verbs)
+            serve(mine, session)
+            assert not session.pieces
         for entry in shared.resident.values():
             entry.close()
         other.close()
@@ -269,8 +266,8 @@ def test_whatever_a_client_says_to_a_mover_others_are_served(fuzz: frame.Fuzz, f
 
 def test_a_message_that_is_right_is_understood() -> None:
     """What the fuzzers spoil is what vault and mover really take."""
-    verbs = {group_verb: pair for group in mover_main.GROUPS for group_verb, pair in group.VERBS.items()}
-    for said, _ in TO_A_MOVER[1:]:
-        packets.Message(msgspec.msgpack.encode(said), Given()).read_as(verbs[said["verb"]][0])
+    verbs = {type_.__struct_config__.tag: type_ for type_ in mover_main.all_verbs()}
+    for said, _ in TO_A_MOVER:
+        packets.Message(msgspec.msgpack.encode(said), Given()).read_as(verbs[said["verb"]])
     for said, _ in TO_A_VAULT:
-        packets.Message(msgspec.msgpack.encode(said), Given()).read_as(vault_main.Asked)
+        packets.Message(msgspec.msgpack.encode(said), Given()).read_as(Asked)

@@ -23,9 +23,9 @@ from limosa.errors import DriverHung, DriverTooOld, GpuUnavailable, IllegalState
 from limosa.gpu import Driver, LockResult, State
 from limosa.gpu.binding import libcuda_found
 from limosa.gpu.meanings import driver_error
-from limosa.gpu.wire import Frames, Reply, Request, frame, pack_error, unpack_error
 from limosa.gpu.worker_loop import serve
 from limosa.gpu.worker_process import Launched
+from limosa.ipc.frames import Frames, Reply, Request, frame, pack_error, unpack_error
 
 ME = os.getpid()
 

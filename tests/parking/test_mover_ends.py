@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from limosa.ipc.messages import receive, send_all
+from limosa.ipc.sessions import serve
 from limosa.parking import mover_holding, mover_main
-from limosa.parking.mover_main import Mover
-from limosa.parking.mover_session import Nothing, Session, Shared
-from limosa.parking.packets import receive, send_all
+from limosa.parking.mover_main import MoverServer
+from limosa.parking.mover_protocol import Keys, Ping
+from limosa.parking.mover_session import Session, Shared
 
 
 def test_the_end_that_comes_while_it_looks_around_is_not_overwritten(
@@ -22,7 +24,7 @@ def test_the_end_that_comes_while_it_looks_around_is_not_overwritten(
     """``a |= call()`` reads ``a`` before the call: what a session or a signal set during it was lost."""
     monkeypatch.setattr(mover_main, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(mover_holding, "look", lambda shared: None)
-    mover = Mover(str(tmp_path / "mover"), {})
+    mover = MoverServer(str(tmp_path / "mover"), {})
     rounds: list[bool] = []
 
     def told_meanwhile() -> float:
@@ -57,8 +59,8 @@ def test_to_be_looked_at_is_no_reason_to_stay() -> None:
         shared = Shared()
         shared.last = began = time.monotonic() - 100
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        session = Session(theirs, shared, dict.fromkeys(("ping", "held"), (Nothing, lambda *given: {})))
-        thread = threading.Thread(target=session.run, daemon=True)
+        session = Session(shared, dict.fromkeys((Ping, Keys), lambda *given: {}))
+        thread = threading.Thread(target=serve, args=(theirs, session), daemon=True)
         thread.start()
         for verb in verbs:
             send_all(ours, {"verb": verb})
@@ -68,5 +70,5 @@ def test_to_be_looked_at_is_no_reason_to_stay() -> None:
         return shared.last - began
 
     assert asked("ping") == asked("ping", "ping") == 0
-    assert asked("held") > 99
-    assert asked("ping", "held") > 99
+    assert asked("keys") > 99
+    assert asked("ping", "keys") > 99

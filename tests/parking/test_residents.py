@@ -22,16 +22,20 @@ import msgspec
 import pytest
 
 from limosa.errors import FailedUndone, LimosaError
+from limosa.ipc import messages as packets
+from limosa.ipc.packet import Given
+from limosa.ipc.sessions import serve
 from limosa.operation import idle
 from limosa.operation.journal import Member
 from limosa.operation.parked import holders
-from limosa.parking import mover_main, mover_memory, packets, resident, vault_main
+from limosa.parking import mover_main, mover_memory, resident, vault_main
 from limosa.parking.mover import Mover
-from limosa.parking.mover_session import Nothing, Session, Shared
-from limosa.parking.receive import Given
+from limosa.parking.mover_protocol import Copy
+from limosa.parking.mover_session import Session, Shared
 from limosa.parking.residents import Residents
 from limosa.parking.segments import Pool, make
 from limosa.parking.vault import Vault
+from limosa.parking.vault_protocol import Asked, Get, Put
 from limosa.process import openat
 from limosa.process.identity import Handle, Identity
 from limosa.process.limits import many_descriptors
@@ -284,12 +288,9 @@ def test_what_was_not_copied_is_missed(place: Path) -> None:
 
 
 def test_an_unknown_key_is_not_copied() -> None:
-    ends = socket.socketpair()
-    session = Session(ends[0], Shared(), {})
+    session = Session(Shared(), mover_main.all_verbs())
     with pytest.raises(FailedUndone, match="nothing was made or taken as a"):
-        mover_memory.copy(session, mover_memory.Copies([("a", "b", "GPU-1")]), [])
-    for end in ends:
-        end.close()
+        mover_memory.copy(session, Copy(copies=[("a", "b", "GPU-1")]), [])
 
 
 def test_the_vault_goes_on_after_what_it_cannot_do(place: Path) -> None:
@@ -409,8 +410,7 @@ def test_a_mover_that_is_to_end_keeps_what_it_holds(place: Path, monkeypatch: py
     """Nobody was connected, so "all of them hang" was true, and what it held was gone."""
     monkeypatch.setattr(mover_main, "LOOK_SECONDS", 0.05)
     path = resident.socket_path("mover", os.geteuid())
-    verbs = {"ping": (Nothing, mover_main.ping), "end": (Nothing, mover_main.end), **mover_main.mover_holding.VERBS}
-    one = mover_main.Mover(str(path), verbs)
+    one = mover_main.MoverServer(str(path), mover_main.all_verbs())
     thread = threading.Thread(target=one.serve, daemon=True)
     thread.start()
     with Mover() as mover:
@@ -494,7 +494,7 @@ def test_a_packet_of_empty_maps_takes_no_memory() -> None:
     n = 16 << 20
     data = b"\x83\xa4keys\xdf" + (n // 2).to_bytes(4, "big") + b"\xa0\x80" * (n // 2)
     data += b"\xa4gpus\xdd" + n.to_bytes(4, "big") + b"\x80" * n + b"\xa1n\x01"
-    for type_ in (resident.Holding, resident.Greeting, vault_main.Asked):
+    for type_ in (resident.Holding, resident.Greeting, Asked):
         tracemalloc.start()
         with contextlib.suppress(ValueError):
             packets.Message(data, Given()).read_as(type_)
@@ -505,12 +505,50 @@ def test_a_packet_of_empty_maps_takes_no_memory() -> None:
 
 def test_what_was_not_finished_is_forgotten() -> None:
     """A put that breaks off in the middle leaves neither key nor descriptors."""
-    vault, ends, before = vault_main.Vault(), socket.socketpair(), open_here()
-    vault.take(ends[0], packets.Message(b"", Given([os.dup(0), os.dup(0)]), more=True))
-    vault.forget(ends[0])
-    assert (vault.held, vault.coming, open_here()) == ({}, {}, before)
-    for end in ends:
-        end.close()
+    before, vault = open_here(), vault_main.VaultServer()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    packets.send(ours, {"more": True}, [0, 0])
+    ours.close()
+    serve(theirs, vault_main.VaultSession(vault))
+    assert (vault.held, open_here()) == ({}, before)
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(place: Path, many: list[int]) -> None:
+    """The vault waited ten seconds for it, and whoever asked meanwhile gave up after five."""
+    with Vault() as vault, Vault() as slow:
+        vault.put(KEY, many[:2000], b"note")
+        slow._connection.settimeout(0.2)
+        with contextlib.suppress(TimeoutError):
+            while True:  # until the vault reads no more of what it asks
+                packets.send(slow._connection, {"verb": "get", "key": KEY})
+        begun = time.monotonic()
+        assert vault.held() == {KEY: 2000}
+        assert vault.drop(KEY) == 2000
+        assert time.monotonic() - begun < 2
+    end = time.monotonic() + 5
+    while True:  # what was being sent is closed when it has gone
+        there = os.listdir(f"/proc/{vault.identity.pid}/fd")
+        if len(there) < 100:
+            return
+        assert time.monotonic() < end, f"{len(there)} descriptors are still open in the vault"
+        time.sleep(0.05)
+
+
+def test_what_is_being_sent_is_closed_afterwards_and_not_before() -> None:
+    """A number that is closed is the next one's: a client would get another's memory."""
+    lending, (fd, other) = vault_main.Lending(), (os.dup(0), os.dup(0))
+    lending.lend([fd, other])
+    lending.lend([fd])
+    lending.close(fd)
+    os.fstat(fd)
+    lending.back([fd, other])
+    os.fstat(fd)
+    lending.back([fd])
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    lending.close(other)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(other)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user is made by root")
@@ -554,12 +592,12 @@ def test_cleaners_of_tmp_leave_the_folder_of_a_user_with_a_vault_alone(place: Pa
 
 def test_a_set_that_is_not_all_there_does_not_take_the_place_of_the_whole_one() -> None:
     """Who sends it had no descriptor left for the rest, say; what is held so far may be the last copy."""
-    vault, before = vault_main.Vault(), open_here()
-    assert vault.answer(vault_main.Put(KEY, 2), Given([os.dup(0), os.dup(0)])) == ({"n": 2}, [])
+    vault, before = vault_main.VaultServer(), open_here()
+    assert vault.answer(Put(key=KEY, n=2), Given([os.dup(0), os.dup(0)])) == ({"n": 2}, [])
     with Given([os.dup(0)]) as fewer:
-        said, _ = vault.answer(vault_main.Put(KEY, 3), fewer)
+        said, _ = vault.answer(Put(key=KEY, n=3), fewer)
     assert said == {"error": "1 descriptors came of 3"}
-    assert vault.answer(vault_main.Get(KEY), Given())[0]["n"] == 2
+    assert vault.answer(Get(key=KEY), Given())[0]["n"] == 2
     vault.let_go(KEY)
     assert open_here() == before
 

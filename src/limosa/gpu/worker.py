@@ -22,9 +22,9 @@ from limosa.gpu.checks import check_pairs, check_pid, check_timeout
 from limosa.gpu.facts import DriverFacts
 from limosa.gpu.gpus import Inventory
 from limosa.gpu.names import LockResult, State
-from limosa.gpu.wire import unpack_error
 from limosa.gpu.worker_loop import PING, SET_WILL
 from limosa.gpu.worker_process import Launched, Slot, WorkerProcess, launch
+from limosa.ipc.frames import unpack_error
 
 INIT_LIMIT = 120.0
 """Seconds for ``cuInit``: 2.7 s were seen with eight GPUs, more with no persistence mode."""

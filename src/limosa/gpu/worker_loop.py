@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from limosa.gpu.wire import Frames, Reply, Request, Sender, pack_error
+from limosa.ipc.frames import Frames, Reply, Request, Sender, pack_error
 
 SET_WILL = "set_will"
 PING = "ping"

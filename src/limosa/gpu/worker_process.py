@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from limosa import start
-from limosa.gpu.wire import Frames, Reply, Request, Sender
+from limosa.ipc.frames import Frames, Reply, Request, Sender
 
 
 class Slot:

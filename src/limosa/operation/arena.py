@@ -12,9 +12,9 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
+from limosa.ipc.packet import peer
 from limosa.operation.jobs import user_name
 from limosa.parking.mover import Mover
-from limosa.parking.packets import peer
 from limosa.parking.resident import look_for, residents
 from limosa.parking.segments import SMALL
 from limosa.parking.vault import Vault, no_room

@@ -14,11 +14,11 @@ from itertools import chain
 
 from limosa import gpu
 from limosa.errors import LimosaError
+from limosa.ipc.side_by_side import SECONDS, within
 from limosa.operation import room
 from limosa.operation.journal import Member, added_up
 from limosa.parking.mover import Mover
 from limosa.parking.shim import under_shim
-from limosa.parking.side_by_side import SECONDS, within
 
 END_SECONDS = 5.0
 

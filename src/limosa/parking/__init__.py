@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from limosa import start
+
 WITHOUT = "LIMOSA_SHIM_WITHOUT"
 LIBRARY = Path(__file__).resolve().parents[1] / "native" / "shim" / "liblimosa_shim.so"
 
@@ -24,7 +26,7 @@ def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()
     found = dict(os.environ if env is None else env)
     if without:
         found[WITHOUT] = ",".join(without)
-    if LIBRARY.is_file():
+    if start.loadable(LIBRARY):
         others = [part for part in found.get("LD_PRELOAD", "").replace(":", " ").split() if part != str(LIBRARY)]
         found["LD_PRELOAD"] = ":".join([str(LIBRARY), *others])
     return found

@@ -1,6 +1,6 @@
 """What a shim's answers say, decoded: whoever can write to the process's memory may have written them.
 
-Each function takes what stands behind the message of one packet and raises :class:`~limosa.parking.receive.Wrong` where
+Each function takes what stands behind the message of one packet and raises :class:`~limosa.ipc.packet.Wrong` where
 that is not exactly what it should be.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from limosa.gpu.names import uuid_of_bytes
+from limosa.ipc.packet import Wrong, text
 from limosa.parking.protocol import (
     AWAY,
     COUNT_KINDS,
@@ -25,7 +26,6 @@ from limosa.parking.protocol import (
     Role,
     Stand,
 )
-from limosa.parking.receive import Wrong, text
 
 MOST_BYTES = 1 << 46
 """Of device memory that one process can have: 64 TiB."""

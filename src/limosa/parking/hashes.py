@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import blake3
 
 from limosa.errors import FailedUndone, InvalidArgument
+from limosa.start import loadable
 
 if TYPE_CHECKING:
     from limosa.gpu.vmm import Contexts
@@ -291,6 +292,8 @@ def _check(bytes_: int, chunk: int, at: int = 0) -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL:
     try:
+        if LIBRARY.is_file() and not loadable(LIBRARY):
+            raise OSError("others can change it")
         library = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         detail = f"{LIBRARY.name}, which is built when Limosa is installed, cannot be loaded ({error})"

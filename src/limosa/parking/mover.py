@@ -8,24 +8,42 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TypeVar
-
-import msgspec
+from typing import Literal, TypeVar
 
 from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
-from limosa.parking import resident
-from limosa.parking.packets import (
+from limosa.ipc.messages import (
     MOST_DESCRIPTORS,
-    Count,
     Message,
-    Note,
-    Seconds,
-    Text,
-    Word,
-    peer,
     receive_all,
     send,
     send_all,
+)
+from limosa.ipc.packet import peer
+from limosa.parking import resident
+from limosa.parking.mover_protocol import (
+    CALL_SECONDS,
+    Copied,
+    Copy,
+    Drop,
+    DropAll,
+    End,
+    Get,
+    Hold,
+    Host,
+    Keys,
+    Make,
+    Noted,
+    Nothing,
+    Number,
+    Pinned,
+    Prepare,
+    Put,
+    Refusal,
+    Request,
+    Take,
+    Took,
+    Unput,
+    Warm,
 )
 from limosa.parking.resident import (
     Found,
@@ -37,39 +55,11 @@ from limosa.parking.resident import (
     understood,
 )
 
-CALL_SECONDS = 60.0
 SLOWEST_PIN = 0.5e9
 """Bytes a second; 2.2 to 2.6e9 were measured."""
 
 _T = TypeVar("_T")
 WHO = "the mover, which copies device memory,"
-
-
-class _Nothing(msgspec.Struct):
-    pass
-
-
-class _Time(msgspec.Struct):
-    seconds: Seconds
-
-
-class _Copied(msgspec.Struct):
-    bytes: Count
-
-
-class _Number(msgspec.Struct):
-    n: Count
-
-
-class _Note(msgspec.Struct):
-    there: bool
-    note: Note = b""
-    n: Count = 0
-
-
-class _Refusal(msgspec.Struct):
-    error: Text | None = None
-    result: Word = ""
 
 
 class Mover:
@@ -107,11 +97,11 @@ class Mover:
 
     def prepare(self, gpus: Sequence[str]) -> None:
         """Have contexts on these GPUs (UUIDs) ready."""
-        self._tell({"verb": "prepare", "gpus": list(gpus)}, _Nothing)
+        self._tell(Prepare(gpus=list(gpus)), Nothing)
 
     def take(self, key: str, fds: Sequence[int], sizes: Sequence[int], gpu: str) -> None:
         """Have it map memory, to be used from a GPU; the descriptors stay ours."""
-        self._tell({"verb": "take", "key": key, "sizes": list(sizes), "gpu": gpu}, _Nothing, fds=fds)
+        self._tell(Take(key=key, sizes=list(sizes), gpu=gpu), Nothing, fds=fds)
         self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
 
     def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
@@ -120,7 +110,7 @@ class Mover:
         Raises:
             NoRoomOnGpu: there is none.
         """
-        with self.ask({"verb": "make", "key": key, "sizes": list(sizes), "gpu": gpu}, wanted=len(sizes)).given as given:
+        with self.ask(Make(key=key, sizes=list(sizes), gpu=gpu), wanted=len(sizes)).given as given:
             if len(given) != len(sizes):
                 raise FailedUndone(f"the mover made {len(given)} of {len(sizes)} pieces of memory")
             self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
@@ -137,8 +127,8 @@ class Mover:
         Raises:
             FailedUndone: not all of it was copied.
         """
-        message = {"verb": "copy", "copies": [list(one) for one in copies], "rate": rate}
-        return self._all(self._tell(message, _Copied, limit).bytes, [source for source, _, _ in copies])
+        message = Copy(copies=list(copies), rate=rate)
+        return self._all(self._tell(message, Copied, limit).bytes, [source for source, _, _ in copies])
 
     def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
         """Have it map segments of the arena, as one piece of memory; the descriptors stay ours.
@@ -153,19 +143,21 @@ class Mover:
         Returns:
             Seconds.
         """
-        message = {"verb": "hold", "key": key, "bytes": bytes_, "gpu": gpu, "pin": pin}
-        return self._tell(message, _Time, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
+        message = Hold(key=key, bytes=bytes_, gpu=gpu, pin=pin)
+        return self._tell(message, Took, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def warm(self, fds: Sequence[int], bytes_: int, gpu: str, keep: float) -> float:
         """Have it pin segments that nobody uses yet, and not end for so many seconds; returns what it took."""
-        message = {"verb": "warm", "gpu": gpu, "seconds": keep}
-        return self._tell(message, _Time, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
+        message = Warm(gpu=gpu, seconds=keep)
+        return self._tell(message, Took, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def pinned(self) -> int:
         """Return how many bytes of the arena it has pinned."""
-        return self._tell({"verb": "pinned"}, _Copied).bytes
+        return self._tell(Pinned(), Copied).bytes
 
-    def host(self, way: str, copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0) -> int:
+    def host(
+        self, way: Literal["out", "in"], copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0
+    ) -> int:
         """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns how many bytes.
 
         Args:
@@ -177,8 +169,8 @@ class Mover:
         Raises:
             FailedUndone: not all of it was copied.
         """
-        message = {"verb": "host", "way": way, "copies": [list(one) for one in copies], "rate": rate}
-        return self._all(self._tell(message, _Copied, limit).bytes, [key for key, _, _, _ in copies])
+        message = Host(way=way, copies=list(copies), rate=rate)
+        return self._all(self._tell(message, Copied, limit).bytes, [key for key, _, _, _ in copies])
 
     def _all(self, done: int, keys: Sequence[str]) -> int:
         wanted = sum(self._sizes.get(key, 0) for key in keys)
@@ -192,7 +184,7 @@ class Mover:
         Raises:
             FailedUndone: it does not hold all of them.
         """
-        n = self._tell({"verb": "put", "key": key, "note": note, "n": len(fds)}, _Number, fds=fds).n
+        n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds=fds).n
         if n != len(fds):
             raise FailedUndone(f"the mover holds {n} of {len(fds)} descriptors of {key}")
 
@@ -203,9 +195,9 @@ class Mover:
             KeyError: nothing under that key.
             FailedUndone: it does not say.
         """
-        answer = self.ask({"verb": "get", "key": key}, wanted=MOST_DESCRIPTORS)
+        answer = self.ask(Get(key=key), wanted=MOST_DESCRIPTORS)
         with answer.given as given:
-            said = understood(answer, _Note, WHO)
+            said = understood(answer, Noted, WHO)
             if not said.there:
                 raise KeyError(key)
             if said.n != len(given):
@@ -214,20 +206,20 @@ class Mover:
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors it holds so, by key."""
-        return self._tell({"verb": "keys"}, Holding).keys
+        return self._tell(Keys(), Holding).keys
 
     def unput(self, key: str) -> None:
         """Have it no longer hold what it held so."""
-        self._tell({"verb": "unput", "key": key}, _Number)
+        self._tell(Unput(key=key), Number)
 
     def drop(self, key: str) -> None:
         """Have it let go of a key."""
-        self._tell({"verb": "drop", "key": key}, _Nothing)
+        self._tell(Drop(key=key), Nothing)
         self._sizes.pop(key, None)
 
     def end(self) -> None:
         """Have it end as soon as nobody needs it."""
-        self._tell({"verb": "end"}, _Nothing)
+        self._tell(End(), Nothing)
 
     def leave(self) -> None:
         """Have it let go of what it had made or taken for us, and end the connection.
@@ -237,7 +229,7 @@ class Mover:
         """
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)
-            send(self._connection, {"verb": "drop-all"})
+            send(self._connection, DropAll())
             receive_all(self._connection, resident.ANSWER_SECONDS, fds=0)
         except (OSError, EOFError, ValueError):
             pass
@@ -255,13 +247,11 @@ class Mover:
     ) -> None:
         self.close()
 
-    def ask(
-        self, message: dict[str, Any], limit: float | None = None, fds: Sequence[int] = (), *, wanted: int = 0
-    ) -> Message:
+    def ask(self, message: Request, limit: float | None = None, fds: Sequence[int] = (), *, wanted: int = 0) -> Message:
         """Ask something; returns the answer, whose descriptors are ours to close.
 
         Args:
-            message: ``verb`` and what it takes.
+            message: what is asked.
             limit: seconds after which the mover counts as hung: it is ended then.
             fds: descriptors to send along; they stay ours.
             wanted: how many may come back.
@@ -273,15 +263,16 @@ class Mover:
         limit = CALL_SECONDS if limit is None else limit
         try:
             self._connection.settimeout(limit)
-            send_all(self._connection, {**message, "limit": limit}, fds)
+            message.limit = limit
+            send_all(self._connection, message, fds)
             answer = receive_all(self._connection, limit, fds=wanted, memory=True)
         except TimeoutError as error:
-            raise self.hung(f"has not answered for {limit:g} s ({message['verb']})") from error
+            raise self.hung(f"has not answered for {limit:g} s ({type(message).__name__})") from error
         except (EOFError, OSError, ValueError) as error:
             text = str(error) or "it was killed"
             raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
         try:
-            self._raise(understood(answer, _Refusal, WHO))
+            self._raise(understood(answer, Refusal, WHO))
         except BaseException:
             answer.given.close()
             raise
@@ -296,13 +287,11 @@ class Mover:
         replace("mover", self.uid, self.identity)
         return FailedUndone(f"the mover, which copies device memory, {how}; it was ended")
 
-    def _tell(
-        self, message: dict[str, Any], type_: type[_T], limit: float | None = None, fds: Sequence[int] = ()
-    ) -> _T:
+    def _tell(self, message: Request, type_: type[_T], limit: float | None = None, fds: Sequence[int] = ()) -> _T:
         return understood(self.ask(message, limit, fds), type_, WHO)
 
     @staticmethod
-    def _raise(said: _Refusal) -> None:
+    def _raise(said: Refusal) -> None:
         if said.error is not None:
             if said.result == "CUDA_ERROR_OUT_OF_MEMORY":
                 raise NoRoomOnGpu(detail="the destination filled up while memory was made there")

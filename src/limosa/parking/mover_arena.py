@@ -11,15 +11,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Annotated, Any, Literal
-
-import msgspec
+from typing import Any
 
 from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts, HostPiece, call
-from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Speed, Streams
-from limosa.parking.mover_session import Nothing, Reply, Session, Shared, Verb
-from limosa.parking.packets import Count, Seconds, Word
+from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Streams
+from limosa.parking.mover_protocol import Hold, Host, Pinned, Request, Warm
+from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.rate import Rate
 from limosa.parking.resident import look_for
 from limosa.parking.segments import LARGE, is_segment
@@ -31,37 +29,6 @@ TOUCHERS = max(1, min(8, (os.cpu_count() or 1) - 1))
 PINNERS = 2
 COPIERS = 4
 """Threads that copy what is not pinned."""
-
-
-class Hold(msgspec.Struct):
-    """Segments to be held as a key, as one piece of memory.
-
-    Attributes:
-        key: what they are held as.
-        bytes: how much of it will be used; the rest is made zero where there may be another's.
-        gpu: one whose context is there.
-        pin: whether what is not pinned yet is pinned.
-    """
-
-    key: Word
-    bytes: Count
-    gpu: Word
-    pin: bool = False
-
-
-class Warm(msgspec.Struct):
-    """Segments to be pinned for so long, by a GPU's context."""
-
-    gpu: Word
-    seconds: Seconds
-
-
-class Copies(msgspec.Struct):
-    """What is to be copied to an arena, or back: key, the arena's key, where in it, the GPU that copies."""
-
-    way: Literal["out", "in"]
-    copies: Annotated[list[tuple[Word, Word, Count, Word]], msgspec.Meta(max_length=1 << 16)]
-    rate: Speed = 0.0
 
 
 class Segment:
@@ -236,12 +203,12 @@ def warm(session: Session, asked: Warm, fds: Sequence[int]) -> Reply:
     return {"seconds": time.monotonic() - begun, "pinned": sum(s.piece.bytes for s in taken if s.piece.pinned)}
 
 
-def pinned(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def pinned(session: Session, asked: Pinned, fds: Sequence[int]) -> Reply:
     """Say how many bytes of the arena are pinned."""
     return {"bytes": _segments(session.shared).bytes()}
 
 
-def host(session: Session, asked: Copies, fds: Sequence[int]) -> Reply:
+def host(session: Session, asked: Host, fds: Sequence[int]) -> Reply:
     """Copy keys to an arena ("out") or back ("in"), all at once."""
     rate = Rate(asked.rate)
     begun, total, out = time.monotonic(), 0, asked.way == "out"
@@ -291,9 +258,9 @@ def _copy(out: bool, device: int, there: int, size: int, stream: Any) -> None:
         call(f"{name}Async", target, source, size, stream)
 
 
-VERBS: dict[str, Verb] = {
-    "hold": (Hold, hold),
-    "warm": (Warm, warm),
-    "pinned": (Nothing, pinned),
-    "host": (Copies, host),
+VERBS: dict[type[Request], Verb] = {
+    Hold: hold,
+    Warm: warm,
+    Pinned: pinned,
+    Host: host,
 }

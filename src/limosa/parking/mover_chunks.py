@@ -8,38 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
-
-import msgspec
+from typing import Any, TypeVar
 
 from limosa.errors import LimosaError
 from limosa.gpu.vmm import Contexts
-from limosa.image.chunks import MOST_CHUNK, Chunks
+from limosa.image.chunks import Chunks
 from limosa.parking.crew import Crew, Hand, Pinned
-from limosa.parking.mover_session import Nothing, Reply, Session, Verb
-from limosa.parking.packets import Count, Numbers, Word
+from limosa.parking.mover_protocol import Close, Poll, Request, Stop
+from limosa.parking.mover_session import Reply, Session, Verb
 
 KEY = "staging"
 POLL_SECONDS = 0.25
-MOST_IDS = MOST_NAMES = 1 << 13
-"""In one message."""
 _Kind = TypeVar("_Kind", bound="Staging")
-
-
-Id = Annotated[int, msgspec.Meta(ge=0)]
-Ids = Annotated[list[Id], msgspec.Meta(max_length=MOST_IDS)]
-ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHUNK)]
-Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
-"""How many; 0: as many as fit."""
-
-
-class Pieces(msgspec.Struct):
-    """Pieces of a process's memory on a GPU."""
-
-    pid: Count
-    ids: Ids
-    sizes: Numbers
-    gpu: Word
 
 
 class Staging:
@@ -163,25 +143,25 @@ def begin(session: Session, staging: Staging) -> None:
     session.pieces[KEY] = [staging]
 
 
-def staging_poll(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def staging_poll(session: Session, asked: Poll, fds: Sequence[int]) -> Reply:
     """Tell how far it is."""
     return held(session, Staging).poll()
 
 
-def staging_stop(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def staging_stop(session: Session, asked: Stop, fds: Sequence[int]) -> Reply:
     """Stop what was begun."""
     held(session, Staging).stop()
     return {}
 
 
-def staging_close(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def staging_close(session: Session, asked: Close, fds: Sequence[int]) -> Reply:
     """Let go of all of it."""
     session.drop(KEY)
     return {}
 
 
-VERBS: dict[str, Verb] = {
-    "staging-poll": (Nothing, staging_poll),
-    "staging-stop": (Nothing, staging_stop),
-    "staging-close": (Nothing, staging_close),
+VERBS: dict[type[Request], Verb] = {
+    Poll: staging_poll,
+    Stop: staging_stop,
+    Close: staging_close,
 }

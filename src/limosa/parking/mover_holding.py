@@ -8,21 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-import msgspec
-
 from limosa.errors import FailedUndone
-from limosa.parking.mover_session import Key, Nothing, Reply, Session, Shared, Verb
-from limosa.parking.packets import Count, Note, Word
-from limosa.parking.receive import Given
+from limosa.ipc.packet import Given
+from limosa.parking.mover_protocol import Get, Keys, Put, Request, Unput
+from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.vault_main import Entry, let_ended_go
-
-
-class Put(msgspec.Struct):
-    """Descriptors, which are so many, to be held under a key."""
-
-    key: Word
-    n: Count
-    note: Note = b""
 
 
 def put(session: Session, asked: Put, fds: Sequence[int]) -> Reply:
@@ -44,7 +34,7 @@ def put(session: Session, asked: Put, fds: Sequence[int]) -> Reply:
     return {"n": len(entry.fds)}
 
 
-def get(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
+def get(session: Session, asked: Get, fds: Sequence[int]) -> Reply:
     """Give away descriptors of what is held under ``key``; ``there`` is false where nothing is."""
     with session.shared.lock:
         entry = session.shared.resident.get(asked.key)
@@ -56,7 +46,7 @@ def get(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
             return {"there": True, "note": entry.note, "n": len(given)}, given.take()
 
 
-def unput(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
+def unput(session: Session, asked: Unput, fds: Sequence[int]) -> Reply:
     """Let go of what is held under ``key``."""
     with session.shared.lock:
         entry = session.shared.resident.pop(asked.key, Entry())
@@ -65,7 +55,7 @@ def unput(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
     return {"n": n}
 
 
-def keys(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def keys(session: Session, asked: Keys, fds: Sequence[int]) -> Reply:
     """Say what is held: how many descriptors by key."""
     with session.shared.lock:
         return {"keys": {key: len(entry.fds) for key, entry in session.shared.resident.items()}}
@@ -77,4 +67,9 @@ def look(shared: Shared) -> None:
         let_ended_go(shared.resident)
 
 
-VERBS: dict[str, Verb] = {"put": (Put, put), "get": (Key, get), "unput": (Key, unput), "keys": (Nothing, keys)}
+VERBS: dict[type[Request], Verb] = {
+    Put: put,
+    Get: get,
+    Unput: unput,
+    Keys: keys,
+}

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
-
-import msgspec
 
 from limosa.gpu.vmm import Contexts, Piece
 from limosa.image.chunks import chunk_path, name_of
 from limosa.parking.crew import Crew, Hand, Place, default_threads
 from limosa.parking.mover_chunks import (
-    MOST_NAMES,
-    ChunkSize,
-    Id,
-    Pieces,
     Staging,
-    Threads,
     begin,
     held,
     only,
     read_whole,
 )
+from limosa.parking.mover_protocol import LoadMake, LoadOpen, LoadStart, LoadTake, LoadWant, Request
 from limosa.parking.mover_session import Reply, Session, Verb
-from limosa.parking.packets import Count
 
 
 class Damaged(Exception):
@@ -119,61 +111,40 @@ class Load(Staging):
         hand.into(places, size)
 
 
-class Open(msgspec.Struct):
-    """A folder of chunks of this size."""
-
-    chunk: ChunkSize
-
-
-class Wanted(msgspec.Struct):
-    """What belongs where: pid, id, from which chunk on, names of 32 bytes each."""
-
-    parts: Annotated[
-        list[tuple[Count, Id, Count, Annotated[bytes, msgspec.Meta(max_length=32 * MOST_NAMES)]]],
-        msgspec.Meta(max_length=MOST_NAMES),
-    ]
-
-
-class Start(msgspec.Struct):
-    """How many threads read."""
-
-    threads: Threads = 0
-
-
-def load_open(session: Session, asked: Open, fds: Sequence[int]) -> Reply:
+def load_open(session: Session, asked: LoadOpen, fds: Sequence[int]) -> Reply:
     """Begin to load; the descriptor is of the folder."""
     begin(session, Load(session.contexts, only(fds), asked.chunk))
     return {}
 
 
-def load_make(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+def load_make(session: Session, asked: LoadMake, fds: Sequence[int]) -> Reply:
     """Make memory and give descriptors of it away."""
     return {}, held(session, Load).make(asked.pid, asked.ids, asked.sizes, asked.gpu)
 
 
-def load_take(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+def load_take(session: Session, asked: LoadTake, fds: Sequence[int]) -> Reply:
     """Have memory that a process has made, by its descriptors."""
     held(session, Load).take(asked.pid, asked.ids, asked.sizes, asked.gpu, fds)
     return {}
 
 
-def load_want(session: Session, asked: Wanted, fds: Sequence[int]) -> Reply:
+def load_want(session: Session, asked: LoadWant, fds: Sequence[int]) -> Reply:
     """Say what belongs where."""
     for pid, id_, start, names in asked.parts:
         held(session, Load).want(pid, id_, start, names)
     return {}
 
 
-def load_start(session: Session, asked: Start, fds: Sequence[int]) -> Reply:
+def load_start(session: Session, asked: LoadStart, fds: Sequence[int]) -> Reply:
     """Begin to read."""
     held(session, Load).start(asked.threads)
     return {}
 
 
-VERBS: dict[str, Verb] = {
-    "load-open": (Open, load_open),
-    "load-make": (Pieces, load_make),
-    "load-take": (Pieces, load_take),
-    "load-want": (Wanted, load_want),
-    "load-start": (Start, load_start),
+VERBS: dict[type[Request], Verb] = {
+    LoadOpen: load_open,
+    LoadMake: load_make,
+    LoadTake: load_take,
+    LoadWant: load_want,
+    LoadStart: load_start,
 }

@@ -13,16 +13,17 @@ import fcntl
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from limosa.gpu import binding
+from limosa.ipc.messages import VERSION
+from limosa.ipc.sessions import Sessions, listen
 from limosa.parking import mover_arena, mover_chunks, mover_holding, mover_loading, mover_memory, mover_saving
-from limosa.parking.mover_session import Nothing, Reply, Session, Shared, Verb
-from limosa.parking.packets import VERSION, peer
+from limosa.parking.mover_protocol import End, Ping, Request
+from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.resident import holder_path, look_for, socket_path
 from limosa.parking.resident_main import begin, listens
 
@@ -33,27 +34,36 @@ LOOK_SECONDS = 0.5
 ARENA_SECONDS = 2.0
 
 
-def ping(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def ping(session: Session, asked: Ping, fds: Sequence[int]) -> Reply:
     """Say who it is, how busy, on which GPUs, and when it ends."""
     shared = session.shared
-    with shared.lock:
-        n = len(shared.sessions) - 1
+    n = len(shared.all()) - 1
     left = max(0.0, IDLE_SECONDS - (time.monotonic() - max(shared.last, shared.stay_until))) if not n else None
     said = {"pid": os.getpid(), "version": VERSION, "sessions": n, "gpus": shared.contexts.gpus(), "ends_in": left}
     return {**said, "retiring": shared.retiring}
 
 
-def end(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def end(session: Session, asked: End, fds: Sequence[int]) -> Reply:
     """End as soon as nobody else needs it."""
     session.shared.retiring = True
     return {}
 
 
-class Mover:
+def all_verbs() -> dict[type[Request], Verb]:
+    """Return what does each request."""
+    verbs: dict[type[Request], Verb] = {Ping: ping, End: end}
+    for group in GROUPS:
+        verbs.update(group.VERBS)
+    return verbs
+
+
+class MoverServer:
     """The mover's socket and its sessions."""
 
-    def __init__(self, path: str, verbs: dict[str, Verb]):
-        self.path, self.verbs, self.shared = path, verbs, Shared()
+    def __init__(self, path: str, verbs: dict[type[Request], Verb]):
+        self.path, self.shared = path, Shared()
+        self.clients = Sessions(lambda: Session(self.shared, verbs))
+        self.shared.sessions = self.clients
         # Bound elsewhere and renamed: whoever connects finds this mover or the one before, never none.
         part = f"{path}.{os.getpid()}"
         self.listening = listen(part)
@@ -67,7 +77,7 @@ class Mover:
             ready.register(self.listening, selectors.EVENT_READ)
             while not shared.retiring:
                 ready.select(LOOK_SECONDS)
-                self.accept(self.listening)
+                self.clients.accept(self.listening)
                 mover_holding.look(shared)
                 if time.monotonic() - looked > ARENA_SECONDS and not looking.is_alive():
                     looking = threading.Thread(target=mover_arena.look_after, args=(shared,), daemon=True)
@@ -78,7 +88,7 @@ class Mover:
         if self.has_name():
             with contextlib.suppress(OSError):
                 os.unlink(self.path)
-        self.accept(self.listening)  # who has connected already is served
+        self.clients.accept(self.listening)  # who has connected already is served
         self.listening.close()
         self.hold_on()
 
@@ -86,12 +96,12 @@ class Mover:
         """Wait until the last session has ended, or hangs; and, as long as something is held here, for who wants it."""
         shared = self.shared
         path, listening = holder_path(self.path), None
-        while shared.resident or (shared.sessions and not shared.stuck()):
+        while shared.resident or (self.clients and not shared.stuck()):
             if shared.resident and listening is None:
                 with contextlib.suppress(OSError):
                     listening = listen(path)
             if listening is not None:
-                self.accept(listening)
+                self.clients.accept(listening)
             mover_holding.look(shared)
             time.sleep(LOOK_SECONDS / 10)
         if listening is not None:
@@ -103,13 +113,12 @@ class Mover:
         """Return for how many seconds nobody has needed it."""
         shared = self.shared
         with shared.lock:
-            needed = shared.sessions or shared.resident
+            needed = self.clients or shared.resident
             return 0.0 if needed else time.monotonic() - max(shared.last, shared.stay_until)
 
     def any_stuck(self) -> bool:
         """Return whether a call has been under way for longer than it may: others had better use another mover."""
-        with self.shared.lock:
-            return any(session.until < time.monotonic() for session in self.shared.sessions)
+        return any(session.until < time.monotonic() for session in self.shared.all())
 
     def has_name(self) -> bool:
         """Return whether who looks for a mover finds this one."""
@@ -117,42 +126,6 @@ class Mover:
             return os.stat(self.path).st_ino == self._inode
         except OSError:
             return False
-
-    def accept(self, listening: socket.socket) -> None:
-        """Take in those that have connected, if they are the owner or root."""
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:
-                return
-            if peer(connection)[1] not in (0, os.geteuid()):
-                connection.close()
-                continue
-            connection.setblocking(True)
-            session = Session(connection, self.shared, self.verbs)
-            with self.shared.lock:
-                self.shared.sessions.add(session)
-            threading.Thread(target=session.run, daemon=True).start()
-
-
-def listen(path: str) -> socket.socket:
-    """Return a socket that listens at a path and does not wait.
-
-    Raises:
-        OSError: it cannot.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
-        found.bind(path)
-        os.chmod(path, 0o600)
-        found.listen(64)
-        found.setblocking(False)
-    except BaseException:
-        found.close()
-        raise
-    return found
 
 
 @contextlib.contextmanager
@@ -175,9 +148,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code.
     """
-    verbs: dict[str, Verb] = {"ping": (Nothing, ping), "end": (Nothing, end)}
-    for group in GROUPS:
-        verbs.update(group.VERBS)
+    verbs = all_verbs()
     with contextlib.suppress(Exception):  # it is asked for again, and says then what is missing
         binding.load_binding()
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
@@ -187,7 +158,7 @@ def main(argv: list[str]) -> int:
     with starting(path):  # of several that are started at once the first stays
         if look_for("mover", os.geteuid()) is not None:
             return 0
-        mover = Mover(str(path), verbs)
+        mover = MoverServer(str(path), verbs)
     listens()
 
     def told(number: int, frame: object) -> None:

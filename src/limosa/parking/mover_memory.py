@@ -5,50 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from limosa.gpu.vmm import Piece, call
-from limosa.parking.mover_session import Key, Nothing, Reply, Session, Verb
-from limosa.parking.packets import Numbers, Word, Words
+from limosa.parking.mover_protocol import Copy, Drop, DropAll, Make, Prepare, Request, Take
+from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.rate import Rate
 
 STREAMS = 4
 CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
-Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 """Bytes a second; 0: as fast as it goes."""
 
 
-class Gpus(msgspec.Struct):
-    """GPUs (UUIDs) on which contexts are to be ready."""
-
-    gpus: Words
-
-
-class Pieces(msgspec.Struct):
-    """Memory of these sizes to be held as a key, and used from a GPU."""
-
-    key: Word
-    sizes: Numbers
-    gpu: Word
-
-
-class Copies(msgspec.Struct):
-    """What is to be copied: source, target, the GPU that copies."""
-
-    copies: Annotated[list[tuple[Word, Word, Word]], msgspec.Meta(max_length=1 << 16)]
-    rate: Speed = 0.0
-
-
-def prepare(session: Session, asked: Gpus, fds: Sequence[int]) -> Reply:
+def prepare(session: Session, asked: Prepare, fds: Sequence[int]) -> Reply:
     """Have contexts ready."""
     for uuid in asked.gpus:
         session.contexts.use(uuid)
     return {}
 
 
-def take(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+def take(session: Session, asked: Take, fds: Sequence[int]) -> Reply:
     """Map memory that descriptors lead to, to be used from a GPU."""
     session.contexts.use(asked.gpu)
     user = [session.contexts.ordinal(asked.gpu)]
@@ -58,7 +34,7 @@ def take(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
     return {}
 
 
-def make(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+def make(session: Session, asked: Make, fds: Sequence[int]) -> Reply:
     """Make memory on a GPU and give descriptors of it away."""
     session.contexts.use(asked.gpu)
     ordinal = session.contexts.ordinal(asked.gpu)
@@ -78,7 +54,7 @@ def make(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
     return {}, given
 
 
-def copy(session: Session, asked: Copies, fds: Sequence[int]) -> Reply:
+def copy(session: Session, asked: Copy, fds: Sequence[int]) -> Reply:
     """Copy, all at once, what keys hold to what others hold, in their order."""
     rate = Rate(asked.rate)
     begun, total = time.monotonic(), 0
@@ -99,13 +75,13 @@ def copy(session: Session, asked: Copies, fds: Sequence[int]) -> Reply:
     return {"seconds": time.monotonic() - begun, "bytes": total}
 
 
-def drop(session: Session, asked: Key, fds: Sequence[int]) -> Reply:
+def drop(session: Session, asked: Drop, fds: Sequence[int]) -> Reply:
     """Let go of a key."""
     session.drop(asked.key)
     return {}
 
 
-def drop_all(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def drop_all(session: Session, asked: DropAll, fds: Sequence[int]) -> Reply:
     """Let go of all that this controller had made or taken."""
     for key in list(session.pieces):
         session.drop(key)
@@ -139,11 +115,11 @@ class Streams:
                 call("cuStreamDestroy", stream)
 
 
-VERBS: dict[str, Verb] = {
-    "prepare": (Gpus, prepare),
-    "take": (Pieces, take),
-    "make": (Pieces, make),
-    "copy": (Copies, copy),
-    "drop": (Key, drop),
-    "drop-all": (Nothing, drop_all),
+VERBS: dict[type[Request], Verb] = {
+    Prepare: prepare,
+    Take: take,
+    Make: make,
+    Copy: copy,
+    Drop: drop,
+    DropAll: drop_all,
 }

@@ -7,29 +7,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from limosa.errors import FailedUndone
 from limosa.gpu.vmm import Contexts, Piece
 from limosa.parking.crew import Crew, Hand, Pinned, Slot, default_threads
 from limosa.parking.hashes import GpuHash, Key, host
 from limosa.parking.mover_chunks import (
-    MOST_NAMES,
-    ChunkSize,
-    Id,
-    Pieces,
     Staging,
-    Threads,
     begin,
     held,
     only,
     read_whole,
 )
-from limosa.parking.mover_memory import Speed
-from limosa.parking.mover_session import Nothing, Reply, Session, Verb
-from limosa.parking.packets import MOST_DESCRIPTORS, Count, Word
+from limosa.parking.mover_protocol import (
+    Request,
+    SaveAside,
+    SaveDiffer,
+    SaveDrop,
+    SaveNames,
+    SaveOpen,
+    SaveReady,
+    SaveStart,
+    SaveTake,
+)
+from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.rate import Rate
 from limosa.parking.segments import LARGE, fits
 
@@ -275,102 +277,59 @@ class Save(Staging):
         return min(self._chunk, piece.memory.bytes - i * self._chunk)
 
 
-class Open(msgspec.Struct):
-    """A folder of chunks of this size; the key for hashes that find changes, or nothing."""
-
-    chunk: ChunkSize
-    key: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
-
-
-class Places(msgspec.Struct):
-    """Pieces in host memory: id, bytes, where in the segments; the GPU that they were on."""
-
-    pid: Count
-    places: Annotated[list[tuple[Id, Count, Count]], msgspec.Meta(max_length=MOST_NAMES)]
-    gpu: Word
-
-
-class Gone(msgspec.Struct):
-    """Pieces that a process has freed."""
-
-    pid: Count
-    ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
-
-
-class Ready(msgspec.Struct):
-    """How many bytes of changed chunks can wait in memory."""
-
-    hold: Count
-
-
-class Start(msgspec.Struct):
-    """What to do: see :meth:`Save.start`."""
-
-    what: Literal["copy", "keep", "write"]
-    rate: Speed = 0.0
-    nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
-    threads: Threads = 0
-
-
-class Names(msgspec.Struct):
-    """Chunks of pieces: pid, id, from which chunk on, how many."""
-
-    parts: Annotated[list[tuple[Count, Id, Count, Count]], msgspec.Meta(max_length=MOST_NAMES)]
-
-
-def save_open(session: Session, asked: Open, fds: Sequence[int]) -> Reply:
+def save_open(session: Session, asked: SaveOpen, fds: Sequence[int]) -> Reply:
     """Begin to save; the descriptor is of the folder."""
     begin(session, Save(session.contexts, only(fds), asked.chunk, asked.key or None))
     return {}
 
 
-def save_take(session: Session, asked: Pieces, fds: Sequence[int]) -> Reply:
+def save_take(session: Session, asked: SaveTake, fds: Sequence[int]) -> Reply:
     """Have pieces that are on a GPU, by their descriptors."""
     held(session, Save).take(asked.pid, asked.ids, asked.sizes, asked.gpu, fds)
     return {}
 
 
-def save_aside(session: Session, asked: Places, fds: Sequence[int]) -> Reply:
+def save_aside(session: Session, asked: SaveAside, fds: Sequence[int]) -> Reply:
     """Have pieces that are in host memory, in the segments that the descriptors are of."""
     held(session, Save).aside(asked.pid, asked.places, asked.gpu, fds)
     return {}
 
 
-def save_drop(session: Session, asked: Gone, fds: Sequence[int]) -> Reply:
+def save_drop(session: Session, asked: SaveDrop, fds: Sequence[int]) -> Reply:
     """Forget pieces."""
     held(session, Save).drop(asked.pid, asked.ids)
     return {}
 
 
-def save_ready(session: Session, asked: Ready, fds: Sequence[int]) -> Reply:
+def save_ready(session: Session, asked: SaveReady, fds: Sequence[int]) -> Reply:
     """Have all in place for the pause."""
     held(session, Save).ready(asked.hold)
     return {}
 
 
-def save_differ(session: Session, asked: Nothing, fds: Sequence[int]) -> Reply:
+def save_differ(session: Session, asked: SaveDiffer, fds: Sequence[int]) -> Reply:
     """Look what has changed."""
     return held(session, Save).differ()
 
 
-def save_start(session: Session, asked: Start, fds: Sequence[int]) -> Reply:
+def save_start(session: Session, asked: SaveStart, fds: Sequence[int]) -> Reply:
     """Begin."""
     held(session, Save).start(asked.what, asked.rate, asked.nice, asked.threads)
     return {}
 
 
-def save_names(session: Session, asked: Names, fds: Sequence[int]) -> Reply:
+def save_names(session: Session, asked: SaveNames, fds: Sequence[int]) -> Reply:
     """Tell names of chunks."""
     return {"names": held(session, Save).names(asked.parts)}
 
 
-VERBS: dict[str, Verb] = {
-    "save-open": (Open, save_open),
-    "save-take": (Pieces, save_take),
-    "save-aside": (Places, save_aside),
-    "save-drop": (Gone, save_drop),
-    "save-ready": (Ready, save_ready),
-    "save-differ": (Nothing, save_differ),
-    "save-start": (Start, save_start),
-    "save-names": (Names, save_names),
+VERBS: dict[type[Request], Verb] = {
+    SaveOpen: save_open,
+    SaveTake: save_take,
+    SaveAside: save_aside,
+    SaveDrop: save_drop,
+    SaveReady: save_ready,
+    SaveDiffer: save_differ,
+    SaveStart: save_start,
+    SaveNames: save_names,
 }

@@ -1,45 +1,30 @@
 """The mover's side of a connection: one controller, one thread, what it holds, and the verbs that it is asked.
 
-Verbs come in groups, each a module with a table ``VERBS``: what is asked with a verb, and a function that takes the
-session, that, and the descriptors that came with it (closed after it), and returns what is said, or that and
-descriptors to be given away.
+Verbs come in groups, each a module with a table ``VERBS``: a request of ``mover_protocol.py``, and a function that
+takes the session, the request and the descriptors that came with it (closed after it), and returns what is said, or
+that and descriptors to be given away.
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import functools
+import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts
-from limosa.parking.packets import MOST_DESCRIPTORS, Message, Seconds, Word, receive, send_all
-from limosa.parking.receive import Given
+from limosa.ipc.messages import Message
+from limosa.ipc.packet import Given
+from limosa.ipc.sessions import Answer, Sessions
+from limosa.parking.mover_protocol import Ping, Request
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0
 """Seconds after its time limit from which a call counts as hung."""
 _HARMLESS = frozenset({"CUDA_ERROR_OUT_OF_MEMORY"})
-
-
-class Nothing(msgspec.Struct):
-    """What is asked where the verb says all."""
-
-
-class Key(msgspec.Struct):
-    """What is asked about a key."""
-
-    key: Word
-
-
-class _Asked(msgspec.Struct):
-    verb: Word
-    limit: Seconds = 60.0
 
 
 class Shared:
@@ -57,7 +42,7 @@ class Shared:
     def __init__(self) -> None:
         self.contexts = Contexts()
         self.retiring = False
-        self.sessions: set[Session] = set()
+        self.sessions: Sessions[Session] | None = None
         self.last = time.monotonic()
         self.lock = threading.Lock()
         self.stay_until = 0.0
@@ -66,8 +51,12 @@ class Shared:
 
     def stuck(self) -> bool:
         """Return whether a call of each session that is left has been under way for longer than it may."""
-        with self.lock:
-            return bool(self.sessions) and all(session.until < time.monotonic() for session in self.sessions)
+        left = self.all()
+        return bool(left) and all(session.until < time.monotonic() for session in left)
+
+    def all(self) -> list[Session]:
+        """Return the sessions that there are."""
+        return self.sessions.all() if self.sessions is not None else []
 
 
 class Session:
@@ -78,35 +67,27 @@ class Session:
         until: when the call under way counts as hung.
     """
 
-    def __init__(self, connection: socket.socket, shared: Shared, verbs: Mapping[str, Verb]):
+    def __init__(self, shared: Shared, verbs: Mapping[type[Request], Verb]):
         self.shared, self.pieces = shared, dict[str, list[Any]]()
         self.until = float("inf")
         self._needed = False
-        self._connection, self._verbs = connection, verbs
-        self._coming = Given()
+        self._verbs = verbs
+        self._asked: Any = functools.reduce(operator.or_, verbs)
 
     @property
     def contexts(self) -> Contexts:
         """The contexts of the process."""
         return self.shared.contexts
 
-    def run(self) -> None:
-        """Answer until the controller is gone; then let go of what it had."""
-        try:
-            while self._one():
-                pass
-        finally:
-            self._connection.close()
-            for key in list(self.pieces):
-                try:
-                    self.drop(key)
-                except Exception:  # a GPU that is lost, say: what is still mapped goes with this process
-                    self.shared.retiring = True
-            self._coming.close()
-            with self.shared.lock:
-                self.shared.sessions.discard(self)
-                if self._needed:
-                    self.shared.last = time.monotonic()
+    def gone(self) -> None:
+        """Let go of what it had."""
+        for key in list(self.pieces):
+            try:
+                self.drop(key)
+            except Exception:  # a GPU that is lost, say: what is still mapped goes with this process
+                self.shared.retiring = True
+        if self._needed:
+            self.shared.last = time.monotonic()
 
     def held(self, key: str) -> list[Any]:
         """Return what it has had made or taken under a key.
@@ -130,45 +111,24 @@ class Session:
         if failed is not None:
             raise failed
 
-    def _one(self) -> bool:
+    def answer(self, message: Message, came: Given) -> Answer:
+        """Do what is asked."""
         try:
-            message = receive(self._connection)
-            self._coming.add(message.given)
-            if len(self._coming) > MOST_DESCRIPTORS:
-                return False
-            if message.more:
-                return True
-            with Given(self._coming.take()) as came:
-                said, given = self._do(message, came)
-            try:
-                send_all(self._connection, said, given)
-            finally:
-                for fd in given:
-                    os.close(fd)
-        except (EOFError, OSError, ValueError):
-            return False
-        return True
-
-    def _do(self, message: Message, came: Given) -> tuple[dict[str, Any], list[int]]:
-        try:
-            asked = message.read_as(_Asked)
+            asked: Request = message.read_as(self._asked)
             self.until = time.monotonic() + asked.limit + STUCK_GRACE
-            if asked.verb not in self._verbs:
-                return {"error": f"the mover knows no {asked.verb}"}, []
-            self._needed |= asked.verb != "ping"  # to be looked at is no reason to stay
-            type_, verb = self._verbs[asked.verb]
-            reply = verb(self, message.read_as(type_), came.fds)
-            return reply if isinstance(reply, tuple) else (reply, [])
+            self._needed |= not isinstance(asked, Ping)  # to be looked at is no reason to stay
+            reply = self._verbs[type(asked)](self, asked, came.fds)
+            return Answer(*reply) if isinstance(reply, tuple) else Answer(reply)
         except LimosaError as error:
             result = str(error.fields.get("result", ""))
             if isinstance(error, DriverError) and result not in _HARMLESS:
                 self.shared.retiring = True
-            return {"error": error.message[:1000], "result": result, "id": error.id}, []
+            return Answer({"error": error.message[:1000], "result": result, "id": error.id})
         except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"[:1000]}, []
+            return Answer({"error": f"{type(error).__name__}: {error}"[:1000]})
         finally:
             self.until = float("inf")
 
 
-Verb = tuple[type[Any], Callable[[Session, Any, Sequence[int]], Reply]]
-"""What is asked with it, and what does it."""
+Verb = Callable[[Session, Any, Sequence[int]], Reply]
+"""What does what is asked."""

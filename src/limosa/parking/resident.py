@@ -24,9 +24,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.parking.packets import VERSION, Count, Message, Seconds, Word, Words, peer, receive_all, send
-from limosa.parking.receive import Wrong
-from limosa.parking.side_by_side import SECONDS, within
+from limosa.ipc.messages import VERSION, Count, Message, Seconds, Word, Words, receive_all, send
+from limosa.ipc.packet import Wrong, peer
+from limosa.ipc.side_by_side import SECONDS, within
+from limosa.parking.vault_protocol import Keys, Ping
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -52,7 +53,7 @@ class Greeting(msgspec.Struct):
     """What a resident says of itself.
 
     Attributes:
-        version: of what it understands (``packets.VERSION``).
+        version: of what it understands (``messages.VERSION``).
         sessions: how many others a mover serves.
         gpus: UUIDs of those on which a mover has contexts.
         ends_in: seconds until a mover ends by itself; None while it is in use.
@@ -164,7 +165,7 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
     """
     with found.connection as connection:
         try:
-            send(connection, {"verb": "keys"})
+            send(connection, Keys())
             message = receive_all(connection, ANSWER_SECONDS, fds=0)
             if understood(message, Holding, _WHAT[kind]).keys:
                 text = f"{_WHAT[kind]} is of another version of Limosa (process {found.identity.pid}) and holds memory"
@@ -199,7 +200,7 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
         if owner != uid:
             raise FailedUndone(f"who listens in the folder of uid {uid} is not that user's {kind}")
         identity = Identity.of(pid)
-        send(connection, {"verb": "ping"})
+        send(connection, Ping())
         message = receive_all(connection, ANSWER_SECONDS, fds=0)
         said = understood(message, Greeting, _WHAT[kind])
         if name or not said.retiring:

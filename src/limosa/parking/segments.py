@@ -10,12 +10,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from limosa.ipc.sealed import SEALED, sealed_file, seals_of
 
 LARGE, SMALL = 1 << 30, 32 << 20
 NAME = "limosa-arena"
-SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-"""Nobody can change such a file any more."""
 _AS_LARGE = fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
@@ -49,24 +49,12 @@ def exactly(bytes_: int) -> list[int]:
 
 def is_segment(fd: int) -> bool:
     """Return whether a descriptor is of a segment: it stays as large as it is; what says what is in them is sealed."""
-    return _seals(fd) & SEALED == _AS_LARGE
+    return seals_of(fd) & SEALED == _AS_LARGE
 
 
 def fits(fd: int, bytes_: int) -> bool:
     """Return whether a descriptor is of a segment that is at least so large."""
     return is_segment(fd) and os.fstat(fd).st_size >= bytes_
-
-
-def is_sealed(fd: int) -> bool:
-    """Return whether a descriptor is of a file that nobody can change any more."""
-    return _seals(fd) & SEALED == SEALED
-
-
-def _seals(fd: int) -> int:
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        return 0
 
 
 class NoRoom(Exception):
@@ -76,12 +64,16 @@ class NoRoom(Exception):
 class Pool:
     """The segments that nobody uses.
 
+    Args:
+        close: closes one that is not needed any more.
+
     Attributes:
         free: descriptors with their size and when they were last used.
         reserved: bytes that are to be there, free or not, until a moment (monotonic seconds).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[int], None] = os.close) -> None:
+        self._shut = close
         self.free: list[tuple[int, int, float]] = []
         self.reserved, self.until = 0, 0.0
 
@@ -138,7 +130,7 @@ class Pool:
             if is_segment(fd):
                 self.free.append((fd, os.fstat(fd).st_size, time.monotonic()))
             else:
-                os.close(fd)
+                self._shut(fd)
 
     def reserve(self, bytes_: int, until: float, used: int, cap: int) -> None:
         """Have so many bytes there, used and free together, until a moment; 0: what is used alone.
@@ -170,7 +162,7 @@ class Pool:
 
     def _close(self, entry: tuple[int, int, float]) -> None:
         self.free.remove(entry)
-        os.close(entry[0])
+        self._shut(entry[0])
 
 
 def make(size: int) -> int:
@@ -190,12 +182,4 @@ def make(size: int) -> int:
 
 def layout_file(text: bytes) -> int:
     """Return a descriptor of a small file that cannot be changed any more."""
-    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(text)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+    return sealed_file(text, NAME)

@@ -5,7 +5,6 @@ Every answer is waited for with a limit: the shim's thread does not wait for the
 
 from __future__ import annotations
 
-import array
 import errno
 import os
 import socket
@@ -16,14 +15,14 @@ from types import TracebackType
 from typing import TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
+from limosa.ipc.packet import Deadline, Given, Wrong, peer, receive, send
 from limosa.parking import LIBRARY, answers
 from limosa.parking.answers import MOST_BYTES, Called, Hello, Memory, Message
 from limosa.parking.names import names_of
-from limosa.parking.packets import peer
 from limosa.parking.patience import Patience
 from limosa.parking.protocol import CAPTURING, KEPT_MOST, MAGIC, MESSAGE, MOST, NOT_READY, VERSION, Stand, Verb
-from limosa.parking.receive import Deadline, Given, Wrong, receive
 from limosa.process.identity import Identity
+from limosa.process.status import uids_of
 
 ANSWER_SECONDS = 10.0
 WORK_SECONDS = 60.0
@@ -53,12 +52,6 @@ def under_shim(pid: int) -> bool:
             return any(line.rstrip().removesuffix(b" (deleted)").endswith(name) for line in file)
     except OSError:
         return False
-
-
-def _users(pid: int) -> list[int]:
-    """The user ids that a process has: real, effective, saved, of the file system."""
-    with open(f"/proc/{pid}/status", "rb") as file:
-        return next([int(word) for word in line.split()[1:]] for line in file if line.startswith(b"Uid:"))
 
 
 class ShimError(LimosaError):
@@ -109,7 +102,7 @@ class Shim:
         self._version = VERSION
         if whole is not None:
             try:
-                self._user = _users(identity.pid)[0]
+                self._user = uids_of(identity.pid)[0]
             except OSError:
                 raise NoSuchProcess(pid=identity.pid) from None
             self._within = Deadline(_patience.left(self._user, whole))
@@ -167,7 +160,7 @@ class Shim:
     def _is_itself(self) -> int:
         """Whose the process at the other end is, if it is this one."""
         pid, uid = peer(self._socket)
-        users = _users(pid)
+        users = uids_of(pid)
         if pid != self.identity.pid or uid not in {0, *users}:
             raise PermissionError(errno.EACCES, f"process {pid} of user {uid} has its name")
         return uid if uid in users else users[0]  # what root brought back from an image listens as root
@@ -385,10 +378,9 @@ class Shim:
             MESSAGE.pack(MAGIC, self._version, verb, self._number, 0, a, b, 0, 0),
             struct.pack(f"={len(ids)}Q", *ids),
         ]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             self._socket.settimeout(deadline.left())
-            self._socket.sendmsg(parts, rights)
+            send(self._socket, parts, fds)
         except OSError as error:
             self._lost = True
             raise self._error(verb.name.lower(), error) from error

@@ -5,17 +5,39 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 
 from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
+from limosa.ipc.messages import Count, Message, Seconds
+from limosa.ipc.packet import Given
 from limosa.parking.mover import WHO, Mover
-from limosa.parking.packets import Count, Message, Seconds, Text, Word
-from limosa.parking.receive import Given
+from limosa.parking.mover_protocol import (
+    CALL_SECONDS,
+    Changed,
+    Close,
+    Failed,
+    LoadMake,
+    LoadOpen,
+    LoadStart,
+    LoadTake,
+    LoadWant,
+    Poll,
+    Progress,
+    Request,
+    SaveAside,
+    SaveDiffer,
+    SaveDrop,
+    SaveNames,
+    SaveOpen,
+    SaveReady,
+    SaveStart,
+    SaveTake,
+    Stop,
+)
 from limosa.parking.resident import understood
 
-CALL_SECONDS = 60.0
 STALL_SECONDS = 300.0
 """After so long in which not one more chunk was read or written a driver call hangs; a slow disk gets on."""
 MOST_THREADS = 16
@@ -35,32 +57,6 @@ class Done(msgspec.Struct, frozen=True):
     seconds: Seconds = 0.0
 
 
-class Changed(msgspec.Struct, frozen=True):
-    """What has changed: chunks, their bytes, how long looking took."""
-
-    changed: Count
-    bytes: Count
-    seconds: Seconds
-
-
-class _Failed(msgspec.Struct, frozen=True):
-    text: Text = ""
-    kind: Word = ""
-    errno: Annotated[int, msgspec.Meta(ge=0, lt=4096)] = 0
-    result: Word = ""
-
-
-class _Poll(msgspec.Struct, frozen=True):
-    """How far the mover is."""
-
-    done: Count
-    total: Count
-    running: bool
-    chunks: Count = 0
-    seconds: Seconds = 0.0
-    failed: _Failed | None = None
-
-
 class _Names(msgspec.Struct, frozen=True):
     names: Annotated[bytes, msgspec.Meta(max_length=32 * _MOST_NAMES)]
 
@@ -77,25 +73,24 @@ class _Staging:
         chunk: bytes of a chunk.
     """
 
-    _kind: str
+    _taking: type[SaveTake | LoadTake]
 
     def __init__(self, mover: Mover, chunk: int):
         self._mover, self.chunk = mover, chunk
 
     def close(self) -> None:
         """Have it let go of everything; files stay, and memory that somebody has a descriptor of."""
-        self._ask("staging-close")
+        self._ask(Close())
 
     def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
         """Have it map pieces of a process's memory on a GPU; the descriptors stay ours."""
         for start in range(0, len(ids), _MOST_IDS):
             some = slice(start, start + _MOST_IDS)
-            self._ask(
-                f"{self._kind}-take", fds=fds[some], pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu
-            )
+            message = self._taking(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+            self._ask(message, fds=fds[some])
 
-    def _ask(self, verb: str, limit: float | None = None, fds: Sequence[int] = (), **message: Any) -> Message:
-        return self._mover.ask({"verb": verb, **message}, CALL_SECONDS if limit is None else limit, fds)
+    def _ask(self, message: Request, limit: float = CALL_SECONDS, fds: Sequence[int] = ()) -> Message:
+        return self._mover.ask(message, limit, fds)
 
 
 class Saver(_Staging):
@@ -108,33 +103,33 @@ class Saver(_Staging):
         key: for the hashes that find changes (32 bytes); None where everything is copied once.
     """
 
-    _kind = "save"
+    _taking = SaveTake
 
     def __init__(self, mover: Mover, folder: int, chunk: int, key: bytes | None):
         super().__init__(mover, chunk)
-        self._ask("save-open", fds=[folder], chunk=chunk, key=key or b"")
+        self._ask(SaveOpen(chunk=chunk, key=key or b""), fds=[folder])
 
     def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
         """Have it read pieces from host memory: each is (id, bytes, where in the segments of an arena)."""
         for start in range(0, len(places), _MOST_NAMES):
-            self._ask("save-aside", fds=fds, pid=pid, places=places[start : start + _MOST_NAMES], gpu=gpu)
+            self._ask(SaveAside(pid=pid, places=list(places[start : start + _MOST_NAMES]), gpu=gpu), fds=fds)
 
     def drop(self, pid: int, ids: Sequence[int]) -> None:
         """Have it let go of pieces that were freed."""
         if ids:
-            self._ask("save-drop", pid=pid, ids=list(ids))
+            self._ask(SaveDrop(pid=pid, ids=list(ids)))
 
     def ready(self, hold: int) -> None:
         """Have all in place for the pause, and so much memory for what has changed by then."""
-        self._ask("save-ready", CALL_SECONDS + hold / SLOWEST_PIN, hold=hold)
+        self._ask(SaveReady(hold=hold), CALL_SECONDS + hold / SLOWEST_PIN)
 
     def differ(self) -> Changed:
         """Hash all of it where it is; what is not what was copied is copied by the next :meth:`run`."""
-        return understood(self._ask("save-differ"), Changed, WHO)
+        return understood(self._ask(SaveDiffer()), Changed, WHO)
 
     def run(
         self,
-        what: str,
+        what: Literal["copy", "keep", "write"],
         *,
         told: Told = lambda *_: None,
         stop: Callable[[], bool] = lambda: False,
@@ -156,7 +151,7 @@ class Saver(_Staging):
             OSError: the disk said no.
             FailedUndone: something else did.
         """
-        self._ask("save-start", what=what, rate=rate, nice=nice, threads=threads)
+        self._ask(SaveStart(what=what, rate=rate, nice=nice, threads=threads))
         limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
         return _wait(self._mover, told, stop, limit)
 
@@ -165,7 +160,7 @@ class Saver(_Staging):
         found: list[list[str]] = [[] for _ in pieces]
         for parts in _parts(pieces, self.chunk):
             wanted = [(*pieces[n][:2], start, count) for n, start, count in parts]
-            raw = understood(self._ask("save-names", parts=wanted), _Names, WHO).names
+            raw = understood(self._ask(SaveNames(parts=wanted)), _Names, WHO).names
             if len(raw) != 32 * sum(count for _, _, count in parts):
                 raise FailedUndone(f"{WHO} told {len(raw)} bytes of names of chunks")
             at = 0
@@ -185,12 +180,12 @@ class Loader(_Staging):
         image: the image's path, as it is named where a chunk is damaged.
     """
 
-    _kind = "load"
+    _taking = LoadTake
 
     def __init__(self, mover: Mover, folder: int, chunk: int, image: str):
         super().__init__(mover, chunk)
         self._image = image
-        self._ask("load-open", fds=[folder], chunk=chunk)
+        self._ask(LoadOpen(chunk=chunk), fds=[folder])
 
     def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
@@ -201,8 +196,8 @@ class Loader(_Staging):
         with Given() as found:
             for start in range(0, len(ids), _MOST_IDS):
                 some = slice(start, start + _MOST_IDS)
-                message = {"verb": "load-make", "pid": pid, "ids": list(ids[some]), "sizes": list(sizes[some])}
-                found.add(self._mover.ask({**message, "gpu": gpu}, CALL_SECONDS, wanted=len(ids[some])).given)
+                message = LoadMake(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+                found.add(self._mover.ask(message, wanted=len(ids[some])).given)
             if len(found) != len(ids):
                 raise FailedUndone(f"the mover made {len(found)} of {len(ids)} pieces of memory")
             return found.take()
@@ -214,7 +209,7 @@ class Loader(_Staging):
             for n, start, count in parts:
                 raw = b"".join(bytes.fromhex(name) for name in names[n][start : start + count])
                 told.append((*pieces[n][:2], start, raw))
-            self._ask("load-want", parts=told)
+            self._ask(LoadWant(parts=told))
 
     def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
         """Read all that is wanted since the last time.
@@ -223,14 +218,14 @@ class Loader(_Staging):
             DamagedImage: a chunk is missing, or not what its name says.
             FailedUndone: something else went wrong.
         """
-        self._ask("load-start", threads=threads)
+        self._ask(LoadStart(threads=threads))
         return _wait(self._mover, told, stop, STALL_SECONDS, self._image)
 
 
 def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, image: str = "") -> Done:
     done, since = -1, time.monotonic()
     while True:
-        said = understood(mover.ask({"verb": "staging-poll"}, CALL_SECONDS), _Poll, WHO)
+        said = understood(mover.ask(Poll()), Progress, WHO)
         told(said.done, said.total)
         if said.failed is not None:
             _raise(said.failed, image)
@@ -241,11 +236,11 @@ def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, imag
         elif time.monotonic() - since > limit:
             raise mover.hung(f"has copied nothing for {limit:g} s")
         if stop():
-            mover.ask({"verb": "staging-stop"}, CALL_SECONDS)
+            mover.ask(Stop())
             return Done(said.chunks, said.done, said.seconds)
 
 
-def _raise(failed: _Failed, image: str) -> None:
+def _raise(failed: Failed, image: str) -> None:
     if failed.kind == "OSError" and failed.errno:
         raise OSError(failed.errno, failed.text)
     if failed.kind == "Damaged":

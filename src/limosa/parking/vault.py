@@ -8,70 +8,37 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Annotated, Any, TypeVar
-
-import msgspec
+from typing import TypeVar
 
 from limosa.errors import FailedUndone, LimosaError, NoRoomOnHost
-from limosa.parking.packets import (
+from limosa.ipc.messages import (
     MOST_DESCRIPTORS,
-    Count,
-    Note,
-    Numbers,
-    Seconds,
-    Text,
-    Word,
-    peer,
     receive_all,
     send_all,
 )
-from limosa.parking.receive import Given
+from limosa.ipc.packet import Given, peer
 from limosa.parking.resident import Found, Holding, connect, residents, understood
 from limosa.parking.segments import fits, room_for, sizes_for
+from limosa.parking.vault_protocol import (
+    NO_ROOM,
+    Arena,
+    AskArena,
+    Asked,
+    Drop,
+    Get,
+    Keys,
+    Noted,
+    Nothing,
+    Number,
+    Put,
+    Refusal,
+    Reserve,
+    Segments,
+)
 from limosa.process.memory import gib
 
 _T = TypeVar("_T")
-NO_ROOM = "no room in the arena"
 _WHO = "the vault, which holds a job's memory,"
-
-
-class Arena(msgspec.Struct):
-    """What there is of the arena.
-
-    Attributes:
-        used: bytes that are in use.
-        free: bytes that nobody uses.
-        reserved: bytes that are to be there.
-        seconds: for how long.
-        by: bytes in use by key.
-        inodes: of all segments.
-    """
-
-    used: Count
-    free: Count
-    reserved: Count
-    seconds: Seconds
-    by: Annotated[dict[Word, Count], msgspec.Meta(max_length=1 << 16)]
-    inodes: Numbers
-
-
-class _Number(msgspec.Struct):
-    n: Count
-
-
-class _Nothing(msgspec.Struct):
-    pass
-
-
-class _Note(msgspec.Struct):
-    note: Note
-    n: Count
-
-
-class _Refusal(msgspec.Struct):
-    error: Text | None = None
-    used: Count = 0
-    there: bool = True
 
 
 class Vault:
@@ -108,7 +75,7 @@ class Vault:
         Raises:
             FailedUndone: it does not hold all of them.
         """
-        n = self._tell({"verb": "put", "key": key, "note": note, "n": len(fds)}, _Number, fds).n
+        n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds).n
         if n != len(fds):
             raise FailedUndone(f"the vault holds {n} of {len(fds)} descriptors of {key}")
 
@@ -119,9 +86,9 @@ class Vault:
             KeyError: nothing is held under that key.
             FailedUndone: it does not say.
         """
-        said, given = self._ask({"verb": "get", "key": key}, _Note, wanted=MOST_DESCRIPTORS)
+        said, given = self._ask(Get(key=key), Noted, wanted=MOST_DESCRIPTORS)
         with given:
-            if isinstance(said, _Refusal):
+            if isinstance(said, Refusal):
                 if not said.there:
                     raise KeyError(key)
                 raise FailedUndone(f"vault: {said.error}")
@@ -136,7 +103,7 @@ class Vault:
             key: what it is held as.
             again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
         """
-        return self._tell({"verb": "drop", "key": key, "again": again}, _Number).n
+        return self._tell(Drop(key=key, again=again), Number).n
 
     def segments(self, key: str, bytes_: int, cap: int) -> list[int]:
         """Return segments of the arena for so many bytes, held as that key from now on; ours to close.
@@ -150,10 +117,10 @@ class Vault:
             NoRoomOnHost: it may not grow so far.
         """
         sizes = sizes_for(bytes_)
-        message = {"verb": "segments", "key": key, "sizes": sizes, "cap": cap, "again": True}
-        said, given = self._ask(message, _Nothing, wanted=len(sizes))
+        message = Segments(key=key, sizes=sizes, cap=cap, again=True)
+        said, given = self._ask(message, Nothing, wanted=len(sizes))
         with given:
-            if isinstance(said, _Refusal):
+            if isinstance(said, Refusal):
                 raise self._no_room(said, bytes_, cap)
             fds = given.take()
             given.add(Given(fds))
@@ -167,21 +134,21 @@ class Vault:
         Raises:
             NoRoomOnHost: it may not be so large.
         """
-        said, _ = self._ask({"verb": "reserve", "bytes": bytes_, "seconds": seconds, "cap": cap}, _Nothing)
-        if isinstance(said, _Refusal):
+        said, _ = self._ask(Reserve(bytes=bytes_, seconds=seconds, cap=cap), Nothing)
+        if isinstance(said, Refusal):
             raise self._no_room(said, bytes_, cap)
-        said, given = self._ask({"verb": "arena", "with_free": True}, _Nothing, wanted=MOST_DESCRIPTORS)
-        if isinstance(said, _Refusal):
+        said, given = self._ask(AskArena(with_free=True), Nothing, wanted=MOST_DESCRIPTORS)
+        if isinstance(said, Refusal):
             raise FailedUndone(f"vault: {said.error}")
         return given.take()
 
     def arena(self) -> Arena:
         """Return what there is of the arena."""
-        return self._tell({"verb": "arena"}, Arena)
+        return self._tell(AskArena(), Arena)
 
     def held(self) -> dict[str, int]:
         """Return how many descriptors are held, by key."""
-        return self._tell({"verb": "keys"}, Holding).keys
+        return self._tell(Keys(), Holding).keys
 
     def close(self) -> None:
         """End the connection; what is held stays held."""
@@ -195,15 +162,15 @@ class Vault:
     ) -> None:
         self.close()
 
-    def _tell(self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = ()) -> _T:
+    def _tell(self, message: Asked, type_: type[_T], fds: Sequence[int] = ()) -> _T:
         said, _ = self._ask(message, type_, fds)
-        if isinstance(said, _Refusal):
+        if isinstance(said, Refusal):
             raise FailedUndone(f"vault: {said.error}")
         return said
 
     def _ask(
-        self, message: dict[str, Any], type_: type[_T], fds: Sequence[int] = (), *, wanted: int = 0
-    ) -> tuple[_T | _Refusal, Given]:
+        self, message: Asked, type_: type[_T], fds: Sequence[int] = (), *, wanted: int = 0
+    ) -> tuple[_T | Refusal, Given]:
         """What it answers, with so many descriptors at most; or that it refuses."""
         try:
             self._connection.settimeout(self._limit)
@@ -213,13 +180,13 @@ class Vault:
             self.lost = True
             raise FailedUndone(f"{_WHO} does not answer ({str(error) or 'it was killed'})") from error
         with answer.given:
-            refusal = understood(answer, _Refusal, _WHO)
+            refusal = understood(answer, Refusal, _WHO)
             if refusal.error is not None:
                 return refusal, Given()
             return understood(answer, type_, _WHO), Given(answer.given.take())
 
     @staticmethod
-    def _no_room(said: _Refusal, bytes_: int, cap: int) -> LimosaError:
+    def _no_room(said: Refusal, bytes_: int, cap: int) -> LimosaError:
         return no_room(bytes_, said.used, cap) if said.error == NO_ROOM else FailedUndone(f"vault: {said.error}")
 
 

@@ -16,96 +16,30 @@ import fcntl
 import os
 import selectors
 import signal
-import socket
 import threading
 import time
-from typing import Annotated, Any
-
-import msgspec
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from limosa.errors import LimosaError
-from limosa.parking.packets import (
-    MOST_DESCRIPTORS,
-    VERSION,
-    Count,
-    Message,
-    Note,
-    Numbers,
-    Seconds,
-    Word,
-    peer,
-    receive,
-    send_all,
-)
-from limosa.parking.receive import Given, Wrong
+from limosa.ipc.messages import VERSION, Message
+from limosa.ipc.packet import Given
+from limosa.ipc.sessions import Answer, Sessions, listen
 from limosa.parking.resident import socket_path
 from limosa.parking.resident_main import begin, listens
 from limosa.parking.segments import NoRoom, Pool, is_segment
-from limosa.parking.vault import NO_ROOM
+from limosa.parking.vault_protocol import NO_ROOM, AskArena, Asked, Drop, Get, Keys, Ping, Put, Reserve, Segments
 from limosa.process.identity import Identity
 from limosa.process.places import keep_from_cleaners
 
 LOOK_SECONDS = 2.0
+LISTEN_SECONDS = 1.0
 IDLE_SECONDS = float(os.environ.get("LIMOSA_VAULT_IDLE", "60"))
 KEEP_SECONDS = float(os.environ.get("LIMOSA_ARENA_IDLE", "600"))
 """How long segments that nobody uses are kept."""
 ARENA = "aside/"
 """What the keys of those begin with that have segments of the arena."""
-
-
-class Put(msgspec.Struct, tag_field="verb", tag="put"):
-    """Hold the descriptors, which are so many, under a key, instead of what it held."""
-
-    key: Word
-    n: Count
-    note: Note = b""
-
-
-class Get(msgspec.Struct, tag_field="verb", tag="get"):
-    """Give what a key holds."""
-
-    key: Word
-
-
-class Drop(msgspec.Struct, tag_field="verb", tag="drop"):
-    """Let go of a key."""
-
-    key: Word
-    again: bool = False
-
-
-class Keys(msgspec.Struct, tag_field="verb", tag="keys"):
-    """Say what is held."""
-
-
-class Ping(msgspec.Struct, tag_field="verb", tag="ping"):
-    """Say who you are."""
-
-
-class Segments(msgspec.Struct, tag_field="verb", tag="segments"):
-    """Make segments of the arena a key's."""
-
-    key: Word
-    sizes: Numbers
-    cap: Count
-    again: bool = False
-
-
-class Reserve(msgspec.Struct, tag_field="verb", tag="reserve"):
-    """Have the arena so large for so long."""
-
-    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
-    seconds: Seconds
-    cap: Count
-
-
-class Arena(msgspec.Struct, tag_field="verb", tag="arena"):
-    """Say what there is of the arena, and give what is free of it."""
-
-    with_free: bool = False
-
-
-Asked = Put | Get | Drop | Keys | Ping | Segments | Reserve | Arena
 
 
 class Entry:
@@ -115,10 +49,10 @@ class Entry:
         self.note = note
         self.fds: list[int] = []
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
         """Let go of all of it."""
         for fd in self.fds:
-            os.close(fd)
+            close(fd)
         self.fds.clear()
 
     def segments(self) -> int:
@@ -126,7 +60,38 @@ class Entry:
         return sum(os.fstat(fd).st_size for fd in self.fds if is_segment(fd))
 
 
-def let_ended_go(held: dict[str, Entry]) -> None:
+class Lending:
+    """Descriptors that are just being sent, without a lock: they are closed when that is over, not before.
+
+    A number that is closed is the next one's: somebody would get another's memory.
+    """
+
+    def __init__(self) -> None:
+        self._lent: Counter[int] = Counter()
+        self._to_close: set[int] = set()
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor, now or as soon as it is not lent any more."""
+        if self._lent[fd]:
+            self._to_close.add(fd)
+        else:
+            os.close(fd)
+
+    def lend(self, fds: Sequence[int]) -> None:
+        """They are to be sent."""
+        self._lent.update(fds)
+
+    def back(self, fds: Sequence[int]) -> None:
+        """They were."""
+        self._lent.subtract(fds)
+        for fd in [fd for fd in fds if not self._lent[fd]]:
+            del self._lent[fd]
+            if fd in self._to_close:
+                self._to_close.remove(fd)
+                os.close(fd)
+
+
+def let_ended_go(held: dict[str, Entry], close: Callable[[int], None] = os.close) -> None:
     """All is held for a process ("…/PID@START"): where that has ended, nobody comes back for it."""
     for key in list(held):
         try:
@@ -134,16 +99,18 @@ def let_ended_go(held: dict[str, Entry]) -> None:
         except (LimosaError, OSError):
             continue  # not of a process: until it is told to let go; or nobody can be looked at now
         if not alive:
-            held.pop(key).close()
+            held.pop(key).close(close)
 
 
-class Vault:
+class VaultServer:
     """Everything that is held, and the answers about it."""
 
     def __init__(self) -> None:
         self.held: dict[str, Entry] = {}
-        self.coming: dict[socket.socket, Given] = {}
-        self.pool = Pool()
+        self.lending = Lending()
+        self.pool = Pool(self.lending.close)
+        self.lock = threading.Lock()
+        """Held by whoever looks at what is held, or changes it."""
 
     def used(self) -> int:
         """Return how many bytes of the arena are in use."""
@@ -161,31 +128,8 @@ class Vault:
         if again and key.startswith(ARENA):
             self.pool.give_back(entry.fds)
         else:
-            entry.close()
+            entry.close(self.lending.close)
         return n
-
-    def take(self, client: socket.socket, message: Message) -> None:
-        """Do what a packet asks once the last of a message is there, and say so; its descriptors are the vault's.
-
-        Raises:
-            OSError: the client cannot be told.
-            Wrong: more descriptors than there may be.
-        """
-        coming = self.coming.setdefault(client, Given())
-        coming.add(message.given)
-        if len(coming) > MOST_DESCRIPTORS:
-            raise Wrong("too many descriptors")
-        if message.more:
-            return
-        del self.coming[client]
-        with coming:
-            try:
-                said, given = self.answer(message.read_as(Asked), coming)  # type: ignore[arg-type]
-            except NoRoom:
-                said, given = {"error": NO_ROOM, "used": self.used()}, []
-            except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
-                said, given = {"error": f"{type(error).__name__}: {error}"[:1000]}, []
-        send_all(client, said, given)
 
     def answer(self, asked: Asked, fds: Given) -> tuple[dict[str, Any], list[int]]:
         """Do what is asked; what is taken of the descriptors is the vault's.
@@ -217,7 +161,7 @@ class Vault:
             case Reserve(bytes_, seconds, cap):
                 self.pool.reserve(bytes_, time.monotonic() + seconds, self.used(), cap)
                 return {}, []
-            case Arena(with_free):
+            case AskArena(with_free=with_free):
                 return self.arena(), [fd for fd, _, _ in self.pool.free] if with_free else []
 
     def put(self, key: str, note: bytes, fds: list[int]) -> int:
@@ -226,7 +170,7 @@ class Vault:
         entry.fds = fds
         before, self.held[key] = self.held.get(key), entry
         if before is not None:
-            before.close()
+            before.close(self.lending.close)
         return len(entry.fds)
 
     def segments(self, key: str, sizes: list[int], cap: int, again: bool) -> list[int]:
@@ -245,7 +189,7 @@ class Vault:
             self.pool.take_back(own)
             raise
         before.fds = [fd for fd in before.fds if fd not in own]
-        before.close()
+        before.close(self.lending.close)
         self.held[key] = Entry()
         self.held[key].fds = taken
         return taken
@@ -265,68 +209,74 @@ class Vault:
 
     def look(self) -> None:
         """Let go of what is held for processes that have ended, and of what of the arena has long been free."""
-        let_ended_go(self.held)
+        let_ended_go(self.held, self.lending.close)
         self.pool.trim(self.used(), KEEP_SECONDS)
 
-    def forget(self, client: socket.socket) -> None:
-        """A client has gone: what it had not finished is forgotten."""
-        self.coming.pop(client, Given()).close()
+
+class VaultSession:
+    """One client of the vault; what it is told is looked up and done while nobody else's is."""
+
+    def __init__(self, vault: VaultServer):
+        self._vault = vault
+
+    def answer(self, message: Message, came: Given) -> Answer:
+        """Do what is asked."""
+        vault = self._vault
+        with vault.lock:
+            try:
+                said, given = vault.answer(message.read_as(Asked), came)  # type: ignore[arg-type]
+            except NoRoom:
+                return Answer({"error": NO_ROOM, "used": vault.used()})
+            except Exception as error:  # whatever it was: what is held here is the last copy of somebody's memory
+                return Answer({"error": f"{type(error).__name__}: {error}"[:1000]})
+            fds = tuple(given)
+            vault.lending.lend(fds)
+        return Answer(said, fds, self._sent)
+
+    def _sent(self, fds: Sequence[int]) -> None:
+        with self._vault.lock:
+            self._vault.lending.back(fds)
+
+    def gone(self) -> None:
+        """What it had put stays."""
 
 
-def serve(path: str, told: threading.Event) -> None:
+def run(path: str, told: threading.Event) -> None:
     """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``.
 
     Args:
         path: where it listens.
         told: set to have it end as soon as it holds nothing and nobody is connected.
     """
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     # Whoever has the lock is the vault; a socket that is there is of one that was killed.
     guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listening.bind(path)
-    os.chmod(path, 0o600)
-    listening.listen(64)
+    listening = listen(path)
     listens()
-    vault, last, looked = Vault(), time.monotonic(), time.monotonic()
+    vault = VaultServer()
+    clients = Sessions(lambda: VaultSession(vault))
+    last = looked = time.monotonic()
 
     def is_needed() -> bool:
-        if vault.held or len(ready.get_map()) > 1:
+        if vault.held or clients:
             return True  # whoever asks it to end waits until nobody's bytes end with it
         return not told.is_set() and (bool(vault.pool.free) or time.monotonic() - last < IDLE_SECONDS)
 
     with selectors.DefaultSelector() as ready:
         ready.register(listening, selectors.EVENT_READ)
         while is_needed():
-            if time.monotonic() - looked > LOOK_SECONDS:
-                vault.look()
-                looked = time.monotonic()
-            for key, _ in ready.select(1.0):
-                last = time.monotonic()
-                if key.fileobj is listening:
-                    try:
-                        client, _ = listening.accept()
-                    except OSError:  # no descriptor left for it
-                        time.sleep(0.05)
-                        continue
-                    if peer(client)[1] in (0, os.geteuid()):
-                        client.settimeout(10)
-                        ready.register(client, selectors.EVENT_READ)
-                    else:
-                        client.close()
-                    continue
-                client = key.fileobj  # type: ignore[assignment]
-                try:
-                    vault.take(client, receive(client))
-                except (EOFError, OSError, ValueError):
-                    vault.forget(client)
-                    ready.unregister(client)
-                    client.close()
+            ready.select(LISTEN_SECONDS)
+            clients.accept(listening)
+            now = time.monotonic()
+            if clients:
+                last = now
+            if now - looked > LOOK_SECONDS:
+                with vault.lock:
+                    vault.look()
+                looked = now
     # Whoever connects from here on is refused, and starts another: the name goes first.
     os.unlink(path)
     listening.close()
@@ -347,5 +297,5 @@ def main(argv: list[str]) -> int:
     path = socket_path("vault", os.geteuid())
     with contextlib.suppress(LimosaError, OSError):  # as long as there is a vault: the records are of what it holds
         keep_from_cleaners()
-    serve(str(path), told)
+    run(str(path), told)
     return 0

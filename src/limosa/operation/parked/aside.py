@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.gpu import Inventory
+from limosa.ipc.messages import Count, Word, Words
+from limosa.ipc.sealed import is_sealed
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
@@ -24,10 +26,9 @@ from limosa.operation.parked.holders import aside_key
 from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.work import Work
 from limosa.parking.answers import MOST_BYTES
-from limosa.parking.packets import Count, Word, Words
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
-from limosa.parking.segments import LARGE, is_sealed, is_segment, room_for
+from limosa.parking.segments import LARGE, is_segment, room_for
 from limosa.parking.shim import MOST_PIECES, Shim, under_shim
 
 _MOST_LAYOUT = 32 << 20
@@ -176,7 +177,9 @@ def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reas
     return found
 
 
-def copy_all(work: Work, residents: Residents, way: str, copies: Mapping[int, Sequence[Copy]], limit: float) -> None:
+def copy_all(
+    work: Work, residents: Residents, way: Literal["out", "in"], copies: Mapping[int, Sequence[Copy]], limit: float
+) -> None:
     """Copies between GPUs and arenas, each owner's by his mover, all at once; ``way`` is "out" or "in"."""
     with work.spent("copy"):
         together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])

@@ -12,12 +12,12 @@ from typing import Annotated
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
+from limosa.ipc.messages import Count, Word
+from limosa.ipc.side_by_side import SECONDS, within
 from limosa.operation.journal import Member
 from limosa.parking.answers import Memory
 from limosa.parking.mover import Mover
-from limosa.parking.packets import Count, Word
 from limosa.parking.residents import Residents
-from limosa.parking.side_by_side import SECONDS, within
 from limosa.parking.vault import Vault
 from limosa.process import belief
 

@@ -1,7 +1,7 @@
-"""What a process says to another that must not believe it: one packet, bounded in bytes, descriptors and time.
+"""One packet between processes that must not believe each other: bounded in bytes, descriptors and time.
 
-Every connection of the shim, the vault and the mover is read by :func:`receive`. Whatever comes that is not what was
-asked for is :class:`Wrong`; nothing of it stays open here.
+Every connection of the shim, the vault and the mover is read by :func:`receive` and written by :func:`send`. Whatever
+comes that is not what was asked for is :class:`Wrong`; nothing of it stays open here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 _SPACES = 4 << 10
+_CREDENTIALS = struct.Struct("3i")
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
 _MODE_AT = 28  # of a struct statx of 256 bytes: stx_mode
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -99,6 +100,25 @@ class Given:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def send(connection: socket.socket, parts: Sequence[bytes], fds: Sequence[int] = ()) -> None:
+    """Send one packet with descriptors, which stay ours (SCM_RIGHTS, unix(7)).
+
+    Raises:
+        OSError: the other end is gone, or the limit of the socket is up.
+    """
+    if fds:
+        socket.send_fds(connection, parts, fds)
+    else:
+        connection.sendmsg(parts)
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return which process is at the other end, and whose it is (SO_PEERCRED)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return int(pid), int(uid)
 
 
 def receive(

@@ -9,21 +9,18 @@ of empty maps is a hundred times as large in memory.
 
 from __future__ import annotations
 
-import array
 import errno
-import fcntl
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from limosa.parking.receive import Deadline, Given, Wrong
-from limosa.parking.receive import receive as _receive
-from limosa.parking.segments import SEALED, layout_file
+from limosa.ipc import packet
+from limosa.ipc.packet import Deadline, Given, Wrong
+from limosa.ipc.sealed import is_sealed, sealed_file
 
 VERSION = 3
 """Of what residents understand; in what they answer to ``ping``. ``ping``, ``keys`` and ``end`` never change."""
@@ -36,7 +33,7 @@ _BESIDE = "its message is beside it"
 _MOST_BESIDE = 32 << 20
 _BYTES = 1 << 17
 _FOR_EVER = 1e9
-_CREDENTIALS = struct.Struct("3i")
+_SEND_SECONDS = 60.0
 _T = TypeVar("_T")
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -70,39 +67,39 @@ class Message(NamedTuple):
         return _decode(self.data, type_)
 
 
-def send(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
     """Send one message, with ``MOST`` descriptors at most.
 
     Raises:
         OSError: the other end is gone, or the limit of the socket is up.
     """
     data = msgspec.msgpack.encode(message)
-    beside = layout_file(data) if len(data) > LARGEST else -1
+    beside = sealed_file(data) if len(data) > LARGEST else -1
     try:
         if beside >= 0:
             data, fds = msgspec.msgpack.encode({_BESIDE: True}), [*fds, beside]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        _send(connection, data, rights)
+        _send(connection, data, fds)
     finally:
         if beside >= 0:
             os.close(beside)
 
 
-def _send(connection: socket.socket, data: bytes, rights: list[tuple[int, int, Any]]) -> None:
+def _send(connection: socket.socket, data: bytes, fds: Sequence[int]) -> None:
     limit = connection.gettimeout()
-    end = time.monotonic() + (60.0 if limit is None else limit)
+    deadline = Deadline(_SEND_SECONDS if limit is None else limit)
     while True:
         try:
-            connection.sendmsg([data], rights)
+            packet.send(connection, [data], fds)
         except OSError as error:  # so many descriptors may be under way, and the other end is slow
-            if error.errno != errno.ETOOMANYREFS or time.monotonic() > end:
+            if error.errno != errno.ETOOMANYREFS:
                 raise
+            deadline.left()
             time.sleep(0.001)
         else:
             return
 
 
-def send_all(connection: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+def send_all(connection: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
     """Send a message with as many descriptors as there are.
 
     Raises:
@@ -133,7 +130,7 @@ def receive(connection: socket.socket, limit: float | None = None, *, fds: int =
 
 
 def _one(connection: socket.socket, deadline: Deadline, fds: int, memory: bool) -> Message:
-    data, given = _receive(connection, _BYTES, fds + 1, deadline, memory=memory)  # one more: what is beside it
+    data, given = packet.receive(connection, _BYTES, fds + 1, deadline, memory=memory)  # one more: what is beside it
     try:
         head = _decode(data, _Head)
         if head.beside:
@@ -183,12 +180,7 @@ def _decode(data: bytes, type_: type[_T]) -> _T:
 def _read(fd: int) -> bytes:
     """Reads and closes a file that nobody may change, in size either, or have us wait for."""
     try:
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise Wrong("no message: what is beside it is no file in memory") from error
-        size = os.fstat(fd).st_size
-        if seals & SEALED != SEALED or size > _MOST_BESIDE:
+        if not is_sealed(fd) or (size := os.fstat(fd).st_size) > _MOST_BESIDE:
             raise Wrong("no message: what is beside it is not sealed, or too large")
         data = os.pread(fd, size, 0)
         if len(data) != size:
@@ -196,10 +188,3 @@ def _read(fd: int) -> bytes:
         return data
     finally:
         os.close(fd)
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return which process is at the other end, and whose it is (SO_PEERCRED)."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return int(pid), int(uid)

@@ -1,0 +1,119 @@
+"""What a vault is asked, and what it answers; both sides have it from here.
+
+What comes from the other side is decoded as one of these and bounded by them: each believes the other nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from limosa.ipc.messages import Count, Note, Numbers, Seconds, Text, Word
+
+NO_ROOM = "no room in the arena"
+MOST_KEYS = 1 << 16
+
+
+class Request(msgspec.Struct, tag_field="verb", kw_only=True):
+    """What all that is asked has in common."""
+
+
+class Put(Request, tag="put"):
+    """Hold the descriptors, which are so many, under a key, instead of what it held."""
+
+    key: Word
+    n: Count
+    note: Note = b""
+
+
+class Get(Request, tag="get"):
+    """Give what a key holds."""
+
+    key: Word
+
+
+class Drop(Request, tag="drop"):
+    """Let go of a key; ``again`` where segments of the arena may be another's."""
+
+    key: Word
+    again: bool = False
+
+
+class Keys(Request, tag="keys"):
+    """Say what is held."""
+
+
+class Ping(Request, tag="ping"):
+    """Say who you are."""
+
+
+class Segments(Request, tag="segments"):
+    """Make segments of the arena a key's."""
+
+    key: Word
+    sizes: Numbers
+    cap: Count
+    again: bool = False
+
+
+class Reserve(Request, tag="reserve"):
+    """Have the arena so large for so long."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 46)]
+    seconds: Seconds
+    cap: Count
+
+
+class AskArena(Request, tag="arena"):
+    """Say what there is of the arena, and give what is free of it."""
+
+    with_free: bool = False
+
+
+Asked = Put | Get | Drop | Keys | Ping | Segments | Reserve | AskArena
+
+
+class Arena(msgspec.Struct):
+    """What there is of the arena.
+
+    Attributes:
+        used: bytes that are in use.
+        free: bytes that nobody uses.
+        reserved: bytes that are to be there.
+        seconds: for how long.
+        by: bytes in use by key.
+        inodes: of all segments.
+    """
+
+    used: Count
+    free: Count
+    reserved: Count
+    seconds: Seconds
+    by: Annotated[dict[Word, Count], msgspec.Meta(max_length=MOST_KEYS)]
+    inodes: Numbers
+
+
+class Number(msgspec.Struct):
+    """How many."""
+
+    n: Count
+
+
+class Nothing(msgspec.Struct):
+    """It is done."""
+
+
+class Noted(msgspec.Struct):
+    """What a key holds: how many descriptors, and what is to be known about them."""
+
+    note: Note
+    n: Count
+
+
+class Refusal(msgspec.Struct):
+    """What it could not do, if anything; ``there`` is false where a key holds nothing."""
+
+    error: Text | None = None
+    used: Count = 0
+    there: bool = True
