@@ -74,6 +74,8 @@ def build() -> tuple[dict[Path, str], list[str]]:
     for compile_, folder, libraries, lacking in PARTS:
         made = ROOT / "build" / "release" / folder.name if RELEASE else folder
         made.mkdir(parents=True, exist_ok=True)
+        if RELEASE:
+            made.chmod(0o755)
         problem = compile_(made)
         if problem is None:
             built |= {made / name: str((folder / name).relative_to(NATIVE.parents[1])) for name in libraries}

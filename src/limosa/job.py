@@ -18,6 +18,7 @@ from limosa.process import device_nodes, records
 from limosa.process.identity import Identity
 from limosa.process.launch import Launched, launch
 from limosa.process.runtime import lock
+from limosa.start import loadable
 
 _INTERPRETER = re.compile(r"(python|pypy)[0-9.]*")
 
@@ -79,8 +80,10 @@ def run(
         raise InvalidArgument(f"{command!r} is no command: a command is a list of words, the program first")
     made = preload(env, without=without) if shim else env
     warnings: list[Reason] = []
-    if shim and not LIBRARY.is_file():
-        text = "the library of limosa run was not built: this job will move at the driver's speed"
+    if shim and not loadable(LIBRARY):
+        text = (
+            "the library of limosa run was not built, or others can change it: this job will move at the driver's speed"
+        )
         warnings.append(Reason(id="no-library", text=text, hint="limosa doctor --fix, then start it again"))
     folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
     with lock("jobs"):
@@ -92,7 +95,7 @@ def run(
             made, sees, more = _only(gpus, made)
             warnings += more
         try:
-            launched = launch(command, log, cwd=folder, env=made, name=chosen, seccomp=seccomp, detach=detach)
+            launched = launch(command, log, cwd=cwd, env=made, name=chosen, seccomp=seccomp, detach=detach)
         except BaseException:
             device_nodes.forget(sees)
             raise
@@ -147,7 +150,7 @@ def _only(gpus: str, env: Mapping[str, str] | None) -> tuple[dict[str, str], str
     if len(chosen) == len(found.gpus):
         made.pop("CUDA_VISIBLE_DEVICES", None)
         return made, "", []
-    if device_nodes.LIBRARY.is_file() and all(g.minor is not None for g in found.gpus):
+    if loadable(device_nodes.LIBRARY) and all(g.minor is not None for g in found.gpus):
         made.pop("CUDA_VISIBLE_DEVICES", None)  # it counts, or names, other GPUs than the job will have
         try:
             return *device_nodes.preload(made, [g.minor for g in chosen if g.minor is not None]), []

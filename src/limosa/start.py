@@ -160,6 +160,12 @@ def installer() -> int:
     return _BOOT.stat().st_uid
 
 
+def sudo_user() -> int:
+    """Return who called ``sudo``, where we are root by it: a uid; else 0."""
+    said = os.environ.get("SUDO_UID", "")
+    return int(said) if os.geteuid() == 0 and said.isascii() and said.isdigit() else 0
+
+
 def real_path(path: str | os.PathLike[str]) -> str | None:
     """Return where an absolute path leads over links that root, we or whoever installed Limosa made; None over others.
 
@@ -196,6 +202,19 @@ def trusted(path: str | os.PathLike[str]) -> bool:
         return untrusted_part(path) is None
     except OSError:
         return False
+
+
+def loadable(library: Path) -> bool:
+    """Return whether a library of ours is there and, for root, neither it nor its folder is for others to change."""
+    try:
+        return library.is_file() and (os.geteuid() != 0 or not any(map(_open_to_others, (library, library.parent))))
+    except OSError:
+        return False
+
+
+def _open_to_others(path: Path) -> bool:
+    info = os.stat(path)
+    return info.st_uid not in {0, installer()} or _others_write(info, path)
 
 
 def untrusted_part(path: str | os.PathLike[str]) -> str | None:

@@ -116,7 +116,7 @@ def command(
     Exit code: COMMAND's. 126, 127: it cannot be started.
     """
     with reporting("softgpu", fmt, quiet, verbose) as report:
-        from limosa.errors import UsageError
+        from limosa.errors import GpuUnavailable, UsageError
         from limosa.softgpu import node
         from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
@@ -127,8 +127,12 @@ def command(
                     detail="--gpus, --memory, --chip, --like, --rate, --cost, --driver and --log make a node: name a "
                     "COMMAND for it"
                 )
-            _change(fault or [], lift or [], turn or [])
-            found = _faults()
+            try:
+                _change(fault or [], lift or [], turn or [])
+                found = _faults()
+            except OSError as error:  # everybody in the node may write to its files
+                detail = f"the node's {error.filename or 'folder'}: {error.strerror}"
+                raise GpuUnavailable(detail=detail, hint="exit, and start a new one") from error
             report.result(found, lambda console: _draw(console, found))
             return
         if lift or turn:

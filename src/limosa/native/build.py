@@ -39,6 +39,7 @@ _HASH_FLAGS = [*_FLAGS, "-O3", "-DHASH_LIBRARY"]
 _RELEASE_HEADER = CRIU.with_name("old_glibc.h")
 # In a release the functions of threads are those that lie in libpthread and libdl on older systems.
 _RELEASE_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
+_MODE = 0o755
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
 
@@ -163,6 +164,8 @@ def _compile(
     if missing or not depends:
         return f"{library.name}: its source is missing ({', '.join(map(str, missing))}): Limosa is not installed whole"
     if library.exists() and library.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in depends):
+        if library.stat().st_uid == os.geteuid() and library.stat().st_mode & 0o022:  # built so by an older version
+            library.chmod(_MODE)
         return None
     if not os.access(library.parent, os.W_OK):
         return f"{library.parent} cannot be written to by uid {os.geteuid()}"
@@ -185,6 +188,7 @@ def _compile(
                     problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
                     break
             else:
+                new.chmod(_MODE)  # the compiler asks the umask; root loads it later
                 new.replace(library)
                 return None
         except (OSError, subprocess.TimeoutExpired) as error:

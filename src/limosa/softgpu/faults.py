@@ -18,21 +18,32 @@ import fnmatch
 import functools
 import os
 import re
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from limosa.errors import UsageError
+from limosa.process.openat import closing
 from limosa.softgpu.state import (
     GRANULARITY,
     KIND_RESERVED,
     MAX_BLOCKS,
+    MAX_GPUS,
     NODE_FOLDER,
     NVML_MPS,
     NodeState,
     locked,
+    open_file,
+    open_folder,
     opened,
 )
+
+_MOST_BYTES = 1024
+"""Bytes of a rule, as the libraries read it."""
+_MOST_RULES = 999_999_999
+_NAME = re.compile(r"[0-9]{6,9}\Z", re.ASCII)
 
 _NUMBER = re.compile(r"\d+")
 _RESULT = re.compile(r"\d+|[A-Z][A-Z0-9_]*")
@@ -274,67 +285,55 @@ class Switches:
                 del state
             if int(given["lost"]) >= there:
                 raise UsageError(detail=f"fault {rule!r}: this node has {there} GPUs")
-        names = self._faults()
-        with locked(self.folder):
-            taken = [int(name.partition(".")[0]) for name in os.listdir(names) if name[:1].isdigit()]
-            name = f"{max(taken, default=0) + 1:06}"
-            hidden = os.path.join(names, f".{name}")
-            with open(hidden, "w", encoding="utf-8") as file:
+        with locked(self.folder), self._faults() as folder:
+            taken = [int(name) for name in os.listdir(folder) if _NAME.match(name)]
+            number = max(taken, default=0) + 1
+            if number > _MOST_RULES:
+                raise UsageError(detail="this node has no number for another fault", hint="limosa softgpu --lift all")
+            name = f"{number:06}"
+            hidden = f".{name}.{secrets.token_hex(8)}"
+            with open(open_file(folder, hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
                 file.write(_written(given) + "\n")
-            os.chmod(hidden, 0o666)
-            os.rename(hidden, os.path.join(names, name))
+                os.fchmod(file.fileno(), 0o666)
+            os.rename(hidden, name, src_dir_fd=folder, dst_dir_fd=folder)
             self._changed()
         return name
 
     def remove(self, name: str) -> None:
         """Remove a rule; whoever hangs by it goes on. Nothing happens where it is not there."""
-        with locked(self.folder):
-            self._remove(name)
+        with locked(self.folder), self._faults() as folder:
+            _remove(folder, name)
             self._changed()
 
     def clear(self) -> None:
         """Remove every rule."""
-        with locked(self.folder):
-            for name in self._names():
-                self._remove(name)
+        with locked(self.folder), self._faults() as folder:
+            for name in _names(folder):
+                _remove(folder, name)
             self._changed()
 
     def rules(self) -> dict[str, str]:
         """Return the rules that there are, by name."""
-        found = {}
-        for name in self._names():
-            try:
-                with open(os.path.join(self._faults(), name), encoding="utf-8") as file:
-                    found[name] = file.read().strip()
-            except FileNotFoundError:
-                continue
-        return found
+        with self._faults() as folder:
+            said = {name: _said(folder, name) for name in _names(folder)}
+        return {name: text.strip() for name, text in said.items() if text is not None}
 
     def count(self, name: str) -> int:
         """Return how many calls a rule's conditions have met so far."""
-        try:
-            with open(os.path.join(self._faults(), f"{name}.count"), encoding="utf-8") as file:
-                return int(file.read().split()[0])
-        except (FileNotFoundError, ValueError, IndexError):
-            return 0
+        with self._faults() as folder:
+            counted = (_said(folder, f"{name}.count") or "").split()
+        return int(counted[0]) if counted and re.fullmatch(r"[0-9]{1,20}", counted[0]) else 0
 
     def log(self) -> list[str]:
         """Return the node's log: calls that are not implemented, faults that were injected."""
-        with open(os.path.join(self.folder, "log"), encoding="utf-8", errors="replace") as file:
+        with open_folder(self.folder) as folder:
+            # Not by open_in: with --log it is a mount.
+            fd = os.open("log", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+        with open(fd, encoding="utf-8", errors="replace") as file:
             return file.read().splitlines()
 
-    def _faults(self) -> str:
-        return os.path.join(self.folder, "faults")
-
-    def _names(self) -> list[str]:
-        return sorted(n for n in os.listdir(self._faults()) if not n.startswith(".") and not n.endswith(".count"))
-
-    def _remove(self, name: str) -> None:
-        for path in (name, f"{name}.count"):
-            try:
-                os.unlink(os.path.join(self._faults(), path))
-            except FileNotFoundError:
-                pass
+    def _faults(self) -> AbstractContextManager[int]:
+        return open_folder(self.folder, "faults")
 
     def _changed(self) -> None:
         with opened(self.folder) as state:
@@ -399,25 +398,27 @@ class Switches:
 
     def used(self, gpu: int) -> int:
         """Return the bytes taken on a GPU, those that it shows when it is idle counted."""
-        with locked(self.folder), opened(self.folder) as state:
-            self._reap(state)
+        with locked(self.folder), open_folder(self.folder, "memory") as folder, opened(self.folder) as state:
+            self._reap(state, folder)
             return _used(state, gpu)
 
-    def _reap(self, state: NodeState) -> None:
+    def _reap(self, state: NodeState, folder: int) -> None:
         """Give places of blocks that nobody holds back, as the libraries do (``node.h``). The lock is held."""
-        for place in range(state.n_blocks):
+        for place in range(_places(state)):
             block = state.blocks[place]
             if not block.id:
                 continue
-            path = os.path.join(self.folder, "memory", str(block.id))
+            name = str(block.id)
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_file(folder, name, os.O_RDONLY)
             except FileNotFoundError:
                 block.id = 0
                 continue
+            except OSError:  # somebody has put something else there: it is taken as long as it is there
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+                os.unlink(name, dir_fd=folder)
                 block.id = 0
             except BlockingIOError:
                 pass
@@ -433,22 +434,23 @@ class Switches:
         Raises:
             MemoryError: there is not that much.
         """
-        with locked(self.folder), opened(self.folder) as state:
-            self._reap(state)
+        with locked(self.folder), open_folder(self.folder, "memory") as folder, opened(self.folder) as state:
+            self._reap(state, folder)
             found = _gpu(state, gpu)
             free = found.memory - _used(state, gpu)
             wanted = bytes_ or max(0, free - leave)
             wanted = (wanted + (GRANULARITY - 1 if bytes_ else 0)) // GRANULARITY * GRANULARITY
             if wanted > free:
                 raise MemoryError(f"GPU {gpu} has {free} bytes free, not {wanted}")
-            place = next((i for i in range(state.n_blocks) if not state.blocks[i].id), state.n_blocks)
+            place = next((i for i in range(_places(state)) if not state.blocks[i].id), _places(state))
+            if place >= MAX_BLOCKS:
+                raise MemoryError("the node has no place for another block")
             state.next_block += 1
             block = state.blocks[place]
             block.bytes, block.pid, block.gpu, block.kind = wanted, os.getpid(), gpu, KIND_RESERVED
             block.start_time = _start_time()
             name = state.next_block * MAX_BLOCKS + place
-            path = os.path.join(self.folder, "memory", str(name))
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = open_file(folder, str(name), os.O_RDWR | os.O_CREAT | os.O_EXCL)
             fcntl.flock(fd, fcntl.LOCK_SH)
             os.ftruncate(fd, wanted)
             block.id = name
@@ -485,14 +487,42 @@ class Filled:
 
 
 def _gpu(state: NodeState, index: int) -> Any:
-    if not 0 <= index < state.n_gpus:
-        raise IndexError(f"the node has {state.n_gpus} GPUs, none with index {index}")
+    there = min(state.n_gpus, MAX_GPUS)  # everybody in the node may write there
+    if not 0 <= index < there:
+        raise IndexError(f"the node has {there} GPUs, none with index {index}")
     return state.gpus[index]
+
+
+def _places(state: NodeState) -> int:
+    """How many places of blocks are to be looked at."""
+    return max(0, min(int(state.n_blocks), MAX_BLOCKS))
+
+
+def _names(folder: int) -> list[str]:
+    """Names of rules: of files alone."""
+    with os.scandir(folder) as entries:
+        files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    return sorted(name for name in files if not name.startswith(".") and not name.endswith(".count"))
+
+
+def _said(folder: int, name: str) -> str | None:
+    """What a file of the folder says, no more than a rule can; None where it is not there or is no file."""
+    try:
+        with closing(open_file(folder, name, os.O_RDONLY)) as fd:
+            return os.read(fd, _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+
+
+def _remove(folder: int, name: str) -> None:
+    for file in (name, f"{name}.count"):
+        with suppress(FileNotFoundError, IsADirectoryError):
+            os.unlink(file, dir_fd=folder)
 
 
 def _used(state: NodeState, gpu: int) -> int:
     taken = int(_gpu(state, gpu).reserved)
-    for place in range(state.n_blocks):
+    for place in range(_places(state)):
         block = state.blocks[place]
         if block.id and block.gpu == gpu:
             taken += block.bytes

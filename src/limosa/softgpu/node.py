@@ -19,6 +19,8 @@ from pathlib import Path
 
 from limosa.errors import GpuUnavailable, NoSuchProcess, PermissionDenied, UsageError
 from limosa.native import build
+from limosa.process.launch import log_folder
+from limosa.process.openat import closing
 from limosa.softgpu import kernel, loader
 from limosa.softgpu.spec import NodeSpec
 from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
@@ -202,22 +204,26 @@ def _open_log(path: str) -> int:
     """Open the file that is to be the node's log, while its name is the machine's; -1 for none."""
     if not path:
         return -1
+    flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    new = False
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-    except FileNotFoundError:
-        pass
+        with log_folder(path) as folder:
+            name = os.path.basename(os.path.abspath(path))
+            try:
+                fd, new = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder), True
+            except FileExistsError:
+                fd = os.open(name, flags, dir_fd=folder)
     except OSError as error:
         raise UsageError(detail=f"--log {path}: {error.strerror}") from error
-    else:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise UsageError(detail=f"--log {path}: this is not a file")
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UsageError(detail=f"--log {path}: {error.strerror}") from error
-    os.fchmod(fd, 0o666)  # whoever fails in the node writes there
+    if found.st_nlink > 1:
+        os.close(fd)
+        raise UsageError(detail=f"--log {path}: it has another name, which may be of a file of root's")
+    if new:
+        os.fchmod(fd, 0o666)  # whoever fails in the node writes there
     return fd
 
 
@@ -294,18 +300,17 @@ def _reopen(fd: int) -> None:
         appending = stat.S_ISREG(info.st_mode) and flags & os.O_APPEND
         if not path.startswith("/") or not (stat.S_ISCHR(info.st_mode) or appending):
             return
-        new = os.open(path, flags | os.O_CLOEXEC)
-        try:
-            found = os.fstat(new)
+        # Looked at before it is opened: its folder may be another user's, who has put a pipe or a link there meanwhile.
+        with closing(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)) as looked:
+            found = os.fstat(looked)
             same = (
                 (found.st_dev, found.st_ino) == (info.st_dev, info.st_ino)
                 if appending
                 else stat.S_ISCHR(found.st_mode) and found.st_rdev == info.st_rdev
             )
             if same:
-                os.dup2(new, fd)
-        finally:
-            os.close(new)
+                with closing(os.open(f"/proc/self/fd/{looked}", flags | os.O_CLOEXEC)) as new:
+                    os.dup2(new, fd)
     except OSError:
         pass  # it is closed, or has no name here: it stays as it is
 

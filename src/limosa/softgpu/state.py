@@ -1,13 +1,22 @@
-"""``struct node_state`` of ``native/softgpu/node.h``, byte for byte, and the folder it lies in."""
+"""``struct node_state`` of ``native/softgpu/node.h``, byte for byte, and the folder it lies in.
+
+Everybody in a node may write into its folder, also where root works there. So what lies in it is opened below the
+folder's descriptor, and only where it is a file: a link would lead root to a file of the machine's, a pipe would have
+it wait.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from limosa.process.openat import closing, open_in
 
 NODE_FOLDER = "/dev/nvidia-soft"
 MAGIC = 0x3155504774666F53
@@ -96,9 +105,47 @@ class NodeState(ctypes.Structure):
 
 
 @contextmanager
+def open_folder(folder: str = NODE_FOLDER, name: str = "") -> Iterator[int]:
+    """Open a node's folder, or one of those in it.
+
+    Args:
+        folder: the node's folder as seen from here.
+        name: of the folder in it: "faults", "memory"; "" for the node's own.
+
+    Raises:
+        OSError: it is not there, or it is not a node's: root's (or the caller's), with names that nobody exchanges.
+    """
+    with closing(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
+        found = os.fstat(fd)
+        if found.st_uid not in (0, os.geteuid()) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+            raise OSError(errno.EPERM, "it is a folder whose files others can exchange", folder)
+        if not name:
+            yield fd
+            return
+        with closing(open_in(fd, name, os.O_RDONLY | os.O_DIRECTORY)) as inner:
+            if os.fstat(inner).st_uid not in (0, os.geteuid()):
+                raise OSError(errno.EPERM, "it is a folder of another user's", f"{folder}/{name}")
+            yield inner
+
+
+def open_file(folder: int, name: str, flags: int) -> int:
+    """Open a file in an open folder of a node, or make it: whoever is in the node may write to it.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    fd = open_in(folder, name, flags, 0o666 if flags & os.O_CREAT else 0)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EPROTO, "it is not a file of the node", name)
+
+
+@contextmanager
 def locked(folder: str = NODE_FOLDER) -> Iterator[None]:
     """Hold the node's lock, as the libraries do while they change its state."""
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CLOEXEC)
+    with open_folder(folder) as fd:
+        lock = open_file(fd, "lock", os.O_RDWR)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -114,13 +161,12 @@ def opened(folder: str = NODE_FOLDER) -> Iterator[NodeState]:
         folder: the node's folder as seen from here.
 
     Raises:
-        OSError: there is no node.
+        OSError: there is no node, or its state is no such thing.
     """
-    fd = os.open(os.path.join(folder, "state"), os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with open_folder(folder) as inner, closing(open_file(inner, "state", os.O_RDWR)) as fd:
+        if os.fstat(fd).st_size < ctypes.sizeof(NodeState):
+            raise OSError(errno.EPROTO, "somebody has cut off the state of the node", f"{folder}/state")
         memory = mmap.mmap(fd, ctypes.sizeof(NodeState))
-    finally:
-        os.close(fd)
     state = NodeState.from_buffer(memory)
     try:
         yield state

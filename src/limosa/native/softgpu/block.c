@@ -196,7 +196,7 @@ int block_open(uint64_t id)
     int fd;
 
     snprintf(path, sizeof(path), NODE_FOLDER "/memory/%llu", (unsigned long long)id);
-    fd = open(path, O_RDWR | O_CLOEXEC);
+    fd = node_open_file(path, O_RDWR);
     if (fd < 0)
         return -errno;
     if (flock(fd, LOCK_SH | LOCK_NB) == 0 && node_identify(fd, NULL, NULL, NULL, NULL) == 0)

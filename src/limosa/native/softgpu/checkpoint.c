@@ -132,7 +132,7 @@ static void mark_restored(void)
     mark_owner = getpid();
     snprintf(mark, sizeof(mark), REQUESTS_FOLDER "/restored-%d-%llu", (int)getpid(),
              (unsigned long long)node_start_time(getpid()));
-    int fd = open(mark, O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+    int fd = node_open_file(mark, O_WRONLY | O_CREAT);
     if (fd >= 0)
         close(fd);
 }

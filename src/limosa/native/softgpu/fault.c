@@ -235,7 +235,7 @@ static struct rule *load_rule(const char *name)
         return NULL;
     strcpy(rule->name, name);
     rule_path(rule, "", path, sizeof(path));
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = node_open_file(path, O_RDONLY);
     ssize_t length = fd < 0 ? -1 : read(fd, text, sizeof(text) - 1);
     if (fd >= 0)
         close(fd);
@@ -325,13 +325,21 @@ static unsigned long count(const struct rule *rule)
     unsigned long calls = 0;
 
     rule_path(rule, ".count", path, sizeof(path));
-    int fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    int fd = node_open_file(path, O_RDWR | O_CREAT | O_EXCL);
+    if (fd >= 0)
+        fchmod(fd, 0666); /* whatever the umask is; a file that somebody else has put there keeps its mode */
+    else if (errno == EEXIST)
+        fd = node_open_file(path, O_RDWR);
+    struct stat info;
+    if (fd >= 0 && (fstat(fd, &info) != 0 || info.st_nlink > 1)) { /* the other name may be of a file of root's */
+        close(fd);
+        fd = -1;
+    }
     if (fd < 0)
         return 0;
     if (flock(fd, LOCK_EX) == 0 && pread(fd, text, sizeof(text) - 1, 0) >= 0) {
         calls = strtoul(text, NULL, 10) + 1;
         int length = snprintf(text, sizeof(text), "%lu\n", calls);
-        fchmod(fd, 0666);
         if (pwrite(fd, text, (size_t)length, 0) != length)
             calls = 0;
     }

@@ -34,6 +34,23 @@ static atomic_bool closed;        /* node_close was called, node_reopen was not:
 static pthread_mutex_t lock_mutex = PTHREAD_MUTEX_INITIALIZER;
 static atomic_int lock_descriptor = -1;
 
+/* -------------------------------------------------------------------------------------------- files of others --- */
+
+int node_open_file(const char *path, int flags)
+{
+    struct stat info;
+    int fd = open(path, flags | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0666);
+    if (fd < 0)
+        return -1;
+    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
+        fcntl(fd, F_SETFL, flags & O_APPEND); /* that nothing was waited for is not to be seen later */
+        return fd;
+    }
+    close(fd);
+    errno = EPROTO;
+    return -1;
+}
+
 /* ------------------------------------------------------------------------------------------------ the mapping --- */
 
 /* No prepare handler: it would wait for threads that may be waiting for locks of the caller's. */
@@ -56,7 +73,7 @@ static void watch_forks(void)
 
 static struct node_state *map_state(void *at)
 {
-    int fd = open(STATE_FILE, O_RDWR | O_CLOEXEC);
+    int fd = node_open_file(STATE_FILE, O_RDWR);
     if (fd < 0)
         return NULL;
     struct stat info;
@@ -115,7 +132,7 @@ bool node_peek(size_t offset, void *to, size_t bytes)
         uint32_t size;
     } head;
     int kept = errno;
-    int fd = closed ? -1 : open(STATE_FILE, O_RDONLY | O_CLOEXEC);
+    int fd = closed ? -1 : node_open_file(STATE_FILE, O_RDONLY);
     bool found = fd >= 0 && pread(fd, &head, sizeof(head), 0) == sizeof(head) && head.magic == NODE_MAGIC &&
                  head.size == sizeof(struct node_state) && pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
 
@@ -168,7 +185,7 @@ int node_lock(void)
 {
     pthread_mutex_lock(&lock_mutex);
     errno = ENODEV;
-    int lock = closed ? -1 : open(LOCK_FILE, O_RDWR | O_CLOEXEC);
+    int lock = closed ? -1 : node_open_file(LOCK_FILE, O_RDWR);
     if (lock >= 0) {
         atomic_store(&lock_descriptor, lock);
         int failed;
@@ -214,7 +231,7 @@ static void reap_place(struct node_state *node, int place)
         return;
     char path[PATH_ROOM];
     block_path(path, block->id);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    int fd = node_open_file(path, O_RDONLY);
     if (fd < 0) {
         if (errno == ENOENT) /* whoever made it was killed before the file was there */
             block->id = 0;
@@ -297,7 +314,7 @@ static int make_block(struct node_state *node, int place, int gpu, uint64_t byte
 
     char path[PATH_ROOM];
     block_path(path, id);
-    int made = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    int made = node_open_file(path, O_RDWR | O_CREAT | O_EXCL);
     if (made >= 0 && flock(made, LOCK_SH | LOCK_NB) == 0 && ftruncate(made, (off_t)bytes) == 0) {
         fchmod(made, 0666); /* whatever the umask is: others must be able to look whether it is held */
         *fd = made;
@@ -365,7 +382,7 @@ int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kin
         return -EINVAL;
     uint64_t named_id = strtoull(path + strlen(MEMORY_FOLDER), &end, 10);
     /* The name alone could be that of a file of another node. */
-    if (*end || fstat(fd, &mine) || stat(path, &named) || mine.st_dev != named.st_dev || mine.st_ino != named.st_ino)
+    if (*end || fstat(fd, &mine) || lstat(path, &named) || mine.st_dev != named.st_dev || mine.st_ino != named.st_ino)
         return -EINVAL;
 
     int place = (int)(named_id % NODE_MAX_BLOCKS), result = -EINVAL;
@@ -498,7 +515,7 @@ void node_log(const char *format, ...)
     int kept = errno;
     if (closed)
         return;
-    int fd = open(LOG_FILE, O_WRONLY | O_APPEND | O_CLOEXEC);
+    int fd = node_open_file(LOG_FILE, O_WRONLY | O_APPEND);
     if (fd >= 0) {
         struct timespec now;
         clock_gettime(CLOCK_REALTIME, &now);

@@ -136,6 +136,11 @@ int node_processes(int gpu, struct node_process *found, int room);
 uint64_t node_start_time(pid_t pid);
 bool node_same_start(uint64_t one, uint64_t other);
 
+/* Open a file that everybody in the node could have put there: -1 with errno where it is a link (which would lead a process
+ * of root's to a file of the machine's), a pipe (which would have it wait) or anything else than a file. Flags as of
+ * open(2); files that are made have mode 0666 but for the umask. */
+int node_open_file(const char *path, int flags);
+
 /* One line to the node's log: time, pid, text. */
 void node_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

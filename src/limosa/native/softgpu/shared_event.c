@@ -186,7 +186,8 @@ CUresult shared_event_export(struct shared_event *event, CUipcEventHandle *handl
     if (!event->exported) {
         event->number = ++last_exported;
         file_name(name, sizeof name, getpid(), event->number);
-        int fd = open(name, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        unlink(name); /* of a process that had this number before; what others have put there is never opened */
+        int fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
         bool made = fd >= 0 && write(fd, event->page, PAGE_BYTES) == PAGE_BYTES &&
                     mmap(event->page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
         if (!made) {
@@ -218,7 +219,7 @@ CUresult shared_event_open(const CUipcEventHandle *handle, struct shared_event *
     if (!node_same_start(node_start_time((pid_t)its.pid), its.start_time))
         return CUDA_ERROR_INVALID_HANDLE;
     file_name(name, sizeof name, (pid_t)its.pid, its.number);
-    int fd = open(name, O_RDWR | O_CLOEXEC);
+    int fd = node_open_file(name, O_RDWR);
     if (fd < 0)
         return CUDA_ERROR_INVALID_HANDLE; /* it was destroyed */
     struct page *page = mmap(NULL, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -1,0 +1,139 @@
+"""What another user puts into a node's folder does not lead root anywhere: links, pipes, folders, numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from limosa.softgpu.state import NODE_FOLDER
+
+AS_NOBODY = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+NVML = "import pynvml as n; n.nvmlInit(); n.nvmlShutdown()"
+LIMOSA = [sys.executable, "-m", "limosa"]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file of root's that nobody else may read or write."""
+    path = tmp_path / "secret"
+    path.write_text("root's own\n")
+    path.chmod(0o600)
+    return path
+
+
+def untouched(path: Path) -> bool:
+    return (path.read_text(), path.stat().st_mode & 0o777) == ("root's own\n", 0o600)
+
+
+def nobody(node, code: str) -> None:
+    node.python(AS_NOBODY + code)
+
+
+def test_a_count_that_is_a_link_is_not_written_through(node, secret):
+    node.switches.add("function=nvmlInit* every=1 delay=0")
+    nobody(node, f"os.symlink({str(secret)!r}, '{NODE_FOLDER}/faults/000001.count')")
+    node.python(NVML)  # as root
+    assert untouched(secret)
+
+
+def test_a_count_that_is_another_name_of_roots_file_is_not_written_to(node):
+    """Where the kernel lets a user make such a name."""
+    node.switches.add("function=nvmlInit* every=1 delay=0")
+    file = Path(node.folder) / "ld.so.cache"
+    before = file.read_bytes()
+    os.link(file, f"{node.folder}/faults/000001.count")
+    node.python(NVML)
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (before, 0o644)
+
+
+def test_a_rule_is_not_written_through_a_link(node, secret):
+    nobody(node, f"os.symlink({str(secret)!r}, '{NODE_FOLDER}/faults/.000001')")
+    node.limosa("softgpu", "--fault", "function=cuInit hang")
+    assert untouched(secret)
+    assert list(node.switches.rules()) == ["000001"]
+
+
+def test_what_is_no_rule_is_neither_read_nor_in_the_way(node, secret):
+    nobody(
+        node,
+        f"os.chdir('{NODE_FOLDER}/faults'); os.symlink({str(secret)!r}, '000007')\n"
+        "os.mkfifo('000008'); os.mkdir('000009'); os.mkdir('000009.count'); os.symlink('/', 'x')\n"
+        "open('\\xb2', 'w').close(); open('9' * 200, 'w').close()",
+    )
+    told = node.limosa("softgpu", "--fault", "function=cuInit hang", "-o", "json").json
+    assert "root's own" not in str(told)
+    assert {fault["name"] for fault in told["faults"]} == {"000010", "\xb2", "9" * 200}
+    node.limosa("softgpu", "--lift", "all")
+    assert node.switches.rules() == {}
+    assert untouched(secret)
+
+
+def test_a_pipe_among_the_blocks_holds_nobody_up(node):
+    with node.switches.fill(0, 2 << 20):
+        (block,) = node.blocks()
+        nobody(
+            node,
+            f"os.chdir('{NODE_FOLDER}/memory'); os.rename('{block}', 'away'); os.mkfifo('{block}')",
+        )
+        assert node.limosa("gpus", "-o", "json", limit=20).json["gpus"]
+        assert node.switches.used(0) >= 2 << 20
+
+
+def test_a_state_that_was_cut_off_is_said_in_words(node):
+    nobody(node, f"os.truncate('{NODE_FOLDER}/state', 0)")
+    told = node.limosa("softgpu", rc=None, limit=20)
+    assert "Traceback" not in told.stderr
+    turned = node.limosa("softgpu", "--turn", "0:lost=on", rc=12, limit=20)
+    assert "state" in turned.stderr
+
+
+def test_an_event_is_not_shared_through_a_link(node, secret):
+    """Its file has a name that can be known before: root's is not emptied for it."""
+    far = (
+        "import os, sys; from cuda.bindings import driver as d\n"
+        "os.symlink(sys.argv[1], f'/dev/shm/cuda.shm.0.{os.getpid():x}.1')\n"  # as another would have
+        "def ok(r): assert int(r[0]) == 0, r; return r[1] if len(r) > 1 else None\n"
+        "ok(d.cuInit(0)); c = ok(d.cuDevicePrimaryCtxRetain(0)); ok(d.cuCtxSetCurrent(c))\n"
+        "e = ok(d.cuEventCreate(4 | 2)); ok(d.cuIpcGetEventHandle(e))\n"
+    )
+    node.python(far, secret)
+    assert untouched(secret)
+
+
+def test_the_log_is_not_behind_somebody_elses_link(secret, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    (theirs / "log").symlink_to(secret)
+    (theirs / "folder").symlink_to(tmp_path)
+    os.lchown(theirs / "log", 65534, 65534)
+    os.lchown(theirs / "folder", 65534, 65534)
+    os.mkfifo(theirs / "pipe")
+    os.link(secret, theirs / "name")
+    for log in (theirs / "log", theirs / "folder" / "secret", theirs / "pipe", theirs / "name"):
+        ran = subprocess.run(
+            [*LIMOSA, "softgpu", "--log", str(log), "--", "sh", "-c", f"echo x >> {NODE_FOLDER}/log"],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=30,
+            check=False,
+        )
+        assert (ran.returncode, f"--log {log}" in ran.stderr) == (2, True), ran.stderr
+    assert untouched(secret)
+
+
+def test_a_pipe_in_place_of_the_output_holds_nobody_up(tmp_path):
+    """The output is opened again by its name, which its folder's owner may have given to something else."""
+    out = tmp_path / "out"
+    with open(out, "a", encoding="utf-8") as file, open(out, encoding="utf-8") as same:
+        out.unlink()
+        os.mkfifo(f"{out} (deleted)")  # what /proc calls it now
+        ran = subprocess.run(
+            [*LIMOSA, "softgpu", "--", "echo", "words"], stdout=file, stdin=subprocess.DEVNULL, timeout=30, check=False
+        )
+        assert (ran.returncode, same.read()) == (0, "words\n")
