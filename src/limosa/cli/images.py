@@ -57,7 +57,7 @@ def _draw(console: Console, found: Sequence[Listed]) -> None:
                 words.size(one.bytes) if whole else "-",
                 ", ".join(f"{n} × {name}" for name, n in _counted(one.gpus)) or "-",
                 age(one.created, now),
-                one.state if whole else f"{one.state}: {one.problem}",
+                f"{one.state}: {one.problem}" if one.problem else one.state,
             )
         )
     table(

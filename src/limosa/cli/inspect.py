@@ -8,6 +8,7 @@ from limosa.cli import words
 from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
 from limosa.cli.output import Format, plain, reporting
 from limosa.cli.table import table
+from limosa.cli.verify import doubtful
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +26,7 @@ def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = Fal
         from limosa.image import open_image
 
         with open_image(image, trust=False) as opened:
+            doubtful(report, opened, image)
             facts = dict(plain(opened.manifest))
             facts["image_schema"] = facts.pop("schema")  # "schema" at the top is the JSON contract's own
             sizes = opened.manifest.chunk_sizes()

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
 from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
-from limosa.cli.output import Format, plain, reporting
-from limosa.errors import DamagedImage, NoSuchImage
+from limosa.cli.output import Format, Report, plain, reporting
+from limosa.errors import DamagedImage, NoSuchImage, Reason
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from limosa.image import Image
     from limosa.image.verify import VerifyResult
 
 
@@ -34,8 +37,17 @@ def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = Fal
             report.result(_nothing(os.path.abspath(image), error), f"damaged: {error.message}", exit_code=16)
             return
         with opened, cancelling(report, "the image is only read") as cancel:
+            doubtful(report, opened, image)
             result = verify(opened, report.progress, cancel=cancel)
         report.result(result, _text(result), exit_code=0 if result.ok else 16)
+
+
+def doubtful(report: Report, opened: Image, path: Path) -> None:
+    """Warns of an image that may be looked at and would not be restored: whole is not the same as one's own."""
+    from limosa.image.trust import doubt
+
+    if problem := doubt(opened.fd, path):
+        report.warn(Reason(id="untrusted-image", text=f"limosa restore would refuse this image: {problem}"))
 
 
 def _nothing(path: str, error: DamagedImage) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from limosa.image.manifest import (
 )
 from limosa.image.read import MARKER_NAME, Image, partial_name
 from limosa.image.sync import WHAT, CommitTimings, hash_and_sync, secure_files, stop_if, sync_chunks
+from limosa.image.trust import open_named
 from limosa.image.unfinished import Marker, this_process, write_marker
 from limosa.progress import ProgressFn, silent
 
@@ -77,12 +78,12 @@ class Draft:
         Raises:
             DestinationExists: ``dest`` is there already, and is no empty folder.
             UsageError: the folder it is to be in does not exist, or ``dest`` is a mount point.
-            PermissionDenied, NoRoomOnHost: it cannot be made.
+            PermissionDenied, NoRoomOnHost: it cannot be made; for root, it is behind a link of another user's.
         """
         files = files or Files()
         path = Path(os.path.abspath(dest))
         try:
-            parent_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            parent_fd = open_named(path.parent)
         except (FileNotFoundError, NotADirectoryError) as e:
             raise missing_parent(path.parent) from e
         except PermissionError as e:

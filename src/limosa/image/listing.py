@@ -10,6 +10,7 @@ import msgspec
 from limosa.errors import LimosaError, NoSuchImage
 from limosa.image.manifest import MANIFEST_NAME
 from limosa.image.read import is_partial_name, open_image
+from limosa.image.trust import doubt
 from limosa.image.unfinished import Unfinished, unfinished
 
 
@@ -26,7 +27,7 @@ class Listed(msgspec.Struct, kw_only=True):
         gpus: their names, one each.
         created: RFC 3339, or "".
         host: where it was made.
-        problem: what is the matter with one that is not whole.
+        problem: what is the matter with one that is not whole, or that ``restore`` would refuse.
     """
 
     path: str
@@ -46,7 +47,7 @@ class Listed(msgspec.Struct, kw_only=True):
 def images(folder: str | os.PathLike[str] = ".") -> list[Listed]:
     """The images in a folder (or the folder itself, where it is one), the oldest first; not those in folders below.
 
-    Whose they are is not asked: this is for looking. Links are not followed.
+    Whose they are is told and refuses none: this is for looking. Links are not followed.
 
     Raises:
         NoSuchImage: there is no such folder, or it may not be read.
@@ -58,7 +59,7 @@ def images(folder: str | os.PathLike[str] = ".") -> list[Listed]:
         with os.scandir(place) as found:
             folders = [Path(e.path) for e in found if e.is_dir(follow_symlinks=False) and not is_partial_name(e.name)]
         listed = [_listed(path) for path in folders if os.path.lexists(path / MANIFEST_NAME)]
-        listed += [_unfinished(one) for one in unfinished(place)]
+        listed += [_unfinished(one) for one in unfinished(place, only_look=True)]
     except OSError as error:
         raise NoSuchImage(f"{place} cannot be looked into: {error.strerror}", hint="limosa images DIR") from error
     return sorted(listed, key=lambda one: (one.created, one.path))
@@ -88,6 +89,7 @@ def _listed(path: Path) -> Listed:
                 gpus=[gpu.name for gpu in made.gpus if gpu.bytes],
                 created=made.created,
                 host=made.hostname,
+                problem=f"restore would refuse it: {why}" if (why := doubt(image.fd, path, parts=False)) else "",
             )
     except LimosaError as error:
         return Listed(path=str(path), state="damaged", problem=error.message)

@@ -6,20 +6,24 @@ import errno
 import os
 import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
-from limosa.errors import Busy, NoSuchImage, UsageError
+from limosa.errors import Busy, FailedUndone, NoSuchImage, UsageError
 from limosa.image.chunks import CHUNKS_NAME, is_chunk_folder
 from limosa.image.files import Files, clear_folder, open_folder, typed_errors
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME
 from limosa.image.read import MARKER_NAME, is_partial_name, partial_name
+from limosa.image.trust import open_named
 from limosa.image.unfinished import describe, this_process
 
 _FILES = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME})
 _FOLDERS = frozenset({CRIU_NAME, LOG_NAME, CHUNKS_NAME})
 
 
-def remove(path: str | os.PathLike[str], *, files: Files | None = None) -> int:
+def remove(
+    path: str | os.PathLike[str], *, files: Files | None = None, look: Callable[[int], None] = lambda _: None
+) -> int:
     """Remove an image, damaged or not, or an unfinished folder.
 
     It is first renamed to a new unfinished folder's name: a crash on the way leaves litter that is recognised as such,
@@ -28,6 +32,7 @@ def remove(path: str | os.PathLike[str], *, files: Files | None = None) -> int:
     Args:
         path: of its folder, not of a symlink to it.
         files: how the disk is changed; for tests.
+        look: is shown the open folder before anything goes.
 
     Returns:
         Bytes freed.
@@ -36,28 +41,31 @@ def remove(path: str | os.PathLike[str], *, files: Files | None = None) -> int:
         NoSuchImage: there is nothing at ``path``.
         UsageError: it is no image: what it has in it is not what an image has.
         Busy: another living process is writing it.
-        PermissionDenied: it may not be removed.
+        PermissionDenied: it may not be removed; for root, it is behind a link of another user's.
     """
     files = files or Files()
     absolute = Path(os.path.abspath(path))
     with typed_errors(f"removing {absolute}"):
         try:
-            parent_fd = os.open(absolute.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            parent_fd = open_named(absolute.parent)
         except (FileNotFoundError, NotADirectoryError) as e:
             raise NoSuchImage(path=absolute) from e
         try:
-            return _remove(absolute, parent_fd, files)
+            return _remove(absolute, parent_fd, files, look)
         finally:
             os.close(parent_fd)
 
 
-def _remove(path: Path, parent_fd: int, files: Files) -> int:
+def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None]) -> int:
     try:
         fd = open_folder(path.name, parent_fd)
     except FileNotFoundError as e:
         raise NoSuchImage(path=path) from e
     except OSError as e:
         if e.errno in (errno.ELOOP, errno.ENOTDIR):
+            if (uid := _link_of(path.name, parent_fd)) is not None:
+                detail = f"{path} is a symbolic link of uid {uid}'s: nothing was removed"
+                raise UsageError(detail=detail, hint="name the image that it leads to, if that is meant") from e
             raise UsageError(detail=f"{path} is not an image's folder") from e
         raise
     try:
@@ -70,6 +78,7 @@ def _remove(path: Path, parent_fd: int, files: Files) -> int:
                 raise Busy(f"{path} is being written by process {pid}", pid=int(pid), by=owner.operation)
         elif not (CRIU_NAME in names and {MANIFEST_NAME, DIGEST_NAME} & names):
             raise UsageError(detail=f"{path} is not an image: it has no {CRIU_NAME}/ with a manifest")
+        look(fd)
         # Renaming takes it from everybody else: a writer who is alive after all fails to commit it, and never commits
         # what is being removed.
         name = partial_name(name, secrets.token_hex(8))
@@ -77,6 +86,9 @@ def _remove(path: Path, parent_fd: int, files: Files) -> int:
             files.rename(path.name, name, parent_fd)
         except FileNotFoundError as e:
             raise NoSuchImage(path=path) from e
+        if not os.path.samestat(os.stat(name, dir_fd=parent_fd, follow_symlinks=False), os.fstat(fd)):
+            files.rename(name, path.name, parent_fd)
+            raise FailedUndone(what=f"removing {path}", detail="somebody has put something else in its place")
         files.fsync(parent_fd)
         freed = clear_folder(fd, files)
         try:
@@ -86,6 +98,15 @@ def _remove(path: Path, parent_fd: int, files: Files) -> int:
         return freed
     finally:
         os.close(fd)
+
+
+def _link_of(name: str, dir_fd: int) -> int | None:
+    """Whose symbolic link it is; None where it is none."""
+    try:
+        found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found.st_uid if stat.S_ISLNK(found.st_mode) else None
 
 
 def _known_names(fd: int, path: Path) -> set[str]:

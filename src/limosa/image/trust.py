@@ -34,8 +34,9 @@ import stat
 from collections import deque
 from pathlib import Path
 
-from limosa.errors import DamagedImage, UntrustedImage
+from limosa.errors import DamagedImage, PermissionDenied, UntrustedImage
 from limosa.image.files import open_folder
+from limosa.start import installer, sudo_user
 
 _MOST_LINKS = 40
 _DEPTH = 3  # chunks/ab/ab…
@@ -44,19 +45,37 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def trusted_uids() -> frozenset[int]:
     """Whose images are trusted: root's, the caller's, and as root those of the user who called ``sudo``."""
-    uids = {0, os.geteuid()}
-    sudo = os.environ.get("SUDO_UID", "")
-    if os.geteuid() == 0 and sudo.isascii() and sudo.isdigit():
-        uids.add(int(sudo))
-    return frozenset(uids)
+    return frozenset({0, os.geteuid(), sudo_user()})
 
 
-def open_path(path: str | os.PathLike[str], trusted: frozenset[int] | None) -> int:
+def open_named(path: str | os.PathLike[str]) -> int:
+    """Open a folder in which something is to be made or removed: root is led to it by no link of another user's.
+
+    Whose the folders on the way are is not asked: what is at the end is what the path says.
+
+    Raises:
+        PermissionDenied: there is such a link.
+        OSError: ENOENT, ENOTDIR, EACCES, ELOOP … as open(2).
+    """
+    if os.geteuid() != 0:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return open_path(path, None, links=trusted_uids() | {installer()})
+    except UntrustedImage as e:
+        shown = os.fspath(path)
+        detail = f"{shown} is behind a symbolic link of another user's: {e.fields['detail']}"
+        raise PermissionDenied(detail=detail, hint="name the folder that it leads to") from e
+
+
+def open_path(
+    path: str | os.PathLike[str], trusted: frozenset[int] | None, *, links: frozenset[int] | None = None
+) -> int:
     """Open a folder component by component; see the module's text.
 
     Args:
         path: relative ones start at the working folder, which is walked from ``/`` too.
         trusted: user ids, or None to check nothing.
+        links: user ids whose links are followed where ``trusted`` is None; None: everybody's.
 
     Returns:
         A descriptor of the folder, opened for reading; the caller closes it.
@@ -70,7 +89,8 @@ def open_path(path: str | os.PathLike[str], trusted: frozenset[int] | None) -> i
     pending = deque(_components(text))
     served = _served_by() if trusted is not None else {}
     at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    where, links = "/", 0
+    where, followed = "/", 0
+    owners = links if trusted is None else trusted
     try:
         _check_folder(os.fstat(at), where, shown, trusted, served)
         while pending:
@@ -79,10 +99,10 @@ def open_path(path: str | os.PathLike[str], trusted: frozenset[int] | None) -> i
             info = os.fstat(new)
             if stat.S_ISLNK(info.st_mode):
                 try:
-                    links += 1
-                    if links > _MOST_LINKS:
+                    followed += 1
+                    if followed > _MOST_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), shown)
-                    _check_owner(info, os.path.join(where, name), shown, trusted, served)
+                    _check_owner(info, os.path.join(where, name), shown, owners, served)
                     target = os.readlink("", dir_fd=new)
                 finally:
                     os.close(new)
@@ -114,6 +134,32 @@ def check_parts(fd: int, path: str | os.PathLike[str], trusted: frozenset[int]) 
     shown = os.fspath(path)
     _check_part(os.fstat(fd), shown, shown, trusted)
     _check_within(fd, shown, shown, trusted, _DEPTH)
+
+
+def doubt(image_fd: int, path: str | os.PathLike[str], *, parts: bool = True) -> str | None:
+    """Why an image that was opened for looking only would not be restored, or None.
+
+    Args:
+        image_fd: its folder.
+        path: by which it was opened.
+        parts: whether all that is in it is looked at.
+    """
+    try:
+        again = open_path(path, trusted_uids())
+        try:
+            if not os.path.samestat(os.fstat(again), os.fstat(image_fd)):
+                return "another folder has taken its place"
+        finally:
+            os.close(again)
+        if parts:
+            check_parts(image_fd, path, trusted_uids())
+        else:
+            _check_part(os.fstat(image_fd), os.fspath(path), os.fspath(path), trusted_uids())
+    except UntrustedImage as e:
+        return str(e.fields["detail"])
+    except (DamagedImage, OSError):  # is said by whoever reads it
+        pass
+    return None
 
 
 def destination_problem(dest: str | os.PathLike[str]) -> str | None:

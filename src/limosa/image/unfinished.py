@@ -12,6 +12,7 @@ import msgspec
 from limosa.image.files import Files, open_folder, read_file
 from limosa.image.manifest import now
 from limosa.image.read import MARKER_NAME, is_partial_name
+from limosa.image.trust import open_named
 
 _LIMIT = 1 << 16
 _Short = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -78,14 +79,19 @@ def write_marker(dir_fd: int, files: Files, marker: Marker) -> None:
     files.write(MARKER_NAME, msgspec.json.encode(marker) + b"\n", dir_fd)
 
 
-def unfinished(parent: str | os.PathLike[str]) -> list[Unfinished]:
+def unfinished(parent: str | os.PathLike[str], *, only_look: bool = False) -> list[Unfinished]:
     """The unfinished folders in a folder, in the order of their names.
+
+    Args:
+        parent: the folder.
+        only_look: nothing will be removed: whatever link leads there is followed.
 
     Raises:
         OSError: ``parent`` cannot be read.
+        PermissionDenied: for root, it is behind a link of another user's.
     """
     base = Path(os.path.abspath(parent))
-    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) if only_look else open_named(base)
     try:
         found = (describe(base / name, name, fd) for name in sorted(os.listdir(fd)) if is_partial_name(name))
         return [one for one in found if one is not None]

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu
-from limosa.errors import NoWorkingCriu, Reason, UsageError
+from limosa.errors import NoWorkingCriu, PermissionDenied, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK, USUAL_CHUNK
-from limosa.image.trust import destination_problem
+from limosa.image.trust import destination_problem, open_named
 from limosa.operation import estimate, room
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
@@ -157,6 +157,10 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     reasons = []
     if not output.parent.is_dir():
         return [as_reason(missing_parent(output.parent))]
+    try:
+        os.close(open_named(output.parent))
+    except PermissionDenied as error:
+        return [as_reason(error)]
     if taken := destination_taken(output):
         reasons.append(as_reason(taken))
     if not os.access(output.parent, os.W_OK | os.X_OK):

@@ -96,6 +96,8 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
     except OSError as error:
         text = f"{folder} cannot be read: {error.strerror}"
         return [Recovered(kind="folder", image=str(folder), error=text, exit_code=_NOT_READ.get(error.errno or 0, 40))]
+    except PermissionDenied as error:  # behind a link of another user's
+        return [Recovered(kind="folder", image=str(folder), error=str(error), exit_code=error.exit_code)]
     for litter in listed:
         if any(str(litter.path) in one.did for one in before):
             continue  # a whole dump of a job that is gone: the pass before has said so, and only rm removes it

@@ -17,6 +17,7 @@ from limosa.image import open_image, unfinished
 from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
+from limosa.image.trust import open_named
 from limosa.operation import driver_steps, room, shm
 from limosa.operation.journal import Journal, Member
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
@@ -33,6 +34,7 @@ from limosa.parking.shim import Shim
 from limosa.process.criu import leftovers
 from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Handle, Identity
+from limosa.process.openat import closing
 from limosa.process.records import EndedRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
@@ -122,7 +124,7 @@ def remove_drafts(dead: Journal) -> list[str]:
     """Removes the unfinished folder of this operation."""
     header = dead.header
     did = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(LimosaError, OSError):
         for folder in unfinished(Path(header.image).parent):
             # Without a marker it died between making the folder and marking it; the name tells whose it was.
             nameless = folder.state == "dead" and not folder.operation
@@ -149,15 +151,15 @@ def _committed(dead: Journal) -> bool:
 def _release_network(dead: Journal) -> None:
     """A CRIU that was killed has left the job's connections shut: open them again."""
     header = dead.header
-    for folder in (header.draft, header.image):
-        log_fd = log_folder(folder) if folder else -1
-        if log_fd >= 0:
-            break
-    try:
+    with contextlib.ExitStack() as stack:
+        log_fd = -1
+        for folder in filter(None, (header.draft, header.image)):
+            # Where others can change names another image may stand there, or a log that names another job's table.
+            with contextlib.suppress(LimosaError, OSError), closing(open_named(folder)) as image_fd:
+                log_fd = stack.enter_context(log_folder(image_fd))
+            if log_fd >= 0:
+                break
         release_network(header.tree, log_fd, header.roots[0].pid)
-    finally:
-        if log_fd >= 0:
-            os.close(log_fd)
 
 
 def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
+from collections.abc import Iterator
 
 from limosa.errors import Busy, LimosaError, UsageError
 from limosa.image import Image, open_image
+from limosa.image.files import open_folder
 from limosa.image.manifest import LOG_NAME
 from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import trusted_uids
@@ -38,17 +39,17 @@ def remove_image(path: str | os.PathLike[str]) -> int:
         if claim.alive and (found := claims.in_the_way(claim, names)):
             raise Busy(f"{found} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
     tables: set[str] = set()
-    with contextlib.suppress(LimosaError), open_image(path, trust=True) as image:
-        tables |= _table_of(image)
-    log_fd = log_folder(path)
-    try:
+
+    def look(fd: int) -> None:
+        """Which tables the very folder that goes names, not one that somebody else has in its place for a moment."""
+        with contextlib.suppress(LimosaError), open_image(path, trust=True) as image:
+            if os.path.samestat(os.fstat(image.fd), os.fstat(fd)):
+                tables.update(_table_of(image))
         # An unfinished or damaged one has no manifest to ask; CRIU's log names the run all the same.
-        if log_fd >= 0 and _is_own(log_fd):
-            tables |= set(tables_of(log_fd))
-        freed = remove_folder(path)
-    finally:
-        if log_fd >= 0:
-            os.close(log_fd)
+        with log_folder(fd) as log_fd:
+            tables.update(tables_of(log_fd) if log_fd >= 0 else ())
+
+    freed = remove_folder(path, look=look)
     for table in tables - _in_use():
         remove_table(table)
     return freed
@@ -81,8 +82,14 @@ def _in_use() -> set[str]:
     return {f"{family}CRIU-{pid}" for pid in worked_on for family in ("", "inet ")}
 
 
-def log_folder(path: str | os.PathLike[str]) -> int:
-    """An image's folder with CRIU's logs, open; -1 where there is none."""
-    with contextlib.suppress(OSError):
-        return os.open(Path(path, LOG_NAME), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    return -1
+@contextlib.contextmanager
+def log_folder(image_fd: int) -> Iterator[int]:
+    """An open image's folder with CRIU's logs, open; -1 where there is none, or others could have written the log."""
+    log_fd = -1
+    try:
+        with contextlib.suppress(OSError):
+            log_fd = open_folder(LOG_NAME, image_fd)
+        yield log_fd if log_fd >= 0 and _is_own(log_fd) else -1
+    finally:
+        if log_fd >= 0:
+            os.close(log_fd)

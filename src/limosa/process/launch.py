@@ -12,13 +12,13 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFailed
 from limosa.process.identity import Identity
-from limosa.start import environment, real_path
+from limosa.start import environment, real_path, sudo_user
 
 _TRAMPOLINE = Path(__file__).with_name("trampoline.py")
 _KEPT = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)  # what nohup, and a script's &, ignore for what they start
@@ -42,37 +42,72 @@ class Launched(msgspec.Struct, frozen=True):
     warnings: tuple[Reason, ...] = ()
 
 
-def open_log(path: str | os.PathLike[str]) -> tuple[int, bool]:
+class Log(NamedTuple):
+    """A job's log, open.
+
+    Attributes:
+        fd: open for appending; the caller's to close.
+        path: absolute.
+        new: whether the file was made just now.
+    """
+
+    fd: int
+    path: Path
+    new: bool
+
+
+def open_log(path: str | os.PathLike[str]) -> Log:
     """Opens a job's log the way CRIU can follow its growth (O_WRONLY | O_APPEND), new ones with mode 0600.
 
-    Returns:
-        The descriptor, and whether the file is new.
+    Root appends to no file that somebody else has put there: he would read along.
 
     Raises:
-        RunFailed: it cannot be opened, or is not a regular file; for root, it is or lies behind another user's link.
+        RunFailed: it cannot be opened, or is not a regular file; for root, it is another user's, or is or lies behind
+            a link of his.
     """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     new = False
+    absolute = Path(os.path.abspath(path))
     try:
-        with log_folder(path) as folder:
-            name = os.path.basename(os.path.abspath(path))
+        with log_folder(absolute) as folder:
             try:
-                fd, new = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=folder), True
+                fd, new = os.open(absolute.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), True
             except FileExistsError:
-                fd = os.open(name, flags | (os.O_NOFOLLOW if os.geteuid() == 0 else 0), 0o600, dir_fd=folder)
+                fd = _open_there(absolute.name, flags, folder)
     except OSError as e:
         raise RunFailed(
             detail=f"cannot open the log {os.fspath(path)}: {e.strerror}", hint="limosa run --log FILE"
         ) from e
-    info = os.fstat(fd)
-    if not stat.S_ISREG(info.st_mode):
-        os.close(fd)
-        raise RunFailed(detail=f"the log {os.fspath(path)} is not a regular file")
-    if os.geteuid() == 0 and info.st_nlink > 1:
-        os.close(fd)
-        raise RunFailed(detail=f"the log {os.fspath(path)} has another name, which may be of a file of root's")
     os.set_blocking(fd, True)
-    return fd, new
+    return Log(fd, absolute, new)
+
+
+def _open_there(name: str, flags: int, folder: int) -> int:
+    """Opens a log that is there already; for root one that is root's, by a name that is its only one.
+
+    Raises:
+        OSError: it cannot be opened, or is none.
+    """
+    root = os.geteuid() == 0
+    if not root:
+        flags |= os.O_CREAT  # through a link of one's own to what is not there yet
+    fd = os.open(name, flags | (os.O_NOFOLLOW if root else 0), 0o600, dir_fd=folder)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        if not root:
+            return fd
+        if info.st_uid not in (0, sudo_user()):
+            raise OSError(errno.EPERM, f"it is a file of uid {info.st_uid}'s, who would read what root's job writes")
+        # The second question comes after the first: a name that is still there now was one of the names counted.
+        place = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+        if info.st_nlink != 1 or os.readlink(f"/proc/self/fd/{fd}") != place:
+            raise OSError(errno.EMLINK, "it has another name, which may be of a file of root's")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 @contextlib.contextmanager
@@ -82,34 +117,47 @@ def log_folder(path: str | os.PathLike[str]) -> Iterator[int]:
     Raises:
         OSError: it cannot be opened.
     """
-    place = os.path.dirname(os.path.abspath(path))
-    fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = _open_folder(os.path.dirname(os.path.abspath(path)))
     try:
-        if os.geteuid() == 0 and os.readlink(f"/proc/self/fd/{fd}") != real_path(place):
-            raise OSError(errno.ELOOP, "its folder is behind a symbolic link of another user's")
         yield fd
     finally:
         os.close(fd)
 
 
-def open_new_log(name: str, folder: str | os.PathLike[str] = ".") -> tuple[int, Path]:
+def _open_folder(place: str) -> int:
+    """A folder, open (O_PATH): for root one to which no link of another user's leads.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if os.geteuid() == 0 and os.readlink(f"/proc/self/fd/{fd}") != real_path(place):
+            raise OSError(errno.ELOOP, "its folder is behind a symbolic link of another user's")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_new_log(name: str, place: Path, folder: int) -> Log:
     """Makes the log of a job that was named none: ``NAME.limosa.log``; ``NAME.limosa.2.log`` where that is there.
 
     The file is always a new one: what is there already may be the program's own, and its contents somebody's results.
 
-    Returns:
-        The descriptor, as ``open_log`` opens it, and the file's absolute path.
+    Args:
+        name: the job's.
+        place: the folder's absolute path.
+        folder: that folder, open.
 
     Raises:
         RunFailed: it cannot be made.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    place = Path(folder).absolute()
     for number in range(1, _LOGS + 1):
         path = place / (f"{name}.limosa.log" if number == 1 else f"{name}.limosa.{number}.log")
         try:
-            with log_folder(path) as opened:
-                return os.open(path.name, flags, 0o600, dir_fd=opened), path
+            return Log(os.open(path.name, flags, 0o600, dir_fd=folder), path, new=True)
         except FileExistsError:
             continue
         except OSError as e:
@@ -149,9 +197,8 @@ def launch(
         RunFailed: anything else: the log, the folder, the filter.
     """
     job_env = {**(os.environ if env is None else env), "PYTHONUNBUFFERED": "1"}
-    folder = os.path.abspath(cwd if cwd is not None else os.getcwd())
     ignored = [int(number) for number in _KEPT if signal.getsignal(number) is signal.SIG_IGN]
-    spec = {"command": list(command), "env": job_env, "cwd": folder, "seccomp": seccomp, "detach": detach}
+    spec = {"command": list(command), "env": job_env, "seccomp": seccomp, "detach": detach}
     spec["ignored"] = ignored
     with contextlib.ExitStack() as stack:
 
@@ -159,14 +206,12 @@ def launch(
             stack.callback(os.close, fd)
             return fd
 
-        if log is None:
-            log_is_new = True
-            log_fd, path = open_new_log(name, folder)
-        else:
-            path = Path(log).absolute()
-            log_fd, log_is_new = open_log(path)
-        own(log_fd)
-        log_start = os.fstat(log_fd).st_size
+        folder = own(_working_folder(cwd))
+        kept = (
+            open_log(log) if log is not None else open_new_log(name, Path(os.path.abspath(cwd or os.getcwd())), folder)
+        )
+        own(kept.fd)
+        log_start = os.fstat(kept.fd).st_size
         null = own(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         spec_fd = own(os.memfd_create("limosa-run", os.MFD_CLOEXEC))
         with open(os.dup(spec_fd), "wb") as file:
@@ -175,25 +220,47 @@ def launch(
         answer, answer_end = os.pipe2(os.O_CLOEXEC)
         reader = stack.enter_context(open(answer, "rb"))
         try:
-            started = _spawn([null, log_fd, log_fd, spec_fd, answer_end], ignored)
+            started = _spawn([null, kept.fd, kept.fd, spec_fd, answer_end, folder], ignored)
         except OSError as error:
-            if log_is_new:
-                path.unlink(missing_ok=True)
+            _take_away(kept)
             raise RunFailed(detail=f"no process can be started: {error.strerror}") from error
         finally:
             os.close(answer_end)
         said: dict[str, Any] = {}
         for line in reader:
             said.update(json.loads(line))
-    if detach or "failed" in said or "exec" not in said:
-        os.waitpid(started, 0)  # the first half of the double fork, or what is left of a start that failed
-    if "failed" in said or "exec" not in said:
-        if log_is_new:
-            path.unlink(missing_ok=True)
-        raise _failure(command, said)
+        if detach or "failed" in said or "exec" not in said:
+            os.waitpid(started, 0)  # the first half of the double fork, or what is left of a start that failed
+        if "failed" in said or "exec" not in said:
+            _take_away(kept)
+            raise _failure(command, said)
     # Told by the trampoline: a job that is quicker than we are has ended by now.
     identity = Identity(said["pid"], said["start_time"])
-    return Launched(identity, str(path), log_start, _warnings(said))
+    return Launched(identity, str(kept.path), log_start, _warnings(said))
+
+
+def _working_folder(cwd: str | os.PathLike[str] | None) -> int:
+    """The job's working folder, open: by its name it may be another one a moment later, where others can change names.
+
+    Raises:
+        RunFailed: it cannot be opened.
+    """
+    try:
+        if cwd is None:
+            return os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return _open_folder(os.path.abspath(cwd))
+    except OSError as e:
+        raise RunFailed(detail=f"chdir: {os.fspath(cwd or '.')}: {e.strerror}") from e
+
+
+def _take_away(log: Log) -> None:
+    """Removes a log that was made for a job which was not started: that very file, wherever its name leads now."""
+    if not log.new:
+        return
+    with contextlib.suppress(OSError), log_folder(log.path) as folder:
+        there, made = os.stat(log.path.name, dir_fd=folder, follow_symlinks=False), os.fstat(log.fd)
+        if (there.st_dev, there.st_ino) == (made.st_dev, made.st_ino):
+            os.unlink(log.path.name, dir_fd=folder)
 
 
 def _spawn(sources: Sequence[int], ignored: Sequence[int]) -> int:

@@ -1,10 +1,10 @@
 """Runs between ``limosa run`` and the job, in the job's process: makes it clean, then becomes it (exec).
 
 A program of its own, started with ``python -I -S`` by its path, because forking a threaded Python process and going on
-in Python there is not safe. It is told what to do by JSON on descriptor 3 and answers with JSON lines on descriptor 4:
-``{"pid": …, "start_time": …}``, ``{"no_new_privs": true}``, ``{"failed": step, "errno": …, "text": …}``, and
-``{"exec": true}`` as its last word; the end of the stream after that means that exec has succeeded (the descriptor is
-close-on-exec).
+in Python there is not safe. It is told what to do by JSON on descriptor 3, and in which folder by descriptor 5. It
+answers with JSON lines on descriptor 4: ``{"pid": …, "start_time": …}``, ``{"no_new_privs": true}``, ``{"failed": step,
+"errno": …, "text": …}``, and ``{"exec": true}`` as its last word; the end of the stream after that means that exec has
+succeeded (the descriptor is close-on-exec).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SPEC_FD, ANSWER_FD = 3, 4
+SPEC_FD, ANSWER_FD, FOLDER_FD = 3, 4, 5
 
 
 def _say(**message: Any) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         _say(pid=os.getpid(), start_time=_start_time())
         _close_on_exec()
         step = "chdir"
-        os.chdir(spec["cwd"])
+        os.fchdir(FOLDER_FD)
         step = "seccomp"
         if spec["seccomp"]:
             _deny_io_uring()

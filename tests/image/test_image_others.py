@@ -1,0 +1,236 @@
+"""Making, removing and looking at images as root where others own or exchange what leads there.
+
+The users are real: what they own is uid 4242's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from image_material import fill, write_image
+
+from limosa.errors import FailedUndone, PermissionDenied, UsageError
+from limosa.image import Draft, images, open_image, remove, trust, unfinished
+from limosa.image.files import Files
+from limosa.operation import recover_images
+from limosa.operation.recover import recover
+
+USER = 4242
+verb = importlib.import_module("limosa.operation.remove_image")  # the function has its name
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture(autouse=True)
+def no_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SUDO_UID", raising=False)
+
+
+@pytest.fixture
+def theirs() -> Iterator[Path]:
+    """A folder of the user's in /tmp."""
+    with tempfile.TemporaryDirectory(prefix="limosa-others-") as name:
+        os.chown(name, USER, USER)
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def roots(tmp_path: Path) -> Path:
+    """A folder of root's with an image and what an unfinished one left."""
+    folder = tmp_path / "roots"
+    folder.mkdir()
+    write_image(folder / "image").close()
+    litter(folder)
+    return folder
+
+
+def litter(folder: Path) -> Path:
+    draft = Draft.create(folder / "other", owner="1@1")
+    fill(draft)
+    draft.close()
+    return draft.path
+
+
+def link(path: Path, target: Path, owner: int = USER) -> Path:
+    path.symlink_to(target)
+    os.lchown(path, owner, owner)
+    return path
+
+
+def all_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_root_removes_nothing_behind_a_users_link(theirs: Path, roots: Path) -> None:
+    link(theirs / "images", roots)
+    before = all_of(roots)
+    for name in os.listdir(roots):
+        with pytest.raises(PermissionDenied, match="symbolic link of another user's"):
+            remove(theirs / "images" / name)
+    assert all_of(roots) == before
+
+
+def test_a_link_is_no_image_and_whose_it_is_is_said(theirs: Path, roots: Path) -> None:
+    before = all_of(roots)
+    with pytest.raises(UsageError, match=f"symbolic link of uid {USER}'s"):
+        remove(link(theirs / "image", roots / "image"))
+    assert all_of(roots) == before
+
+
+def test_roots_own_links_lead_to_what_is_removed(tmp_path: Path, roots: Path) -> None:
+    remove(link(tmp_path / "images", roots, 0) / "image")
+    assert not (roots / "image").exists()
+
+
+def test_rm_and_recover_say_so_and_exit_with_11(limosa, theirs: Path, roots: Path) -> None:
+    link(theirs / "images", roots)
+    before = all_of(roots)
+    said = limosa("rm", theirs / "images" / "image", rc=11)
+    assert "symbolic link of another user's" in said.stderr
+    said = limosa("recover", theirs / "images", rc=11)
+    assert "symbolic link of another user's" in said.stdout
+    assert all_of(roots) == before
+
+
+def test_recover_looks_for_nothing_behind_a_users_link(theirs: Path, roots: Path) -> None:
+    before = all_of(roots)
+    (one,) = [r for r in recover(link(theirs / "images", roots)) if r.kind == "folder"]
+    assert one.exit_code == 11
+    assert all_of(roots) == before
+    with pytest.raises(PermissionDenied):
+        unfinished(theirs / "images")
+
+
+def test_recover_by_root_in_a_users_folder_removes_what_is_there(theirs: Path) -> None:
+    path = litter(theirs)
+    (one,) = [r for r in recover(theirs) if r.kind == "folder"]
+    assert "removed" in one.did
+    assert not path.exists()
+
+
+class Exchanging(Files):
+    """At the first renaming the user, whose folder it is, puts another folder of root's in the image's place."""
+
+    def rename(self, old: str, new: str, dir_fd: int) -> None:
+        if not Path(f"/proc/self/fd/{dir_fd}/aside").exists():
+            os.rename(old, "aside", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            os.rename("thesis", old, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        super().rename(old, new, dir_fd)
+
+
+def test_what_takes_an_images_place_while_it_is_removed_stays(theirs: Path) -> None:
+    write_image(theirs / "image").close()
+    (theirs / "thesis").mkdir()
+    (theirs / "thesis" / "file").write_text("root's")
+    with pytest.raises(FailedUndone, match="in its place"):
+        remove(theirs / "image", files=Exchanging())
+    assert sorted(os.listdir(theirs)) == ["aside", "image"]
+    assert (theirs / "image" / "file").read_text() == "root's"
+
+
+def test_rm_removes_no_table_of_a_log_that_stood_there_for_a_moment(
+    theirs: Path, roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user has a link to root's image in the way until the table is looked for, and then his own folder."""
+    mine, tables = theirs / "image", []
+    (roots / "image/log/dump.log").write_text("CRIU run id = 0123456789abcdef\n")
+    write_image(theirs / "own").close()
+    link(mine, roots / "image")
+    monkeypatch.setattr(verb, "tables_of", lambda fd: [os.readlink(f"/proc/self/fd/{fd}")])
+    monkeypatch.setattr(verb, "remove_table", tables.append)
+    real = verb.remove_folder
+
+    def removed(path: Path, **more: object) -> int:
+        mine.unlink()
+        (theirs / "own").rename(mine)
+        return real(path, **more)
+
+    monkeypatch.setattr(verb, "remove_folder", removed)
+    verb.remove_image(mine)
+    assert not [table for table in tables if str(roots) in table]
+
+
+@pytest.mark.parametrize("whose", ["root's", "his"])
+def test_recover_takes_the_name_of_a_table_from_no_log_of_a_users(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    """Root's checkpoint into a user's folder was killed; the user's log names the table of another job."""
+    write_image(theirs / "image").close()
+    log = theirs / "image/log/dump.log"
+    log.write_text("CRIU run id = 0123456789abcdef\n")
+    if whose == "his":
+        (theirs / "image").rename(theirs / "aside")
+        (theirs / "image/log").mkdir(parents=True)
+        (theirs / "image/log/dump.log").write_text("CRIU run id = 0123456789abcdef\n")
+        for path in (theirs / "image", theirs / "image/log", theirs / "image/log/dump.log"):
+            os.chown(path, USER, USER)
+    asked: list[bool] = []
+    monkeypatch.setattr(recover_images, "release_network", lambda tree, fd, pid: asked.append(fd >= 0))
+    header = SimpleNamespace(draft="", image=str(theirs / "image"), tree=[], roots=[SimpleNamespace(pid=1)])
+    recover_images._release_network(SimpleNamespace(header=header))
+    assert asked == [whose == "root's"]
+
+
+def test_root_writes_no_image_behind_a_users_link(theirs: Path, roots: Path) -> None:
+    link(theirs / "images", roots)
+    before = all_of(roots)
+    with pytest.raises(PermissionDenied, match="symbolic link of another user's"):
+        Draft.create(theirs / "images" / "new")
+    assert all_of(roots) == before
+
+
+def test_a_folder_that_a_user_puts_in_place_of_a_new_one_gets_nothing(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder around it is his: he can exchange the temporary folder before it is opened."""
+    real = os.mkdir
+
+    def mkdir(name: str, *more: object, **where: int) -> None:
+        real(name, *more, **where)
+        if "dir_fd" in where:
+            os.rename(name, "aside", src_dir_fd=where["dir_fd"], dst_dir_fd=where["dir_fd"])
+            real(name, **where)
+            os.chown(name, USER, USER, dir_fd=where["dir_fd"])
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(PermissionDenied, match="another folder"):
+        Draft.create(theirs / "image")
+    assert not [path for path in theirs.rglob("*") if path.is_file()]
+
+
+def test_looking_at_somebody_elses_image_says_that_it_would_not_be_restored(limosa, theirs: Path) -> None:
+    write_image(theirs / "image").close()
+    for verb_ in ("verify", "inspect"):
+        said = limosa(verb_, theirs / "image", rc=0)
+        assert f"limosa restore would refuse this image: {theirs} belongs to user {USER}" in said.stderr
+        warned = limosa(verb_, theirs / "image", "-o", "json", rc=0).json["warnings"]
+        assert [w["id"] for w in warned] == ["untrusted-image"]
+    (listed,) = images(theirs)
+    assert listed.state == "whole"
+    assert f"belongs to user {USER}" in listed.problem
+    assert "restore would refuse it" in limosa("images", theirs, "-o", "json", rc=0).stdout
+
+
+def test_nothing_is_said_of_roots_own_in_a_sticky_folder(theirs: Path) -> None:
+    os.chown(theirs, 0, 0)
+    theirs.chmod(0o1777)
+    write_image(theirs / "image").close()
+    assert images(theirs)[0].problem == ""
+    with open_image(theirs / "image") as image:
+        assert trust.doubt(image.fd, theirs / "image") is None
+    os.chown(theirs / "image", USER, USER)
+    assert "belongs to user" in images(theirs)[0].problem
+
+
+def test_a_folder_that_took_an_images_place_is_noticed(roots: Path) -> None:
+    with open_image(roots / "image", trust=False) as image:
+        (roots / "image").rename(roots / "aside")
+        write_image(roots / "image").close()
+        assert trust.doubt(image.fd, roots / "image") == "another folder has taken its place"
