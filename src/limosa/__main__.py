@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,8 @@ CANCELLED = 22
 def main() -> NoReturn:
     """Run the command line."""
     _open_what_is_closed()
+    if sys.argv[1:] == ["--version"]:
+        _version()
     # What is loaded stays: to look through it for garbage, twenty times at the start and at the end, costs a quarter of
     # what `limosa --version` takes.
     gc.set_threshold(100_000, 20, 100)
@@ -24,6 +25,17 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         _interrupted(sys.argv[1:])
     entry()
+
+
+def _version() -> NoReturn:
+    """Asked for by scripts, often: answered before the parser of options is loaded."""
+    from limosa.version import VERSION
+
+    try:
+        os.write(1, f"limosa {VERSION}\n".encode())
+    except OSError:
+        pass  # the reader has gone away
+    sys.exit(0)
 
 
 def _open_what_is_closed() -> None:
@@ -52,6 +64,8 @@ def _interrupted(arguments: list[str]) -> NoReturn:
     message = "interrupted before it had begun; no job was touched"
     words = f" {' '.join(arguments)} "
     if any(f" {option} " in words for option in ("-o json", "-ojson", "--format json", "--format=json")):
+        import json
+
         error = {"id": "cancelled", "exit_code": CANCELLED, "message": message, "hint": "", "job_state": ""}
         os.write(1, json.dumps({"schema": 1, "error": error, "warnings": []}).encode() + b"\n")
     os.write(2, f"limosa: {message}\n".encode())

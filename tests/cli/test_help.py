@@ -66,6 +66,12 @@ def test_version(cli):
     assert cli("--version").stdout == f"limosa {limosa.__version__}\n"
 
 
+def test_the_version_is_told_before_the_parser_is_loaded(environment):
+    code = "sys.argv = ['limosa', '--version']\nfrom limosa.__main__ import main\n"
+    loaded = _imported(environment, code + "try:\n    main()\nexcept SystemExit:\n    pass")
+    assert not {"limosa.cli", "typer", "click", "json", "inspect"} & loaded
+
+
 def test_the_version_is_the_packages():
     import re
     from pathlib import Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -224,6 +225,28 @@ def test_process_has_every_name_of_cuda_cores_class():
     from cuda.core import checkpoint
 
     assert {name for name in dir(checkpoint.Process) if not name.startswith("_")} <= set(dir(Process))
+
+
+def test_process_takes_what_cuda_cores_class_takes():
+    from cuda.core import checkpoint
+
+    def taken(function):
+        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+    theirs = {name: value for name, value in vars(checkpoint.Process).items() if not name.startswith("_")}
+    for name, value in theirs.items():
+        ours = vars(Process)[name]
+        assert type(ours) is type(value), name
+        if inspect.isfunction(value):
+            assert taken(ours) == taken(value), name
+    assert taken(Process) == taken(checkpoint.Process)
+    for wrong in (0, -1, True, "1", 1.5, None):
+        kinds = []
+        for made in (Process, checkpoint.Process):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                made(wrong)
+            kinds.append(caught.value)
+        assert isinstance(kinds[0], TypeError if isinstance(kinds[1], TypeError) else ValueError), wrong
 
 
 def test_importing_the_room_loads_neither_driver_nor_nvml():

@@ -24,6 +24,11 @@ class Process:
 
     ``running → lock → locked → checkpoint → checkpointed → restore → locked → unlock → running``
 
+    When to use which: ``cuda.core.checkpoint.Process`` where a program has cuda.core anyway and wants the calls of the
+    driver and no more. This class, with the same names, where it also wants typed errors, ``try_lock``,
+    ``wait_for_state``, GPUs named in any way, or an import that loads no libcuda. Each acts on one process. For a job
+    (a process and its children), with planning and a way back, use :func:`limosa.move` and its like.
+
     Args:
         pid: its process id; whether there is such a process is looked at before each call.
 
