@@ -11,6 +11,7 @@
 #   scripts/test-gpu.sh -- ARGS    pytest with these arguments
 #
 # LIMOSA_ONE_GPU=1: what one GPU is enough for; where the others move a job there and back, it is suspended and resumed.
+# LIMOSA_PROOF_TURNS=6: how often a training is moved in "parked", instead of twenty times.
 # PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
 # PYTHONPATH=folders of packages (those that others can write to, and relative ones, do not count),
 # JOBS=how many tests side by side (those that fill GPUs or measure always run alone).

@@ -33,8 +33,10 @@ def _version() -> NoReturn:
 
     try:
         os.write(1, f"limosa {VERSION}\n".encode())
-    except OSError:
+    except BrokenPipeError:
         pass  # the reader has gone away
+    except OSError as error:
+        sys.exit(f"limosa: {error.strerror}")
     sys.exit(0)
 
 

@@ -20,7 +20,7 @@ import stat
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +166,48 @@ def sudo_user() -> int:
     return int(said) if os.geteuid() == 0 and said.isascii() and said.isdigit() else 0
 
 
+def _strange_to(owners: set[int]) -> Callable[[os.stat_result], bool]:
+    """Return what says whether something is none of these users', or lies on a file system that another serves."""
+    served = served_by()
+    return lambda info: not {info.st_uid, served.get(info.st_dev, 0)} <= owners
+
+
+def served_by() -> dict[int, int]:
+    """Return which mounted file systems a user's process serves (FUSE): device number → his uid.
+
+    What such a one says of owners and modes is his word alone.
+    """
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            return parse_served(file.read())
+    except OSError:
+        return {}
+
+
+def parse_served(mountinfo: str) -> dict[int, int]:
+    """``/proc/self/mountinfo`` (proc_pid_mountinfo(5)) to {st_dev: user id} for mounts with ``user_id=``."""
+    served: dict[int, int] = {}
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields, super_fields = left.split(" "), right.split(" ")
+        if len(fields) < 3 or len(super_fields) < 3 or not super_fields[0].startswith("fuse"):
+            continue
+        for option in super_fields[2].split(","):
+            key, _, value = option.partition("=")
+            if key == "user_id" and value.isdigit():
+                major, _, minor = fields[2].partition(":")
+                served[os.makedev(int(major), int(minor))] = int(value)
+    return served
+
+
 def real_path(path: str | os.PathLike[str]) -> str | None:
-    """Return where an absolute path leads over links that root, we or whoever installed Limosa made; None over others.
+    """Return where an absolute path leads over links that root, we, who called sudo or who installed Limosa made.
+
+    None: it leads over another's.
 
     A user cannot make a link that is root's: what is reached so is what its name says, whoever's folders are passed.
     """
-    owners = frozenset({0, os.geteuid(), installer()})
+    strange = _strange_to({0, os.geteuid(), installer(), sudo_user()})
     pending = deque(part for part in os.fspath(path).split("/") if part not in ("", "."))
     at, links = "/", 0
     while pending:
@@ -182,11 +218,11 @@ def real_path(path: str | os.PathLike[str]) -> str | None:
         step = os.path.join(at, name)
         try:
             link = os.readlink(step)
-            owner = os.lstat(step).st_uid
+            info = os.lstat(step)
         except OSError:  # no link, or nothing there
             at = step
             continue
-        if owner not in owners or (links := links + 1) > _MOST_LINKS:
+        if strange(info) or (links := links + 1) > _MOST_LINKS:
             return None
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = "/" if link.startswith("/") else at
@@ -207,14 +243,23 @@ def trusted(path: str | os.PathLike[str]) -> bool:
 def loadable(library: Path) -> bool:
     """Return whether a library of ours is there and, for root, neither it nor its folder is for others to change."""
     try:
-        return library.is_file() and (os.geteuid() != 0 or not any(map(_open_to_others, (library, library.parent))))
+        return library.is_file() and not changeable(library)
     except OSError:
         return False
 
 
-def _open_to_others(path: Path) -> bool:
-    info = os.stat(path)
-    return info.st_uid not in {0, installer()} or _others_write(info, path)
+def changeable(library: Path) -> str:
+    """Return why root must not load a library, in words: others can change it, or its folder; "" for no reason.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    for path in (library, library.parent) if os.geteuid() == 0 else ():
+        info = os.stat(path)
+        if info.st_uid not in {0, installer()} or _others_write(info, path):
+            mode = stat.S_IMODE(info.st_mode)
+            return f"others can change {path} (mode {mode:o}, uid {info.st_uid}, gid {info.st_gid})"
+    return ""
 
 
 def untrusted_part(path: str | os.PathLike[str]) -> str | None:
@@ -225,12 +270,12 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
     """
     if _ours(os.path.abspath(path)):
         return None
-    owners = frozenset({0, os.geteuid(), installer()})
+    strange = _strange_to({0, os.geteuid(), installer()})
     pending = deque(part for part in os.path.abspath(path).split("/") if part)
     at, links = Path("/"), 0
     while True:
         info = os.lstat(at)
-        if info.st_uid not in owners or (_others_write(info, at) and not (pending and info.st_mode & stat.S_ISVTX)):
+        if strange(info) or (_others_write(info, at) and not (pending and info.st_mode & stat.S_ISVTX)):
             return str(at)
         if not pending:
             return None
@@ -245,7 +290,7 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
         except OSError:  # it is no link
             at /= name
             continue
-        if os.lstat(at / name).st_uid not in owners or (links := links + 1) > _MOST_LINKS:
+        if strange(os.lstat(at / name)) or (links := links + 1) > _MOST_LINKS:
             return str(at / name)
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = Path("/") if link.startswith("/") else at

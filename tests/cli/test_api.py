@@ -97,6 +97,7 @@ limosa.checkpoint("train", "/data", **more)
 """
 
 
+@pytest.mark.timeout(180)
 def test_a_type_checker_finds_every_wrong_keyword_and_no_right_one(tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     (tmp_path / "right.py").write_text(RIGHT)
@@ -105,7 +106,7 @@ def test_a_type_checker_finds_every_wrong_keyword_and_no_right_one(tmp_path: Pat
     ran = subprocess.run(
         [*argv, "--follow-imports", "silent", "wrong.py", "right.py"],
         cwd=tmp_path, env={"MYPYPATH": str(Path(limosa.__file__).parents[1]), "PATH": "/usr/bin:/bin"},
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     lines = [line for line in ran.stdout.splitlines() if "error:" in line]
     assert [line.split(":")[:2] for line in lines] == [["wrong.py", str(n)] for n in range(3, 8)], ran.stdout

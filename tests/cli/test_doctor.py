@@ -193,8 +193,8 @@ def test_an_operation_that_died_is_named(monkeypatch, tmp_path):
     assert "move of 1" in check.detail
 
 
-def test_why_the_plugin_cannot_be_built_is_said_in_a_line(monkeypatch):
-    monkeypatch.setattr("limosa.process.criu.program.plugin_dir", lambda: None)
+def test_why_the_plugin_cannot_be_built_is_said_in_a_line(monkeypatch, tmp_path):
+    monkeypatch.setattr("limosa.native.build.CRIU", tmp_path)
     monkeypatch.setattr("limosa.native.build.build_plugin", lambda: "cc: one\ntwo")
     assert module._plugin(None, True, True, print).detail.endswith("(cc: one)")
 

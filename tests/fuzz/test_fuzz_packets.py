@@ -9,7 +9,7 @@ import os
 import random
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -269,5 +269,6 @@ def test_a_message_that_is_right_is_understood() -> None:
     verbs = {type_.__struct_config__.tag: type_ for type_ in mover_main.all_verbs()}
     for said, _ in TO_A_MOVER:
         packets.Message(msgspec.msgpack.encode(said), Given()).read_as(verbs[said["verb"]])
+    assert {type_.__struct_config__.tag for type_ in get_args(Asked)} == {said["verb"] for said, _ in TO_A_VAULT}
     for said, _ in TO_A_VAULT:
         packets.Message(msgspec.msgpack.encode(said), Given()).read_as(Asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from limosa.gpu import Inventory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(400, method="signal")]
 GB = 1 << 30
+TURNS = int(os.environ.get("LIMOSA_PROOF_TURNS", "20"))
 TORCH = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER"]
 
 
@@ -30,9 +32,9 @@ def torchrun() -> list[str]:
 
 @pytest.mark.parametrize("kind", ["compile", "graphs", "workers", "adamw", "amp", "inference", "cudnn"])
 def test_pytorch(prover: Prover, kind: str) -> None:
-    """Moved twenty times."""
+    """Moved there and back for as long as there is time: twenty times, or $LIMOSA_PROOF_TURNS."""
     job = prover.start([*TORCH, "--kind", kind], limit=200)
-    prover.moves(job, 20, GB)
+    prover.moves(job, TURNS, GB)
     prover.twins_agree(job)
 
 
@@ -40,7 +42,7 @@ def test_expandable_segments(prover: Prover) -> None:
     """The application's own virtual memory."""
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     job = prover.start([*TORCH, "--kind", "adamw"], env)
-    prover.moves(job, 20, GB)
+    prover.moves(job, TURNS, GB)
     prover.twins_agree(job)
 
 
@@ -62,7 +64,7 @@ def test_pytorch_from_which_a_gpu_is_hidden(prover: Prover) -> None:
 def test_torchrun(prover: Prover) -> None:
     """An agent and two ranks on one GPU, moved as one."""
     job = prover.start([*torchrun(), "--kind", "torchrun"])
-    prover.moves(job, 20, 2 * GB)
+    prover.moves(job, TURNS, 2 * GB)
     prover.twins_agree(job, ("trace", "trace-1"))
 
 

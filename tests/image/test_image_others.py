@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from image_material import fill, write_image
 
 from limosa.errors import FailedUndone, PermissionDenied, UsageError
-from limosa.image import Draft, images, open_image, remove, trust, unfinished
+from limosa.image import Draft, files, images, open_image, remove, trust, unfinished
 from limosa.image.files import Files
 from limosa.operation import recover_images
 from limosa.operation.recover import recover
@@ -234,3 +235,59 @@ def test_a_folder_that_took_an_images_place_is_noticed(roots: Path) -> None:
         (roots / "image").rename(roots / "aside")
         write_image(roots / "image").close()
         assert trust.doubt(image.fd, roots / "image") == "another folder has taken its place"
+
+
+@pytest.fixture
+def other_root(tmp_path: Path, theirs: Path) -> Iterator[tuple[Path, Path]]:
+    """The /proc/PID/root of a process of root's that has a folder of its own mounted over one of ours; that folder."""
+    place = tmp_path / "place"
+    place.mkdir()
+    script = 'mount -t tmpfs none "$1" && echo ready && read -r _'
+    argv = ["unshare", "-m", "--propagation", "private", "sh", "-ec", script, "sh", str(place)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield Path(f"/proc/{process.pid}/root"), place
+
+
+def test_the_root_of_another_process_is_not_this_machines(other_root: tuple[Path, Path]) -> None:
+    """What such a link says is "/": root removed the image of that name here, and wrote to the folder here."""
+    root, place = other_root
+    inner = Path(f"{root}{place}")
+    write_image(place / "image").close()
+    write_image(inner / "image").close()
+    draft = Draft.create(inner / "new", owner="1@1")
+    draft.close()
+    assert [draft.path.name] == [path.name for path in inner.iterdir() if path.name != "image"]
+    with open_image(inner / "image") as image:
+        assert os.path.samestat(os.fstat(image.fd), os.stat(inner / "image"))
+    remove(inner / "image")
+    assert not (inner / "image").exists()
+    assert [path.name for path in place.iterdir()] == ["image"]
+
+
+def test_a_users_file_system_says_of_no_link_that_it_is_roots(
+    theirs: Path, roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FUSE: it can claim any owner."""
+    link(theirs / "images", roots, 0)
+    os.close(trust.open_named(theirs / "images"))
+    monkeypatch.setattr(trust, "served_by", lambda: {os.stat(theirs).st_dev: USER})
+    with pytest.raises(PermissionDenied, match=f"a file system that user {USER} serves"):
+        trust.open_named(theirs / "images")
+
+
+def test_where_new_files_are_called_anothers_a_new_folder_may_be_as_well(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS calls what root makes nobody's; nobody has exchanged anything."""
+    real = os.fstat
+    nobodys = SimpleNamespace(st_uid=65534)
+    monkeypatch.setattr(files.os, "fstat", lambda fd: nobodys)
+    fd = os.open(theirs, os.O_RDONLY)
+    try:
+        assert files._owner_of_new(fd) == 65534
+        os.close(Files().mkdir("new", fd))
+    finally:
+        monkeypatch.setattr(files.os, "fstat", real)
+        os.close(fd)

@@ -14,7 +14,8 @@ from image_material import write_image
 
 from limosa.errors import UntrustedImage
 from limosa.image import destination_problem, open_image, trusted_uids
-from limosa.image.trust import open_path, parse_served
+from limosa.image.trust import open_path
+from limosa.start import parse_served
 
 STRANGER, USER = 65534, 4242
 ROOT_ONLY = frozenset({0})
@@ -243,7 +244,7 @@ def test_a_file_system_served_by_a_user_is_his() -> None:
 
 def test_an_image_on_such_a_file_system_is_refused(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = image.stat().st_dev
-    monkeypatch.setattr("limosa.image.trust._served_by", lambda: {device: STRANGER})
+    monkeypatch.setattr("limosa.image.trust.served_by", lambda: {device: STRANGER})
     refused(image, f"user {STRANGER} serves")
-    monkeypatch.setattr("limosa.image.trust._served_by", lambda: {device: 0})
+    monkeypatch.setattr("limosa.image.trust.served_by", lambda: {device: 0})
     open_image(image).close()

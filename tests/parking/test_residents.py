@@ -23,7 +23,7 @@ import pytest
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc import messages as packets
-from limosa.ipc.packet import Given
+from limosa.ipc.packet import Given, close_all
 from limosa.ipc.sessions import serve
 from limosa.operation import idle
 from limosa.operation.journal import Member
@@ -90,7 +90,7 @@ def open_here() -> int:
 def closed(answer: object) -> None:
     """Closes the descriptors that came with an answer, where some did."""
     found = answer[0] if isinstance(answer, tuple) else answer
-    holders.close_all(found if isinstance(found, list) else [])
+    close_all(found if isinstance(found, list) else [])
 
 
 def assert_closed(before: int) -> None:
@@ -112,7 +112,7 @@ def test_ten_thousand_pieces_are_held_in_order(place: Path, many: list[int]) -> 
     begun = time.monotonic()
     residents.put(os.geteuid(), KEY, many, note(len(many)), mover=False)
     held = time.monotonic()
-    holders.close_all(many)  # as many again may not be open everywhere
+    close_all(many)  # as many again may not be open everywhere
     many.clear()
     closed_at = time.monotonic()
     found, said = residents.get(os.geteuid(), KEY)
@@ -122,7 +122,7 @@ def test_ten_thousand_pieces_are_held_in_order(place: Path, many: list[int]) -> 
         assert said == note(len(wanted))
         assert seconds < 2, "some hundredths of a second"
     finally:
-        holders.close_all(found)
+        close_all(found)
     residents.close()
     assert open_here() == open_before - len(wanted)
 
@@ -143,7 +143,7 @@ def test_too_few_descriptors_are_no_lost_memory(place: Path, many: list[int]) ->
     assert "Too many open files" in str(error.value)
     assert open_here() == before
     fds, pieces = holders.get(member, uid, KEY)
-    holders.close_all(fds)
+    close_all(fds)
     assert len(pieces) == 2000
 
 
@@ -201,7 +201,7 @@ class Says:
                     connection.send(answer)
                 else:
                     packets.send(connection, answer, given)  # type: ignore[arg-type]
-        holders.close_all(given)
+        close_all(given)
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
@@ -330,7 +330,7 @@ def test_segments_that_are_not_all_there_are_given_back(monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="no more"):
         pool.take([32 << 20] * 3, 0, 1 << 40)
     assert open_here() - before == len(pool.free) == 2
-    holders.close_all(fd for fd, _, _ in pool.free)
+    close_all(fd for fd, _, _ in pool.free)
 
 
 # -- who it is -------------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ def test_a_mover_that_is_to_end_keeps_what_it_holds(place: Path, monkeypatch: py
     time.sleep(0.3)
     assert thread.is_alive()
     fds, pieces = holders.get(Member(identity=ME), os.geteuid(), KEY)
-    holders.close_all(fds)
+    close_all(fds)
     assert len(pieces) == 1
     holders.forget("move-1-a")
     thread.join(5)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from limosa import parking
-from limosa.native import build
+from limosa.errors import GpuUnavailable
+from limosa.native import build, loads
+from limosa.operation import doctor
 from limosa.process.criu import program
+from limosa.softgpu import node
 
 job = importlib.import_module("limosa.job")
 
@@ -77,3 +80,34 @@ def test_roots_criu_gets_no_plugin_that_others_can_change(tmp_path, monkeypatch)
     assert program.plugin_dir() == str(plugin.parent)
     plugin.chmod(0o777)
     assert program.plugin_dir() is None
+
+
+def test_doctor_loads_nothing_that_others_can_change_and_says_so(changeable, monkeypatch):
+    """Its constructors ran as root, and doctor said that all was well."""
+    monkeypatch.setattr(loads.start, "run", lambda *_, **__: pytest.fail("it was loaded"))
+    assert list(loads.load_problems([changeable])) == [changeable]
+    check = doctor._unloadable("libraries", [changeable], {}, lambda _: None)
+    assert check is not None
+    assert (check.status, "others can change" in check.detail, "chmod go-w" in check.fix) == ("warn", True, True)
+
+
+def test_doctor_fix_builds_anew_what_others_can_change(tmp_path):
+    library = tmp_path / build.SIGHT_LIBRARY
+    tmp_path.chmod(0o755)
+    assert build.build_sight(tmp_path) is None
+    library.chmod(0o777)
+    os.chown(library, 4242, 4242)
+    fixed = doctor._unloadable("libraries", [library], {library: lambda: build.build_sight(tmp_path)}, lambda _: None)
+    assert fixed is None
+    assert (library.stat().st_uid, library.stat().st_mode & 0o777) == (0, 0o755)
+
+
+def test_no_program_of_roots_gets_a_driver_in_software_that_others_can_change(tmp_path):
+    tmp_path.chmod(0o755)
+    for name in build.LIBRARIES:
+        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).chmod(0o755)
+    node.check_libraries(tmp_path)
+    (tmp_path / build.LIBRARIES[0]).chmod(0o777)
+    with pytest.raises(GpuUnavailable, match="others can change"):
+        node.check_libraries(tmp_path)

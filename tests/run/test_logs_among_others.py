@@ -69,8 +69,6 @@ def test_root_goes_on_with_its_own_log_there(common):
 def test_a_log_of_who_called_sudo_is_his_own(common, monkeypatch):
     as_user(": > job.log", common)
     monkeypatch.setenv("SUDO_UID", str(USER))
-    if Path("/proc/sys/fs/protected_regular").read_text().strip() != "0":
-        pytest.skip("the kernel refuses it")
     os.waitpid(launch(["echo", "line"], common / "job.log").identity.pid, 0)
     assert (common / "job.log").read_text() == "line\n"
 
@@ -154,3 +152,17 @@ def test_run_says_whose_log_it_is(limosa, common):
     said = limosa("run", "-q", "--log", common / "job.log", "--", "echo", "secret", limit=30)
     assert said.rc == 125
     assert f"uid {USER}'s" in said.stderr
+
+
+def test_root_writes_where_its_own_link_leads(common, tmp_path, monkeypatch):
+    """Or that of who called sudo."""
+    for owner in (0, USER):
+        (common / f"link{owner}").symlink_to(tmp_path / f"log{owner}")
+        os.lchown(common / f"link{owner}", owner, owner)
+    os.waitpid(launch(["echo", "line"], common / "link0").identity.pid, 0)
+    with pytest.raises(RunFailed, match="symbolic link of another user's"):
+        open_log(common / f"link{USER}")
+    monkeypatch.setenv("SUDO_UID", str(USER))
+    os.close(open_log(common / f"link{USER}").fd)
+    assert (tmp_path / "log0").read_text() == "line\n"
+    assert (tmp_path / f"log{USER}").exists()

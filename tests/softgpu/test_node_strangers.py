@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from limosa.softgpu.state import NODE_FOLDER
+from limosa.errors import UsageError
+from limosa.softgpu import node as node_module
+from limosa.softgpu.state import NODE_FOLDER, opened
 
 AS_NOBODY = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
 NVML = "import pynvml as n; n.nvmlInit(); n.nvmlShutdown()"
@@ -66,7 +68,7 @@ def test_what_is_no_rule_is_neither_read_nor_in_the_way(node, secret):
     )
     told = node.limosa("softgpu", "--fault", "function=cuInit hang", "-o", "json").json
     assert "root's own" not in str(told)
-    assert {fault["name"] for fault in told["faults"]} == {"000010", "\xb2", "9" * 200}
+    assert {fault["name"] for fault in told["faults"]} == {"000001", "\xb2", "9" * 200}
     node.limosa("softgpu", "--lift", "all")
     assert node.switches.rules() == {}
     assert untouched(secret)
@@ -137,3 +139,52 @@ def test_a_pipe_in_place_of_the_output_holds_nobody_up(tmp_path):
             [*LIMOSA, "softgpu", "--", "echo", "words"], stdout=file, stdin=subprocess.DEVNULL, timeout=30, check=False
         )
         assert (ran.returncode, same.read()) == (0, "words\n")
+
+
+def test_roots_own_link_leads_to_the_log(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "log")
+    script = f"echo words >> {NODE_FOLDER}/log"
+    command = [*LIMOSA, "softgpu", "--log", str(tmp_path / "link"), "--", "sh", "-c", script]
+    subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, check=True)
+    assert (tmp_path / "log").read_text().endswith("words\n")
+
+
+def test_a_log_whose_other_name_has_just_gone_is_not_opened(secret, tmp_path, monkeypatch):
+    """Its user takes his name for root's file away between the opening and the look at how many it has."""
+    (tmp_path / "theirs").mkdir()
+    name = tmp_path / "theirs" / "log"
+    os.link(secret, name)
+    real = os.open
+
+    def opened(path, flags, *more, **where):
+        fd = real(path, flags, *more, **where)
+        if path == "log":
+            name.unlink()
+        return fd
+
+    monkeypatch.setattr(node_module.os, "open", opened)
+    with pytest.raises(UsageError, match="another name"):
+        node_module._open_log(str(name))
+    monkeypatch.undo()
+    assert untouched(secret)
+
+
+def test_numbers_that_are_out_of_bounds_lead_no_process_out_of_the_state(node):
+    """Everybody in the node may write there: root's processes looked at as many GPUs and blocks as it said."""
+    for gpus, blocks in ((1 << 30, 1 << 30), (-1, -1)):
+        with opened(node.folder) as state:
+            before = state.n_gpus, state.n_blocks
+            state.n_gpus, state.n_blocks = gpus, blocks
+            del state
+        try:
+            node.python("import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount())")
+            node.python("import cuda.bindings.driver as d; d.cuInit(0); print(d.cuDevicePrimaryCtxRetain(0))")
+        finally:
+            with opened(node.folder) as state:
+                state.n_gpus, state.n_blocks = before
+                del state
+
+
+def test_a_folder_with_the_highest_number_is_in_no_rules_way(node):
+    nobody(node, f"os.mkdir('{NODE_FOLDER}/faults/999999999')")
+    assert node.switches.add("function=nvmlInit* every=1 delay=0") == "000001"

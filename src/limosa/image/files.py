@@ -9,6 +9,7 @@ import ctypes
 import errno
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +26,6 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 # Where syncfs(2) does for every file what fsync(2) does: ext2 to ext4, XFS, Btrfs, F2FS, and tmpfs, which has no disk.
 _SYNCED_WHOLE = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994}
-_OWNED = _SYNCED_WHOLE | {0x794C7630}  # and overlayfs: what is made there is its maker's
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -41,8 +41,9 @@ class Files:
         os.mkdir(name, FOLDER_MODE, dir_fd=dir_fd)
         fd = open_folder(name, dir_fd)
         try:
-            # Whoever owns the folder around it may have. Some file systems call new folders another's: not these.
-            if os.listdir(fd) or (os.fstat(fd).st_uid != os.geteuid() and _kind(fd) in _OWNED):
+            # Whoever owns the folder around it may have. A file system that calls new folders another's (root's on NFS)
+            # calls new files so, too.
+            if os.listdir(fd) or os.fstat(fd).st_uid != _owner_of_new(fd):
                 raise PermissionError(errno.EPERM, "somebody else has put another folder in its place", name)
             os.fchmod(fd, FOLDER_MODE)
         except BaseException:
@@ -147,13 +148,28 @@ def open_file(name: str, dir_fd: int) -> int:
 def syncs_whole(fd: int) -> bool:
     """Whether ``Files.syncfs`` puts all files there on disk and says so where it could not: it does since Linux 5.8."""
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    return version >= (5, 8) and _kind(fd) in _SYNCED_WHOLE
+    return version >= (5, 8) and kind(fd) in _SYNCED_WHOLE
 
 
-def _kind(fd: int) -> int:
+def kind(fd: int) -> int:
     """The type of the file system that an open file is on (fstatfs(2)), 0 where it cannot be asked."""
     found = ctypes.create_string_buffer(256)  # struct statfs, whose first field is the type
     return 0 if _libc.fstatfs(fd, found) else ctypes.c_long.from_buffer(found).value
+
+
+def _owner_of_new(folder: int) -> int:
+    """Whose a file is that we make in an open folder; it is gone again."""
+    flags = os.O_WRONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)
+    except OSError:  # a file system where a file must have a name
+        name = f".{secrets.token_hex(8)}"
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
+        os.unlink(name, dir_fd=folder)
+    try:
+        return os.fstat(fd).st_uid
+    finally:
+        os.close(fd)
 
 
 def read_file(name: str, dir_fd: int, limit: int) -> bytes:

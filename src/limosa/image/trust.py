@@ -35,11 +35,12 @@ from collections import deque
 from pathlib import Path
 
 from limosa.errors import DamagedImage, PermissionDenied, UntrustedImage
-from limosa.image.files import open_folder
-from limosa.start import installer, sudo_user
+from limosa.image.files import kind, open_folder
+from limosa.start import installer, served_by, sudo_user
 
 _MOST_LINKS = 40
 _DEPTH = 3  # chunks/ab/ab…
+_PROC = 0x9FA0  # statfs(2)
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -87,10 +88,10 @@ def open_path(
     shown = os.fspath(path)
     text = shown if shown.startswith("/") else os.path.join(os.getcwd(), shown)
     pending = deque(_components(text))
-    served = _served_by() if trusted is not None else {}
     at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     where, followed = "/", 0
     owners = links if trusted is None else trusted
+    served = served_by() if owners is not None else {}
     try:
         _check_folder(os.fstat(at), where, shown, trusted, served)
         while pending:
@@ -103,15 +104,20 @@ def open_path(
                     if followed > _MOST_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), shown)
                     _check_owner(info, os.path.join(where, name), shown, owners, served)
-                    target = os.readlink("", dir_fd=new)
+                    # What /proc/PID/root says is "/", and it leads to another one: the kernel knows to which.
+                    of_proc = kind(new) == _PROC
+                    target = "" if of_proc else os.readlink("", dir_fd=new)
                 finally:
                     os.close(new)
-                pending.extendleft(reversed(_components(target)))
-                if target.startswith("/"):
-                    os.close(at)
-                    at = -1
-                    at, where = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), "/"
-                continue
+                if not of_proc:
+                    pending.extendleft(reversed(_components(target)))
+                    if target.startswith("/"):
+                        os.close(at)
+                        at = -1
+                        at, where = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), "/"
+                    continue
+                new = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=at)
+                info = os.fstat(new)
             os.close(at)
             at, where = new, os.path.join(where, name)
             if not stat.S_ISDIR(info.st_mode):
@@ -241,28 +247,3 @@ def _refused(shown: str, detail: str, hint: str | None = None) -> UntrustedImage
 
 def _names(trusted: frozenset[int]) -> str:
     return " or ".join("root" if uid == 0 else f"user {uid}" for uid in sorted(trusted))
-
-
-def _served_by() -> dict[int, int]:
-    """Device numbers of mounted file systems that are served by a user's process, and the user's id."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as f:
-            return parse_served(f.read())
-    except OSError:
-        return {}
-
-
-def parse_served(mountinfo: str) -> dict[int, int]:
-    """``/proc/self/mountinfo`` (proc_pid_mountinfo(5)) to {st_dev: user id} for mounts with ``user_id=``."""
-    served: dict[int, int] = {}
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, super_fields = left.split(" "), right.split(" ")
-        if len(fields) < 3 or len(super_fields) < 3 or not super_fields[0].startswith("fuse"):
-            continue
-        for option in super_fields[2].split(","):
-            key, _, value = option.partition("=")
-            if key == "user_id" and value.isdigit():
-                major, _, minor = fields[2].partition(":")
-                served[os.makedev(int(major), int(minor))] = int(value)
-    return served

@@ -32,7 +32,7 @@ MOST_DESCRIPTORS = 1 << 18
 _BESIDE = "its message is beside it"
 _MOST_BESIDE = 32 << 20
 _BYTES = 1 << 17
-_FOR_EVER = 1e9
+FOR_EVER = 1e9
 _SEND_SECONDS = 60.0
 _T = TypeVar("_T")
 
@@ -91,9 +91,8 @@ def _send(connection: socket.socket, data: bytes, fds: Sequence[int]) -> None:
         try:
             packet.send(connection, [data], fds)
         except OSError as error:  # so many descriptors may be under way, and the other end is slow
-            if error.errno != errno.ETOOMANYREFS:
+            if error.errno != errno.ETOOMANYREFS or deadline.over:
                 raise
-            deadline.left()
             time.sleep(0.001)
         else:
             return
@@ -126,7 +125,7 @@ def receive(connection: socket.socket, limit: float | None = None, *, fds: int =
         OSError: the time is up, or no more descriptors may be open here.
     """
     seconds = connection.gettimeout() if limit is None else limit
-    return _one(connection, Deadline(_FOR_EVER if seconds is None else seconds), fds, memory)
+    return _one(connection, Deadline(FOR_EVER if seconds is None else seconds), fds, memory)
 
 
 def _one(connection: socket.socket, deadline: Deadline, fds: int, memory: bool) -> Message:

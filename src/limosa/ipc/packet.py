@@ -7,6 +7,7 @@ comes that is not what was asked for is :class:`Wrong`; nothing of it stays open
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -43,6 +44,11 @@ class Deadline:
         if within is not None:
             self._end = min(self._end, within._end)
 
+    @property
+    def over(self) -> bool:
+        """Whether it has passed."""
+        return time.monotonic() >= self._end
+
     def left(self) -> float:
         """Return how many seconds are left.
 
@@ -53,6 +59,13 @@ class Deadline:
         if left <= 0:
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         return left
+
+
+def close_all(fds: Iterable[int]) -> None:
+    """Close descriptors; one that cannot be closed keeps none of the others open."""
+    with contextlib.ExitStack() as stack:
+        for fd in fds:
+            stack.callback(os.close, fd)
 
 
 class Given:
@@ -90,8 +103,7 @@ class Given:
 
     def close(self) -> None:
         """Close what was not taken."""
-        for fd in self.take():
-            os.close(fd)
+        close_all(self.take())
 
     def __enter__(self) -> Given:
         return self

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from limosa.ipc.messages import MOST_DESCRIPTORS, Message, receive, send_all
-from limosa.ipc.packet import Given, peer
+from limosa.ipc.messages import FOR_EVER, MOST_DESCRIPTORS, Message, receive, send_all
+from limosa.ipc.packet import Given, close_all, peer
 
-
-def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors."""
-    for fd in fds:
-        os.close(fd)
+MOST_CLIENTS = 256
+"""At once: who comes then waits until one has gone."""
+SEND_SECONDS = 60.0
+"""That a client may take to read an answer, or a packet of one."""
+_AT_ONCE = 64
+_NO_ROOM_SECONDS = 0.05
 
 
 class Answer(NamedTuple):
@@ -50,6 +52,9 @@ _S = TypeVar("_S", bound=Session)
 class Sessions(Generic[_S]):
     """The clients of a server: its own user's, and root's.
 
+    A client is taken in only when there is a thread for it. Where no more can be started (RLIMIT_NPROC, pids.max), one
+    that is done serves the next: clients wait, and what the server holds for others stays held.
+
     Args:
         make: makes the session of one that has connected.
     """
@@ -58,6 +63,8 @@ class Sessions(Generic[_S]):
         self._make = make
         self._living: set[_S] = set()
         self._lock = threading.Lock()
+        self._taken: queue.SimpleQueue[tuple[socket.socket, _S]] = queue.SimpleQueue()
+        self._free = 0  # threads that wait for a client
 
     def __len__(self) -> int:
         with self._lock:
@@ -70,56 +77,79 @@ class Sessions(Generic[_S]):
 
     def accept(self, listening: socket.socket) -> None:
         """Take in those that have connected to a socket that does not wait."""
-        while True:
+        for _ in range(_AT_ONCE):
             try:
+                if len(self) >= MOST_CLIENTS or not self._has_thread():
+                    time.sleep(_NO_ROOM_SECONDS)
+                    return
                 connection, _ = listening.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptor is left for him
-                time.sleep(0.05)
+                time.sleep(_NO_ROOM_SECONDS)
                 return
             if peer(connection)[1] not in (0, os.geteuid()):
                 connection.close()
                 continue
-            connection.setblocking(True)
             session = self._make()
             with self._lock:
                 self._living.add(session)
-            threading.Thread(target=self._run, args=(connection, session), daemon=True).start()
+                self._free -= 1
+            self._taken.put((connection, session))
 
-    def _run(self, connection: socket.socket, session: _S) -> None:
+    def _has_thread(self) -> bool:
+        with self._lock:
+            if self._free:
+                return True
         try:
-            serve(connection, session)
-        finally:
-            with self._lock:
-                self._living.discard(session)
+            threading.Thread(target=self._run, daemon=True).start()
+        except (RuntimeError, MemoryError):
+            return False
+        with self._lock:
+            self._free += 1
+        return True
+
+    def _run(self) -> None:
+        """Serves a client, and the next where nobody else waits for him."""
+        while True:
+            connection, session = self._taken.get()
+            stays = False
+            try:
+                serve(connection, session)
+                stays = True
+            finally:
+                with self._lock:
+                    self._living.discard(session)
+                    stays = stays and not self._free
+                    self._free += stays
+            if not stays:
+                return
 
 
 def serve(connection: socket.socket, session: Session) -> None:
     """Answer one client until it has gone, or says what cannot be understood; closes the connection."""
     coming = Given()
-    try:
+    with contextlib.ExitStack() as stack:  # whatever of it fails, the rest is done
+        stack.callback(coming.close)  # what was not finished is forgotten
+        stack.callback(connection.close)
+        stack.callback(session.gone)
         with contextlib.suppress(EOFError, OSError, ValueError):
             while True:
-                message = receive(connection)
+                message = receive(connection, FOR_EVER)
                 coming.add(message.given)
                 if len(coming) > MOST_DESCRIPTORS:
                     return
                 if not message.more:
                     _answer(connection, session, message, Given(coming.take()))
-    finally:
-        connection.close()
-        coming.close()  # what was not finished is forgotten
-        session.gone()
 
 
 def _answer(connection: socket.socket, session: Session, message: Message, came: Given) -> None:
-    with came:
-        answer = session.answer(message, came)
-    try:
+    with contextlib.ExitStack() as stack:
+        with came:
+            answer = session.answer(message, came)
+            stack.callback(answer.sent, answer.fds)
+        connection.settimeout(SEND_SECONDS)
         send_all(connection, answer.said, answer.fds)
-    finally:
-        answer.sent(answer.fds)
 
 
 def listen(path: str) -> socket.socket:

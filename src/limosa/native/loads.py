@@ -21,14 +21,22 @@ for path in sys.argv[1:]:
 
 
 def load_problems(libraries: Sequence[Path]) -> dict[Path, str]:
-    """Return those that cannot be loaded, each with what the loader says; a process of its own tries them."""
+    """Return those that cannot be loaded, each with what the loader says; a process of its own tries them.
+
+    Root loads none that others can change, not to try it either: those are told as such.
+
+    Raises:
+        OSError: one is not there.
+    """
+    found = {path: text for path in libraries if (text := start.changeable(path))}
+    libraries = [path for path in libraries if path not in found]
     if not libraries:
-        return {}
+        return found
     argv = [sys.executable, "-I", "-S", "-c", _TRY, *map(str, libraries)]
     try:
         ran = start.run(argv, capture_output=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {libraries[0]: str(error)}
+        return {**found, libraries[0]: str(error)}
     said = ran.stdout.decode(errors="replace").splitlines()
     said += [f"loading it ends a process ({ran.returncode})"] * (len(said) < len(libraries))
-    return {path: text for path, text in zip(libraries, said, strict=False) if text != "ok"}
+    return found | {path: text for path, text in zip(libraries, said, strict=False) if text != "ok"}

@@ -159,13 +159,16 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
         return [as_reason(missing_parent(output.parent))]
     try:
         os.close(open_named(output.parent))
+        problem = destination_problem(output)
     except PermissionDenied as error:
         return [as_reason(error)]
+    except OSError as error:  # one that may be written to and not read, say: the image is made in it by descriptor
+        text = f"{output.parent} cannot be opened: {error.strerror}"
+        return [Reason(id="permission", text=text, exit_code=11, hint="choose another folder")]
     if taken := destination_taken(output):
         reasons.append(as_reason(taken))
     if not os.access(output.parent, os.W_OK | os.X_OK):
         reasons.append(Reason(id="permission", text=f"not permitted to write in {output.parent}", exit_code=11))
-    problem = destination_problem(output)
     if problem:
         text = f"an image there could not be restored later: {problem}"
         reasons.append(Reason(id="untrusted-place", text=text))

@@ -22,6 +22,7 @@ from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gp
 from limosa.process import places
 from limosa.process.memory import gib
 from limosa.process.status import effective_capabilities
+from limosa.start import changeable
 
 if TYPE_CHECKING:
     from limosa.process.criu.program import Criu
@@ -106,19 +107,15 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
 
 def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
     """The check "plugin": ours, for what forked children inherit of /dev/nvidia*."""
-    from limosa.native.build import PLUGIN, build_plugin
-    from limosa.process.criu.program import plugin_dir
+    from limosa.native.build import CRIU, PLUGIN, build_plugin
 
-    why = ""
-    if plugin_dir() is None and fix:
+    why, library = "", CRIU / PLUGIN
+    if fix and not library.is_file():
         log("building the CRIU plugin")
         why = (build_plugin() or "").partition("\n")[0]
-    found = plugin_dir()
-    library = Path(found or "", PLUGIN)
-    if found is not None and (cannot := _unloadable([library], {library: build_plugin} if fix else {}, log)):
-        return warn("plugin", cannot, _REBUILD)
-    if found is not None:
-        return ok("plugin", f"built: {found}/limosa_plugin.so")
+    if library.is_file():
+        cannot = _unloadable("plugin", [library], {library: build_plugin} if fix else {}, log)
+        return cannot or ok("plugin", f"built: {library}")
     text = "not built: GPU jobs with forked children (DataLoader workers) cannot be checkpointed"
     text += f" ({why or _no_compiler()})" if why or _no_compiler() else ""
     fixing = "install a C compiler (gcc), then limosa doctor --fix"
@@ -143,19 +140,17 @@ def _libraries(*, fix: bool, log: Log) -> Check:
     missing = [f"{library.name} ({without})" for library, _, without in parts if not library.is_file()]
     if not missing:
         again = {library: builds for library, builds, _ in parts} if fix else {}
-        if cannot := _unloadable([library for library, _, _ in parts], again, log):
-            return warn("libraries", cannot, _REBUILD)
-        return ok("libraries", "built: they look after the device memory of jobs of limosa run")
+        cannot = _unloadable("libraries", [library for library, _, _ in parts], again, log)
+        return cannot or ok("libraries", "built: they look after the device memory of jobs of limosa run")
     why = why or _no_compiler()
     text = f"not built: {', '.join(missing)}" + (f" ({why})" if why else "")
     return warn("libraries", text, "install a C compiler (gcc), then limosa doctor --fix")
 
 
-_REBUILD = "limosa doctor --fix builds it here (needs a C compiler: gcc)"
-
-
-def _unloadable(libraries: list[Path], builds: Mapping[Path, Callable[[], str | None]], log: Log) -> str:
-    """What cannot be loaded here, in words; with ``builds`` it is built here first."""
+def _unloadable(
+    name: str, libraries: list[Path], builds: Mapping[Path, Callable[[], str | None]], log: Log
+) -> Check | None:
+    """The check of what cannot be loaded here, None where all can; with ``builds`` it is built here first."""
     from limosa.native.loads import load_problems
 
     problems = load_problems(libraries)
@@ -167,7 +162,12 @@ def _unloadable(libraries: list[Path], builds: Mapping[Path, Callable[[], str | 
         except OSError as error:  # another user's installation
             said = f"{problems[library]}, and it cannot be replaced ({error.strerror})"
         problems = {**problems, library: said} if said else load_problems(libraries)
-    return "; ".join(f"{path.name} does not load here: {text}" for path, text in problems.items())
+    if not problems:
+        return None
+    hint = "limosa doctor --fix builds it here (needs a C compiler: gcc)"
+    if any(map(changeable, problems)):
+        hint = "limosa doctor --fix, where it is the library; chown root: and chmod go-w, where it is the folder"
+    return warn(name, "; ".join(f"{path.name} does not load here: {text}" for path, text in problems.items()), hint)
 
 
 def _no_compiler() -> str:

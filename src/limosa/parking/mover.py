@@ -230,7 +230,7 @@ class Mover:
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)
             send(self._connection, DropAll())
-            receive_all(self._connection, resident.ANSWER_SECONDS, fds=0)
+            receive_all(self._connection, resident.ANSWER_SECONDS, fds=0, memory=True)
         except (OSError, EOFError, ValueError):
             pass
         self.close()
@@ -267,7 +267,7 @@ class Mover:
             send_all(self._connection, message, fds)
             answer = receive_all(self._connection, limit, fds=wanted, memory=True)
         except TimeoutError as error:
-            raise self.hung(f"has not answered for {limit:g} s ({type(message).__name__})") from error
+            raise self.hung(f"has not answered for {limit:g} s ({type(message).__struct_config__.tag})") from error
         except (EOFError, OSError, ValueError) as error:
             text = str(error) or "it was killed"
             raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error

@@ -96,7 +96,7 @@ class MoverServer:
         """Wait until the last session has ended, or hangs; and, as long as something is held here, for who wants it."""
         shared = self.shared
         path, listening = holder_path(self.path), None
-        while shared.resident or (self.clients and not shared.stuck()):
+        while (self.clients and not shared.stuck()) or shared.resident:
             if shared.resident and listening is None:
                 with contextlib.suppress(OSError):
                     listening = listen(path)

@@ -14,7 +14,6 @@ from limosa.parking.rate import Rate
 
 STREAMS = 4
 CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
-"""Bytes a second; 0: as fast as it goes."""
 
 
 def prepare(session: Session, asked: Prepare, fds: Sequence[int]) -> Reply:

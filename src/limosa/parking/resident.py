@@ -27,7 +27,7 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc.messages import VERSION, Count, Message, Seconds, Word, Words, receive_all, send
 from limosa.ipc.packet import Wrong, peer
 from limosa.ipc.side_by_side import SECONDS, within
-from limosa.parking.vault_protocol import Keys, Ping
+from limosa.parking.vault_protocol import MOST_KEYS, Keys, Ping
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -46,7 +46,6 @@ _WHAT = {
 
 _T = TypeVar("_T")
 _MOST_HOLDERS, _MOST_NAMES = 64, 1_000
-_MOST_KEYS = 1 << 16
 
 
 class Greeting(msgspec.Struct):
@@ -70,7 +69,7 @@ class Greeting(msgspec.Struct):
 class Holding(msgspec.Struct):
     """What a resident holds: how many descriptors by key."""
 
-    keys: Annotated[dict[Word, Count], msgspec.Meta(max_length=_MOST_KEYS)]
+    keys: Annotated[dict[Word, Count], msgspec.Meta(max_length=MOST_KEYS)]
 
 
 class Found(NamedTuple):
@@ -166,13 +165,13 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
     with found.connection as connection:
         try:
             send(connection, Keys())
-            message = receive_all(connection, ANSWER_SECONDS, fds=0)
+            message = receive_all(connection, ANSWER_SECONDS, fds=0, memory=True)
             if understood(message, Holding, _WHAT[kind]).keys:
                 text = f"{_WHAT[kind]} is of another version of Limosa (process {found.identity.pid}) and holds memory"
                 raise FailedUndone(f"{text} of jobs: that version is to resume or end them first")
             if kind == "mover":
                 send(connection, {"verb": "end"})
-                receive_all(connection, ANSWER_SECONDS, fds=0)
+                receive_all(connection, ANSWER_SECONDS, fds=0, memory=True)
         except (OSError, EOFError, ValueError):
             return  # it has ended by itself
     if kind == "vault":  # it holds nothing when it ends: what it is given meanwhile keeps it
@@ -201,7 +200,7 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
             raise FailedUndone(f"who listens in the folder of uid {uid} is not that user's {kind}")
         identity = Identity.of(pid)
         send(connection, Ping())
-        message = receive_all(connection, ANSWER_SECONDS, fds=0)
+        message = receive_all(connection, ANSWER_SECONDS, fds=0, memory=True)
         said = understood(message, Greeting, _WHAT[kind])
         if name or not said.retiring:
             connection.settimeout(ANSWER_SECONDS)

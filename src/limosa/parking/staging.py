@@ -89,7 +89,7 @@ class _Staging:
             message = self._taking(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
             self._ask(message, fds=fds[some])
 
-    def _ask(self, message: Request, limit: float = CALL_SECONDS, fds: Sequence[int] = ()) -> Message:
+    def _ask(self, message: Request, limit: float | None = None, fds: Sequence[int] = ()) -> Message:
         return self._mover.ask(message, limit, fds)
 
 

@@ -4,7 +4,8 @@ Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Dev
 a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
 a while.
 
-What it is asked has a type each, below. A key is there as a whole or not at all: a put that is broken off is forgotten.
+What it is asked is in :mod:`limosa.parking.vault_protocol`. A key is there as a whole or not at all: a put that is
+broken off is forgotten.
 What it cannot do it says (``error``), and goes on: others' memory is held here.
 Segments that are let go of are kept for the next, unless the process that had them has ended.
 """
@@ -261,7 +262,8 @@ def run(path: str, told: threading.Event) -> None:
     last = looked = time.monotonic()
 
     def is_needed() -> bool:
-        if vault.held or clients:
+        # In this order: a client may put something and go between the two.
+        if clients or vault.held:
             return True  # whoever asks it to end waits until nobody's bytes end with it
         return not told.is_set() and (bool(vault.pool.free) or time.monotonic() - last < IDLE_SECONDS)
 

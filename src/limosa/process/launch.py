@@ -67,19 +67,19 @@ def open_log(path: str | os.PathLike[str]) -> Log:
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
     new = False
-    absolute = Path(os.path.abspath(path))
     try:
-        with log_folder(absolute) as folder:
+        place = log_place(path)
+        with log_folder(place) as folder:
             try:
-                fd, new = os.open(absolute.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), True
+                fd, new = os.open(place.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), True
             except FileExistsError:
-                fd = _open_there(absolute.name, flags, folder)
+                fd = _open_there(place.name, flags, folder)
     except OSError as e:
         raise RunFailed(
-            detail=f"cannot open the log {os.fspath(path)}: {e.strerror}", hint="limosa run --log FILE"
+            detail=f"cannot open the log {os.fspath(path)}: {e.strerror}", hint="limosa run --log FILE, a new one"
         ) from e
     os.set_blocking(fd, True)
-    return Log(fd, absolute, new)
+    return Log(fd, place, new)
 
 
 def _open_there(name: str, flags: int, folder: int) -> int:
@@ -100,14 +100,36 @@ def _open_there(name: str, flags: int, folder: int) -> int:
             return fd
         if info.st_uid not in (0, sudo_user()):
             raise OSError(errno.EPERM, f"it is a file of uid {info.st_uid}'s, who would read what root's job writes")
-        # The second question comes after the first: a name that is still there now was one of the names counted.
-        place = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
-        if info.st_nlink != 1 or os.readlink(f"/proc/self/fd/{fd}") != place:
-            raise OSError(errno.EMLINK, "it has another name, which may be of a file of root's")
+        refuse_other_names(fd, name, folder)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def refuse_other_names(fd: int, name: str, folder: int) -> None:
+    """See that a file that was opened by a name has no other: it may be one of root's, in a user's folder.
+
+    Raises:
+        OSError: it has.
+    """
+    links = os.fstat(fd).st_nlink
+    # The second question comes after the first: a name that is still there now was one of the names counted.
+    place = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), name)
+    if links != 1 or os.readlink(f"/proc/self/fd/{fd}") != place:
+        raise OSError(errno.EMLINK, "it has another name, which may be of a file of root's")
+
+
+def log_place(path: str | os.PathLike[str]) -> Path:
+    """Where a log is to be, absolute: for root what links lead to, of which none is another user's.
+
+    Raises:
+        OSError: one is.
+    """
+    found = os.path.abspath(path) if os.geteuid() != 0 else real_path(os.path.abspath(path))
+    if found is None:
+        raise OSError(errno.ELOOP, "it is, or its folder is, behind a symbolic link of another user's")
+    return Path(found)
 
 
 @contextlib.contextmanager

@@ -286,8 +286,10 @@ class Switches:
             if int(given["lost"]) >= there:
                 raise UsageError(detail=f"fault {rule!r}: this node has {there} GPUs")
         with locked(self.folder), self._faults() as folder:
-            taken = [int(name) for name in os.listdir(folder) if _NAME.match(name)]
-            number = max(taken, default=0) + 1
+            number = max((int(name) for name in _names(folder) if _NAME.match(name)), default=0) + 1
+            names = set(os.listdir(folder))
+            while f"{number:06}" in names:  # something that somebody has put there and that is no rule
+                number += 1
             if number > _MOST_RULES:
                 raise UsageError(detail="this node has no number for another fault", hint="limosa softgpu --lift all")
             name = f"{number:06}"

@@ -9,6 +9,7 @@ the machine's.
 from __future__ import annotations
 
 import ctypes
+import errno
 import glob
 import os
 import stat
@@ -19,11 +20,12 @@ from pathlib import Path
 
 from limosa.errors import GpuUnavailable, NoSuchProcess, PermissionDenied, UsageError
 from limosa.native import build
-from limosa.process.launch import log_folder
+from limosa.process.launch import log_folder, log_place, refuse_other_names
 from limosa.process.openat import closing
 from limosa.softgpu import kernel, loader
 from limosa.softgpu.spec import NodeSpec
 from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
+from limosa.start import changeable
 
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
@@ -45,16 +47,18 @@ def check_libraries(folder: Path = build.SOFTGPU) -> None:
     """Look whether the libraries are there, and build them where they are not (no compiler when Limosa was installed).
 
     Raises:
-        GpuUnavailable: they are not and cannot be built.
+        GpuUnavailable: they are not and cannot be built; or, for root, others can change them.
     """
-    missing = [name for name in build.LIBRARIES if not (folder / name).is_file()]
-    if not missing:
-        return
-    problem = build.build_softgpu(folder)
-    if problem is not None:
-        raise GpuUnavailable(
-            detail=f"the software GPU cannot be built: {problem}", hint="install a C compiler (gcc) and try again"
-        )
+    libraries = [folder / name for name in build.LIBRARIES]
+    if not all(library.is_file() for library in libraries):
+        problem = build.build_softgpu(folder)
+        if problem is not None:
+            raise GpuUnavailable(
+                detail=f"the software GPU cannot be built: {problem}", hint="install a C compiler (gcc) and try again"
+            )
+    for library in libraries:
+        if why := changeable(library):
+            raise GpuUnavailable(detail=f"root loads no {library.name}: {why}", hint="chown root:, chmod go-w")
 
 
 def environment(base: Mapping[str, str] | None = None, folder: Path = build.SOFTGPU) -> dict[str, str]:
@@ -207,21 +211,21 @@ def _open_log(path: str) -> int:
     flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     new = False
     try:
-        with log_folder(path) as folder:
-            name = os.path.basename(os.path.abspath(path))
+        place = log_place(path)
+        with log_folder(place) as folder:
             try:
-                fd, new = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder), True
+                fd, new = os.open(place.name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder), True
             except FileExistsError:
-                fd = os.open(name, flags, dir_fd=folder)
+                fd = os.open(place.name, flags, dir_fd=folder)
+            try:
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    raise OSError(errno.EINVAL, "this is not a file")
+                refuse_other_names(fd, place.name, folder)
+            except BaseException:
+                os.close(fd)
+                raise
     except OSError as error:
         raise UsageError(detail=f"--log {path}: {error.strerror}") from error
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        raise UsageError(detail=f"--log {path}: this is not a file")
-    if found.st_nlink > 1:
-        os.close(fd)
-        raise UsageError(detail=f"--log {path}: it has another name, which may be of a file of root's")
     if new:
         os.fchmod(fd, 0o666)  # whoever fails in the node writes there
     return fd

@@ -94,7 +94,7 @@ static uint32_t gpus_in_use(void)
 
 static bool any_gpu(uint32_t gpus, bool (*is)(const struct node_gpu *))
 {
-    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+    for (int gpu = 0; gpu < node_gpus(driver.node); gpu++)
         if (gpus >> gpu & 1 && is(&driver.node->gpus[gpu]))
             return true;
     return false;
@@ -220,7 +220,7 @@ static void note_gpus(void)
 {
     uint32_t gpus = devices_openable() | gpus_in_use();
     kept.n_gpus = 0;
-    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+    for (int gpu = 0; gpu < node_gpus(driver.node); gpu++)
         if (gpus >> gpu & 1) {
             kept.gpu[kept.n_gpus] = gpu;
             kept.was[kept.n_gpus++] = driver.node->gpus[gpu];
@@ -319,7 +319,7 @@ static CUresult checkpoint_process(const struct request *request)
 
 static int find_gpu(const void *uuid)
 {
-    for (int gpu = 0; gpu < driver.node->n_gpus; gpu++)
+    for (int gpu = 0; gpu < node_gpus(driver.node); gpu++)
         if (!memcmp(driver.node->gpus[gpu].uuid, uuid, sizeof(driver.node->gpus[gpu].uuid)))
             return gpu;
     return -1;

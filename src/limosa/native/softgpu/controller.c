@@ -414,7 +414,7 @@ EXPORT CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArg
 static bool gpus_are_awake(void)
 {
     const struct node_state *node = node_open();
-    for (int gpu = 0; node && !driver.initialised && gpu < node->n_gpus; gpu++)
+    for (int gpu = 0; node && !driver.initialised && gpu < node_gpus(node); gpu++)
         if (!node->gpus[gpu].persistence)
             return false;
     return true;

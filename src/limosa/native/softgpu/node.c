@@ -246,10 +246,12 @@ static void reap_place(struct node_state *node, int place)
 
 static void reap(struct node_state *node)
 {
-    for (int place = 0; place < node->n_blocks; place++)
+    for (int place = 0; place < node_blocks(node); place++)
         reap_place(node, place);
-    while (node->n_blocks > 0 && !node->blocks[node->n_blocks - 1].id)
-        node->n_blocks--;
+    int used = node_blocks(node);
+    while (used > 0 && !node->blocks[used - 1].id)
+        used--;
+    node->n_blocks = used;
 }
 
 void node_reap(bool locked)
@@ -270,7 +272,7 @@ void node_dropped(uint64_t id)
     int lock = node ? node_lock() : -1;
     if (lock < 0)
         return;
-    if (place < node->n_blocks && node->blocks[place].id == id)
+    if (place < node_blocks(node) && node->blocks[place].id == id)
         reap_place(node, place);
     node_unlock(lock);
 }
@@ -278,7 +280,7 @@ void node_dropped(uint64_t id)
 static uint64_t used(const struct node_state *node, int gpu)
 {
     uint64_t bytes = node->gpus[gpu].reserved;
-    for (int place = 0; place < node->n_blocks; place++)
+    for (int place = 0; place < node_blocks(node); place++)
         if (node->blocks[place].id && node->blocks[place].gpu == gpu)
             bytes += node->blocks[place].bytes;
     return bytes;
@@ -286,10 +288,11 @@ static uint64_t used(const struct node_state *node, int gpu)
 
 static int free_place(struct node_state *node)
 {
-    for (int place = 0; place < node->n_blocks; place++)
+    for (int place = 0; place < node_blocks(node); place++)
         if (!node->blocks[place].id)
             return place;
-    return node->n_blocks < NODE_MAX_BLOCKS ? node->n_blocks : -1;
+    int used = node_blocks(node);
+    return used < NODE_MAX_BLOCKS ? used : -1;
 }
 
 static bool fits(const struct node_state *node, int gpu, uint64_t bytes)
@@ -308,7 +311,7 @@ static int make_block(struct node_state *node, int place, int gpu, uint64_t byte
     block->start_time = node_start_time(getpid());
     block->gpu = (int16_t)gpu;
     block->kind = (int16_t)kind;
-    if (place >= node->n_blocks)
+    if (place >= node_blocks(node))
         node->n_blocks = place + 1;
     __atomic_store_n(&block->id, id, __ATOMIC_RELEASE);
 
@@ -334,7 +337,7 @@ int node_take(int gpu, uint64_t bytes, enum node_kind kind, int *fd, uint64_t *i
     struct node_state *node = node_open();
     if (!node)
         return -errno;
-    if (gpu < 0 || gpu >= node->n_gpus)
+    if (gpu < 0 || gpu >= node_gpus(node))
         return -EINVAL;
     if (bytes > UINT64_MAX / 2)
         return -ENOMEM;
@@ -390,7 +393,7 @@ int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kin
     if (lock < 0)
         return -EINVAL;
     const struct node_block *block = &node->blocks[place];
-    if (named_id && place < node->n_blocks && block->id == named_id) {
+    if (named_id && place < node_blocks(node) && block->id == named_id) {
         if (id)
             *id = named_id;
         if (gpu)
@@ -408,7 +411,7 @@ int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kin
 uint64_t node_used(int gpu)
 {
     struct node_state *node = node_open();
-    if (!node || gpu < 0 || gpu >= node->n_gpus)
+    if (!node || gpu < 0 || gpu >= node_gpus(node))
         return 0;
     int lock = node_lock();
     if (lock < 0)
@@ -471,20 +474,20 @@ int node_processes(int gpu, struct node_process *found, int room)
 {
     struct node_state *node = node_open();
     int n = 0;
-    if (!node || gpu < 0 || gpu >= node->n_gpus)
+    if (!node || gpu < 0 || gpu >= node_gpus(node))
         return 0;
     int lock = node_lock();
     if (lock < 0)
         return 0;
     reap(node);
-    for (int place = 0; place < node->n_blocks; place++) {
+    for (int place = 0; place < node_blocks(node); place++) {
         const struct node_block *block = &node->blocks[place];
         if (!block->id || block->gpu != gpu || block->kind == NODE_RESERVED)
             continue;
         /* Each process once, at its first block. */
         uint64_t bytes = 0;
         bool seen = false;
-        for (int other = 0; other < node->n_blocks; other++) {
+        for (int other = 0; other < node_blocks(node); other++) {
             const struct node_block *its = &node->blocks[other];
             if (!its->id || its->gpu != gpu || its->pid != block->pid ||
                 !node_same_start(its->start_time, block->start_time) ||

@@ -84,6 +84,20 @@ struct node_state {
     struct node_block blocks[NODE_MAX_BLOCKS];
 };
 
+/* How many there are. Everybody in the node may write there, also while root's processes read: these two are bounded,
+ * and nothing else reads the numbers. */
+static inline int node_gpus(const struct node_state *node)
+{
+    int n = node->n_gpus;
+    return n < 0 ? 0 : n < NODE_MAX_GPUS ? n : NODE_MAX_GPUS;
+}
+
+static inline int node_blocks(const struct node_state *node)
+{
+    int n = node->n_blocks;
+    return n < 0 ? 0 : n < NODE_MAX_BLOCKS ? n : NODE_MAX_BLOCKS;
+}
+
 /* Map the node's state; the same pointer ever after. NULL with errno where there is no node.
  * After node_close (a process that is checkpointed) a private copy stands there, without blocks and with no faults, and
  * node_open opens nothing: only node_reopen maps the node at the same address again (NULL: there is none, still closed).

@@ -53,7 +53,7 @@ static bool begin(struct call *call, const char *name, int kind, nvmlDevice_t de
     else if (!call->node)
         *answer = NVML_ERROR_UNKNOWN;
     else if (kind == CALL_DEVICE) {
-        call->gpu = device >= handles && device < handles + call->node->n_gpus ? (int)(device - handles) : -1;
+        call->gpu = device >= handles && device < handles + node_gpus(call->node) ? (int)(device - handles) : -1;
         if (call->gpu < 0)
             *answer = NVML_ERROR_INVALID_ARGUMENT;
         else if (call->node->gpus[call->gpu].lost)
@@ -253,7 +253,7 @@ static nvmlReturn_t device_count(const struct call *call, unsigned int *count)
 {
     if (!count)
         return NVML_ERROR_INVALID_ARGUMENT;
-    *count = (unsigned int)number_or_lie(call, "count", call->node->n_gpus);
+    *count = (unsigned int)number_or_lie(call, "count", node_gpus(call->node));
     return NVML_SUCCESS;
 }
 
@@ -281,7 +281,7 @@ static nvmlReturn_t handle_of(const struct call *call, int gpu, nvmlDevice_t *de
 
 static nvmlReturn_t handle_by_index(const struct call *call, unsigned int index, nvmlDevice_t *device)
 {
-    if (!device || index >= (unsigned int)call->node->n_gpus)
+    if (!device || index >= (unsigned int)node_gpus(call->node))
         return NVML_ERROR_INVALID_ARGUMENT;
     return handle_of(call, (int)index, device);
 }
@@ -311,7 +311,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *de
     if (!uuid || !device)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
     int found = -1;
-    for (int gpu = 0; gpu < call_.node->n_gpus; gpu++) {
+    for (int gpu = 0; gpu < node_gpus(call_.node); gpu++) {
         char text[41];
         uuid_text(&call_.node->gpus[gpu], text);
         if (!strcasecmp(text, uuid))
@@ -343,7 +343,7 @@ static nvmlReturn_t handle_by_bus(const struct call *call, const char *text, nvm
     struct bus wanted, its;
     if (!text || !device || !read_bus(text, &wanted))
         return NVML_ERROR_INVALID_ARGUMENT;
-    for (int gpu = 0; gpu < call->node->n_gpus; gpu++)
+    for (int gpu = 0; gpu < node_gpus(call->node); gpu++)
         if (read_bus(call->node->gpus[gpu].pci, &its) && its.domain == wanted.domain && its.bus == wanted.bus &&
             its.device == wanted.device)
             return handle_of(call, gpu, device);

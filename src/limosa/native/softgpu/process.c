@@ -289,7 +289,7 @@ static struct {
 uint32_t devices_openable(void)
 {
     uint32_t openable = 0;
-    for (int i = 0; i < driver.node->n_gpus; i++) {
+    for (int i = 0; i < node_gpus(driver.node); i++) {
         const struct node_gpu *gpu = &driver.node->gpus[i];
         char path[64];
         struct stat info;
@@ -321,7 +321,7 @@ int devices_open(void)
     int uvm = control < 0 ? control : node_descriptor("/dev/nvidia-uvm", O_RDWR);
     int error = uvm < 0 ? uvm : 0;
     uint32_t openable = devices_openable();
-    for (int i = 0; i < driver.node->n_gpus && !error; i++) {
+    for (int i = 0; i < node_gpus(driver.node) && !error; i++) {
         char path[64];
         if (!(openable & (1u << i)))
             continue;
@@ -397,7 +397,7 @@ static int named_gpu(const char *word, const int *candidates, int n, bool by_uui
 static void enumerate_devices(void)
 {
     int candidates[NODE_MAX_GPUS], n = 0;
-    for (int i = 0; i < driver.node->n_gpus; i++)
+    for (int i = 0; i < node_gpus(driver.node); i++)
         if (driver.openable & (1u << i))
             candidates[n++] = i;
     const char *list = getenv("CUDA_VISIBLE_DEVICES");

@@ -6,13 +6,14 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc.messages import Count, Word
+from limosa.ipc.packet import close_all
 from limosa.ipc.side_by_side import SECONDS, within
 from limosa.operation.journal import Member
 from limosa.parking.answers import Memory
@@ -148,9 +149,3 @@ def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]
         if _OPERATION.fullmatch(id_) and meant(uid, id_, side):
             found.append(key)
     return found
-
-
-def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors."""
-    for fd in fds:
-        os.close(fd)

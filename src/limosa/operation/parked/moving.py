@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each, together
-from limosa.operation.parked.holders import Held, close_all, key_of, note_of
+from limosa.operation.parked.holders import Held, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
 from limosa.parking.answers import Memory

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from limosa.operation.parked.holders import Held, close_all
+from limosa.ipc.packet import close_all
+from limosa.operation.parked.holders import Held
 from limosa.parking.answers import Memory
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError
+from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member
 from limosa.operation.parked import holders
@@ -121,7 +122,7 @@ def _give_back(dead: Journal, member: Member, *, stays: bool) -> None:
                 try:
                     strand(member, shim, pieces, fds, away=away, operation=id_)
                 finally:
-                    holders.close_all(fds)
+                    close_all(fds)
             return
         _map_and_open(dead, member, shim, "source")
         let_arena_go(member, shim)
@@ -134,7 +135,7 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
         try:
             stand = put_back(shim, pieces, fds)
         finally:
-            holders.close_all(fds)
+            close_all(fds)
     if stand is Stand.CLOSED:
         shim.open_gate()
         stand = shim.hello().stand

@@ -12,10 +12,11 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
+from limosa.ipc.packet import close_all
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
 from limosa.operation.parked.aside import Layout, Placed, read_layout
-from limosa.operation.parked.holders import Held, aside_key, close_all
+from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import copy_limit
 from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
