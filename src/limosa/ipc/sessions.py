@@ -101,12 +101,13 @@ class Sessions(Generic[_S]):
         with self._lock:
             if self._free:
                 return True
+            self._free += 1  # before it is there: whoever is done meanwhile need not stay
         try:
             threading.Thread(target=self._run, daemon=True).start()
         except (RuntimeError, MemoryError):
+            with self._lock:
+                self._free -= 1
             return False
-        with self._lock:
-            self._free += 1
         return True
 
     def _run(self) -> None:
