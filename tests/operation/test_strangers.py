@@ -11,7 +11,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import stat
 import subprocess
 import tempfile
 import time
@@ -22,9 +24,10 @@ from typing import Any
 import msgspec
 import pytest
 from driver_double import DriverDouble
-from support import as_user, meanwhile
+from support import as_user, end_marked, meanwhile
 
 from limosa import operation
+from limosa.ipc.messages import VERSION, receive, send
 from limosa.operation import claims, jobs, recover_users
 from limosa.operation.journal import Header
 from limosa.operation.parked import left_closed
@@ -38,6 +41,8 @@ from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 
 pytestmark = pytest.mark.root
 ADA, EVE = 61001, 61002
+WORDS = ("eves", "hers", "adas", "roots")
+"""One is in each sample: what somebody says is told by it from what others say, and hostile words take its place."""
 PAGE = Path(__file__).parents[2] / "docs/security.md"
 SECONDS = 2.0
 """By which a round of root's or of ada's may take longer than without eve, however busy the machine is."""
@@ -50,28 +55,30 @@ class Eve:
         self.base, self.folder = base, base / "run" / "users" / f"limosa-{EVE}"
         self.process = Identity.of(pid)
         self.secret = base / "run" / "0" / "secret"
+        self.listening: list[int] = []
+        """Processes that listen at a socket, for the end of the test."""
 
-    def file(self, kind: str) -> tuple[str, bytes]:
-        """A good file of that kind: what it is called, and what it says."""
+    def file(self, kind: str, word: str = WORDS[0]) -> tuple[str, bytes]:
+        """A good file of that kind: what it is called, and what it says, that word in it."""
         root = self.process
         record = f"{root.pid}-{root.start_time}.json"
-        header = Header(id="move-1-e", operation="move", roots=[root], controller=Identity(1, 999), boot="another")
+        header = Header(id="move-1-e", operation=word, roots=[root], controller=Identity(1, 999), boot="another")
         good: dict[str, tuple[str, Any]] = {
-            "jobs": (record, RunRecord(root=root, name="eves", command=["x"], log=str(self.secret), cwd="/")),
-            "suspended": (record, SuspendRecord(root=root, members=[root, Identity.of(1)], bytes={"GPU": 1 << 49})),
-            "ended": (record, EndedRecord(root=root, image=str(self.base))),
+            "jobs": (record, RunRecord(root=root, name=word, command=["x"], log=str(self.secret), cwd="/")),
+            "suspended": (record, SuspendRecord(root=root, by=word, members=[root, Identity.of(1)])),
+            "ended": (record, EndedRecord(root=root, image=str(self.base), image_id=word)),
             "claims": (
                 "move-1-e.json",
-                claims.Claim(id="move-1-e", operation="move", holder=root, pids=[root], gpus={"GPU": 5}, paths=["/x"]),
+                claims.Claim(id="move-1-e", operation=word, holder=root, pids=[root], gpus={"GPU": 5}, paths=["/x"]),
             ),
             "journals": ("move-1-e.jsonl", {"header": header}),
-            "sees": ("0123456789abcdef", 7),
-            "logs": ("move-1-e.log", "log"),
-            "vault": (socket_name("vault"), "no socket"),
-            "mover": (socket_name("mover"), "no socket"),
+            "sees": ("0123456789abcdef", f"{WORDS.index(word)},{word}"),
+            "logs": ("move-1-e.log", f"a log of {word}"),
+            "vault": (socket_name("vault"), f"no socket of {word}"),
+            "mover": (socket_name("mover"), f"no socket of {word}"),
         }
         name, what = good[kind]
-        return name, msgspec.json.encode(what)
+        return name, what.encode() if isinstance(what, str) else msgspec.json.encode(what)
 
 
 @pytest.fixture
@@ -90,14 +97,21 @@ def base(monkeypatch: pytest.MonkeyPatch, double: DriverDouble) -> Iterator[Path
         (path / "run" / "0" / name).write_bytes(b"root's own")
         (path / "run" / "0" / name).chmod(0o600)
     yield path
+    end_marked(f"LIMOSA_RUNTIME_DIR={path / 'run'}")  # what root has a user do, where a test failed in the middle
     shutil.rmtree(path)
 
 
 @pytest.fixture
 def eve(base: Path) -> Iterator[Eve]:
     with subprocess.Popen(["sleep", "300"], user=EVE, group=EVE, extra_groups=[]) as process:
-        yield Eve(base, process.pid)
-        process.kill()
+        made = Eve(base, process.pid)
+        try:
+            yield made
+        finally:
+            process.kill()
+            for pid in made.listening:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
@@ -106,7 +120,8 @@ def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
     for path in sorted((base / "run" / "0").rglob("*")):
         info = path.lstat()
         if path.suffix != ".lock" and not path.is_dir():
-            found[str(path)] = (info.st_mode, info.st_uid, info.st_size, path.read_bytes())
+            said = path.read_bytes() if stat.S_ISREG(info.st_mode) else b""
+            found[str(path)] = (info.st_mode, info.st_uid, info.st_size, said)
     return found
 
 
@@ -149,13 +164,24 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _listen(path: Path) -> None:
+def _listen(path: Path, *, answers: bool = False) -> int:
+    """A process that listens there, and says what a vault or a mover says first, or nothing; its pid."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
-        made.bind(os.path.relpath(path))
+        made.bind(path.name)
         made.listen()
-        if not os.fork():
-            time.sleep(10)
-            os._exit(0)
+        if child := os.fork():
+            return child
+        os.closerange(3, made.fileno())  # among them what as_user waits for the end of
+        os.closerange(made.fileno() + 1, 1 << 16)
+        signal.alarm(110)  # where the test is killed
+        made.listen()  # whose socket it is the kernel says by this call
+        while True:
+            if not answers:
+                signal.pause()
+            with contextlib.suppress(Exception), made.accept()[0] as asks:
+                receive(asks, 2.0)
+                send(asks, {"version": VERSION})
+                receive(asks, 2.0)
 
 
 def _huge(path: Path, good: bytes) -> None:
@@ -173,16 +199,18 @@ FORMS: dict[str, Callable[[Path, bytes, Eve], object]] = {
     "larger than is read": lambda path, good, eve: _write(path, good + b" " * MOST_BYTES),
     "empty": lambda path, good, eve: _write(path, b""),
     "truncated": lambda path, good, eve: _write(path, good[: len(good) // 2]),
-    "not UTF-8": lambda path, good, eve: _write(path, good.replace(b"move", b"mo\xffe").replace(b"eves", b"\xff")),
+    "not UTF-8": lambda path, good, eve: _write(path, good.replace(b"eves", b"e\xffe")),
     "deep": lambda path, good, eve: _write(path, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "no JSON": lambda path, good, eve: _write(path, bytes(range(256)) * 40),
     "another type": lambda path, good, eve: _write(path, b'{"root":[1],"id":{},"holder":"x","header":7}'),
     "no year": lambda path, good, eve: _write(path, re.sub(rb'"since":[0-9.e+]+', b'"since":1e300', good)),
     "no pid": lambda path, good, eve: _write(path, re.sub(rb'"pid":\d+', b'"pid":-1', good)),
     "words for a terminal": lambda path, good, eve: _write(
-        path, good.replace(b'"move"', rb'"\u001b]0;x\u0007"').replace(b'"eves"', rb'"\u001b[2J"')
+        path, good.replace(b'"eves"', rb'"\u001b]0;x\u0007\u001b[2J"').replace(b"eves", b"\x1b]0;x\x07\x1b[2J")
     ),
 }
+NOTHING_OF = {"no year": b'"since"', "no pid": b'"pid"'}
+"""Of forms: what they change. Kinds that have none of it do not have that form."""
 
 
 def rounds(base: Path, *, root: bool) -> list[str]:
@@ -203,10 +231,10 @@ def rounds(base: Path, *, root: bool) -> list[str]:
     return [job.name for job in listed]
 
 
-def goes_on(base: Path, allowed: float = SECONDS, *, also_ada: bool = True) -> None:
+def goes_on(base: Path, allowed: float = SECONDS) -> None:
     """Root and ada do what they do, and nothing of root's changes."""
     before = roots_things(base)
-    for who, call, most in (("root", root, allowed), ("ada", ada, SECONDS))[: 2 if also_ada else 1]:
+    for who, call, most in (("root", root, allowed), ("ada", ada, SECONDS)):
         begun = time.monotonic()
         call(base)
         took = time.monotonic() - begun
@@ -222,6 +250,8 @@ def ada(base: Path) -> Any:
     return as_user(ADA, lambda: rounds(base, root=False))
 
 
+ASKS = 4
+"""How often root waits for all vaults or movers of others in a round: when it lists, recovers, and at the end of it."""
 QUIET: dict[str, float] = {}
 
 
@@ -239,15 +269,23 @@ def test_whatever_a_user_writes_stops_nobody_else(base: Path, eve: Eve, kind: st
     name, good = eve.file(kind)
     path = eve.folder / kind / name
     for form, make in FORMS.items():
+        if NOTHING_OF.get(form, b"") not in good:
+            assert kind in ("sees", "logs", "vault", "mover")  # no JSON
+            continue
 
-        def put(make: Callable[[Path, bytes, Eve], object] = make) -> None:
+        def put(make: Callable[[Path, bytes, Eve], object] = make) -> object:
             os.chdir(path.parent)
-            make(path, good, eve)
+            return make(path, good, eve)
 
-        as_user(EVE, put)
+        made = as_user(EVE, put)
         try:
+            there = path.lstat()
+            assert not stat.S_ISREG(there.st_mode) or there.st_size != len(good) or path.read_bytes() != good
             waits = 1.0 if kind == "journals" else 0.0  # for her own limosa
-            goes_on(base, SECONDS + waits, also_ada=form in ("link", "pipe", "folder", "huge", "not UTF-8", "no year"))
+            if form == "socket":
+                eve.listening.append(made)
+                waits += ASKS * SECONDS if kind in ("vault", "mover") else 0.0
+            goes_on(base, SECONDS + waits)
         except BaseException as error:
             error.add_note(f"{kind}, {form}")
             raise
@@ -347,14 +385,16 @@ def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_
 
 
 def test_a_user_who_never_answers_for_his_vault_and_mover_holds_up_nobody(base: Path, eve: Eve) -> None:
-    def silent() -> None:
+    def silent() -> list[int]:
+        listening = []
         for kind in ("vault", "mover"):
             for n in range(20):
                 os.chdir(eve.folder / kind)
-                _listen(Path(socket_name(kind) if not n else f"{socket_name('mover')}.{n}.holds"))
+                listening.append(_listen(Path(socket_name(kind) if not n else f"{socket_name('mover')}.{n}.holds")))
+        return listening
 
-    as_user(EVE, silent)
-    goes_on(base, 6 * SECONDS)  # root asks for vaults and for movers, when it recovers and when it lists
+    eve.listening += as_user(EVE, silent)
+    goes_on(base, (1 + ASKS) * SECONDS)
 
 
 def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limosa: Callable[..., Any]) -> None:
