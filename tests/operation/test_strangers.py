@@ -28,7 +28,7 @@ from support import as_user, end_marked, meanwhile
 
 from limosa import operation
 from limosa.ipc.messages import VERSION, receive, send
-from limosa.operation import claims, jobs, recover_users
+from limosa.operation import claims, jobs, journal, recover_users
 from limosa.operation.journal import Header
 from limosa.operation.parked import left_closed
 from limosa.parking.mover import Mover
@@ -345,25 +345,103 @@ def test_root_removes_nothing_of_its_own_for_a_user_who_exchanges_his_folders(ba
         assert roots_things(base) == before
 
 
-def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, eve: Eve) -> None:
-    name, good = eve.file("jobs")
+def said_by(kind: str, eve: Eve) -> set[str]:
+    """The words that root believes of what lies in eve's folder, by all who read that kind."""
+    if kind in ("jobs", "suspended", "ended"):
+        type_ = {"jobs": RunRecord, "suspended": SuspendRecord, "ended": EndedRecord}[kind]
+        found = [*type_.all(), *filter(None, [type_.of(eve.process)])]
+        assert all(record.members == [eve.process] for record in found if isinstance(record, SuspendRecord))
+        field = {"jobs": "name", "suspended": "by", "ended": "image_id"}[kind]
+        return {getattr(record, field) for record in found}
+    if kind == "claims":
+        found_claims = [claim for claim in claims.everybodys() if claim.owner != 0]
+        assert all((claim.owner, claim.pids) == (EVE, [eve.process]) for claim in found_claims)
+        assert claims.reserved("GPU") in (0, 5)
+        return {claim.operation for claim in found_claims}
+    if kind == "journals":
+        assert list(journal.dead()) == []
+        return {summary.operation for summary in (*journal.under_way(), *journal.dead_of_others())}
+    shown = device_nodes.seen(str(eve.folder / "sees" / eve.file("sees")[0]))
+    return {WORDS[number] for number in shown or ()}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("logs", "vault", "mover")])
+def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, eve: Eve, kind: str) -> None:
+    """For other files of hers, a pipe, a huge one, and links to what others say of her: one of ada's, one of root's.
+
+    ``logs`` is not gone through, as nobody reads it; sockets are, below.
+    """
+    name, good = eve.file(kind)
+    hers = eve.file(kind, "hers")[1]
+    eve.secret.write_bytes(eve.file(kind, "roots")[1])
+    adas = base / "run" / "users" / f"limosa-{ADA}" / kind / "another"
+    as_user(ADA, lambda: _write(adas, eve.file(kind, "adas")[1]))
 
     def exchange() -> None:
-        os.chdir(eve.folder / "jobs")
+        os.chdir(eve.folder / kind)
         Path("good").write_bytes(good)
+        Path("hers").write_bytes(hers)
         os.mkfifo("pipe")
+        _huge(Path("huge"), good)
         os.symlink(eve.secret, "link")
+        os.symlink(adas, "link2")
         while True:
-            for form in ("good", "pipe", "link"):
-                os.link(form, name, follow_symlinks=False)
-                os.unlink(name)
+            for form in ("good", "link", "hers", "pipe", "good", "link2", "hers", "huge"):
+                os.link(form, "next", follow_symlinks=False)
+                os.rename("next", name)
 
+    before = roots_things(base)
+    read, words, rounds_, longest = set[bytes](), set[str](), 0, 0.0
     with meanwhile(EVE, exchange):
         end = time.monotonic() + 1
-        while time.monotonic() < end:
-            assert {r.name for r in RunRecord.all()} <= {"eves"}
-            found = RunRecord.of(eve.process)
-            assert found is None or found.name == "eves"
+        while (begun := time.monotonic()) < end or rounds_ < 20:
+            read |= {note.data for note in belief.read_called(kind, name) if note.owner == EVE}
+            words |= said_by(kind, eve)
+            rounds_, longest = rounds_ + 1, max(longest, time.monotonic() - begun)
+    assert read == {good, hers}  # as nothing else can be there with that name
+    assert words == (set() if kind == "ended" else {"eves", "hers"})  # of an end root believes no user
+    assert longest < 2 * SECONDS
+    assert roots_things(base) == before
+
+
+@pytest.mark.parametrize("kind", ["vault", "mover"])
+def test_a_socket_that_is_exchanged_while_root_connects_is_hers_or_none(base: Path, eve: Eve, kind: str) -> None:
+    """For a pipe, a file, and links to where ada's and root's listen: root asks each once, as its owner's."""
+    name = socket_name(kind)
+
+    def listens() -> int:
+        os.chdir(places.own_folder(kind))
+        return _listen(Path(name), answers=True)
+
+    pids = {uid: as_user(uid, listens) for uid in (0, ADA, EVE)}
+    eve.listening += pids.values()
+
+    def exchange() -> None:
+        os.chdir(eve.folder / kind)
+        os.rename(name, "good")
+        os.mkfifo("pipe")
+        Path("file").write_text("no socket")
+        os.symlink(base / "run" / "0" / kind / name, "link")
+        os.symlink(base / "run" / "users" / f"limosa-{ADA}" / kind / name, "link2")
+        while True:
+            for form in ("good", "link", "pipe", "good", "link2", "file"):
+                os.link(form, "next", follow_symlinks=False)
+                os.rename("next", name)
+
+    before = roots_things(base)
+    type_, seen, end = {"vault": Vault, "mover": Mover}[kind], set[int](), time.monotonic() + 1
+    with meanwhile(EVE, exchange):
+        while (begun := time.monotonic()) < end:
+            residents = type_.all()
+            for one in residents:
+                one.close()
+            found = [(one.uid, one.identity.pid) for one in residents]
+            assert len(found) == len(set(found))
+            assert set(found) <= set(pids.items())
+            assert time.monotonic() - begun < 2 * SECONDS
+            seen |= {uid for uid, _ in found}
+    assert seen == {0, ADA, EVE}
+    assert roots_things(base) == before
 
 
 def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_not_emptied(
