@@ -15,6 +15,7 @@ import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -475,7 +476,8 @@ def test_a_user_who_never_answers_for_his_vault_and_mover_holds_up_nobody(base: 
     goes_on(base, (1 + ASKS) * SECONDS)
 
 
-def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limosa: Callable[..., Any]) -> None:
+@pytest.fixture
+def crowd(eve: Eve) -> None:
     """All forms at once, and journals in thousands."""
 
     def put() -> None:
@@ -489,10 +491,11 @@ def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limos
                 Path(f"{n}-{n}{Path(name).suffix}").write_bytes(good)
 
     as_user(EVE, put)
-    image = base / "image"
-    image.mkdir(mode=0o700)
-    runtime = str(base / "run")
-    env = {"LIMOSA_RUNTIME_DIR": runtime}
+
+
+@pytest.mark.usefixtures("crowd")
+def test_the_commands_of_root_end_well(base: Path, limosa: Callable[..., Any]) -> None:
+    env = {"LIMOSA_RUNTIME_DIR": str(base / "run")}
     before = roots_things(base)
     limosa("ps", "-o", "json", env=env, rc=0)
     limosa("run", "-d", "--log", base / "log", "--", "sleep", "1", env=env, rc=0)
@@ -501,3 +504,43 @@ def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limos
     assert said.rc == 2, said.stderr
     kept = {k: v for k, v in roots_things(base).items() if "/jobs/" not in k}
     assert kept == before
+
+
+@pytest.mark.usefixtures("crowd")
+def test_the_commands_of_a_user_end_well(base: Path) -> None:
+    home = base / "ada"
+    home.mkdir(mode=0o700)
+    os.chown(home, ADA, ADA)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "NO_COLOR": "1", "LIMOSA_RUNTIME_DIR": str(base / "run")}
+    python = sys.executable
+    if not as_user(ADA, lambda: os.access(python, os.X_OK)):  # in root's home: the system's may do as well
+        python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        env["PYTHONPATH"] = ":".join(path for path in sys.path if os.path.isabs(path) and "-packages" in path)
+        env["PYTHONPATH"] += f":{Path(operation.__file__).parents[2]}"
+
+    def runs(*words: str) -> subprocess.CompletedProcess[str]:
+        rights = ["setpriv", f"--reuid={ADA}", f"--regid={ADA}", "--clear-groups", "--no-new-privs"]
+        return subprocess.run(
+            [*rights, python, *words],
+            env=env, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    def ended(*words: str) -> tuple[int, str]:
+        done = runs("-m", "limosa", *words)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        return done.returncode, done.stdout
+
+    if not os.access(python, os.X_OK) or runs("-c", "import limosa.cli.ps, limosa.operation, cuda, pynvml").returncode:
+        pytest.skip(f"other users cannot run {sys.executable}, which is in root's home, and {python} has no packages")
+    before = roots_things(base)
+    code, told = ended("ps", "-o", "json")
+    assert (code, json.loads(told)["warnings"]) == (0, [])
+    assert ended("ps")[0] == 0
+    assert ended("run", "--", "echo", "hers alone") == (0, "hers alone\n")
+    assert ended("run", "--", "sh", "-c", "exit 7")[0] == 7
+    assert ended("run", "-d", "-q", "--name", "adas", "--", "sleep", "1")[0] == 0
+    assert ended("wait", "nobody")[0] == 125
+    code, told = ended("recover", "-o", "json")
+    assert (code, json.loads(told)["recovered"]) == (0, [])
+    assert roots_things(base) == before
