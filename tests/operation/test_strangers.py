@@ -544,3 +544,49 @@ def test_the_commands_of_a_user_end_well(base: Path) -> None:
     code, told = ended("recover", "-o", "json")
     assert (code, json.loads(told)["recovered"]) == (0, [])
     assert roots_things(base) == before
+
+
+def test_a_claim_with_an_endless_path_is_none_and_holds_up_nobody(
+    base: Path, eve: Eve, limosa: Callable[..., Any]
+) -> None:
+    """Longer than a file is read; as long as one is read at most; and so many of these that not all are read."""
+    name, good = eve.file("claims")
+    runtime = {"LIMOSA_RUNTIME_DIR": str(base / "run")}
+
+    def claimed(n: int, path: str) -> None:
+        """Her claim, under another id, on that folder."""
+        data = good.replace(b"move-1-e", b"move-%d-e" % n).replace(b'["/x"]', json.dumps([path]).encode())
+        (eve.folder / "claims" / name.replace("-1-", f"-{n}-")).write_bytes(data)
+
+    def believed() -> tuple[int, bool, bool]:
+        of_hers = [claim for claim in claims.everybodys() if claim.owner == EVE]
+        return claims.reserved("GPU"), eve.process.pid in claims.being_worked_on(), bool(of_hers)
+
+    def commands() -> float:
+        image = base / "image"
+        (image / "criu").mkdir(parents=True, mode=0o700)
+        (image / "manifest.json").touch()  # a damaged image is removed as a whole one is
+        begun = time.monotonic()
+        limosa("rm", image, env=runtime, rc=0)
+        limosa("run", "--", "true", env=runtime, rc=0)
+        assert not image.exists()
+        return time.monotonic() - begun
+
+    as_user(EVE, lambda: claimed(1, "/x"))
+    assert believed() == (5, True, True)  # so it is the path that makes the others none
+    as_user(EVE, (eve.folder / "claims" / name).unlink)
+    quiet = commands()
+    before = roots_things(base)
+    longest = "a/" * ((MOST_BYTES - len(good)) // 2)
+    for paths in (["a/" * 2_000_000], [longest], [longest] * 12):
+        as_user(EVE, lambda paths=paths: [claimed(n, path) for n, path in enumerate(paths, 1)])  # type: ignore[misc]
+        sizes = [path.stat().st_size for path in (eve.folder / "claims").iterdir()]
+        assert min(sizes) > 4_000_000 or MOST_BYTES - 10 < max(sizes) <= MOST_BYTES, sizes
+        begun = time.monotonic()
+        assert believed() == (0, False, False)
+        assert time.monotonic() - begun < SECONDS
+        took = commands()
+        assert took < SECONDS + 3 * quiet, f"{took:.1f} s, {quiet:.1f} s without eve"
+        for path in (eve.folder / "claims").iterdir():
+            path.unlink()
+    assert {k: v for k, v in roots_things(base).items() if "/jobs/" not in k} == before
