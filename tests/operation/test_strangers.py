@@ -11,8 +11,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
+import stat
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +25,11 @@ from typing import Any
 import msgspec
 import pytest
 from driver_double import DriverDouble
-from support import as_user, meanwhile
+from support import as_user, end_marked, meanwhile
 
 from limosa import operation
-from limosa.operation import claims, jobs, recover_users
+from limosa.ipc.messages import VERSION, receive, send
+from limosa.operation import claims, jobs, journal, recover_users
 from limosa.operation.journal import Header
 from limosa.operation.parked import left_closed
 from limosa.parking.mover import Mover
@@ -38,6 +42,8 @@ from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 
 pytestmark = pytest.mark.root
 ADA, EVE = 61001, 61002
+WORDS = ("eves", "hers", "adas", "roots")
+"""One is in each sample: what somebody says is told by it from what others say, and hostile words take its place."""
 PAGE = Path(__file__).parents[2] / "docs/security.md"
 SECONDS = 2.0
 """By which a round of root's or of ada's may take longer than without eve, however busy the machine is."""
@@ -50,28 +56,30 @@ class Eve:
         self.base, self.folder = base, base / "run" / "users" / f"limosa-{EVE}"
         self.process = Identity.of(pid)
         self.secret = base / "run" / "0" / "secret"
+        self.listening: list[int] = []
+        """Processes that listen at a socket, for the end of the test."""
 
-    def file(self, kind: str) -> tuple[str, bytes]:
-        """A good file of that kind: what it is called, and what it says."""
+    def file(self, kind: str, word: str = WORDS[0]) -> tuple[str, bytes]:
+        """A good file of that kind: what it is called, and what it says, that word in it."""
         root = self.process
         record = f"{root.pid}-{root.start_time}.json"
-        header = Header(id="move-1-e", operation="move", roots=[root], controller=Identity(1, 999), boot="another")
+        header = Header(id="move-1-e", operation=word, roots=[root], controller=Identity(1, 999), boot="another")
         good: dict[str, tuple[str, Any]] = {
-            "jobs": (record, RunRecord(root=root, name="eves", command=["x"], log=str(self.secret), cwd="/")),
-            "suspended": (record, SuspendRecord(root=root, members=[root, Identity.of(1)], bytes={"GPU": 1 << 49})),
-            "ended": (record, EndedRecord(root=root, image=str(self.base))),
+            "jobs": (record, RunRecord(root=root, name=word, command=["x"], log=str(self.secret), cwd="/")),
+            "suspended": (record, SuspendRecord(root=root, by=word, members=[root, Identity.of(1)])),
+            "ended": (record, EndedRecord(root=root, image=str(self.base), image_id=word)),
             "claims": (
                 "move-1-e.json",
-                claims.Claim(id="move-1-e", operation="move", holder=root, pids=[root], gpus={"GPU": 5}, paths=["/x"]),
+                claims.Claim(id="move-1-e", operation=word, holder=root, pids=[root], gpus={"GPU": 5}, paths=["/x"]),
             ),
             "journals": ("move-1-e.jsonl", {"header": header}),
-            "sees": ("0123456789abcdef", 7),
-            "logs": ("move-1-e.log", "log"),
-            "vault": (socket_name("vault"), "no socket"),
-            "mover": (socket_name("mover"), "no socket"),
+            "sees": ("0123456789abcdef", f"{WORDS.index(word)},{word}"),
+            "logs": ("move-1-e.log", f"a log of {word}"),
+            "vault": (socket_name("vault"), f"no socket of {word}"),
+            "mover": (socket_name("mover"), f"no socket of {word}"),
         }
         name, what = good[kind]
-        return name, msgspec.json.encode(what)
+        return name, what.encode() if isinstance(what, str) else msgspec.json.encode(what)
 
 
 @pytest.fixture
@@ -90,14 +98,21 @@ def base(monkeypatch: pytest.MonkeyPatch, double: DriverDouble) -> Iterator[Path
         (path / "run" / "0" / name).write_bytes(b"root's own")
         (path / "run" / "0" / name).chmod(0o600)
     yield path
+    end_marked(f"LIMOSA_RUNTIME_DIR={path / 'run'}")  # what root has a user do, where a test failed in the middle
     shutil.rmtree(path)
 
 
 @pytest.fixture
 def eve(base: Path) -> Iterator[Eve]:
     with subprocess.Popen(["sleep", "300"], user=EVE, group=EVE, extra_groups=[]) as process:
-        yield Eve(base, process.pid)
-        process.kill()
+        made = Eve(base, process.pid)
+        try:
+            yield made
+        finally:
+            process.kill()
+            for pid in made.listening:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
@@ -106,7 +121,8 @@ def roots_things(base: Path) -> dict[str, tuple[Any, ...]]:
     for path in sorted((base / "run" / "0").rglob("*")):
         info = path.lstat()
         if path.suffix != ".lock" and not path.is_dir():
-            found[str(path)] = (info.st_mode, info.st_uid, info.st_size, path.read_bytes())
+            said = path.read_bytes() if stat.S_ISREG(info.st_mode) else b""
+            found[str(path)] = (info.st_mode, info.st_uid, info.st_size, said)
     return found
 
 
@@ -149,13 +165,24 @@ def _write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def _listen(path: Path) -> None:
+def _listen(path: Path, *, answers: bool = False) -> int:
+    """A process that listens there, and says what a vault or a mover says first, or nothing; its pid."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as made:
-        made.bind(os.path.relpath(path))
+        made.bind(path.name)
         made.listen()
-        if not os.fork():
-            time.sleep(10)
-            os._exit(0)
+        if child := os.fork():
+            return child
+        os.closerange(3, made.fileno())  # among them what as_user waits for the end of
+        os.closerange(made.fileno() + 1, 1 << 16)
+        signal.alarm(110)  # where the test is killed
+        made.listen()  # whose socket it is the kernel says by this call
+        while True:
+            if not answers:
+                signal.pause()
+            with contextlib.suppress(Exception), made.accept()[0] as asks:
+                receive(asks, 2.0)
+                send(asks, {"version": VERSION})
+                receive(asks, 2.0)
 
 
 def _huge(path: Path, good: bytes) -> None:
@@ -173,16 +200,18 @@ FORMS: dict[str, Callable[[Path, bytes, Eve], object]] = {
     "larger than is read": lambda path, good, eve: _write(path, good + b" " * MOST_BYTES),
     "empty": lambda path, good, eve: _write(path, b""),
     "truncated": lambda path, good, eve: _write(path, good[: len(good) // 2]),
-    "not UTF-8": lambda path, good, eve: _write(path, good.replace(b"move", b"mo\xffe").replace(b"eves", b"\xff")),
+    "not UTF-8": lambda path, good, eve: _write(path, good.replace(b"eves", b"e\xffe")),
     "deep": lambda path, good, eve: _write(path, b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "no JSON": lambda path, good, eve: _write(path, bytes(range(256)) * 40),
     "another type": lambda path, good, eve: _write(path, b'{"root":[1],"id":{},"holder":"x","header":7}'),
     "no year": lambda path, good, eve: _write(path, re.sub(rb'"since":[0-9.e+]+', b'"since":1e300', good)),
     "no pid": lambda path, good, eve: _write(path, re.sub(rb'"pid":\d+', b'"pid":-1', good)),
     "words for a terminal": lambda path, good, eve: _write(
-        path, good.replace(b'"move"', rb'"\u001b]0;x\u0007"').replace(b'"eves"', rb'"\u001b[2J"')
+        path, good.replace(b'"eves"', rb'"\u001b]0;x\u0007\u001b[2J"').replace(b"eves", b"\x1b]0;x\x07\x1b[2J")
     ),
 }
+NOTHING_OF = {"no year": b'"since"', "no pid": b'"pid"'}
+"""Of forms: what they change. Kinds that have none of it do not have that form."""
 
 
 def rounds(base: Path, *, root: bool) -> list[str]:
@@ -203,10 +232,10 @@ def rounds(base: Path, *, root: bool) -> list[str]:
     return [job.name for job in listed]
 
 
-def goes_on(base: Path, allowed: float = SECONDS, *, also_ada: bool = True) -> None:
+def goes_on(base: Path, allowed: float = SECONDS) -> None:
     """Root and ada do what they do, and nothing of root's changes."""
     before = roots_things(base)
-    for who, call, most in (("root", root, allowed), ("ada", ada, SECONDS))[: 2 if also_ada else 1]:
+    for who, call, most in (("root", root, allowed), ("ada", ada, SECONDS)):
         begun = time.monotonic()
         call(base)
         took = time.monotonic() - begun
@@ -222,6 +251,8 @@ def ada(base: Path) -> Any:
     return as_user(ADA, lambda: rounds(base, root=False))
 
 
+ASKS = 4
+"""How often root waits for all vaults or movers of others in a round: when it lists, recovers, and at the end of it."""
 QUIET: dict[str, float] = {}
 
 
@@ -239,15 +270,23 @@ def test_whatever_a_user_writes_stops_nobody_else(base: Path, eve: Eve, kind: st
     name, good = eve.file(kind)
     path = eve.folder / kind / name
     for form, make in FORMS.items():
+        if NOTHING_OF.get(form, b"") not in good:
+            assert kind in ("sees", "logs", "vault", "mover")  # no JSON
+            continue
 
-        def put(make: Callable[[Path, bytes, Eve], object] = make) -> None:
+        def put(make: Callable[[Path, bytes, Eve], object] = make) -> object:
             os.chdir(path.parent)
-            make(path, good, eve)
+            return make(path, good, eve)
 
-        as_user(EVE, put)
+        made = as_user(EVE, put)
         try:
+            there = path.lstat()
+            assert not stat.S_ISREG(there.st_mode) or there.st_size != len(good) or path.read_bytes() != good
             waits = 1.0 if kind == "journals" else 0.0  # for her own limosa
-            goes_on(base, SECONDS + waits, also_ada=form in ("link", "pipe", "folder", "huge", "not UTF-8", "no year"))
+            if form == "socket":
+                eve.listening.append(made)
+                waits += ASKS * SECONDS if kind in ("vault", "mover") else 0.0
+            goes_on(base, SECONDS + waits)
         except BaseException as error:
             error.add_note(f"{kind}, {form}")
             raise
@@ -307,25 +346,103 @@ def test_root_removes_nothing_of_its_own_for_a_user_who_exchanges_his_folders(ba
         assert roots_things(base) == before
 
 
-def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, eve: Eve) -> None:
-    name, good = eve.file("jobs")
+def said_by(kind: str, eve: Eve) -> set[str]:
+    """The words that root believes of what lies in eve's folder, by all who read that kind."""
+    if kind in ("jobs", "suspended", "ended"):
+        type_ = {"jobs": RunRecord, "suspended": SuspendRecord, "ended": EndedRecord}[kind]
+        found = [*type_.all(), *filter(None, [type_.of(eve.process)])]
+        assert all(record.members == [eve.process] for record in found if isinstance(record, SuspendRecord))
+        field = {"jobs": "name", "suspended": "by", "ended": "image_id"}[kind]
+        return {getattr(record, field) for record in found}
+    if kind == "claims":
+        found_claims = [claim for claim in claims.everybodys() if claim.owner != 0]
+        assert all((claim.owner, claim.pids) == (EVE, [eve.process]) for claim in found_claims)
+        assert claims.reserved("GPU") in (0, 5)
+        return {claim.operation for claim in found_claims}
+    if kind == "journals":
+        assert list(journal.dead()) == []
+        return {summary.operation for summary in (*journal.under_way(), *journal.dead_of_others())}
+    shown = device_nodes.seen(str(eve.folder / "sees" / eve.file("sees")[0]))
+    return {WORDS[number] for number in shown or ()}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("logs", "vault", "mover")])
+def test_a_file_that_is_exchanged_while_it_is_read_is_hers_or_none(base: Path, eve: Eve, kind: str) -> None:
+    """For other files of hers, a pipe, a huge one, and links to what others say of her: one of ada's, one of root's.
+
+    ``logs`` is not gone through, as nobody reads it; sockets are, below.
+    """
+    name, good = eve.file(kind)
+    hers = eve.file(kind, "hers")[1]
+    eve.secret.write_bytes(eve.file(kind, "roots")[1])
+    adas = base / "run" / "users" / f"limosa-{ADA}" / kind / "another"
+    as_user(ADA, lambda: _write(adas, eve.file(kind, "adas")[1]))
 
     def exchange() -> None:
-        os.chdir(eve.folder / "jobs")
+        os.chdir(eve.folder / kind)
         Path("good").write_bytes(good)
+        Path("hers").write_bytes(hers)
         os.mkfifo("pipe")
+        _huge(Path("huge"), good)
         os.symlink(eve.secret, "link")
+        os.symlink(adas, "link2")
         while True:
-            for form in ("good", "pipe", "link"):
-                os.link(form, name, follow_symlinks=False)
-                os.unlink(name)
+            for form in ("good", "link", "hers", "pipe", "good", "link2", "hers", "huge"):
+                os.link(form, "next", follow_symlinks=False)
+                os.rename("next", name)
 
+    before = roots_things(base)
+    read, words, rounds_, longest = set[bytes](), set[str](), 0, 0.0
     with meanwhile(EVE, exchange):
         end = time.monotonic() + 1
-        while time.monotonic() < end:
-            assert {r.name for r in RunRecord.all()} <= {"eves"}
-            found = RunRecord.of(eve.process)
-            assert found is None or found.name == "eves"
+        while (begun := time.monotonic()) < end or rounds_ < 20:
+            read |= {note.data for note in belief.read_called(kind, name) if note.owner == EVE}
+            words |= said_by(kind, eve)
+            rounds_, longest = rounds_ + 1, max(longest, time.monotonic() - begun)
+    assert read == {good, hers}  # as nothing else can be there with that name
+    assert words == (set() if kind == "ended" else {"eves", "hers"})  # of an end root believes no user
+    assert longest < 2 * SECONDS
+    assert roots_things(base) == before
+
+
+@pytest.mark.parametrize("kind", ["vault", "mover"])
+def test_a_socket_that_is_exchanged_while_root_connects_is_hers_or_none(base: Path, eve: Eve, kind: str) -> None:
+    """For a pipe, a file, and links to where ada's and root's listen: root asks each once, as its owner's."""
+    name = socket_name(kind)
+
+    def listens() -> int:
+        os.chdir(places.own_folder(kind))
+        return _listen(Path(name), answers=True)
+
+    pids = {uid: as_user(uid, listens) for uid in (0, ADA, EVE)}
+    eve.listening += pids.values()
+
+    def exchange() -> None:
+        os.chdir(eve.folder / kind)
+        os.rename(name, "good")
+        os.mkfifo("pipe")
+        Path("file").write_text("no socket")
+        os.symlink(base / "run" / "0" / kind / name, "link")
+        os.symlink(base / "run" / "users" / f"limosa-{ADA}" / kind / name, "link2")
+        while True:
+            for form in ("good", "link", "pipe", "good", "link2", "file"):
+                os.link(form, "next", follow_symlinks=False)
+                os.rename("next", name)
+
+    before = roots_things(base)
+    type_, seen, end = {"vault": Vault, "mover": Mover}[kind], set[int](), time.monotonic() + 1
+    with meanwhile(EVE, exchange):
+        while (begun := time.monotonic()) < end:
+            residents = type_.all()
+            for one in residents:
+                one.close()
+            found = [(one.uid, one.identity.pid) for one in residents]
+            assert len(found) == len(set(found))
+            assert set(found) <= set(pids.items())
+            assert time.monotonic() - begun < 2 * SECONDS
+            seen |= {uid for uid, _ in found}
+    assert seen == {0, ADA, EVE}
+    assert roots_things(base) == before
 
 
 def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_not_emptied(
@@ -347,17 +464,20 @@ def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_
 
 
 def test_a_user_who_never_answers_for_his_vault_and_mover_holds_up_nobody(base: Path, eve: Eve) -> None:
-    def silent() -> None:
+    def silent() -> list[int]:
+        listening = []
         for kind in ("vault", "mover"):
             for n in range(20):
                 os.chdir(eve.folder / kind)
-                _listen(Path(socket_name(kind) if not n else f"{socket_name('mover')}.{n}.holds"))
+                listening.append(_listen(Path(socket_name(kind) if not n else f"{socket_name('mover')}.{n}.holds")))
+        return listening
 
-    as_user(EVE, silent)
-    goes_on(base, 6 * SECONDS)  # root asks for vaults and for movers, when it recovers and when it lists
+    eve.listening += as_user(EVE, silent)
+    goes_on(base, (1 + ASKS) * SECONDS)
 
 
-def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limosa: Callable[..., Any]) -> None:
+@pytest.fixture
+def crowd(eve: Eve) -> None:
     """All forms at once, and journals in thousands."""
 
     def put() -> None:
@@ -371,10 +491,11 @@ def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limos
                 Path(f"{n}-{n}{Path(name).suffix}").write_bytes(good)
 
     as_user(EVE, put)
-    image = base / "image"
-    image.mkdir(mode=0o700)
-    runtime = str(base / "run")
-    env = {"LIMOSA_RUNTIME_DIR": runtime}
+
+
+@pytest.mark.usefixtures("crowd")
+def test_the_commands_of_root_end_well(base: Path, limosa: Callable[..., Any]) -> None:
+    env = {"LIMOSA_RUNTIME_DIR": str(base / "run")}
     before = roots_things(base)
     limosa("ps", "-o", "json", env=env, rc=0)
     limosa("run", "-d", "--log", base / "log", "--", "sleep", "1", env=env, rc=0)
@@ -383,3 +504,89 @@ def test_the_commands_of_root_and_of_a_user_end_well(base: Path, eve: Eve, limos
     assert said.rc == 2, said.stderr
     kept = {k: v for k, v in roots_things(base).items() if "/jobs/" not in k}
     assert kept == before
+
+
+@pytest.mark.usefixtures("crowd")
+def test_the_commands_of_a_user_end_well(base: Path) -> None:
+    home = base / "ada"
+    home.mkdir(mode=0o700)
+    os.chown(home, ADA, ADA)
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(home), "NO_COLOR": "1", "LIMOSA_RUNTIME_DIR": str(base / "run")}
+    python = sys.executable
+    if not as_user(ADA, lambda: os.access(python, os.X_OK)):  # in root's home: the system's may do as well
+        python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        env["PYTHONPATH"] = ":".join(path for path in sys.path if os.path.isabs(path) and "-packages" in path)
+        env["PYTHONPATH"] += f":{Path(operation.__file__).parents[2]}"
+
+    def runs(*words: str) -> subprocess.CompletedProcess[str]:
+        rights = ["setpriv", f"--reuid={ADA}", f"--regid={ADA}", "--clear-groups", "--no-new-privs"]
+        return subprocess.run(
+            [*rights, python, *words],
+            env=env, cwd=home, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    def ended(*words: str) -> tuple[int, str]:
+        done = runs("-m", "limosa", *words)
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        return done.returncode, done.stdout
+
+    if not os.access(python, os.X_OK) or runs("-c", "import limosa.cli.ps, limosa.operation, cuda, pynvml").returncode:
+        pytest.skip(f"other users cannot run {sys.executable}, which is in root's home, and {python} has no packages")
+    before = roots_things(base)
+    code, told = ended("ps", "-o", "json")
+    assert (code, json.loads(told)["warnings"]) == (0, [])
+    assert ended("ps")[0] == 0
+    assert ended("run", "--", "echo", "hers alone") == (0, "hers alone\n")
+    assert ended("run", "--", "sh", "-c", "exit 7")[0] == 7
+    assert ended("run", "-d", "-q", "--name", "adas", "--", "sleep", "1")[0] == 0
+    assert ended("wait", "nobody")[0] == 125
+    code, told = ended("recover", "-o", "json")
+    assert (code, json.loads(told)["recovered"]) == (0, [])
+    assert roots_things(base) == before
+
+
+def test_a_claim_with_an_endless_path_is_none_and_holds_up_nobody(
+    base: Path, eve: Eve, limosa: Callable[..., Any]
+) -> None:
+    """Longer than a file is read; as long as one is read at most; and so many of these that not all are read."""
+    name, good = eve.file("claims")
+    runtime = {"LIMOSA_RUNTIME_DIR": str(base / "run")}
+
+    def claimed(n: int, path: str) -> None:
+        """Her claim, under another id, on that folder."""
+        data = good.replace(b"move-1-e", b"move-%d-e" % n).replace(b'["/x"]', json.dumps([path]).encode())
+        (eve.folder / "claims" / name.replace("-1-", f"-{n}-")).write_bytes(data)
+
+    def believed() -> tuple[int, bool, bool]:
+        of_hers = [claim for claim in claims.everybodys() if claim.owner == EVE]
+        return claims.reserved("GPU"), eve.process.pid in claims.being_worked_on(), bool(of_hers)
+
+    def commands() -> float:
+        image = base / "image"
+        (image / "criu").mkdir(parents=True, mode=0o700)
+        (image / "manifest.json").touch()  # a damaged image is removed as a whole one is
+        begun = time.monotonic()
+        limosa("rm", image, env=runtime, rc=0)
+        limosa("run", "--", "true", env=runtime, rc=0)
+        assert not image.exists()
+        return time.monotonic() - begun
+
+    as_user(EVE, lambda: claimed(1, "/x"))
+    assert believed() == (5, True, True)  # so it is the path that makes the others none
+    as_user(EVE, (eve.folder / "claims" / name).unlink)
+    quiet = commands()
+    before = roots_things(base)
+    longest = "a/" * ((MOST_BYTES - len(good)) // 2)
+    for paths in (["a/" * 2_000_000], [longest], [longest] * 12):
+        as_user(EVE, lambda paths=paths: [claimed(n, path) for n, path in enumerate(paths, 1)])  # type: ignore[misc]
+        sizes = [path.stat().st_size for path in (eve.folder / "claims").iterdir()]
+        assert min(sizes) > 4_000_000 or MOST_BYTES - 10 < max(sizes) <= MOST_BYTES, sizes
+        begun = time.monotonic()
+        assert believed() == (0, False, False)
+        assert time.monotonic() - begun < SECONDS
+        took = commands()
+        assert took < SECONDS + 3 * quiet, f"{took:.1f} s, {quiet:.1f} s without eve"
+        for path in (eve.folder / "claims").iterdir():
+            path.unlink()
+    assert {k: v for k, v in roots_things(base).items() if "/jobs/" not in k} == before

@@ -193,12 +193,31 @@ def test_the_same_from_python(tmp_path, runtime):
         api.run(["no-such-program"], cwd=tmp_path)
 
 
+def completed(limosa, shell, line):
+    """What limosa answers to what each shell's completion asks it; the shell itself need not be there."""
+    asks = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": "2"},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }
+    ask = {"_LIMOSA_COMPLETE": f"complete_{shell}", **asks[shell]}
+    said = limosa(env=ask)
+    assert said.stderr == ""
+    if shell == "fish":  # which asks before whether there is anything; else it completes names of files
+        assert limosa(env={**ask, "_TYPER_COMPLETE_FISH_ACTION": "is-args"}).rc == int(not said.stdout.strip())
+    return said.stdout.strip()
+
+
 def test_names_of_jobs_are_completed_from_records_alone(limosa):
     pid = int(limosa("run", "-d", "-q", "--name", "trainer", "--", "sleep", "60", rc=0).stdout)
     try:
         for line in ("limosa move tr", "limosa wait tr"):
-            ask = {"_LIMOSA_COMPLETE": "complete_bash", "COMP_CWORD": "2", "COMP_WORDS": line}
-            assert limosa(env=ask).stdout.split() == ["trainer"]
+            assert completed(limosa, "bash", line) == "trainer"
+            assert completed(limosa, "zsh", line) == """_arguments '*: :(("trainer"))'"""  # which zsh evaluates
+            assert completed(limosa, "fish", line) == "trainer"
+        assert completed(limosa, "bash", "limosa move x") == ""
+        assert completed(limosa, "zsh", "limosa move x") == "_files"
+        assert completed(limosa, "fish", "limosa move x") == ""
         code = "import sys; from limosa.cli.options import names; names(''); print(*sys.modules)"
         modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert not {"limosa.operation", "limosa.gpu", "cuda"} & set(modules.split())

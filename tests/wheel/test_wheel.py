@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
+import re
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,8 +18,10 @@ import native_build
 from limosa.native import build, wheel_tag
 from limosa.native.loads import load_problems
 from limosa.operation import doctor
+from limosa.version import VERSION
 
-# The software GPU takes as long to compile as all others: `make wheel` looks at it, too, and refuses as these tests do.
+ROOT = Path(native_build.__file__).parent
+# The software GPU takes as long to compile as all others: a wheel is built with it once, below.
 ALL = bool(os.environ.get("LIMOSA_LONG_TESTS"))
 PARTS = [(make, names) for make, _, names, _ in native_build.PARTS if ALL or make is not build.build_softgpu]
 
@@ -115,3 +122,47 @@ def test_a_job_that_starts_without_the_library_is_told_so(
     job = limosa.run(["true"], cwd=tmp_path)
     assert [warning.id for warning in job.warnings] == ["no-library"]
     assert "doctor --fix" in job.warnings[0].hint
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.timeout(240)  # half a minute of compiling, on a machine that may be busy
+def test_a_wheel_is_built_has_all_libraries_and_answers_when_it_is_installed(tmp_path: Path) -> None:
+    """As ``make wheel`` does it, but for the man pages, in a copy; hatchling is fetched where it is not installed."""
+    tree, made, installed = tmp_path / "tree", tmp_path / "dist", tmp_path / "installed"
+    built = shutil.ignore_patterns("*.so", "*.so.*", "__pycache__")  # what lies beside the source is no release
+    shutil.copytree(ROOT / "src", tree / "src", ignore=built)
+    for name in ("pyproject.toml", "native_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+
+    def runs(*words: object, **more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            env={**clean, **more}, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False,
+        )  # fmt: skip
+        if "(from versions: none)" in done.stderr and "No matching distribution found for hatchling" in done.stderr:
+            pytest.skip("hatchling is not installed, and pip cannot fetch it")
+        assert done.returncode == 0, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    pip = ("-I", "-m", "pip", "-q", "--disable-pip-version-check", "--retries=1")
+    alone = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
+    runs(*pip, "wheel", "--no-deps", *alone, "--wheel-dir", made, tree, LIMOSA_RELEASE="1")
+    (wheel,) = made.iterdir()
+    assert re.fullmatch(rf"limosa-{re.escape(VERSION)}-py3-none-manylinux_2_\d+_{os.uname().machine}\.whl", wheel.name)
+
+    package = Path(build.CRIU).parents[2]  # where limosa/ is
+    libraries = [
+        str((folder / name).relative_to(package)) for _, folder, names, _ in native_build.PARTS for name in names
+    ]
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    assert set(libraries) <= inside
+    sources = {str(path.relative_to(tree / "src")) for path in (tree / "src").rglob("*.py")}
+    assert sources <= inside
+
+    runs(*pip, "install", "--no-deps", "--no-index", "--target", installed, wheel)
+    assert load_problems([installed / name for name in libraries]) == {}
+    where = runs("-c", "import limosa; print(limosa.__file__)", PYTHONPATH=str(installed))
+    assert Path(where.strip()).is_relative_to(installed)  # not what is tested otherwise
+    assert runs(installed / "bin" / "limosa", "--version", PYTHONPATH=str(installed)) == f"limosa {VERSION}\n"

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+from limosa import start
 from limosa.errors import NoWorkingCriu
 from limosa.process.criu import fetch
 from limosa.process.criu.find import find
@@ -16,6 +17,15 @@ from limosa.process.criu.find import find
 LIMIT = 900  # seconds for the build of everything
 HEADERS = {"libaio.h": "libaio-dev", "sys/capability.h": "libcap-dev", "bpf/bpf.h": "libbpf-dev"}
 """What a few of the tests need beyond a C compiler, make and pkg-config, and the package that has it."""
+
+
+_SIGNATURE = ("NO_PUBKEY", "couldn't be verified", "is not signed", "Clearsigned", "Hash Sum mismatch")
+
+
+class NoSource(NoWorkingCriu):
+    """There is no apt, or the mirror cannot be reached or does not have it: nothing is wrong with us, or with CRIU."""
+
+    template = "the source of CRIU cannot be fetched: {detail}"
 
 
 def folder() -> Path:
@@ -27,7 +37,8 @@ def suite(say: Callable[[str], None] = lambda _: None) -> Path:
     """Returns ``test/zdtm`` of CRIU's source of the version in use; fetches it where it is not there yet.
 
     Raises:
-        NoWorkingCriu: apt or the mirror fails; says how.
+        NoSource: it is not there and cannot be fetched; says how.
+        NoWorkingCriu: there is none whose source it could be, or what came is not what Debian has signed.
     """
     version = find().version
     place = folder() / version / "test/zdtm"
@@ -37,12 +48,19 @@ def suite(say: Callable[[str], None] = lambda _: None) -> Path:
 
 
 def _fetch(version: str, place: Path, say: Callable[[str], None]) -> None:
+    if start.program("apt-get") is None:
+        raise NoSource(detail="this system has no apt-get")
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".source-", dir=place.parent) as scratch:
         os.chmod(scratch, 0o755)  # apt downloads as user _apt
-        apt = fetch.signed_lists(Path(scratch), say, kind="deb-src")
-        say(f"fetching the source of CRIU {version}")
-        apt.run("source", "--download-only", "--tar-only", "criu", cwd=Path(scratch))
+        try:
+            apt = fetch.signed_lists(Path(scratch), say, kind="deb-src")
+            say(f"fetching the source of CRIU {version}")
+            apt.run("source", "--download-only", "--tar-only", "criu", cwd=Path(scratch))
+        except NoWorkingCriu as error:
+            if any(words in error.message for words in _SIGNATURE):
+                raise
+            raise NoSource(detail=error.fields.get("detail", error.message)) from error
         (archive,) = Path(scratch).glob("criu_*.orig.tar.*")
         if archive.name.split("_")[1].split(".orig")[0] != version:
             say(f"Debian has {archive.name} now: the tests are those of another version than {version}")
@@ -108,4 +126,4 @@ def built(zdtm: Path, kind: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if os.access(zdtm / kind / name, os.X_OK)]
 
 
-__all__ = ["NoWorkingCriu", "build", "built", "folder", "install_headers", "suite"]
+__all__ = ["NoSource", "NoWorkingCriu", "build", "built", "folder", "install_headers", "suite"]
