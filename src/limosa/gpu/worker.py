@@ -9,7 +9,6 @@ driver, never assumed.
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -266,10 +265,7 @@ class Driver:
             return
         worker.submit(SET_WILL, 0, [None])
         worker.hang_up()
-        try:
-            worker.process.wait(wait)
-        except subprocess.TimeoutExpired:
-            pass
+        worker.wait(wait)
 
     def __enter__(self) -> Driver:
         return self

@@ -103,7 +103,8 @@ class WorkerProcess:
         self._numbers = 0
         self._sender = Sender(self.connection)
         self._on_end = on_end
-        threading.Thread(target=self._read, name="limosa-worker-replies", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="limosa-worker-replies", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -151,6 +152,15 @@ class WorkerProcess:
             self.connection.shutdown(socket.SHUT_WR)
         except OSError:
             pass
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it has ended and nothing of it is open here; no longer than so."""
+        end = time.monotonic() + seconds
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return
+        self._reader.join(max(0.0, end - time.monotonic()))
 
     def _read(self) -> None:
         """Hand out replies until the worker is gone."""

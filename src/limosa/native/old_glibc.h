@@ -48,6 +48,7 @@ LIMOSA_OLD(sem_wait, LIMOSA_BASE);
 /* The kernel's struct stat is the C library's on 64-bit machines. With an argument list only: `struct stat` stays. */
 #define fstat(fd, into) ((int)syscall(SYS_fstat, (fd), (into)))
 #define stat(path, into) ((int)syscall(SYS_newfstatat, AT_FDCWD, (path), (into), 0))
+#define lstat(path, into) ((int)syscall(SYS_newfstatat, AT_FDCWD, (path), (into), AT_SYMLINK_NOFOLLOW))
 #define gettid() ((pid_t)syscall(SYS_gettid))
 
 #endif
