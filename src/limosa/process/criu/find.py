@@ -27,7 +27,7 @@ from limosa.process.criu.trial import TrialResult, missing_right, trial
 from limosa.process.status import effective_capabilities
 
 _MOST_FILES = 2000
-NO_KEPT = 600.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
+NO_KEPT = 60.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
 ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)
 
 
