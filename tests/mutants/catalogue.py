@@ -312,6 +312,14 @@ BELIEVED = (
         ("tests/image/test_image_trust.py",),
     ),
     Mutant(
+        "the-root-of-another-is-ours",
+        _IMAGE + "trust.py",
+        "                    of_proc = kind(new) == _PROC\n",
+        "                    of_proc = False\n",
+        "rm of /proc/PID/root/… removes this machine's image of that name",
+        ("tests/image/test_image_others.py",),
+    ),
+    Mutant(
         "a-link-of-anybodys",
         _IMAGE + "trust.py",
         "                    _check_owner(info, os.path.join(where, name), shown, owners, served)\n",
@@ -648,10 +656,26 @@ HELD = (
     Mutant(
         "vault-ends-with-what-it-holds",
         "src/limosa/parking/vault_main.py",
-        "        if vault.held or clients:\n",
+        "        if clients or vault.held:\n",
         "        if clients:\n",
         "the vault ends while it holds a job's memory",
         (*RESIDENTS, "tests/e2e_soft/test_soft_aside.py"),
+    ),
+    Mutant(
+        "vault-ends-between-two-looks",
+        "src/limosa/parking/vault_main.py",
+        "        if clients or vault.held:\n",
+        "        if vault.held or clients:\n",
+        "what a client puts between the two looks ends with the vault",
+        ("tests/parking/test_sessions.py",),
+    ),
+    Mutant(
+        "no-thread-no-vault",
+        "src/limosa/ipc/sessions.py",
+        "        except (RuntimeError, MemoryError):\n",
+        "        except ZeroDivisionError:\n",
+        "the vault ends, with what it holds, where no thread can be started",
+        ("tests/parking/test_sessions.py",),
     ),
     Mutant(
         "lent-descriptors-are-closed-at-once",
