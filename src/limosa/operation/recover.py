@@ -182,7 +182,8 @@ def _failed(dead: Journal, error: Exception) -> Recovered:
     text = str(error)
     if living := [root.pid for root in dead.header.roots if root.alive()]:
         pids = " ".join(map(str, living))
-        text += f"; mend that, and run it again. A job that the driver refuses each time is lost (kill -KILL {pids})"
+        text += "; mend that, and run it again. A job that the driver refuses each time is lost: "
+        text += f"end the job (kill -KILL {pids}): recover exits with 40 as long as it lives"
     return entry_of(dead, did="could not bring it back", state="unknown", error=text, exit_code=code)
 
 
