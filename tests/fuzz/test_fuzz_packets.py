@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import fcntl
 import os
 import random
 import socket
@@ -49,6 +48,7 @@ def foreign() -> Iterator[list[int]]:
         os.close(fd)
 
 
+PART = "a part of a message"
 ARENA = {"used": 1, "free": 2, "reserved": 0, "seconds": 0.0, "by": {"aside/1@1": 1}, "inodes": [7, 8]}
 # What is asked, what is answered rightly, with how many descriptors.
 OF_A_VAULT: list[tuple[Callable[[Vault], Any], list[tuple[Said, int]]]] = [
@@ -100,16 +100,6 @@ def packed(source: random.Random, said: Any) -> bytes:
     return msgspec.msgpack.encode(said)
 
 
-def beside(source: random.Random, data: bytes) -> int:
-    """A file with a message, not always sealed as it should be."""
-    fd = os.memfd_create("beside", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(fd, data)
-    for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK):
-        if source.random() < 0.9:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
-    return fd
-
-
 def say(source: random.Random, to: socket.socket, said: Any, n: int, foreign: list[int]) -> None:
     """Sends a message, rightly or with something wrong with it."""
     kind = source.randrange(8)
@@ -119,19 +109,20 @@ def say(source: random.Random, to: socket.socket, said: Any, n: int, foreign: li
         n = source.choice([0, 1, 3, 200, 201, 250])
     some = foreign if source.random() < 0.05 else foreign[:3]
     fds = [source.choice(some) for _ in range(n)]
-    file = -1
-    if source.random() < 0.1 and n < 250:
-        file = beside(source, data)
-        data = msgspec.msgpack.encode({"its message is beside it": True})
-        fds = [*fds, file] if source.random() < 0.9 else fds
+    parts: list[bytes] = []
+    if source.random() < 0.1:
+        size = source.choice([1, 7, max(1, len(data))])
+        cut = [data[start : start + size] for start in range(0, len(data), size)]
+        parts = [msgspec.msgpack.encode({"more": True, PART: part}) for part in cut[:-1]]
+        data = msgspec.msgpack.encode({PART: cut[-1] if cut else b""} if source.random() < 0.9 else {})
     more = [msgspec.msgpack.encode({"more": source.choice([True, True, 7])})] * source.choice([1, 3])
     with contextlib.suppress(OSError):
         for before in more if source.random() < 0.1 else []:
             many = array.array("i", fds[: source.choice([0, 100])])
             to.sendmsg([before], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, many)] if many else [])
+        for part in parts:
+            to.sendmsg([part])
         to.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
-    if file >= 0:
-        os.close(file)
 
 
 def let_go(answer: Any) -> None:

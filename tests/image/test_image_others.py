@@ -291,3 +291,33 @@ def test_where_new_files_are_called_anothers_a_new_folder_may_be_as_well(
     finally:
         monkeypatch.setattr(files.os, "fstat", real)
         os.close(fd)
+
+
+def test_an_image_is_not_written_to_a_file_system_that_another_user_serves(
+    theirs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FUSE: it can say of any folder whose it is, and he reads along."""
+    monkeypatch.setattr(trust, "served_by", lambda: {os.stat(theirs).st_dev: USER})
+    with pytest.raises(PermissionDenied, match=f"file system that user {USER} serves"):
+        Draft.create(theirs / "image")
+
+
+def test_what_took_an_images_place_goes_back_over_nobodys_file(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third user took the name while root had the wrong thing under another."""
+    write_image(theirs / "image").close()
+    real = Files.rename
+
+    def rename(self: Files, old: str, new: str, dir_fd: int) -> None:
+        if old == "image":
+            (theirs / "image").rename(theirs / "aside")
+            (theirs / "image").write_text("a decoy")
+            real(self, old, new, dir_fd)
+            (theirs / "image").write_text("another's")
+        else:
+            real(self, old, new, dir_fd)
+
+    monkeypatch.setattr(Files, "rename", rename)
+    with pytest.raises(FailedUndone, match="something else in its place, which is") as raised:
+        remove(theirs / "image")
+    assert (theirs / "image").read_text() == "another's"
+    assert Path(str(raised.value).split("which is ")[1].split(" now")[0]).read_text() == "a decoy"

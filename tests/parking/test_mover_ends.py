@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from limosa.ipc.messages import receive, send_all
+from limosa.ipc.messages import receive, send
 from limosa.ipc.sessions import serve
 from limosa.parking import mover_holding, mover_main
 from limosa.parking.mover_main import MoverServer
@@ -63,7 +63,7 @@ def test_to_be_looked_at_is_no_reason_to_stay() -> None:
         thread = threading.Thread(target=serve, args=(theirs, session), daemon=True)
         thread.start()
         for verb in verbs:
-            send_all(ours, {"verb": verb})
+            send(ours, {"verb": verb})
             receive(ours)
         ours.close()
         thread.join(10)

@@ -23,6 +23,7 @@ import pytest
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc import messages as packets
+from limosa.ipc import packet
 from limosa.ipc.packet import Given, close_all
 from limosa.ipc.sessions import serve
 from limosa.operation import idle
@@ -218,7 +219,7 @@ ODD: list[Any] = [
     b"\xc1",
     b"\x91" * 100_000,
     b"\x93\x01\x02\x03",
-    msgspec.msgpack.encode({"its message is beside it": True}),
+    msgspec.msgpack.encode({"a part of a message": b"\xc1"}),
     msgspec.msgpack.encode("text"),
 ]
 
@@ -307,7 +308,7 @@ def test_the_vault_goes_on_after_what_it_cannot_do(place: Path) -> None:
             {"key": 7},
         ):
             connection = other._connection
-            packets.send_all(connection, message)
+            packets.send(connection, message)
             answer = packets.receive_all(connection, 5, fds=0)
             assert "error" in answer.read_as(dict), message
         assert vault.held() == {KEY: 1}
@@ -451,42 +452,71 @@ def test_what_has_no_end_is_not_waited_for(place: Path, fds: list[int]) -> None:
     assert_closed(before - 2)
 
 
-BESIDE = msgspec.msgpack.encode({"its message is beside it": True})
-MEMFD = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+PART = "a part of a message"
 
 
-@pytest.mark.parametrize("missing", ["all", "write", "grow", "shrink"])
-def test_what_is_not_sealed_is_not_read(missing: str) -> None:
-    """One that still grows was read without an end."""
-    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    seals = {"write": fcntl.F_SEAL_WRITE, "grow": fcntl.F_SEAL_GROW, "shrink": fcntl.F_SEAL_SHRINK}
-    fd = os.memfd_create("beside", MEMFD)
-    os.write(fd, msgspec.msgpack.encode({"n": 1}))
-    if missing != "all":
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, sum(seal for name, seal in seals.items() if name != missing))
-    before = open_here()
-    socket.send_fds(ends[1], [BESIDE], [fd])
-    with pytest.raises(ValueError, match="no message"):
-        packets.receive(ends[0])
-    assert open_here() == before
-    if missing != "all":
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals[missing])
-        socket.send_fds(ends[1], [BESIDE], [fd])
-        assert packets.receive(ends[0]).read_as(dict) == {"n": 1}
-    for one in (fd, *(end.detach() for end in ends)):
-        os.close(one)
-
-
-def test_a_message_that_does_not_fit_goes_beside_it() -> None:
-    ends, fd = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), make(10)
+def test_a_message_that_does_not_fit_into_a_packet_goes_in_several() -> None:
+    ends, fds = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), [make(10) for _ in range(3)]
     big = {"text": "x" * (1 << 20)}
-    packets.send(ends[1], big, [fd])
-    said = packets.receive(ends[0])
+    thread = threading.Thread(target=packets.send, args=(ends[1], big, fds))
+    thread.start()
+    said = packets.receive_all(ends[0], 5)
+    thread.join(5)
     assert said.read_as(dict) == big
-    assert inodes(list(said.given.fds)) == inodes([fd])
+    assert inodes(list(said.given.fds)) == inodes(fds)
     said.given.close()
-    for one in (fd, *(end.detach() for end in ends)):
-        os.close(one)
+    close_all([*fds, *(end.detach() for end in ends)])
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([{"more": True, PART: b"x"}, {}], "the last part of a message is missing"),
+        ([{"more": True, PART: b"x" * 60}, {"more": True, PART: b"x" * 60}], "too large"),
+        ([{"more": True, PART: b""}], "brings nothing"),
+        ([{"more": True, PART: b"\x81"}, {PART: b"\xa1n"}], "no message"),
+    ],
+)
+def test_parts_that_are_no_message(parts: list[dict[str, Any]], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packets, "_MOST_BYTES", 100)
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for part in parts:
+        ends[1].send(msgspec.msgpack.encode(part))
+    with pytest.raises(ValueError, match=why):
+        packets.receive_all(ends[0], 2).read_as(dict)
+    close_all(end.detach() for end in ends)
+
+
+def test_a_descriptor_that_nobody_wants_is_never_open_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes one of a user's own file system may wait for ever, root with SIGKILL or not."""
+    monkeypatch.setattr(packet.os, "close", lambda fd: pytest.fail("one was closed"))
+    for said in ({"n": 1}, {PART: msgspec.msgpack.encode({"n": 1})}, {"its message is beside it": True}):
+        ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        before = open_here()
+        socket.send_fds(ends[1], [msgspec.msgpack.encode(said)], [0])
+        with pytest.raises(ValueError, match="that nobody asked for"):
+            packets.receive_all(ends[0], 2, fds=0, memory=True)
+        assert open_here() == before
+        for end in ends:
+            end.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root breaks off a user's file system")
+@pytest.mark.parametrize("whose", [4242, 0])
+def test_a_users_file_system_is_broken_off_before_what_he_gave_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: int
+) -> None:
+    """Only his own: somebody else's, or the machine's, he could not break off himself."""
+    monkeypatch.setattr(packet, "FUSE", str(tmp_path))
+    fd = os.memfd_create("stands for a file there")
+    place = tmp_path / str(os.minor(os.fstat(fd).st_dev))
+    place.mkdir()
+    (place / "abort").write_text("")
+    os.chown(place, whose, whose)
+    packet._close_strange(fd, 4242)
+    assert (place / "abort").read_text() == ("1" if whose else "")
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
 
 
 def test_a_packet_of_empty_maps_takes_no_memory() -> None:

@@ -188,3 +188,15 @@ def test_numbers_that_are_out_of_bounds_lead_no_process_out_of_the_state(node):
 def test_a_folder_with_the_highest_number_is_in_no_rules_way(node):
     nobody(node, f"os.mkdir('{NODE_FOLDER}/faults/999999999')")
     assert node.switches.add("function=nvmlInit* every=1 delay=0") == "000001"
+
+
+def test_root_does_not_join_what_a_user_calls_a_node():
+    """In a user namespace of his own he lays what he likes over any program's name, and root would run it."""
+    script = f"mount -t tmpfs none /dev && mkdir -p {NODE_FOLDER} && : > {NODE_FOLDER}/state && echo ready && read -r _"
+    argv = ["setpriv", "--reuid=4242", "--regid=4242", "--clear-groups", "unshare", "-Urm", "sh", "-ec", script]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        command = [*LIMOSA, "softgpu", "--join", str(process.pid), "--", "id"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (ran.returncode, ran.stdout) == (11, "")
+    assert "its mounts are a user's own" in ran.stderr

@@ -26,6 +26,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 # Where syncfs(2) does for every file what fsync(2) does: ext2 to ext4, XFS, Btrfs, F2FS, and tmpfs, which has no disk.
 _SYNCED_WHOLE = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994}
+_RENAME_NOREPLACE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -99,6 +100,18 @@ class Files:
     def rename(self, old: str, new: str, dir_fd: int) -> None:
         """Rename within a folder. A folder replaces an empty folder and nothing else (rename(2))."""
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def rename_new(self, old: str, new: str, dir_fd: int) -> None:
+        """Rename within a folder to a name that nobody has (renameat2(2)).
+
+        Raises:
+            OSError: somebody has it, or the C library or the file system cannot do this.
+        """
+        if not hasattr(_libc, "renameat2"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        if _libc.renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), new)
 
     def unlink(self, name: str, dir_fd: int) -> None:
         """Remove a name that is not a folder's."""

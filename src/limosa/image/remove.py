@@ -87,8 +87,12 @@ def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None
         except FileNotFoundError as e:
             raise NoSuchImage(path=path) from e
         if not os.path.samestat(os.stat(name, dir_fd=parent_fd, follow_symlinks=False), os.fstat(fd)):
-            files.rename(name, path.name, parent_fd)
-            raise FailedUndone(what=f"removing {path}", detail="somebody has put something else in its place")
+            detail = "somebody has put something else in its place"
+            try:
+                files.rename_new(name, path.name, parent_fd)
+            except OSError:  # and a third thing since
+                detail += f", which is {path.parent / name} now"
+            raise FailedUndone(what=f"removing {path}", detail=detail)
         files.fsync(parent_fd)
         freed = clear_folder(fd, files)
         try:

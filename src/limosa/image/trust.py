@@ -55,17 +55,22 @@ def open_named(path: str | os.PathLike[str]) -> int:
     Whose the folders on the way are is not asked: what is at the end is what the path says.
 
     Raises:
-        PermissionDenied: there is such a link.
+        PermissionDenied: there is such a link, or another user serves the file system (FUSE).
         OSError: ENOENT, ENOTDIR, EACCES, ELOOP … as open(2).
     """
     if os.geteuid() != 0:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    shown = os.fspath(path)
     try:
-        return open_path(path, None, links=trusted_uids() | {installer()})
+        fd = open_path(path, None, links=trusted_uids() | {installer()})
     except UntrustedImage as e:
-        shown = os.fspath(path)
         detail = f"{shown} is behind a symbolic link of another user's: {e.fields['detail']}"
         raise PermissionDenied(detail=detail, hint="name the folder that it leads to") from e
+    server = served_by().get(os.fstat(fd).st_dev, 0)
+    if server not in trusted_uids():
+        os.close(fd)
+        raise PermissionDenied(detail=f"{shown} lies on a file system that user {server} serves", hint="choose another")
+    return fd
 
 
 def open_path(

@@ -1,7 +1,10 @@
 """Messages with descriptors between Limosa and its resident helpers (vault, mover): SOCK_SEQPACKET, msgpack.
 
-A message with more than ``MOST`` descriptors goes in several packets: all but the last say ``more`` and carry nothing
-but descriptors. What would not fit into a packet goes beside it, as a sealed file.
+A message with more than ``MOST`` descriptors, or of more than ``LARGEST`` bytes, goes in several packets: all but the
+last say ``more`` and carry descriptors or a part of it.
+
+Nobody takes a descriptor that he does not want, not for a moment: root that closes one of a user's own file system
+(FUSE) waits for that user, and no signal ends that.
 
 What comes is bounded before anything is made of it, and decoded as what it should be, never as whatever it is: a packet
 of empty maps is a hundred times as large in memory.
@@ -10,7 +13,6 @@ of empty maps is a hundred times as large in memory.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 import time
 from collections.abc import Sequence
@@ -20,17 +22,15 @@ import msgspec
 
 from limosa.ipc import packet
 from limosa.ipc.packet import Deadline, Given, Wrong
-from limosa.ipc.sealed import is_sealed, sealed_file
 
-VERSION = 3
+VERSION = 4
 """Of what residents understand; in what they answer to ``ping``. ``ping``, ``keys`` and ``end`` never change."""
 MOST = 200
 LARGEST = 32 << 10
-"""Bytes of a message that go in the packet itself."""
+"""Bytes of a message that go in one packet."""
 MOST_DESCRIPTORS = 1 << 18
 """Of one message."""
-_BESIDE = "its message is beside it"
-_MOST_BESIDE = 32 << 20
+_MOST_BYTES = 32 << 20
 _BYTES = 1 << 17
 FOR_EVER = 1e9
 _SEND_SECONDS = 60.0
@@ -41,14 +41,18 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Word = Annotated[str, msgspec.Meta(max_length=200)]
 """A key, the UUID of a GPU, the name of an error."""
 Text = Annotated[str, msgspec.Meta(max_length=4000)]
-Note = Annotated[bytes, msgspec.Meta(max_length=_MOST_BESIDE)]
+Note = Annotated[bytes, msgspec.Meta(max_length=_MOST_BYTES)]
 Numbers = Annotated[list[Count], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
 Words = Annotated[list[Word], msgspec.Meta(max_length=1024)]
 
 
 class _Head(msgspec.Struct):
     more: bool = False
-    beside: bool = msgspec.field(default=False, name=_BESIDE)
+    part: Annotated[bytes, msgspec.Meta(max_length=LARGEST)] = msgspec.field(default=b"", name="a part of a message")
+
+
+class _Part(_Head, omit_defaults=True):
+    """A packet with a part of a message, or with descriptors before it."""
 
 
 class Message(NamedTuple):
@@ -57,6 +61,7 @@ class Message(NamedTuple):
     data: bytes
     given: Given
     more: bool = False
+    part: bytes = b""
 
     def read_as(self, type_: type[_T]) -> _T:
         """Return it as what it should be.
@@ -68,46 +73,36 @@ class Message(NamedTuple):
 
 
 def send(connection: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    """Send one message, with ``MOST`` descriptors at most.
+    """Send one message, with as many descriptors as there are.
 
     Raises:
-        OSError: the other end is gone, or the limit of the socket is up.
+        OSError: the other end is gone, or the limit of the socket is up for all of it.
     """
-    data = msgspec.msgpack.encode(message)
-    beside = sealed_file(data) if len(data) > LARGEST else -1
-    try:
-        if beside >= 0:
-            data, fds = msgspec.msgpack.encode({_BESIDE: True}), [*fds, beside]
-        _send(connection, data, fds)
-    finally:
-        if beside >= 0:
-            os.close(beside)
-
-
-def _send(connection: socket.socket, data: bytes, fds: Sequence[int]) -> None:
+    data, last = msgspec.msgpack.encode(message), max(0, len(fds) - 1) // MOST * MOST
+    *before, end = [data[start : start + LARGEST] for start in range(0, len(data), LARGEST)]
+    packets = [(msgspec.msgpack.encode(_Part(more=True)), fds[start : start + MOST]) for start in range(0, last, MOST)]
+    packets += [(msgspec.msgpack.encode(_Part(more=True, part=part)), ()) for part in before]
+    packets.append((msgspec.msgpack.encode(_Part(part=end)) if before else data, fds[last:]))
     limit = connection.gettimeout()
     deadline = Deadline(_SEND_SECONDS if limit is None else limit)
+    try:
+        for each, some in packets:
+            _send(connection, each, some, deadline)
+    finally:
+        connection.settimeout(limit)
+
+
+def _send(connection: socket.socket, data: bytes, fds: Sequence[int], deadline: Deadline) -> None:
     while True:
+        connection.settimeout(deadline.left())
         try:
             packet.send(connection, [data], fds)
         except OSError as error:  # so many descriptors may be under way, and the other end is slow
+            time.sleep(0.001)
             if error.errno != errno.ETOOMANYREFS or deadline.over:
                 raise
-            time.sleep(0.001)
         else:
             return
-
-
-def send_all(connection: socket.socket, message: object, fds: Sequence[int] = ()) -> None:
-    """Send a message with as many descriptors as there are.
-
-    Raises:
-        OSError: the other end is gone, or the limit of the socket is up.
-    """
-    last = max(0, len(fds) - 1) // MOST * MOST
-    for start in range(0, last, MOST):
-        send(connection, {"more": True}, fds[start : start + MOST])
-    send(connection, message, fds[last:])
 
 
 def receive(connection: socket.socket, limit: float | None = None, *, fds: int = MOST, memory: bool = False) -> Message:
@@ -129,14 +124,10 @@ def receive(connection: socket.socket, limit: float | None = None, *, fds: int =
 
 
 def _one(connection: socket.socket, deadline: Deadline, fds: int, memory: bool) -> Message:
-    data, given = packet.receive(connection, _BYTES, fds + 1, deadline, memory=memory)  # one more: what is beside it
+    data, given = packet.receive(connection, _BYTES, fds, deadline, memory=memory)
     try:
         head = _decode(data, _Head)
-        if head.beside:
-            data = _read(given.take_last())
-        if len(given) > fds:
-            raise Wrong("descriptors came that nobody asked for")
-        return Message(data, given, head.more)
+        return Message(data, given, head.more, head.part)
     except BaseException:
         given.close()
         raise
@@ -158,13 +149,19 @@ def receive_all(
     """
     most = MOST_DESCRIPTORS if fds is None else fds
     deadline = Deadline(limit)
+    data = bytearray()
     with Given() as found:
         while True:
             message = _one(connection, deadline, min(MOST, most - len(found)), memory)
-            brought = len(message.given)
+            brought = len(message.given) + len(message.part)
             found.add(message.given)
+            data += message.part
+            if len(data) > _MOST_BYTES:
+                raise Wrong("a message that is too large")
             if not message.more:
-                return Message(message.data, Given(found.take()))
+                if data and not message.part:
+                    raise Wrong("the last part of a message is missing")
+                return Message(bytes(data) or message.data, Given(found.take()))
             if not brought:
                 raise Wrong("a packet that brings nothing")
 
@@ -174,16 +171,3 @@ def _decode(data: bytes, type_: type[_T]) -> _T:
         return msgspec.msgpack.decode(data, type=type_)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Wrong(f"no message: {error}") from error
-
-
-def _read(fd: int) -> bytes:
-    """Reads and closes a file that nobody may change, in size either, or have us wait for."""
-    try:
-        if not is_sealed(fd) or (size := os.fstat(fd).st_size) > _MOST_BESIDE:
-            raise Wrong("no message: what is beside it is not sealed, or too large")
-        data = os.pread(fd, size, 0)
-        if len(data) != size:
-            raise Wrong("no message: it is not all there")
-        return data
-    finally:
-        os.close(fd)

@@ -23,7 +23,8 @@ from types import TracebackType
 _SPACES = 4 << 10
 _CREDENTIALS = struct.Struct("3i")
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
-_MODE_AT = 28  # of a struct statx of 256 bytes: stx_mode
+_MODE_AT, _DEVICE_AT = 28, 136  # of a struct statx of 256 bytes: stx_mode; stx_dev_major, stx_dev_minor
+FUSE = "/sys/fs/fuse/connections"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -86,16 +87,6 @@ class Given:
         """Return all of them, which are the caller's to close from here on."""
         found, self._fds = self._fds, []
         return found
-
-    def take_last(self) -> int:
-        """Return the last of them, which is the caller's to close.
-
-        Raises:
-            Wrong: there is none.
-        """
-        if not self._fds:
-            raise Wrong("a descriptor is missing")
-        return self._fds.pop()
 
     def add(self, more: Given) -> None:
         """Have those of another one, too."""
@@ -162,7 +153,7 @@ def receive(
             given.add(Given(array.array("i", value[: len(value) // 4 * 4])))
     try:
         if memory:
-            _refuse_strange(given)
+            _refuse_strange(given, peer(connection)[1] if given else -1)
         if flags & socket.MSG_CTRUNC:
             if len(given) < fds:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -197,20 +188,41 @@ def is_memory(fd: int) -> bool:
 
 
 def _mode(fd: int) -> int:
-    """A file's type and mode as the kernel knows them; ``fstat`` would ask a file system that is a user's."""
+    """A file's type and mode as the kernel knows them."""
+    return int(struct.unpack_from("=H", _statx(fd), _MODE_AT)[0])
+
+
+def _statx(fd: int) -> ctypes.Array[ctypes.c_char]:
+    """What the kernel itself knows of a file (statx(2)); ``fstat`` would ask a file system that is a user's."""
     found = ctypes.create_string_buffer(256)
     if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    return int(struct.unpack_from("=H", found, _MODE_AT)[0])
+    return found
 
 
-def _refuse_strange(given: Given) -> None:
+def _close_strange(fd: int, uid: int) -> None:
+    """Close what a user has given instead of memory.
+
+    A file system that he serves himself (FUSE) may have whoever closes it wait for ever, SIGKILL or not. It is broken
+    off first, as he could do himself, where it is his and the machine has ``/sys/fs/fuse/connections``.
+    """
+    with contextlib.suppress(OSError):
+        major, minor = struct.unpack_from("=II", _statx(fd), _DEVICE_AT)
+        place = os.path.join(FUSE, str(minor))
+        if os.geteuid() == 0 and not major and os.stat(place).st_uid == uid:
+            with open(os.path.join(place, "abort"), "w", encoding="ascii") as file:
+                file.write("1")
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _refuse_strange(given: Given, uid: int) -> None:
     """Raise where one is of something else; nobody waits until that is closed: who has given it may never let it be."""
     fds = given.take()
     strange = [fd for fd in fds if not is_memory(fd)]
     given.add(Given(set(fds) - set(strange) if strange else fds))
     for fd in strange:
-        threading.Thread(target=os.close, args=(fd,), daemon=True).start()
+        threading.Thread(target=_close_strange, args=(fd, uid), daemon=True).start()
     if strange:
         raise Wrong("a descriptor of what is no memory")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from limosa.ipc.messages import FOR_EVER, MOST_DESCRIPTORS, Message, receive, send_all
+from limosa.ipc.messages import FOR_EVER, Message, receive_all, send
 from limosa.ipc.packet import Given, close_all, peer
 
 MOST_CLIENTS = 256
@@ -129,28 +129,21 @@ class Sessions(Generic[_S]):
 
 def serve(connection: socket.socket, session: Session) -> None:
     """Answer one client until it has gone, or says what cannot be understood; closes the connection."""
-    coming = Given()
     with contextlib.ExitStack() as stack:  # whatever of it fails, the rest is done
-        stack.callback(coming.close)  # what was not finished is forgotten
         stack.callback(connection.close)
         stack.callback(session.gone)
         with contextlib.suppress(EOFError, OSError, ValueError):
-            while True:
-                message = receive(connection, FOR_EVER)
-                coming.add(message.given)
-                if len(coming) > MOST_DESCRIPTORS:
-                    return
-                if not message.more:
-                    _answer(connection, session, message, Given(coming.take()))
+            while True:  # a message that is not finished is forgotten
+                _answer(connection, session, receive_all(connection, FOR_EVER))
 
 
-def _answer(connection: socket.socket, session: Session, message: Message, came: Given) -> None:
+def _answer(connection: socket.socket, session: Session, message: Message) -> None:
     with contextlib.ExitStack() as stack:
-        with came:
+        with message.given as came:
             answer = session.answer(message, came)
             stack.callback(answer.sent, answer.fds)
         connection.settimeout(SEND_SECONDS)
-        send_all(connection, answer.said, answer.fds)
+        send(connection, answer.said, answer.fds)
 
 
 def listen(path: str) -> socket.socket:

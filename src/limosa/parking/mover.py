@@ -16,7 +16,6 @@ from limosa.ipc.messages import (
     Message,
     receive_all,
     send,
-    send_all,
 )
 from limosa.ipc.packet import peer
 from limosa.parking import resident
@@ -264,7 +263,7 @@ class Mover:
         try:
             self._connection.settimeout(limit)
             message.limit = limit
-            send_all(self._connection, message, fds)
+            send(self._connection, message, fds)
             answer = receive_all(self._connection, limit, fds=wanted, memory=True)
         except TimeoutError as error:
             raise self.hung(f"has not answered for {limit:g} s ({type(message).__struct_config__.tag})") from error

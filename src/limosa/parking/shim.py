@@ -31,6 +31,7 @@ CONNECT_SECONDS = 3.0
 AGAIN_SECONDS = 1.0
 _silent: set[Identity] = set()
 """Processes that have let this program wait in vain, and have not answered since."""
+PIECE_SECONDS = 0.01
 SLOWEST_TOUCH = 0.5e9
 """Bytes of host memory a second; a virtual machine whose memory is backed at first use was measured at 2.7e9."""
 MAP_STEPS = {1: "import", 2: "map", 3: "access"}
@@ -193,8 +194,9 @@ class Shim:
 
     def _handed_out(self, verb: Verb, ids: Sequence[int]) -> list[int]:
         with Given() as found:
+            deadline = self._for_all(self.limit, len(ids))
             for start in range(0, len(ids), MOST):
-                some, deadline = ids[start : start + MOST], self._deadline()
+                some = ids[start : start + MOST]
                 self._send(verb, deadline, ids=some)
                 found.add(self._receive(verb, deadline, len(some))[2])
                 if len(found) != start + len(some):
@@ -233,12 +235,15 @@ class Shim:
         Pieces that have not left (an unmap that failed in the middle), or were made anew by :meth:`make`, are told
         without descriptors.
         """
-        stand = Stand.AWAY
+        stand, deadline = Stand.AWAY, self._for_all(WORK_SECONDS, len(ids))
         for start in range(0, len(ids), MOST):
-            deadline = self._deadline(WORK_SECONDS)
             self._send(Verb.MAP, deadline, ids=ids[start : start + MOST], fds=fds[start : start + MOST])
             stand = self._stand(Verb.MAP, self._receive(Verb.MAP, deadline)[0])
         return stand
+
+    def _for_all(self, seconds: float, n: int) -> Deadline:
+        """One limit for so many pieces, in however many packets: what a process says takes no longer for being many."""
+        return self._deadline(seconds + min(WORK_SECONDS, n * PIECE_SECONDS))
 
     def _stand(self, verb: Verb, said: Message) -> Stand:
         return self._understood(verb, answers.stand, said.a)
@@ -256,8 +261,8 @@ class Shim:
 
         What it held before it lets go of when it has all of the new ones.
         """
+        deadline = self._for_all(self.limit, len(fds))
         for start in range(0, max(1, len(fds)), MOST):
-            deadline = self._deadline()
             self._send(Verb.KEEP, deadline, a=start, b=len(fds), fds=fds[start : start + MOST])
             self._receive(Verb.KEEP, deadline)
 

@@ -14,7 +14,7 @@ from limosa.errors import FailedUndone, LimosaError, NoRoomOnHost
 from limosa.ipc.messages import (
     MOST_DESCRIPTORS,
     receive_all,
-    send_all,
+    send,
 )
 from limosa.ipc.packet import Given, peer
 from limosa.parking.resident import Found, Holding, connect, residents, understood
@@ -174,7 +174,7 @@ class Vault:
         """What it answers, with so many descriptors at most; or that it refuses."""
         try:
             self._connection.settimeout(self._limit)
-            send_all(self._connection, message, fds)
+            send(self._connection, message, fds)
             answer = receive_all(self._connection, self._limit, fds=wanted, memory=True)
         except (OSError, EOFError, ValueError) as error:
             self.lost = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import glob
 import os
 import stat
@@ -30,6 +31,7 @@ from limosa.start import changeable
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
 _ZERO = os.makedev(1, 5)
+_NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 # What programs load a driver by, and where drivers put it: some programs load it from there by its full name.
 _DRIVER = {alias: name for name in build.LIBRARIES for alias in (name, name.removesuffix(".1"))}
 _DRIVER_FOLDERS = (
@@ -120,13 +122,15 @@ def join(pid: int) -> None:
     Raises:
         OSError: there is no such process, or it is not permitted.
     """
-    fd = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        # Whoever makes a user namespace of his own lays what he likes over any program's name in it.
+        if not os.path.samestat(os.fstat(owner := fcntl.ioctl(fd, _NS_GET_USERNS)), os.stat("/proc/self/ns/user")):
+            os.close(owner)
+            raise PermissionError(errno.EPERM, "its mounts are a user's own")
+        os.close(owner)
         cwd = os.getcwd()
         kernel.setns(fd, kernel.CLONE_NEWNS)  # it also goes to the namespace's root folder
         os.chdir(cwd)
-    finally:
-        os.close(fd)
     for standard in (0, 1, 2):
         _reopen(standard)
 

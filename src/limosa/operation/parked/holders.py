@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -24,6 +24,7 @@ from limosa.process import belief
 
 _OPERATION = re.compile(r"[a-z]+-\d+-[0-9a-f]+")
 _JOURNALS = "journals"
+_R = TypeVar("_R", Mover, Vault)
 
 
 class LostMemory(LimosaError):
@@ -102,10 +103,13 @@ def forget(operation: str, *, but: str | None = None) -> None:
 def forget_arenas(members: Sequence[Member]) -> None:
     """Have vaults let go of arenas that these processes, which run, have no need of."""
     keys = {aside_key(member) for member in members}
-    for vault in Vault.all():
+
+    def of_one(vault: Vault) -> None:
         with contextlib.suppress(LimosaError), vault:
             for key in keys & vault.held().keys():
                 vault.drop(key)
+
+    _tell(Vault.all(), of_one)
 
 
 def forget_finished() -> None:
@@ -132,14 +136,19 @@ def _forget(meant: Callable[[int, str, str], bool]) -> None:
                 else:
                     one.drop(key)
 
-    for everybodys in (Mover.all, Vault.all):
-        theirs = []
-        for one in everybodys():
-            if one.uid == os.geteuid():
-                of_one(one)
-            else:
-                theirs.append(functools.partial(of_one, one))
-        within(SECONDS, theirs)
+    _tell(Mover.all(), of_one)
+    _tell(Vault.all(), of_one)
+
+
+def _tell(residents: Sequence[_R], tell: Callable[[_R], None]) -> None:
+    """Tells each resident something: other users' side by side, for as long as they answer at once."""
+    theirs = []
+    for one in residents:
+        if one.uid == os.geteuid():
+            tell(one)
+        else:
+            theirs.append(functools.partial(tell, one))
+    within(SECONDS, theirs)
 
 
 def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]) -> list[str]:
