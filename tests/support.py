@@ -80,10 +80,12 @@ def end_session(session: int) -> None:
         while more := {pid for pid, (parent, _, _) in found.items() if parent in doomed} - doomed:
             doomed |= more
         doomed.discard(os.getpid())
+        for pid in doomed:  # all at once: multiprocessing's tracker removes semaphores of whom it outlives
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
         for pid in doomed:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-                os.kill(pid, signal.SIGCONT)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         if all(has_ended(pid) and found[pid][0] != os.getpid() for pid in doomed):

@@ -32,7 +32,8 @@ def loop(check=lambda n: None, interval=0.02):
         n += 1
         last = stopped()
         check(n)
-        print(f"tick {n} {time.monotonic():.6f}", flush=True)
+        sys.stdout.write(f"tick {n} {time.monotonic():.6f}\n")  # in one call: it may be killed between two
+        sys.stdout.flush()
         if last:
             print("DONE", flush=True)
             return

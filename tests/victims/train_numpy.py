@@ -46,7 +46,8 @@ def main(folder, steps=200, pace=0.02, seed=1):
         w2 -= 0.05 / BATCH * (hidden.T @ error)
         w1 -= 0.05 / BATCH * (x.T @ grad_hidden)
         os.write(losses, f"{step} {loss.hex()} {time.monotonic():.6f}\n".encode())
-        print(f"tick {step} {time.monotonic():.6f}", flush=True)
+        sys.stdout.write(f"tick {step} {time.monotonic():.6f}\n")  # in one call: it may be killed between two
+        sys.stdout.flush()
         time.sleep(pace)
     print("DONE", flush=True)
 
