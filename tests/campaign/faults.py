@@ -69,7 +69,7 @@ class Fault:
         if self.hazard is not None:
             return self.hazard.loses == "job"
         claimed = self.case.step.startswith("inside.restore-claimed") and self.fault.startswith("result-")
-        return claimed and self.case.victim != "exits"
+        return claimed and (self.case.victim != "exits" or self.operation == "swap")  # the other one does not exit
 
     @property
     def for_good(self) -> bool:

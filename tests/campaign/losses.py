@@ -63,7 +63,10 @@ def _kept(run: Run, found: Found) -> None:
     """Every process of it lives on with its host memory, is asleep, and is not said to run; others are as they were."""
     room, problems = run.room, run.problems
     states = [room.state(job) for job in run.jobs]
+    exits = run.case.victim == "exits"  # by itself: one of two, the other is the one that is lost
     for job, state in zip(run.jobs, states, strict=True):
+        if state == "gone" and exits:
+            continue
         if state == "running":
             job.goes_on()
             job.prove()
@@ -71,7 +74,7 @@ def _kept(run: Run, found: Found) -> None:
             problems.append(f"processes of a lost job were ended: {job.session()} instead of {job.slots}")
     asleep = [state for state in states if state == "checkpointed" or state.startswith("mixed checkpointed")]
     lost = len(run.jobs) if run.hazard is not None and run.hazard.early else 1
-    if len(asleep) != lost or set(states) - {*asleep, "running"}:
+    if len(asleep) != lost or set(states) - {*asleep, "running", *(["gone"] if exits else [])}:
         problems.append(f"{lost} lost, and the jobs are {states}")
     if found.error.get("job_state") == "running":
         problems.append("a lost job is said to run")

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from campaign import cases, hazards
-from campaign.__main__ import record, spread
-from campaign.summary import Summary, merged, names_in
+from campaign.__main__ import record, run, spread
+from campaign.summary import Summary, merged, names_in, replay
 from campaign.twice import part, run_and_replay
 from limosa.softgpu import faults
 
 RUNS = 420
+FOUND = ("checkpoint/two-gpus/call.state.0/result-3", "swap/exits/inside.restore-claimed.0/result-999")
+"""What failed last when all of it was run (docs/reliability.md)."""
 CHUNKS = 12
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
@@ -97,3 +99,10 @@ def test_the_steps_are_those_that_the_operations_take_now() -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_one_copy_is_left_and_nothing_else(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
+
+
+@pytest.mark.timeout(240)
+def test_what_has_failed_last() -> None:
+    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=2)
+    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
+    assert len(results) == len(FOUND)

@@ -33,6 +33,10 @@ FOUND = (
     "leave-running/parked/mover.cuStreamSynchronize.3/hang-for-good",
     "restore/parked/mover.cuMemcpyHtoDAsync.0/hang-for-good",
     "leave-running/parked/point.after-export-of-the-shim.0/stop-for-good",
+    "restore/parked-pair/job.cuMemSetAccess.0/crash-caller",
+    "restore/parked/disk.fsync.6/ENOSPC",
+    "recover-open/parked-blind/disk.open.1/ENOSPC-for-good",
+    "recover-memory/parked-vmm/run/limosa-nofile.1",
 )
 """What failed when all of it was run; one of each cause (docs/reliability.md)."""
 

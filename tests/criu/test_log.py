@@ -29,6 +29,7 @@ EXPECTED = {
     "size-changed": ("size-changed", "/home/job/log has 7 bytes, it had 3"),
     "sysv-shm": ("sysv-ipc", "System V shared memory"),
     "tcp-established": ("tcp-established", "--tcp-established keeps it"),
+    "thread-taken": ("pid-taken", TAKEN),
     "terminal": ("terminal", "a terminal open whose other side is outside"),
     "traced": ("traced", "a debugger holds it"),
 }

@@ -410,8 +410,8 @@ BELIEVED = (
     Mutant(
         "file-without-an-end",
         "src/limosa/process/belief.py",
-        "            while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):\n",
-        "            while more := os.read(fd, 1 << 20):\n",
+        "        while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):\n",
+        "        while more := os.read(fd, 1 << 20):\n",
         "a user's large file takes root's memory",
         CLAIMS,
     ),

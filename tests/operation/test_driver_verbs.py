@@ -30,6 +30,7 @@ from limosa.errors import (
 from limosa.gpu import LockResult
 from limosa.operation import claims, driver_steps, journal
 from limosa.process.identity import Identity
+from limosa.process.observe import JobObservation, observe
 from limosa.process.records import SuspendRecord
 
 GpuLike = Callable[..., int]
@@ -488,3 +489,41 @@ def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
     operation.suspend(pid)
     assert double.states == {pid: "checkpointed", late: "checkpointed"}
     assert names(double)[:3] == ["lock", "unlock", "lock"]  # undone once, then both
+
+
+def with_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is seen of a process says that the driver has mapped what it maps for a context."""
+
+    def seen(root: Identity) -> JobObservation:
+        found = observe(root)
+        found.processes[0].n_uvm_maps = 1
+        return found
+
+    monkeypatch.setattr("limosa.operation.prepare.observe", seen)
+
+
+def test_that_a_job_with_a_context_holds_nothing_is_asked_twice_and_then_refused(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once believed, its host memory alone was written to disk, and it was ended."""
+    pid, ask, asked = gpu_like(), double.state, iter(range(9))
+    with_a_context(monkeypatch)
+    none = NoCudaState(call="cuCheckpointProcessGetState", pid=pid, result="X", code=3, meaning="none")
+
+    def denied(pid: int, timeout: float | None = 5.0) -> object:
+        raise none
+
+    monkeypatch.setattr(double, "state", denied)
+    with pytest.raises(LimosaError) as refused:
+        operation.checkpoint(pid, tmp_path / "image")
+    assert (refused.value.exit_code, refused.value.id) == (12, "state-denied")
+
+    def once(pid: int, timeout: float | None = 5.0) -> object:
+        if next(asked) == 0:
+            raise none
+        return ask(pid, timeout)
+
+    monkeypatch.setattr(double, "state", once)
+    operation.suspend(pid)
+    monkeypatch.undo()
+    assert double.states[pid] == "checkpointed"

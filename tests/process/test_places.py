@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import pytest
 from support import as_user
 
-from limosa.errors import LimosaError, PermissionDenied
+from limosa.errors import FailedUndone, LimosaError, PermissionDenied
 from limosa.process import openat, places
 
 pytestmark = pytest.mark.root
@@ -221,3 +223,31 @@ def test_a_folder_of_ones_own_that_others_may_write_to_is_refused_with_what_to_t
         return ""
 
     assert as_user(ADA, refused).endswith(f"chmod 755 {machine}/tmp/limosa-{ADA}")
+
+
+def test_that_nothing_can_be_opened_is_not_that_nothing_is_there(machine: Path) -> None:
+    """With no descriptor left ``recover`` found no vault, and let a job's memory be held on, or called it lost."""
+    own()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(FailedUndone, match="Too many open files"):
+            seen()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_what_a_users_own_file_system_answers_concerns_nobody_else(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own()
+    as_user(ADA, own)
+    real = places.open_folder_in
+
+    def odd(folder: int, name: str, uid: int) -> int:
+        if uid == ADA:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real(folder, name, uid)
+
+    monkeypatch.setattr(places, "open_folder_in", odd)
+    assert seen() == [(0, "0")]

@@ -20,8 +20,10 @@ from typing import Any
 
 import msgspec
 
+from limosa.errors import FailedUndone
 from limosa.process import belief
 from limosa.process.identity import Identity, boot_id
+from limosa.process.openat import nothing_there
 from limosa.process.places import own_folder
 from limosa.process.runtime import remove_emptied, sync_folder, unless_taken
 
@@ -186,11 +188,16 @@ class Journal:
         """Opens the journal of a dead operation of the caller's own; None where somebody works on it, or it is gone.
 
         A file that is not the caller's, no regular file, or not called what it says it is, is none.
+
+        Raises:
+            FailedUndone: it is there, and cannot be read: this process can open no file more, say.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND | os.O_NONBLOCK)
-        except OSError:
-            return None
+        except OSError as error:
+            if nothing_there(error, trusted=True):
+                return None
+            raise FailedUndone(f"{path} cannot be read: {error.strerror}") from error
         try:
             info = os.fstat(fd)
             if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():

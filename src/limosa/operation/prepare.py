@@ -300,8 +300,10 @@ def find_members(
     """
     clock = clock or Clock("plan")
     loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
+    contexts = {p.pid: p.ppid for p in observation.processes if p.n_uvm_maps} if observation else {}
     members: list[Member] = []
     reasons: list[Reason] = []
+    denied: list[Identity] = []
     if loaded and clock.left is not None:
         with contextlib.suppress(LimosaError):  # the first question pays for cuInit, whatever its own limit is
             driver.available(clock.at_most(clock.left))
@@ -310,8 +312,11 @@ def find_members(
         if identity.pid not in loaded or is_own(identity.pid):
             continue
         try:
-            state = str(driver.state(identity.pid, timeout=clock.at_most(5.0)))
-        except (NoCudaState, NoSuchProcess):
+            state = _state(driver, identity.pid, clock, sure=identity.pid not in contexts)
+        except NoCudaState:
+            denied += [identity] if identity.pid in contexts else []
+            continue
+        except NoSuchProcess:
             continue
         except LimosaError as error:
             reasons.append(
@@ -334,7 +339,33 @@ def find_members(
                 )
             )
         members.append(Member(identity=identity, was=state, root=root.pid))
+    holders = {m.pid for m in members}
+    for identity in denied:  # parents come before their children
+        if contexts[identity.pid] in holders:
+            holders.add(identity.pid)  # a child that was forked inherits the mapping, and holds nothing
+        else:
+            reasons.append(
+                Reason(
+                    id="state-denied",
+                    text=f"process {identity.pid} has what the driver maps for a context on a GPU (/dev/nvidia-uvm), "
+                    "and the driver says that it holds no CUDA state: without its device memory it would be lost",
+                    exit_code=12,
+                    hint="run it again; a child of a CUDA process that has ended needs --force=state-denied",
+                    pid=identity.pid,
+                    forceable=True,
+                )
+            )
     return members, reasons
+
+
+def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:
+    """Its state; where that it holds none is not to be believed at once, the driver is asked again."""
+    try:
+        return str(driver.state(pid, timeout=clock.at_most(5.0)))
+    except NoCudaState:
+        if sure:
+            raise
+    return str(driver.state(pid, timeout=clock.at_most(5.0)))
 
 
 def fill_in(prepared: Prepared, where: Where) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from limosa import gpu
-from limosa.errors import LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
+from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, journal
 from limosa.operation.journal import Journal, Member
@@ -59,10 +59,33 @@ def recover(
         only: the id of the one operation to look at.
 
     Returns:
-        An entry for each thing found. None of it raises: what could not be done is in ``error``, with exit code 40 (or
-        41, where a job stays suspended for want of room).
+        An entry for each thing found. None of it raises: what could not be done, or not be looked at, is in ``error``,
+        with exit code 40 (or 41, where a job stays suspended for want of room).
     """
-    found = _round(dry_run, progress, only)
+    found: list[Recovered] = []
+    try:
+        _everything(found, folders, dry_run, progress, only)
+    except FailedUndone as error:  # nobody can say what else there is: this process can open no file more, say
+        found.append(Recovered(kind="record", error=f"{error}; run it again", exit_code=40))
+    for one in found:
+        if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
+            one.image = ""
+    return found
+
+
+def _everything(
+    found: list[Recovered],
+    folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    dry_run: bool,
+    progress: ProgressFn,
+    only: str | None,
+) -> None:
+    """Works through all that there is, and adds what was done.
+
+    Raises:
+        FailedUndone: what is noted cannot be read.
+    """
+    found += _round(dry_run, progress, only)
     patience = time.monotonic() + CRIU_PATIENCE
     while only is None and not dry_run and _others_at_work(found) and time.monotonic() < patience:
         # The worker of a killed limosa recovers by itself: what it is at is not left until it is done.
@@ -82,10 +105,6 @@ def recover(
         found += left_closed.open_left(dry_run=dry_run)
     for folder in [folders] if isinstance(folders, (str, os.PathLike)) else folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
-    for one in found:
-        if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
-            one.image = ""
-    return found
 
 
 def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> list[Recovered]:
@@ -121,14 +140,16 @@ def _round(dry_run: bool, progress: ProgressFn, only: str | None, known: Collect
     """Works through every journal that nobody has taken, but for those that were looked at before."""
     found: list[Recovered] = []
     for dead in journal.dead(only):
-        if dead.header.id in known:
+        try:
+            if dead.header.id in known:
+                continue
+            if dry_run:
+                text = next((s.text for s in journal.under_way() if s.id == dead.header.id), "")
+                found.append(entry_of(dead, did=f"would finish or undo: {text}"))
+            else:
+                found.append(_one(dead, progress))
+        finally:
             dead.close()
-        elif dry_run:
-            text = next((s.text for s in journal.under_way() if s.id == dead.header.id), "")
-            found.append(entry_of(dead, did=f"would finish or undo: {text}"))
-            dead.close()
-        else:
-            found.append(_one(dead, progress))
     if only is None:
         found += recover_users([s for s in journal.dead_of_others() if s.id not in known], dry_run=dry_run)
     return found
@@ -155,16 +176,18 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
     driver = gpu.Driver()
     try:
         result = how.get(dead.header.operation, _driver_verb)(dead, driver, progress)
+        holders.forget(dead.header.id, of=[m for m in dead.header.members if m.identity.alive()])
     except LeftSuspended as error:
+        holders.forget(dead.header.id)
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
         driver_verb = dead.header.operation not in how
         if not driver_verb or any(m.identity.alive() for m in dead.header.members):
             return _failed(dead, error)
+        holders.forget(dead.header.id)
         result = entry_of(dead, did="the job has ended meanwhile", state="gone")
     finally:
         driver.close()
-    holders.forget(dead.header.id)
     dead.finish()
     claims.released(dead.header.id)
     return result

@@ -37,7 +37,7 @@ from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on, stopped
-from limosa.operation.parked.gates import any_waits, gate_was_opened
+from limosa.operation.parked.gates import any_waits, gate_was_opened, leave
 from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors, refuse_no_text
 from limosa.operation.restore_plan import Options, Ready, look, other_way
@@ -45,6 +45,7 @@ from limosa.operation.results import RestoreResult
 from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.work import Work, myself
 from limosa.parking.names import stand_ins
+from limosa.parking.shim import Shim, under_shim
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.find import find as find_criu
@@ -300,8 +301,8 @@ class _Restore:
         self.looked = Looked(self.image)  # the last thing before CRIU opens them
         if os.geteuid() == 0 and self.program.plugin_dir is None:
             self.looked.need_guard()
-        log_fd = self.image.open_log()
         work.note("criu-restore", "begin", self.manifest.job.pid)
+        log_fd = self.image.open_log()
         try:
             with work.timed("criu", "criu restore", total=self.manifest.host_bytes):
                 pid = criu_restore(
@@ -465,6 +466,7 @@ def end_tree(
     tree = job_tree(found)
     answering = [m for m in members if m.identity.start_time and m.identity.alive() and not _stopped(m.pid)]
     states = {m.pid: driver_steps.settled_state(driver, m.pid) for m in answering}
+    _unmap([m for m in answering if states[m.pid] == "running"])
     driver_steps.hold(driver, [m for m in answering if states[m.pid] in ("running", "locked")], states)
     for identity in tree:
         with contextlib.suppress(LimosaError), Handle(identity) as handle:
@@ -477,6 +479,15 @@ def end_tree(
         time.sleep(0.01)
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(found.pid, os.WNOHANG)  # ours to reap where we adopted it
+
+
+def _unmap(members: Sequence[Member]) -> None:
+    """Has their libraries take out what came from the image already: the driver checkpoints no process with imports."""
+    for member in members:
+        with contextlib.suppress(LimosaError):  # then the driver says what is the matter
+            if under_shim(member.pid):
+                with Shim(member.identity) as shim:
+                    leave([(member, shim)])
 
 
 def _stopped(pid: int) -> bool:

@@ -17,7 +17,7 @@ from limosa.ipc.messages import (
     send,
 )
 from limosa.ipc.packet import Given, peer
-from limosa.parking.resident import Found, Holding, connect, residents, understood
+from limosa.parking.resident import Found, Holding, all_of, connect, residents, understood
 from limosa.parking.segments import fits, room_for, sizes_for
 from limosa.parking.vault_protocol import (
     NO_ROOM,
@@ -68,6 +68,16 @@ class Vault:
     def all(cls) -> list[Vault]:
         """Return connections to the vaults that live: the caller's own; for root, everybody's."""
         return [cls(peer(found.connection)[1], found=found) for found in residents("vault")]
+
+    @classmethod
+    def all_of(cls, uid: int) -> tuple[list[Vault], LimosaError | None]:
+        """Return connections to all vaults of a user.
+
+        Returns:
+            Those that answer, and an error where one does not.
+        """
+        found, silent = all_of("vault", uid)
+        return [cls(uid, found=one) for one in found], silent
 
     def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
         """Have descriptors held under a key, instead of what it held; ours stay ours.

@@ -15,14 +15,15 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Iterator
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from limosa.errors import LimosaError
+from limosa.errors import FailedUndone, LimosaError
 from limosa.process import runtime
 from limosa.process.identity import Identity
-from limosa.process.openat import closing, open_in
+from limosa.process.openat import closing, nothing_there, open_in
 from limosa.process.places import Folder, folders, own_folder
 from limosa.process.status import uids_of
 
@@ -65,7 +66,11 @@ class Note(NamedTuple):
 
 
 def read(kind: str, uid: int | None = None) -> list[Note]:
-    """Everybody's files of one kind (or one user's), the caller's first; by name for each."""
+    """Everybody's files of one kind (or one user's), the caller's first; by name for each.
+
+    Raises:
+        FailedUndone: nobody can say what is there: this process can open no file more, say.
+    """
     found: list[Note] = []
     with folders(kind, uid) as everybodys:
         for folder in everybodys:
@@ -93,7 +98,7 @@ def named(kind: str, uid: int | None = None) -> set[tuple[int, str]]:
     with folders(kind, uid) as everybodys:
         for folder in everybodys:
             for name in _names(folder):
-                with contextlib.suppress(OSError), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+                with _if_there(folder), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
                     if _is_file_of(os.fstat(fd), folder.uid) and os.fstat(fd).st_size:
                         found.add((folder.uid, name))
     return found
@@ -110,7 +115,7 @@ def remove(kind: str, name: str, uid: int | None = None) -> None:
     if uid in (None, os.geteuid()):
         with contextlib.suppress(OSError, LimosaError):
             runtime.remove_or_empty(own_folder(kind) / name)
-    with folders(kind, uid) as everybodys:
+    with contextlib.suppress(FailedUndone), folders(kind, uid) as everybodys:
         for folder in everybodys:
             try:
                 os.unlink(name, dir_fd=folder.fd)
@@ -137,30 +142,39 @@ def _trusted(folder: Folder) -> bool:
 def _names(folder: Folder) -> list[str]:
     """Names of the one form in a folder, sorted; not all where another user has too many."""
     found: list[str] = []
-    try:
-        with os.scandir(folder.fd) as entries:
-            for n, entry in enumerate(entries):
-                if not _trusted(folder) and (n >= _MOST_NAMES or len(found) >= MOST_FILES):
-                    break
-                if entry.name.endswith(_LISTED) and _NAME.fullmatch(entry.name):
-                    found.append(entry.name)
-    except OSError:
-        return []
+    with _if_there(folder), os.scandir(folder.fd) as entries:
+        for n, entry in enumerate(entries):
+            if not _trusted(folder) and (n >= _MOST_NAMES or len(found) >= MOST_FILES):
+                break
+            if entry.name.endswith(_LISTED) and _NAME.fullmatch(entry.name):
+                found.append(entry.name)
     return sorted(found)
 
 
 def _bytes(folder: Folder, name: str, most: int) -> bytes | None:
     """A file's content; None where it is something else than a file of the folder's owner, or has more than that."""
+    with _if_there(folder), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
+        if not _is_file_of(os.fstat(fd), folder.uid):
+            return None
+        data = b""
+        while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):
+            data += more
+        return data if len(data) <= most else None
+    return None
+
+
+@contextlib.contextmanager
+def _if_there(folder: Folder) -> Iterator[None]:
+    """Passes over what is not there, or is something that does not count.
+
+    Raises:
+        FailedUndone: nobody can say what is there.
+    """
     try:
-        with closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
-            if not _is_file_of(os.fstat(fd), folder.uid):
-                return None
-            data = b""
-            while len(data) <= most and (more := os.read(fd, most + 1 - len(data))):
-                data += more
-            return data if len(data) <= most else None
-    except OSError:
-        return None
+        yield
+    except OSError as error:
+        if not nothing_there(error, _trusted(folder)):
+            raise FailedUndone(f"{folder.path} cannot be read: {error.strerror}") from error
 
 
 def _is_file_of(found: os.stat_result, uid: int) -> bool:

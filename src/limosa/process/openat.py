@@ -67,6 +67,32 @@ def open_folder_in(folder: int, name: str, uid: int) -> int:
     raise PermissionError(errno.EPERM, f"not a folder that only uid {uid} can write to", name)
 
 
+_NOTHING = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EACCES, errno.EPERM)
+)
+
+
+def nothing_there(error: OSError, trusted: bool) -> bool:
+    """Whether what could not be opened is not there, or is something that does not count.
+
+    Otherwise nobody knows: this process can open no file more, or the disk fails.
+
+    Args:
+        error: why it was not opened.
+        trusted: whether nobody but root and the caller can have made it so. Of another user's file system any error
+            may come, so his counts for nothing, unless we really can open nothing.
+    """
+    return error.errno in _NOTHING or not (trusted or _can_open_nothing())
+
+
+def _can_open_nothing() -> bool:
+    try:
+        os.close(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError:
+        return True
+    return False
+
+
 def only_by(found: os.stat_result, uid: int) -> bool:
     """Whether it is a folder of that user that nobody else may write to."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022

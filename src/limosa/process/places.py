@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
-from limosa.process.openat import closing, only_by, open_folder_in
+from limosa.process.openat import closing, nothing_there, only_by, open_folder_in
 
 RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
 _SETTING = "LIMOSA_RUNTIME_DIR"
@@ -274,11 +274,15 @@ def folders(kind: str, uid: int | None = None) -> Iterator[list[Folder]]:
     Args:
         kind: ``jobs``, ``claims``, ``vault`` …
         uid: only this user's (he may have several where somebody took his name).
+
+    Raises:
+        FailedUndone: nobody can say what is there: this process can open no file more, say. "Nothing" would be
+            believed, and a job's last copy given up.
     """
     caller, found = os.geteuid(), []
     try:
         for place in _places(uid):
-            with closing(place.fd), contextlib.suppress(OSError):
+            with closing(place.fd), _if_there(place.path, place.uid):
                 found.append(Folder(place.uid, place.path / kind, open_folder_in(place.fd, kind, place.uid)))
         yield sorted(found, key=lambda f: (f.uid != caller, f.uid, f.path))
     finally:
@@ -304,16 +308,31 @@ def uids() -> set[int]:
     return found
 
 
+@contextlib.contextmanager
+def _if_there(path: Path, uid: int) -> Iterator[None]:
+    """Passes over what is not there, or may not be read.
+
+    Raises:
+        FailedUndone: nobody can say whether it is there.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not nothing_there(error, uid in (0, os.geteuid())):
+            text = f"{path}, where Limosa notes what it is doing, cannot be read: {error.strerror}"
+            raise FailedUndone(text) from error
+
+
 def _places(uid: int | None) -> Iterator[Folder]:
     """Users' folders, open; whoever takes one closes it."""
     if uid in (None, 0):
-        with contextlib.suppress(OSError), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
+        with _if_there(base(), 0), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
             if _safe(os.fstat(fd), 0):
                 yield Folder(0, roots_place(), open_folder_in(fd, "0", 0))
     if uid == 0:
         return
     place = users_place()
-    with contextlib.suppress(OSError), closing(os.open(place, _DIRECTORY)) as users:
+    with _if_there(place, 0), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
         names, whole = _listed(users, uid)
@@ -344,8 +363,10 @@ def _believed(users: int, names: set[str]) -> Iterator[tuple[str, int]]:
         for name in group:
             try:
                 fd = open_folder_in(users, name, owner)
-            except OSError:
-                continue
+            except OSError as error:
+                if nothing_there(error, owner == os.geteuid()):
+                    continue
+                raise
             yield name, fd
             if (mine := mine + 1) == _MOST_OF_ONE:
                 break

@@ -95,21 +95,35 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     return fds, pieces
 
 
-def forget(operation: str, *, but: str | None = None) -> None:
-    """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one."""
-    _forget(lambda _, id_, side: id_ == operation and side != but)
+def forget(operation: str, *, but: str | None = None, of: Sequence[Member] = ()) -> None:
+    """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one.
+
+    Args:
+        operation: its id.
+        but: the side that is kept.
+        of: processes that live: who may hold something for them has to be told. Without any, everybody is told who
+            answers: what is held of a process that has ended they let go of themselves.
+
+    Raises:
+        FailedUndone: one of the caller's own who may hold something of these could not be told.
+    """
+    _forget(lambda _, id_, side: id_ == operation and side != but, of)
 
 
 def forget_arenas(members: Sequence[Member]) -> None:
-    """Have vaults let go of arenas that these processes, which run, have no need of."""
+    """Have vaults let go of arenas that these processes, which run, have no need of.
+
+    Raises:
+        FailedUndone: the caller's own vault, which may hold one, could not be told.
+    """
     keys = {aside_key(member) for member in members}
 
     def of_one(vault: Vault) -> None:
-        with contextlib.suppress(LimosaError), vault:
-            for key in keys & vault.held().keys():
-                vault.drop(key)
+        for key in keys & vault.held().keys():
+            vault.drop(key)
 
-    _tell(Vault.all(), of_one)
+    for uid in _owners(members):
+        _tell_all_of(Vault, uid, of_one)
 
 
 def forget_finished() -> None:
@@ -125,29 +139,64 @@ def forget_finished() -> None:
     _forget(over)
 
 
-def _forget(meant: Callable[[int, str, str], bool]) -> None:
+def _forget(meant: Callable[[int, str, str], bool], of: Sequence[Member] = ()) -> None:
     """Has everybody let go of what is meant; other users' residents for as long as they answer at once."""
 
     def of_one(one: Mover | Vault) -> None:
-        with contextlib.suppress(LimosaError), one:
-            for key in _keys(one.uid, one.held(), meant):
-                if isinstance(one, Mover):
-                    one.unput(key)
-                else:
-                    one.drop(key)
+        for key in _keys(one.uid, one.held(), meant):
+            if isinstance(one, Mover):
+                one.unput(key)
+            else:
+                one.drop(key)
 
-    _tell(Mover.all(), of_one)
-    _tell(Vault.all(), of_one)
+    for uid in _owners(of):
+        _tell_all_of(Mover, uid, of_one)
+        _tell_all_of(Vault, uid, of_one)
+    if not of:
+        _tell(Mover.all(), of_one)
+        _tell(Vault.all(), of_one)
+
+
+def _owners(members: Sequence[Member]) -> set[int]:
+    """The users of those that live."""
+    found: set[int] = set()
+    for member in members:
+        with contextlib.suppress(LimosaError, OSError):
+            found |= belief.owners_of(member.pid)
+    return found
+
+
+def _tell_all_of(kind: type[_R], uid: int, tell: Callable[[_R], None]) -> None:
+    """Tells each resident of a user something.
+
+    Raises:
+        FailedUndone: one of the caller's own could not be told. Another user's that does not listen holds on to what
+            is that user's alone.
+    """
+    residents, silent = kind.all_of(uid)
+    for one in residents:
+        try:
+            with one:
+                tell(one)
+        except LimosaError as error:
+            silent = silent or error
+    if silent is not None and uid == os.geteuid():
+        raise FailedUndone(f"what is held for it is held on: {silent}") from silent
 
 
 def _tell(residents: Sequence[_R], tell: Callable[[_R], None]) -> None:
     """Tells each resident something: other users' side by side, for as long as they answer at once."""
+
+    def of_one(one: _R) -> None:
+        with contextlib.suppress(LimosaError), one:
+            tell(one)
+
     theirs = []
     for one in residents:
         if one.uid == os.geteuid():
-            tell(one)
+            of_one(one)
         else:
-            theirs.append(functools.partial(tell, one))
+            theirs.append(functools.partial(of_one, one))
     within(SECONDS, theirs)
 
 

@@ -42,6 +42,7 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     if dead.began("open") or ran:
         each([(m, partial(_go_on, dead, m)) for m in members])
         _refuse_lost(dead, members)
+        holders.forget_arenas([m for m in members if _runs(m)])
         holders.forget(dead.header.id, but=holders.ARENA)
         return True
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
@@ -56,6 +57,7 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     mine = [m for m in members if m.was == "running" and not m.away]
     each([(m, partial(_give_back, dead, m, stays=left is not None)) for m in mine])
     _refuse_lost(dead, mine)
+    holders.forget_arenas([m for m in mine if _runs(m)])
     holders.forget(dead.header.id, but=holders.ARENA)
     if left is not None:
         raise left

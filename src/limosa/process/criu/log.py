@@ -50,6 +50,8 @@ _TABLE: list[tuple[str, str, str]] = [
     # (kind, pattern of CRIU's text, sentence; {1} … are the pattern's groups, {pid} the process)
     ("pid-taken", r"Can't fork for (\d+): File exists", "pid {1} " + TAKEN + " by another process or not yet reaped"),
     ("pid-taken", r"Pid (\d+) do(?:es)? not match expected", "pid {1} " + TAKEN + " by another process"),
+    ("pid-taken", r"Unable to create a thread: -17\b",
+     "the id of one of its threads " + TAKEN + " by another process or thread"),
     ("exchanged", r"^exchanged: (.*)", "{1}: it was exchanged while the job was restored"),
     ("size-changed", r"File (.*) has bad size (\d+) \(expect (\d+)\)",
      "file /{1} has {2} bytes, it had {3} when it was dumped; --rewind-files cuts back one that has grown"),
