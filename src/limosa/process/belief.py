@@ -15,7 +15,6 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
 from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
@@ -23,8 +22,8 @@ import msgspec
 from limosa.errors import FailedUndone, LimosaError
 from limosa.process import runtime
 from limosa.process.identity import Identity
-from limosa.process.openat import closing, nothing_there, open_in
-from limosa.process.places import Folder, folders, own_folder
+from limosa.process.openat import closing, open_in
+from limosa.process.places import Folder, folders, if_there, own_folder
 from limosa.process.status import uids_of
 
 MOST_BYTES = 1 << 20
@@ -98,7 +97,7 @@ def named(kind: str, uid: int | None = None) -> set[tuple[int, str]]:
     with folders(kind, uid) as everybodys:
         for folder in everybodys:
             for name in _names(folder):
-                with _if_there(folder), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+                with if_there(folder.path, folder.uid), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
                     if _is_file_of(os.fstat(fd), folder.uid) and os.fstat(fd).st_size:
                         found.add((folder.uid, name))
     return found
@@ -142,7 +141,7 @@ def _trusted(folder: Folder) -> bool:
 def _names(folder: Folder) -> list[str]:
     """Names of the one form in a folder, sorted; not all where another user has too many."""
     found: list[str] = []
-    with _if_there(folder), os.scandir(folder.fd) as entries:
+    with if_there(folder.path, folder.uid), os.scandir(folder.fd) as entries:
         for n, entry in enumerate(entries):
             if not _trusted(folder) and (n >= _MOST_NAMES or len(found) >= MOST_FILES):
                 break
@@ -153,7 +152,7 @@ def _names(folder: Folder) -> list[str]:
 
 def _bytes(folder: Folder, name: str, most: int) -> bytes | None:
     """A file's content; None where it is something else than a file of the folder's owner, or has more than that."""
-    with _if_there(folder), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
+    with if_there(folder.path, folder.uid), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
         if not _is_file_of(os.fstat(fd), folder.uid):
             return None
         data = b""
@@ -161,20 +160,6 @@ def _bytes(folder: Folder, name: str, most: int) -> bytes | None:
             data += more
         return data if len(data) <= most else None
     return None
-
-
-@contextlib.contextmanager
-def _if_there(folder: Folder) -> Iterator[None]:
-    """Passes over what is not there, or is something that does not count.
-
-    Raises:
-        FailedUndone: nobody can say what is there.
-    """
-    try:
-        yield
-    except OSError as error:
-        if not nothing_there(error, _trusted(folder)):
-            raise FailedUndone(f"{folder.path} cannot be read: {error.strerror}") from error
 
 
 def _is_file_of(found: os.stat_result, uid: int) -> bool:

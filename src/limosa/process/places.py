@@ -282,7 +282,7 @@ def folders(kind: str, uid: int | None = None) -> Iterator[list[Folder]]:
     caller, found = os.geteuid(), []
     try:
         for place in _places(uid):
-            with closing(place.fd), _if_there(place.path, place.uid):
+            with closing(place.fd), if_there(place.path, place.uid):
                 found.append(Folder(place.uid, place.path / kind, open_folder_in(place.fd, kind, place.uid)))
         yield sorted(found, key=lambda f: (f.uid != caller, f.uid, f.path))
     finally:
@@ -309,8 +309,12 @@ def uids() -> set[int]:
 
 
 @contextlib.contextmanager
-def _if_there(path: Path, uid: int) -> Iterator[None]:
-    """Passes over what is not there, or may not be read.
+def if_there(path: Path, uid: int) -> Iterator[None]:
+    """Passes over what is not there, may not be read, or is something else than what counts.
+
+    Args:
+        path: where one looks, to be told.
+        uid: the user who alone may write there.
 
     Raises:
         FailedUndone: nobody can say whether it is there.
@@ -326,13 +330,13 @@ def _if_there(path: Path, uid: int) -> Iterator[None]:
 def _places(uid: int | None) -> Iterator[Folder]:
     """Users' folders, open; whoever takes one closes it."""
     if uid in (None, 0):
-        with _if_there(base(), 0), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
+        with if_there(base(), 0), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
             if _safe(os.fstat(fd), 0):
                 yield Folder(0, roots_place(), open_folder_in(fd, "0", 0))
     if uid == 0:
         return
     place = users_place()
-    with _if_there(place, 0), closing(os.open(place, _DIRECTORY)) as users:
+    with if_there(place, 0), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
         names, whole = _listed(users, uid)
