@@ -180,7 +180,7 @@ def served_by() -> dict[int, int]:
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
             return parse_served(file.read())
-    except OSError:
+    except FileNotFoundError:  # no /proc; that it cannot be opened now is not that nobody serves any
         return {}
 
 

@@ -26,7 +26,7 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 # Where syncfs(2) does for every file what fsync(2) does: ext2 to ext4, XFS, Btrfs, F2FS, and tmpfs, which has no disk.
 _SYNCED_WHOLE = {0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994}
-_RENAME_NOREPLACE = 1
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -102,16 +102,8 @@ class Files:
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def rename_new(self, old: str, new: str, dir_fd: int) -> None:
-        """Rename within a folder to a name that nobody has (renameat2(2)).
-
-        Raises:
-            OSError: somebody has it, or the C library or the file system cannot do this.
-        """
-        if not hasattr(_libc, "renameat2"):
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        if _libc.renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), new)
+        """Rename within a folder to a name that nobody has: see :func:`rename_new`."""
+        rename_new(old, new, dir_fd)
 
     def unlink(self, name: str, dir_fd: int) -> None:
         """Remove a name that is not a folder's."""
@@ -120,6 +112,24 @@ class Files:
     def rmdir(self, name: str, dir_fd: int) -> None:
         """Remove an empty folder."""
         os.rmdir(name, dir_fd=dir_fd)
+
+
+def rename_new(old: str, new: str, dir_fd: int = _AT_FDCWD) -> None:
+    """Rename to a name that nobody has (renameat2(2)); Python knows only the call that replaces a file.
+
+    Args:
+        old: a name in the folder, or a path where there is none.
+        new: the same.
+        dir_fd: the folder.
+
+    Raises:
+        OSError: somebody has it, or the C library or the file system cannot do this.
+    """
+    if not hasattr(_libc, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    if _libc.renameat2(dir_fd, os.fsencode(old), dir_fd, os.fsencode(new), _RENAME_NOREPLACE):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), new)
 
 
 def _written(name: str, data: bytes | memoryview, dir_fd: int) -> int:

@@ -16,7 +16,6 @@ once.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import stat
@@ -24,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from limosa.errors import FailedUndone, Reason, Refused
 from limosa.image import ShmFile, copy_sparse, open_file
+from limosa.image.files import rename_new
 from limosa.image.manifest import CRIU_NAME
 from limosa.process.hazards import SEMAPHORE_LIMIT
 from limosa.process.slurp import slurp
@@ -34,7 +34,6 @@ _LOST = re.compile(rb"^\S+ \S+ \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+ \(deleted\))$"
 _SHARED = re.compile(rb"^\S+ .w.s \S+ (\S+) (\d+) +(/dev/shm/[^/\n]+)$", re.MULTILINE)
 _DRIVERS = f"{FOLDER}/cuda."  # its own: it makes them anew
 _REMAP = f"{FOLDER}/link_remap."  # CRIU's own names
-_AT_FDCWD, _RENAME_NOREPLACE = -100, 1  # renameat2(2)
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 Made = dict[str, int]
@@ -160,11 +159,11 @@ def take_away(made: Made) -> None:
 
 def _renamed(name: str, to: str) -> bool:
     """Renames where nobody has that name; whether it did."""
-    # Python knows only the call that puts one file in the place of another.
-    libc = ctypes.CDLL(None, use_errno=True)
-    return hasattr(libc, "renameat2") and not libc.renameat2(
-        _AT_FDCWD, os.fsencode(name), _AT_FDCWD, os.fsencode(to), _RENAME_NOREPLACE
-    )
+    try:
+        rename_new(name, to)
+    except OSError:
+        return False
+    return True
 
 
 def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], None] = lambda *_: None) -> list[ShmFile]:
