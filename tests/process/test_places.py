@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -45,6 +46,20 @@ def own(kind: str = "jobs") -> str:
 def seen(kind: str = "jobs") -> list[tuple[int, str]]:
     with places.folders(kind) as found:
         return [(f.uid, f.path.parent.name) for f in found]
+
+
+@contextlib.contextmanager
+def no_descriptors_left(but: int = 0) -> Iterator[None]:
+    """This process may open no more than that; the hard limit is the soft one, since root may raise it."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 1 + but
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("limosa.process.limits._set", lambda soft: None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most if but else 3, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def mode(path: Path) -> int:
@@ -184,15 +199,15 @@ def test_thousands_of_names_cost_moments_and_hide_nobody_who_has_a_process(machi
 
 def test_a_folder_is_opened_for_its_user_alone_and_followed_by_descriptor(machine: Path) -> None:
     as_user(ADA, own)
-    folder = places.open_folder_of(ADA, "jobs")
-    assert folder is not None
-    with openat.closing(folder.fd):
+    with places.folders("jobs", ADA) as found:
+        (folder,) = found
         away = machine / "tmp/away"
         as_user(ADA, lambda: (machine / f"tmp/limosa-{ADA}").rename(away))
         as_user(ADA, lambda: (machine / f"tmp/limosa-{ADA}").symlink_to("/etc"))
         assert os.fstat(folder.fd).st_ino == (away / "jobs").stat().st_ino
-    assert places.open_folder_of(ADA, "jobs") is None
-    assert places.open_folder_of(EVE, "jobs") is None
+    for uid in (ADA, EVE):
+        with places.folders("jobs", uid) as found:
+            assert found == []
 
 
 def test_a_mount_in_a_users_folder_is_not_entered(machine: Path) -> None:
@@ -228,13 +243,12 @@ def test_a_folder_of_ones_own_that_others_may_write_to_is_refused_with_what_to_t
 def test_that_nothing_can_be_opened_is_not_that_nothing_is_there(machine: Path) -> None:
     """With no descriptor left ``recover`` found no vault, and let a job's memory be held on, or called it lost."""
     own()
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
-    try:
-        with pytest.raises(FailedUndone, match="Too many open files"):
-            seen()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with no_descriptors_left():
+        with pytest.raises(FailedUndone, match="Too many open files"), places.folders("jobs", whole=True):
+            pass
+        with pytest.raises(FailedUndone, match="Too many open files"), places.folders("vault", ADA, whole=True):
+            pass
+        assert seen() == []
 
 
 def test_what_a_users_own_file_system_answers_concerns_nobody_else(
@@ -250,4 +264,23 @@ def test_what_a_users_own_file_system_answers_concerns_nobody_else(
         return real(folder, name, uid)
 
     monkeypatch.setattr(places, "open_folder_in", odd)
-    assert seen() == [(0, "0")]
+    for uid in (None, ADA):
+        with places.folders("jobs", uid, whole=True) as found:
+            assert [f.uid for f in found] == ([0] if uid is None else [])
+
+
+def test_more_folders_than_can_be_opened_hide_none_of_the_callers_own(machine: Path) -> None:
+    """Whoever has many user ids may make as many folders."""
+    own()
+    as_user(EVE, own)
+    for uid in range(ADA - 100, ADA):
+        (machine / f"tmp/limosa-{uid}/jobs").mkdir(parents=True)
+        for path in (machine / f"tmp/limosa-{uid}", machine / f"tmp/limosa-{uid}/jobs"):
+            os.chown(path, uid, uid)
+
+    def look() -> list[int]:
+        with no_descriptors_left(but=20), places.folders("jobs", whole=True) as found:
+            return [f.uid for f in found][:2]
+
+    assert look()[0] == 0
+    assert as_user(EVE, look) == [EVE, 0]

@@ -90,12 +90,16 @@ def names_of(path: str | os.PathLike[str]) -> set[str]:
     return names
 
 
-def everybodys() -> list[Claim]:
-    """Every claim that counts, as far as its owner may make it."""
+def everybodys(*, whole: bool = False) -> list[Claim]:
+    """Every claim that counts, as far as its owner may make it.
+
+    Raises:
+        FailedUndone: with ``whole``: nobody can say what is claimed.
+    """
     caller, processes = os.geteuid(), Processes()
     journals: set[tuple[int, str]] | None = None
     found = []
-    for note in belief.read(_KIND):
+    for note in belief.read(_KIND, whole=whole):
         claim = belief.decoded(note.data, Claim)
         if claim is None or f"{claim.id}.json" != note.name:
             continue
@@ -105,7 +109,7 @@ def everybodys() -> list[Claim]:
             claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]
         claim.left = False
         if not claim.alive:
-            journals = belief.named("journals") if journals is None else journals
+            journals = belief.named("journals", whole=whole) if journals is None else journals
             claim.left = (note.owner, f"{claim.id}.jsonl") in journals
             if not claim.left and note.owner != caller:
                 continue
@@ -116,9 +120,13 @@ def everybodys() -> list[Claim]:
 
 
 def on(tree: Iterable[Identity]) -> Claim | None:
-    """The claim of another operation, living or dead, on one of these processes."""
+    """The claim of another operation, living or dead, on one of these processes.
+
+    Raises:
+        FailedUndone: nobody can say what is claimed.
+    """
     pids = set(tree)
-    return next((claim for claim in everybodys() if not pids.isdisjoint(claim.pids)), None)
+    return next((claim for claim in everybodys(whole=True) if not pids.isdisjoint(claim.pids)), None)
 
 
 def being_worked_on() -> set[int]:
@@ -164,6 +172,7 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
 
     Raises:
         Busy: another operation works on one of them, or died working on it (the hint says ``limosa recover``).
+        FailedUndone: nobody can say what is claimed.
     """
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
     with runtime.lock(_KIND):
@@ -171,11 +180,11 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
         tries = 0
         while True:
             tries, begun = tries + 1, time.monotonic()
-            before = now = everybodys()
+            before = now = everybodys(whole=True)
             _refuse(claim, before)
             claim.save()
             try:
-                now = everybodys()
+                now = everybodys(whole=True)
                 _refuse(claim, now)
                 check()
                 return claim
@@ -228,4 +237,4 @@ def reserved(uuid: str, but: str = "", most: int = 1 << 50) -> int:
 def stale() -> list[Claim]:
     """The caller's claims whose holder is dead and which have no journal: litter. Emptied ones are removed."""
     runtime.remove_emptied(own_folder(_KIND), "*.json")
-    return [c for c in everybodys() if c.owner == os.geteuid() and not c.alive and not c.left]
+    return [c for c in everybodys(whole=True) if c.owner == os.geteuid() and not c.alive and not c.left]

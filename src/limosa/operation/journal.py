@@ -24,7 +24,7 @@ from limosa.errors import FailedUndone
 from limosa.process import belief
 from limosa.process.identity import Identity, boot_id
 from limosa.process.openat import nothing_there
-from limosa.process.places import own_folder
+from limosa.process.places import if_there, own_folder
 from limosa.process.runtime import remove_emptied, sync_folder, unless_taken
 
 KIND = "journals"
@@ -205,8 +205,11 @@ class Journal:
                 parsed = _parse(os.pread(fd, _LIMIT, 0))
                 if parsed is not None and parsed[0].id == path.stem and path.exists():
                     return cls(path, fd, *parsed)
-        except OSError:
+        except BlockingIOError:
             pass
+        except OSError as error:
+            os.close(fd)
+            raise FailedUndone(f"{path} cannot be read: {error.strerror}") from error
         os.close(fd)
         return None
 
@@ -322,14 +325,25 @@ def dead(only: str | None = None) -> Iterator[Journal]:
 
     Args:
         only: the id of the one to look for.
+
+    Raises:
+        FailedUndone: after all others: one of them cannot be read, or nobody can say which there are.
     """
-    folder = own_folder(KIND)
+    folder, unread = own_folder(KIND), None
     remove_emptied(folder, "*.jsonl")  # finished, and could not be removed then (none begins empty)
-    for path in sorted(folder.glob("*.jsonl")):
+    with if_there(folder, os.geteuid(), True), os.scandir(folder) as entries:
+        names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl"))
+    for path in (folder / name for name in names):
         if only is None or path.stem == only:
-            journal = Journal.take(path)
+            try:
+                journal = Journal.take(path)
+            except FailedUndone as error:
+                unread = error
+                continue
             if journal is not None:
                 yield journal
+    if unread is not None:
+        raise unread
 
 
 def dead_of_others() -> list[Summary]:

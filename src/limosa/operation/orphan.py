@@ -7,6 +7,7 @@ import time
 from limosa.errors import worst
 from limosa.operation import claims, journal
 from limosa.operation.recover import recover
+from limosa.operation.results import Recovered
 
 
 def main(argv: list[str]) -> int:
@@ -18,10 +19,11 @@ def main(argv: list[str]) -> int:
     if not argv:
         return worst([r.exit_code for r in recover()])
     operation_id = argv[0]
+    results: list[Recovered] = []
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         results = recover(only=operation_id)
-        if results:
+        if any(r.id for r in results):  # else its journal could not be looked at: for the moment, maybe
             return max(r.exit_code for r in results)
         if not journal.path_of(operation_id).exists():
             for claim in claims.stale():  # died between the end of its journal and that of its claim
@@ -29,4 +31,4 @@ def main(argv: list[str]) -> int:
                     claim.release()
             return 0
         time.sleep(0.05)
-    return 0
+    return max((r.exit_code for r in results), default=0)

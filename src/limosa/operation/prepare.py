@@ -38,6 +38,7 @@ from limosa.process.candidates import is_own
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.memory import grow_host_memory
 from limosa.process.observe import JobObservation, observe
+from limosa.process.procfs import read_maps
 from limosa.process.tree import job_tree
 
 
@@ -341,7 +342,7 @@ def find_members(
         members.append(Member(identity=identity, was=state, root=root.pid))
     holders = {m.pid for m in members}
     for identity in denied:  # parents come before their children
-        if contexts[identity.pid] in holders:
+        if contexts[identity.pid] in holders or _has_a_context(contexts[identity.pid], tree):
             holders.add(identity.pid)  # a child that was forked inherits the mapping, and holds nothing
         else:
             reasons.append(
@@ -356,6 +357,13 @@ def find_members(
                 )
             )
     return members, reasons
+
+
+def _has_a_context(pid: int, tree: Sequence[Identity]) -> bool:
+    """Whether a process outside of the tree has what the driver maps for a context."""
+    with contextlib.suppress(OSError):
+        return pid not in {i.pid for i in tree} and read_maps(f"/proc/{pid}").uvm > 0
+    return False
 
 
 def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:

@@ -25,7 +25,7 @@ from limosa.operation import claims, driver_steps, journal
 from limosa.operation.journal import Journal, Member
 from limosa.operation.parked import holders, left_closed
 from limosa.operation.parked.gates import any_waits
-from limosa.operation.parked.recovering import all_in_arenas, bring_home
+from limosa.operation.parked.recovering import all_in_arenas, bring_home, let_go
 from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
 from limosa.operation.recover_users import recover_users
 from limosa.operation.remove_image import remove_image
@@ -65,7 +65,7 @@ def recover(
     found: list[Recovered] = []
     try:
         _everything(found, folders, dry_run, progress, only)
-    except FailedUndone as error:  # nobody can say what else there is: this process can open no file more, say
+    except (FailedUndone, OSError) as error:  # nobody can say what else there is: no file can be opened any more, say
         found.append(Recovered(kind="record", error=f"{error}; run it again", exit_code=40))
     for one in found:
         if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
@@ -85,13 +85,13 @@ def _everything(
     Raises:
         FailedUndone: what is noted cannot be read.
     """
-    found += _round(dry_run, progress, only)
+    _round(found, dry_run, progress, only)
     patience = time.monotonic() + CRIU_PATIENCE
     while only is None and not dry_run and _others_at_work(found) and time.monotonic() < patience:
         # The worker of a killed limosa recovers by itself: what it is at is not left until it is done.
         progress(Progress("recover", message="waiting for a worker that recovers already"))
         time.sleep(0.05)
-        found += _round(dry_run, progress, only, {one.id for one in found})
+        _round(found, dry_run, progress, only, {one.id for one in found})
     if only is None:
         if not dry_run:
             holders.forget_finished()
@@ -136,9 +136,14 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
     return found
 
 
-def _round(dry_run: bool, progress: ProgressFn, only: str | None, known: Collection[str] = ()) -> list[Recovered]:
-    """Works through every journal that nobody has taken, but for those that were looked at before."""
-    found: list[Recovered] = []
+def _round(
+    found: list[Recovered], dry_run: bool, progress: ProgressFn, only: str | None, known: Collection[str] = ()
+) -> None:
+    """Works through every journal that nobody has taken, but for those that were looked at before.
+
+    Raises:
+        FailedUndone: not all of them can be read; the others have been worked through.
+    """
     for dead in journal.dead(only):
         try:
             if dead.header.id in known:
@@ -152,7 +157,6 @@ def _round(dry_run: bool, progress: ProgressFn, only: str | None, known: Collect
             dead.close()
     if only is None:
         found += recover_users([s for s in journal.dead_of_others() if s.id not in known], dry_run=dry_run)
-    return found
 
 
 def _others_at_work(found: list[Recovered]) -> bool:
@@ -176,18 +180,19 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
     driver = gpu.Driver()
     try:
         result = how.get(dead.header.operation, _driver_verb)(dead, driver, progress)
-        holders.forget(dead.header.id, of=[m for m in dead.header.members if m.identity.alive()])
     except LeftSuspended as error:
-        holders.forget(dead.header.id)
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
         driver_verb = dead.header.operation not in how
         if not driver_verb or any(m.identity.alive() for m in dead.header.members):
             return _failed(dead, error)
-        holders.forget(dead.header.id)
         result = entry_of(dead, did="the job has ended meanwhile", state="gone")
     finally:
         driver.close()
+    try:
+        let_go(dead.header.id, dead.header.members)
+    except FailedUndone as error:  # the job is well; the next recover finds what is held for an operation that is over
+        result.error, result.exit_code = f"{error}; run it again", result.exit_code or 40
     dead.finish()
     claims.released(dead.header.id)
     return result
@@ -243,8 +248,6 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
             SuspendRecord(root=root).forget()
         return entry_of(dead, did="everything was restored: unlocked it (finished)", state="running")
     driver_steps.bring_back(driver, header.members, dead, header.id, progress)
-    if header.operation == "suspend":  # what the arena was to take has not gone there
-        holders.forget_arenas([m for m in header.members if m.was == "running" and not m.away])
     return entry_of(dead, did="undid it", state=journal.common_state(alive))
 
 

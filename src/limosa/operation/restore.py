@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,6 +38,7 @@ from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on, stopped
+from limosa.operation.parked.calls import together
 from limosa.operation.parked.gates import any_waits, gate_was_opened, leave
 from limosa.operation.parked.loading import Loading
 from limosa.operation.prepare import minors, refuse_no_text
@@ -483,11 +485,12 @@ def end_tree(
 
 def _unmap(members: Sequence[Member]) -> None:
     """Has their libraries take out what came from the image already: the driver checkpoints no process with imports."""
-    for member in members:
-        with contextlib.suppress(LimosaError):  # then the driver says what is the matter
-            if under_shim(member.pid):
-                with Shim(member.identity) as shim:
-                    leave([(member, shim)])
+
+    def one(member: Member) -> None:
+        with contextlib.suppress(LimosaError), Shim(member.identity) as shim:  # then the driver says what is the matter
+            leave([(member, shim)])
+
+    together([partial(one, member) for member in members if under_shim(member.pid)])
 
 
 def _stopped(pid: int) -> bool:

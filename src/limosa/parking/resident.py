@@ -114,7 +114,7 @@ def _connect(connection: socket.socket, kind: str, uid: int, name: str) -> None:
     Raises:
         OSError: there is none, or nobody listens.
     """
-    with folders(kind, uid) as found:
+    with folders(kind, uid, whole=True) as found:
         for folder in found:
             with contextlib.suppress(FileNotFoundError), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
                 seen = os.fstat(fd)
@@ -187,7 +187,10 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
     Raises:
         FailedUndone: it does not answer, or not as it should.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    except OSError as error:  # no descriptor is left
+        raise FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})") from error
     connection.settimeout(ANSWER_SECONDS)
     identity: Identity | None = None
     try:
@@ -288,7 +291,10 @@ def residents(kind: str) -> list[Found]:
 
 def _residents_of(kind: str, uid: int) -> list[Found]:
     found = []
-    for name in ("", *_holders(kind, uid)):
+    names = [""]
+    with contextlib.suppress(LimosaError, OSError):
+        names += _holders(kind, uid)
+    for name in names:
         with contextlib.suppress(LimosaError, OSError):
             if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
                 found.append(one)
@@ -303,7 +309,12 @@ def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
     """
     found: list[Found] = []
     silent: LimosaError | None = None
-    for name in (socket_name(kind), *_holders(kind, uid)):
+    names = [socket_name(kind)]
+    try:
+        names += _holders(kind, uid)
+    except (LimosaError, OSError) as error:
+        silent = FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})")
+    for name in names:
         try:
             if (one := look_for(kind, uid, name, replaces=False)) is not None:
                 found.append(one)
@@ -322,7 +333,7 @@ def _holders(kind: str, uid: int) -> list[str]:
     if kind != "mover":
         return []
     own, found = socket_name(kind), set()
-    with folders(kind, uid) as there:
+    with folders(kind, uid, whole=True) as there:
         for folder in there:
             with os.scandir(folder.fd) as entries:
                 names = (entry.name for entry in itertools.islice(entries, _MOST_NAMES))

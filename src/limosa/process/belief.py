@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
-from limosa.errors import FailedUndone, LimosaError
+from limosa.errors import LimosaError
 from limosa.process import runtime
 from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
@@ -64,18 +64,21 @@ class Note(NamedTuple):
         return self.name.rpartition(".")[0]
 
 
-def read(kind: str, uid: int | None = None) -> list[Note]:
+def read(kind: str, uid: int | None = None, *, whole: bool = False) -> list[Note]:
     """Everybody's files of one kind (or one user's), the caller's first; by name for each.
 
+    What cannot be read is passed over.
+
     Raises:
-        FailedUndone: nobody can say what is there: this process can open no file more, say.
+        FailedUndone: with ``whole``: nobody can say what the caller or root has there.
     """
     found: list[Note] = []
-    with folders(kind, uid) as everybodys:
+    with folders(kind, uid, whole=whole) as everybodys:
         for folder in everybodys:
             one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, _MOST_OF_ALL)
-            for name in _names(folder):
-                data = _bytes(folder, name, min(left, one))
+            sure = whole and _trusted(folder)
+            for name in _names(folder, sure):
+                data = _bytes(folder, name, min(left, one), sure)
                 if data is not None:
                     left -= len(data)
                     found.append(Note(folder.uid, name, data))
@@ -91,13 +94,18 @@ def read_called(kind: str, name: str) -> list[Note]:
     return [Note(owner, name, data) for owner, data in read_ if data is not None]
 
 
-def named(kind: str, uid: int | None = None) -> set[tuple[int, str]]:
-    """Owners and names of files of one kind that are there and not empty, whether or not the caller may read them."""
+def named(kind: str, uid: int | None = None, *, whole: bool = True) -> set[tuple[int, str]]:
+    """Owners and names of files of one kind that are there and not empty, whether or not the caller may read them.
+
+    Raises:
+        FailedUndone: with ``whole``: nobody can say what the caller, root or the user who is asked for has there.
+    """
     found: set[tuple[int, str]] = set()
-    with folders(kind, uid) as everybodys:
+    with folders(kind, uid, whole=whole) as everybodys:
         for folder in everybodys:
-            for name in _names(folder):
-                with if_there(folder.path, folder.uid), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
+            sure = whole and (uid is not None or _trusted(folder))
+            for name in _names(folder, sure):
+                with if_there(folder.path, folder.uid, sure), closing(open_in(folder.fd, name, os.O_PATH)) as fd:
                     if _is_file_of(os.fstat(fd), folder.uid) and os.fstat(fd).st_size:
                         found.add((folder.uid, name))
     return found
@@ -114,7 +122,7 @@ def remove(kind: str, name: str, uid: int | None = None) -> None:
     if uid in (None, os.geteuid()):
         with contextlib.suppress(OSError, LimosaError):
             runtime.remove_or_empty(own_folder(kind) / name)
-    with contextlib.suppress(FailedUndone), folders(kind, uid) as everybodys:
+    with folders(kind, uid) as everybodys:
         for folder in everybodys:
             try:
                 os.unlink(name, dir_fd=folder.fd)
@@ -138,10 +146,10 @@ def _trusted(folder: Folder) -> bool:
     return folder.uid in (0, os.geteuid())
 
 
-def _names(folder: Folder) -> list[str]:
+def _names(folder: Folder, sure: bool = False) -> list[str]:
     """Names of the one form in a folder, sorted; not all where another user has too many."""
     found: list[str] = []
-    with if_there(folder.path, folder.uid), os.scandir(folder.fd) as entries:
+    with if_there(folder.path, folder.uid, sure), os.scandir(folder.fd) as entries:
         for n, entry in enumerate(entries):
             if not _trusted(folder) and (n >= _MOST_NAMES or len(found) >= MOST_FILES):
                 break
@@ -150,9 +158,9 @@ def _names(folder: Folder) -> list[str]:
     return sorted(found)
 
 
-def _bytes(folder: Folder, name: str, most: int) -> bytes | None:
+def _bytes(folder: Folder, name: str, most: int, sure: bool = False) -> bytes | None:
     """A file's content; None where it is something else than a file of the folder's owner, or has more than that."""
-    with if_there(folder.path, folder.uid), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
+    with if_there(folder.path, folder.uid, sure), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
         if not _is_file_of(os.fstat(fd), folder.uid):
             return None
         data = b""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
+from limosa.process.limits import many_descriptors
 from limosa.process.openat import closing, nothing_there, only_by, open_folder_in
 
 RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
@@ -204,7 +205,7 @@ def _users(place: Path, uid: int) -> Path:
                     hint=f"{_SETTING} names another folder",
                 )
             for names in ({f"limosa-{uid}"}, _listed(users, uid)[0]):
-                for name, fd in _believed(users, names):
+                for name, fd in _believed(users, names, place, uid, whole=False):
                     os.close(fd)
                     return place / name
     except OSError as error:
@@ -268,81 +269,71 @@ def _owned(path: Path, uid: int, *, taken: bool = False) -> Path:
 
 
 @contextlib.contextmanager
-def folders(kind: str, uid: int | None = None) -> Iterator[list[Folder]]:
+def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterator[list[Folder]]:
     """Open every user's folder for one kind of thing that is safe to read: the caller's first, then root's.
 
     Args:
         kind: ``jobs``, ``claims``, ``vault`` …
         uid: only this user's (he may have several where somebody took his name).
+        whole: whether that something is not there will be believed, and a job's last copy given up, say.
 
     Raises:
-        FailedUndone: nobody can say what is there: this process can open no file more, say. "Nothing" would be
-            believed, and a job's last copy given up.
+        FailedUndone: with ``whole``: nobody can say what is there, this process can open no file more, say. Of other
+            users' folders only where one is asked for: all of them together are as many as they like to make.
     """
     caller, found = os.geteuid(), []
-    try:
-        for place in _places(uid):
-            with closing(place.fd), if_there(place.path, place.uid):
-                found.append(Folder(place.uid, place.path / kind, open_folder_in(place.fd, kind, place.uid)))
-        yield sorted(found, key=lambda f: (f.uid != caller, f.uid, f.path))
-    finally:
-        for folder in found:
-            os.close(folder.fd)
-
-
-def open_folder_of(uid: int, kind: str) -> Folder | None:
-    """A user's folder for one kind of thing, open; None where he has none that only he can write to.
-
-    The descriptor is the caller's to close.
-    """
-    with folders(kind, uid) as found:
-        return found[0]._replace(fd=os.dup(found[0].fd)) if found else None
-
-
-def uids() -> set[int]:
-    """The users that have a folder."""
-    found = set()
-    for place in _places(None):
-        os.close(place.fd)
-        found.add(place.uid)
-    return found
+    with many_descriptors():
+        try:
+            for place in _places(uid, whole):
+                with closing(place.fd), if_there(place.path, place.uid, _sure(place.uid, uid, whole)):
+                    found.append(Folder(place.uid, place.path / kind, open_folder_in(place.fd, kind, place.uid)))
+            yield sorted(found, key=lambda f: (f.uid != caller, f.uid, f.path))
+        finally:
+            for folder in found:
+                os.close(folder.fd)
 
 
 @contextlib.contextmanager
-def if_there(path: Path, uid: int) -> Iterator[None]:
+def if_there(path: Path, uid: int, whole: bool) -> Iterator[None]:
     """Passes over what is not there, may not be read, or is something else than what counts.
 
     Args:
         path: where one looks, to be told.
         uid: the user who alone may write there.
+        whole: whether it has to be known that it is not there.
 
     Raises:
-        FailedUndone: nobody can say whether it is there.
+        FailedUndone: with ``whole``: nobody can say whether it is there.
     """
     try:
         yield
     except OSError as error:
-        if not nothing_there(error, uid in (0, os.geteuid())):
+        if whole and not nothing_there(error, uid in (0, os.geteuid())):
             text = f"{path}, where Limosa notes what it is doing, cannot be read: {error.strerror}"
             raise FailedUndone(text) from error
 
 
-def _places(uid: int | None) -> Iterator[Folder]:
+def _sure(uid: int, asked: int | None, whole: bool) -> bool:
+    """Whether it has to be known what this user has: all of everybody's could be made too many to open."""
+    return whole and (asked is not None or uid in (0, os.geteuid()))
+
+
+def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     """Users' folders, open; whoever takes one closes it."""
     if uid in (None, 0):
-        with if_there(base(), 0), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
+        with if_there(base(), 0, whole), closing(os.open(base(), _DIRECTORY | os.O_NOFOLLOW)) as fd:
             if _safe(os.fstat(fd), 0):
                 yield Folder(0, roots_place(), open_folder_in(fd, "0", 0))
     if uid == 0:
         return
     place = users_place()
-    with if_there(place, 0), closing(os.open(place, _DIRECTORY)) as users:
+    with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
         names, whole = _listed(users, uid)
         if not whole:
             names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
-        for name, fd in _believed(users, names):
+        for name, fd in _believed(users, names, place, uid, whole):
             yield Folder(owner_of(name), place / name, fd)
 
 
@@ -360,17 +351,21 @@ def _listed(users: int, uid: int | None) -> tuple[set[str], bool]:
     return names, True
 
 
-def _believed(users: int, names: set[str]) -> Iterator[tuple[str, int]]:
-    """Open those that are folders of the user whom they name, and are written by nobody else; some of each user's."""
-    for owner, group in itertools.groupby(sorted(names), owner_of):
+def _believed(users: int, names: set[str], place: Path, asked: int | None, whole: bool) -> Iterator[tuple[str, int]]:
+    """Open those that are folders of the user whom they name, and are written by nobody else; some of each user's.
+
+    The caller's own come first: there may be more of others' than can be opened.
+    """
+    caller = os.geteuid()
+    ordered = sorted(names, key=lambda name: (owner_of(name) != caller, owner_of(name), name))
+    for owner, group in itertools.groupby(ordered, owner_of):
         mine = 0
         for name in group:
-            try:
+            fd = -1
+            with if_there(place / name, owner, _sure(owner, asked, whole)):
                 fd = open_folder_in(users, name, owner)
-            except OSError as error:
-                if nothing_there(error, owner == os.geteuid()):
-                    continue
-                raise
+            if fd < 0:
+                continue
             yield name, fd
             if (mine := mine + 1) == _MOST_OF_ONE:
                 break

@@ -93,10 +93,11 @@ def remove_or_empty(path: Path) -> None:
 
 def remove_emptied(folder: Path, pattern: str) -> None:
     """Removes the files of that pattern that could only be emptied when they should have been removed."""
-    for path in folder.glob(pattern):
-        with contextlib.suppress(OSError):
-            if os.lstat(path).st_size == 0:
-                os.unlink(path)
+    with contextlib.suppress(OSError):
+        for path in folder.glob(pattern):
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_size == 0:
+                    os.unlink(path)
 
 
 def remove_half_written() -> None:

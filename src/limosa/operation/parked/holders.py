@@ -167,20 +167,25 @@ def _owners(members: Sequence[Member]) -> set[int]:
 
 
 def _tell_all_of(kind: type[_R], uid: int, tell: Callable[[_R], None]) -> None:
-    """Tells each resident of a user something.
+    """Tells each resident of a user something; another user's for as long as they answer at once.
 
     Raises:
-        FailedUndone: one of the caller's own could not be told. Another user's that does not listen holds on to what
-            is that user's alone.
+        FailedUndone: one of the caller's own could not be told. What another user's holds on to is that user's alone.
     """
-    residents, silent = kind.all_of(uid)
-    for one in residents:
-        try:
-            with one:
-                tell(one)
-        except LimosaError as error:
-            silent = silent or error
-    if silent is not None and uid == os.geteuid():
+
+    def told() -> LimosaError | None:
+        residents, silent = kind.all_of(uid)
+        for one in residents:
+            try:
+                with one:
+                    tell(one)
+            except LimosaError as error:
+                silent = silent or error
+        return silent
+
+    if uid != os.geteuid():
+        within(SECONDS, [told])
+    elif (silent := told()) is not None:
         raise FailedUndone(f"what is held for it is held on: {silent}") from silent
 
 

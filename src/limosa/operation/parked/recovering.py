@@ -42,7 +42,6 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     if dead.began("open") or ran:
         each([(m, partial(_go_on, dead, m)) for m in members])
         _refuse_lost(dead, members)
-        holders.forget_arenas([m for m in members if _runs(m)])
         holders.forget(dead.header.id, but=holders.ARENA)
         return True
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
@@ -57,11 +56,25 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     mine = [m for m in members if m.was == "running" and not m.away]
     each([(m, partial(_give_back, dead, m, stays=left is not None)) for m in mine])
     _refuse_lost(dead, mine)
-    holders.forget_arenas([m for m in mine if _runs(m)])
     holders.forget(dead.header.id, but=holders.ARENA)
     if left is not None:
         raise left
     return False
+
+
+def let_go(operation: str, members: Sequence[Member]) -> None:
+    """Has everybody let go of what they hold for an operation that is over, and of the arenas of those that run.
+
+    Args:
+        operation: its id.
+        members: the processes that it worked on.
+
+    Raises:
+        FailedUndone: one of the caller's own who may hold something of these could not be told.
+    """
+    living = [m for m in members if m.identity.alive()]
+    holders.forget(operation, of=living)
+    holders.forget_arenas([m for m in living if under_shim(m.pid) and _runs(m)])
 
 
 def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
