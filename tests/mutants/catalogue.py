@@ -151,7 +151,7 @@ UNDO = (
         "        if self.opened:\n            raise gate_was_opened(self._work.operation)\n        leave(parts)",
         "        leave(parts)",
         "the memory of a job that may run already is taken away again",
-        PARKED,
+        ("tests/operation/test_half_opened.py",),
     ),
     Mutant(
         "copy-still-reads",
@@ -159,7 +159,7 @@ UNDO = (
         "        self._copying.settle()  # it reads what is about to be given back\n",
         "",
         "the mover reads memory that the job has again",
-        PARKED,
+        ("tests/operation/test_half_opened.py",),
     ),
 )
 
@@ -416,6 +416,22 @@ BELIEVED = (
         CLAIMS,
     ),
     Mutant(
+        "what-cannot-be-read-is-not-there",
+        "src/limosa/process/places.py",
+        "        if whole and not nothing_there(error, uid in (0, os.geteuid())):\n",
+        "        if False:\n",
+        "with no descriptor left a job's memory is called lost, or held on for ever",
+        ("tests/process/test_places.py",),
+    ),
+    Mutant(
+        "asked-once",
+        "src/limosa/operation/prepare.py",
+        "        if sure:\n            raise\n",
+        "        raise\n",
+        "one wrong answer of the driver, and a job's host memory alone is written and it is ended",
+        ("tests/operation/test_driver_verbs.py",),
+    ),
+    Mutant(
         "speaks-for-anybody",
         "src/limosa/process/belief.py",
         "        return owner == 0 or self.owner_of(identity) == owner\n",
@@ -445,8 +461,8 @@ ONE_AT_A_TIME = (
     Mutant(
         "not-looked-at-again",
         _OPERATION + "claims.py",
-        "                now = everybodys()\n                _refuse(claim, now)\n",
-        "                now = everybodys()\n",
+        "                now = everybodys(whole=True)\n                _refuse(claim, now)\n",
+        "                now = everybodys(whole=True)\n",
         "a user's operation and root's have the same job",
         CLAIMS,
     ),
@@ -667,7 +683,7 @@ HELD = (
         "        if clients or vault.held:\n",
         "        if clients:\n",
         "the vault ends while it holds a job's memory",
-        (*RESIDENTS, "tests/e2e_soft/test_soft_aside.py"),
+        ("tests/e2e_soft/test_soft_aside.py::test_the_vault_ends_by_sigterm_once_it_holds_nothing",),
     ),
     Mutant(
         "vault-ends-between-two-looks",

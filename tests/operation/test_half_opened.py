@@ -13,6 +13,8 @@ from limosa.operation import recover_images
 from limosa.operation.journal import Header, Journal, Member
 from limosa.operation.parked import holders, recovering
 from limosa.operation.parked.aside import Layout
+from limosa.operation.parked.gates import Gates
+from limosa.operation.parked.moving import Moving
 from limosa.operation.parked.stranded import has_arena
 from limosa.operation.work import myself
 from limosa.parking.protocol import Stand
@@ -113,3 +115,43 @@ def test_what_is_held_is_not_forgotten_while_somebody_has_not_got_it_back(monkey
     assert recovering.bring_home(dead, lambda: None) is False
     assert forgotten == [dead.header.id]
     dead.finish()
+
+
+def test_what_was_mapped_stays_once_a_gate_may_be_open() -> None:
+    """The job may run on it."""
+
+    class Library:
+        unmapped = 0
+
+        def hello(self) -> Any:
+            return type("Hello", (), {"stand": Stand.CLOSED})
+
+        def unmap(self) -> None:
+            self.unmapped += 1
+
+        def open_gate(self) -> None:
+            raise FailedUndone("no answer")
+
+    work: Any = type("Work", (), {"operation": "move", "try_note": lambda *_: None})()
+    library: Any = Library()
+    parts = [(Member(identity=myself()), library)]
+    gates = Gates(work)
+    gates.leave(parts)
+    assert library.unmapped == 1
+    with pytest.raises(UndoFailed, match="a gate does not open|no answer"):
+        gates.open(parts)
+    with pytest.raises(UndoFailed):
+        gates.leave(parts)
+    assert library.unmapped == 1
+
+
+def test_no_memory_goes_home_while_it_is_still_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy reads what the job would write again."""
+    did: list[str] = []
+    moving: Any = Moving.__new__(Moving)
+    moving._parts = [type("Part", (), {"member": Member(identity=myself())})]
+    moving._copying = type("Copying", (), {"settle": lambda _: did.append("settled")})()
+    monkeypatch.setattr(Moving, "_home", lambda *_: did.append("home"))
+    monkeypatch.setattr(Moving, "let_go", lambda _: did.append("let go"))
+    moving.home()
+    assert did == ["settled", "home", "let go"]
