@@ -138,7 +138,7 @@ def test_what_was_mapped_stays_once_a_gate_may_be_open() -> None:
     gates = Gates(work)
     gates.leave(parts)
     assert library.unmapped == 1
-    with pytest.raises(UndoFailed, match="a gate does not open|no answer"):
+    with pytest.raises(UndoFailed, match="no answer"):
         gates.open(parts)
     with pytest.raises(UndoFailed):
         gates.leave(parts)
