@@ -90,8 +90,12 @@ def names_of(path: str | os.PathLike[str]) -> set[str]:
     return names
 
 
-def everybodys(*, whole: bool = False) -> list[Claim]:
+def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Claim]:
     """Every claim that counts, as far as its owner may make it.
+
+    Args:
+        whole: whether that there is no claim will be believed.
+        of: processes whose users' claims have to be known then as well.
 
     Raises:
         FailedUndone: with ``whole``: nobody can say what is claimed.
@@ -99,7 +103,10 @@ def everybodys(*, whole: bool = False) -> list[Claim]:
     caller, processes = os.geteuid(), Processes()
     journals: set[tuple[int, str]] | None = None
     found = []
-    for note in belief.read(_KIND, whole=whole):
+    notes = dict.fromkeys(belief.read(_KIND, whole=whole))
+    for uid in {processes.owner_of(one) for one in of} - {-1, 0, caller}:
+        notes |= dict.fromkeys(belief.read(_KIND, uid, whole=whole))
+    for note in notes:
         claim = belief.decoded(note.data, Claim)
         if claim is None or f"{claim.id}.json" != note.name:
             continue
@@ -126,7 +133,7 @@ def on(tree: Iterable[Identity]) -> Claim | None:
         FailedUndone: nobody can say what is claimed.
     """
     pids = set(tree)
-    return next((claim for claim in everybodys(whole=True) if not pids.isdisjoint(claim.pids)), None)
+    return next((claim for claim in everybodys(whole=True, of=pids) if not pids.isdisjoint(claim.pids)), None)
 
 
 def being_worked_on() -> set[int]:
@@ -180,11 +187,11 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
         tries = 0
         while True:
             tries, begun = tries + 1, time.monotonic()
-            before = now = everybodys(whole=True)
+            before = now = everybodys(whole=True, of=claim.pids)
             _refuse(claim, before)
             claim.save()
             try:
-                now = everybodys(whole=True)
+                now = everybodys(whole=True, of=claim.pids)
                 _refuse(claim, now)
                 check()
                 return claim
@@ -219,16 +226,20 @@ def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
         other.release()
 
 
-def reserved(uuid: str, but: str = "", most: int = 1 << 50) -> int:
+def reserved(uuid: str, but: str = "", most: int = 1 << 50, *, whole: bool = True) -> int:
     """Bytes of that GPU that others speak for: operations under way, and those that are still to be recovered.
 
     Args:
         uuid: the GPU.
         but: the id of the operation whose claim does not count.
         most: its size: nobody speaks for more.
+        whole: False for a way back, which is gone whatever cannot be read.
+
+    Raises:
+        FailedUndone: with ``whole``: nobody can say what is claimed.
     """
     by_owner: dict[int, int] = {}
-    for claim in everybodys():
+    for claim in everybodys(whole=whole):
         if claim.id != but and (claim.alive or claim.left):
             by_owner[claim.owner] = by_owner.get(claim.owner, 0) + claim.gpus.get(uuid, 0)
     return sum(min(size, most) for size in by_owner.values())

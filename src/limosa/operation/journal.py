@@ -330,6 +330,7 @@ def dead(only: str | None = None) -> Iterator[Journal]:
         FailedUndone: after all others: one of them cannot be read, or nobody can say which there are.
     """
     folder, unread = own_folder(KIND), None
+    names: list[str] = []
     remove_emptied(folder, "*.jsonl")  # finished, and could not be removed then (none begins empty)
     with if_there(folder, os.geteuid(), True), os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl"))

@@ -39,6 +39,7 @@ from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.memory import grow_host_memory
 from limosa.process.observe import JobObservation, observe
 from limosa.process.procfs import read_maps
+from limosa.process.slurp import slurp
 from limosa.process.tree import job_tree
 
 
@@ -342,8 +343,9 @@ def find_members(
         members.append(Member(identity=identity, was=state, root=root.pid))
     holders = {m.pid for m in members}
     for identity in denied:  # parents come before their children
-        if contexts[identity.pid] in holders or _has_a_context(contexts[identity.pid], tree):
-            holders.add(identity.pid)  # a child that was forked inherits the mapping, and holds nothing
+        parent = contexts[identity.pid]
+        if (parent in holders or _has_a_context(parent, tree)) and _is_forked(identity.pid, parent):
+            holders.add(identity.pid)  # it inherits the mapping, and holds nothing
         else:
             reasons.append(
                 Reason(
@@ -357,6 +359,14 @@ def find_members(
                 )
             )
     return members, reasons
+
+
+def _is_forked(pid: int, parent: int) -> bool:
+    """Whether a process runs what its parent does: a program that was started anew has other addresses in its auxv."""
+    try:
+        return slurp(f"/proc/{pid}/auxv") == slurp(f"/proc/{parent}/auxv")
+    except OSError:
+        return True  # nobody can tell
 
 
 def _has_a_context(pid: int, tree: Sequence[Identity]) -> bool:
@@ -386,7 +396,7 @@ def fill_in(prepared: Prepared, where: Where) -> None:
     """
     inventory = prepared.inventory
     assert inventory is not None
-    record = records.SuspendRecord.of(prepared.root)
+    record = records.SuspendRecord.of(prepared.root, whole=True)
     sees = sees_of(prepared.root)
     nodes = minors(inventory) if sees else {}
     for member in prepared.members:

@@ -66,7 +66,7 @@ def recover(
     try:
         _everything(found, folders, dry_run, progress, only)
     except (FailedUndone, OSError) as error:  # nobody can say what else there is: no file can be opened any more, say
-        found.append(Recovered(kind="record", error=f"{error}; run it again", exit_code=40))
+        found.append(_unread(error))
     for one in found:
         if one.image and not os.path.lexists(one.image):  # never begun, or removed just now: ``did`` says so
             one.image = ""
@@ -107,6 +107,10 @@ def _everything(
         found += _unfinished_in(Path(folder), dry_run, list(found))
 
 
+def _unread(error: Exception) -> Recovered:
+    return Recovered(kind="record", error=f"{error}; run it again", exit_code=40)
+
+
 def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> list[Recovered]:
     """Removes the unfinished folders there that nobody works on; those of another machine are left alone."""
     found = []
@@ -139,22 +143,21 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
 def _round(
     found: list[Recovered], dry_run: bool, progress: ProgressFn, only: str | None, known: Collection[str] = ()
 ) -> None:
-    """Works through every journal that nobody has taken, but for those that were looked at before.
-
-    Raises:
-        FailedUndone: not all of them can be read; the others have been worked through.
-    """
-    for dead in journal.dead(only):
-        try:
-            if dead.header.id in known:
-                continue
-            if dry_run:
-                text = next((s.text for s in journal.under_way() if s.id == dead.header.id), "")
-                found.append(entry_of(dead, did=f"would finish or undo: {text}"))
-            else:
-                found.append(_one(dead, progress))
-        finally:
-            dead.close()
+    """Works through every journal that nobody has taken, but for those that were looked at before."""
+    try:
+        for dead in journal.dead(only):
+            try:
+                if dead.header.id in known:
+                    continue
+                if dry_run:
+                    text = next((s.text for s in journal.under_way() if s.id == dead.header.id), "")
+                    found.append(entry_of(dead, did=f"would finish or undo: {text}"))
+                else:
+                    found.append(_one(dead, progress))
+            finally:
+                dead.close()
+    except (FailedUndone, OSError) as error:  # a journal that cannot be read keeps nothing else from being done
+        found.append(_unread(error))
     if only is None:
         found += recover_users([s for s in journal.dead_of_others() if s.id not in known], dry_run=dry_run)
 
@@ -191,11 +194,21 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         driver.close()
     try:
         let_go(dead.header.id, dead.header.members)
-    except FailedUndone as error:  # the job is well; the next recover finds what is held for an operation that is over
-        result.error, result.exit_code = f"{error}; run it again", result.exit_code or 40
-    dead.finish()
+    except (
+        LimosaError,
+        OSError,
+    ) as error:  # what it did is done; what is held goes later
+        result.error, result.exit_code = _and(result.error, f"{error}; run it again"), result.exit_code or 40
+    try:
+        dead.finish()
+    except OSError as error:
+        result.error, result.exit_code = _and(result.error, f"its journal stays: {error}"), result.exit_code or 40
     claims.released(dead.header.id)
     return result
+
+
+def _and(before: str, more: str) -> str:
+    return f"{before}; {more}" if before else more
 
 
 def _failed(dead: Journal, error: Exception) -> Recovered:
@@ -228,7 +241,7 @@ def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Rec
     if not alive:
         return entry_of(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
-    record = SuspendRecord.of(header.roots[0]) if header.roots and header.operation == "suspend" else None
+    record = SuspendRecord.of(header.roots[0], whole=True) if header.roots and header.operation == "suspend" else None
     if record is not None and record.since >= header.since and _is_suspended(header.id, record, alive, states):
         state = "checkpointed" if record.release == "all" else "parked"
         return entry_of(dead, did="it was suspended: finished", state=state)

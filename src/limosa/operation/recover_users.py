@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from limosa import start
-from limosa.errors import LimosaError
+from limosa.errors import FailedUndone, LimosaError
 from limosa.operation import journal
 from limosa.operation.jobs import user_name
 from limosa.operation.journal import Summary
@@ -49,7 +49,10 @@ def recover_users(left: Sequence[Summary], *, dry_run: bool = False) -> list[Rec
         time.sleep(0.02)
     found = []
     for uid, mine in by_user.items():
-        there = {name for _, name in belief.named(journal.KIND, uid)}
+        try:
+            there = {name for _, name in belief.named(journal.KIND, uid)}
+        except FailedUndone:  # nobody can say: then it is as it was
+            there = {f"{summary.id}.jsonl" for summary in mine}
         for summary in mine[:_MOST_TOLD]:
             found.append(_what_came_of(summary, started.get(uid), left=f"{summary.id}.jsonl" in there))
     return found

@@ -35,7 +35,7 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     if len(os.fspath(path)) > _LONGEST:
         raise UsageError(detail=f"a path of {len(os.fspath(path))} characters is none")
     names = claims.names_of(path)
-    for claim in claims.everybodys():
+    for claim in claims.everybodys(whole=True):
         if claim.alive and (found := claims.in_the_way(claim, names)):
             raise Busy(f"{found} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
     tables: set[str] = set()
@@ -78,7 +78,7 @@ def _is_own(log_fd: int) -> bool:
 
 def _in_use() -> set[str]:
     """The tables of CRIU before 4.2, which are named by a pid, of jobs that are worked on now."""
-    worked_on = [one.pid for claim in claims.everybodys() for one in claim.pids]
+    worked_on = [one.pid for claim in claims.everybodys(whole=True) for one in claim.pids]
     return {f"{family}CRIU-{pid}" for pid in worked_on for family in ("", "inet ")}
 
 

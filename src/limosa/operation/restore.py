@@ -490,7 +490,8 @@ def _unmap(members: Sequence[Member]) -> None:
         with contextlib.suppress(LimosaError), Shim(member.identity) as shim:  # then the driver says what is the matter
             leave([(member, shim)])
 
-    together([partial(one, member) for member in members if under_shim(member.pid)])
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the driver says what is the matter
+        together([partial(one, member) for member in members if under_shim(member.pid)])
 
 
 def _stopped(pid: int) -> bool:

@@ -67,7 +67,7 @@ def shortage(
             told += [f"GPU {uuid} does not answer any more"] if held else []
             continue
         there = by_uuid[uuid]
-        spoken_for = claims.reserved(uuid, but=operation_id, most=there.memory_total)
+        spoken_for = claims.reserved(uuid, but=operation_id, most=there.memory_total, whole=not home)
         available = there.memory_free + (vacated or {}).get(uuid, 0) - spoken_for
         spare = _spare(inventory, there, members, spoken_for, home=home)
         if held + spare > available:

@@ -70,13 +70,13 @@ def read(kind: str, uid: int | None = None, *, whole: bool = False) -> list[Note
     What cannot be read is passed over.
 
     Raises:
-        FailedUndone: with ``whole``: nobody can say what the caller or root has there.
+        FailedUndone: with ``whole``: nobody can say what the caller, root or the user who is asked for has there.
     """
     found: list[Note] = []
     with folders(kind, uid, whole=whole) as everybodys:
         for folder in everybodys:
             one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, _MOST_OF_ALL)
-            sure = whole and _trusted(folder)
+            sure = whole and (uid is not None or _trusted(folder))
             for name in _names(folder, sure):
                 data = _bytes(folder, name, min(left, one), sure)
                 if data is not None:
@@ -85,12 +85,19 @@ def read(kind: str, uid: int | None = None, *, whole: bool = False) -> list[Note
     return found
 
 
-def read_called(kind: str, name: str) -> list[Note]:
-    """Everybody's file of that kind and name."""
+def read_called(kind: str, name: str, *, whole: bool = False) -> list[Note]:
+    """Everybody's file of that kind and name.
+
+    Raises:
+        FailedUndone: with ``whole``: nobody can say whether the caller or root has it.
+    """
     if not _NAME.fullmatch(name):
         return []
-    with folders(kind) as everybodys:
-        read_ = [(f.uid, _bytes(f, name, _OWN_BYTES if _trusted(f) else MOST_BYTES)) for f in everybodys]
+    with folders(kind, whole=whole) as everybodys:
+        read_ = [
+            (f.uid, _bytes(f, name, _OWN_BYTES if _trusted(f) else MOST_BYTES, whole and _trusted(f)))
+            for f in everybodys
+        ]
     return [Note(owner, name, data) for owner, data in read_ if data is not None]
 
 

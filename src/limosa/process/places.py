@@ -330,8 +330,8 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
-        names, whole = _listed(users, uid)
-        if not whole:
+        names, complete = _listed(users, uid)
+        if not complete:
             names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
         for name, fd in _believed(users, names, place, uid, whole):
             yield Folder(owner_of(name), place / name, fd)

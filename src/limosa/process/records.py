@@ -114,12 +114,16 @@ class Record(msgspec.Struct, kw_only=True):
         """Removes what belonged to the job, when its record is removed as stale and these count."""
 
     @classmethod
-    def of(cls: type[R], root: Identity) -> R | None:
-        """The newest record of this kind about ``root`` that counts, or None."""
+    def of(cls: type[R], root: Identity, *, whole: bool = False) -> R | None:
+        """The newest record of this kind about ``root`` that counts, or None.
+
+        Raises:
+            FailedUndone: with ``whole``: nobody can say whether the caller or root has one.
+        """
         processes = Processes()
         found = [
             record
-            for note in belief.read_called(cls.kind, f"{root.pid}-{root.start_time}.json")
+            for note in belief.read_called(cls.kind, f"{root.pid}-{root.start_time}.json", whole=whole)
             if (record := cls._said(note)) is not None and record.believed(note.owner, processes)
         ]
         return max(found, key=lambda r: r.since, default=None)

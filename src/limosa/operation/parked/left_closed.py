@@ -66,4 +66,4 @@ def _is_in_reach(pid: int) -> bool:
 
 
 def _is_claimed(pid: int) -> bool:
-    return any(pid == one.pid for claim in claims.everybodys() for one in claim.pids)
+    return any(pid == one.pid for claim in claims.everybodys(whole=True) for one in claim.pids)

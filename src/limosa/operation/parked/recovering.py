@@ -73,8 +73,10 @@ def let_go(operation: str, members: Sequence[Member]) -> None:
         FailedUndone: one of the caller's own who may hold something of these could not be told.
     """
     living = [m for m in members if m.identity.alive()]
-    holders.forget(operation, of=living)
-    holders.forget_arenas([m for m in living if under_shim(m.pid) and _runs(m)])
+    try:
+        holders.forget(operation, of=living)
+    finally:
+        holders.forget_arenas([m for m in living if under_shim(m.pid) and _runs(m)])
 
 
 def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
