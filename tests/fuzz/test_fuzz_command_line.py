@@ -50,6 +50,7 @@ def inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(module, name, never)
     monkeypatch.setattr(launch, "_spawn", fails)
     monkeypatch.setattr(main, "verb", functools.cache(main.verb))
+    monkeypatch.setattr(main.gc, "freeze", lambda: None)  # as it leaves, which it does not here
     for name in ("posix_spawn", "execv", "execve", "execvpe", "kill", "killpg", "fork"):
         monkeypatch.setattr(os, name, never)
     monkeypatch.setattr(signal, "pidfd_send_signal", never)

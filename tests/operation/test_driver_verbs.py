@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -372,6 +373,24 @@ def test_several_jobs_have_a_result_each_and_the_first_failure_is_the_exit_code(
     assert outcomes[1].result is not None
     assert operation.worst_exit_code(outcomes) == 21
     assert (double.where(a), double.where(b)) == ([0], [1])
+
+
+def test_one_job_in_a_list_is_looked_at_once(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second look costs a second worker: as long again."""
+    looks = []
+    module = sys.modules["limosa.operation.move"]  # there is a function of that name
+    look = module.look_at
+    monkeypatch.setattr(module, "look_at", lambda *a, **o: looks.append(a) or look(*a, **o))
+    pid = gpu_like(on=0)
+    (done,) = operation.suspend([pid])
+    assert done.result is not None
+    double.others[double.uuids[0]] = double.memory
+    (refused,) = operation.resume([pid])
+    assert len(looks) == 2
+    assert refused.error is not None
+    assert (refused.pid, refused.error.exit_code, refused.error.job_state) == (pid, 14, "checkpointed")
 
 
 def test_several_jobs_are_planned_together_before_one_is_touched(gpu_like: GpuLike, double: DriverDouble) -> None:

@@ -176,6 +176,8 @@ def _each(verb: str, jobs: JobLike | Sequence[JobLike], where: Where, how: _How)
 
     if single:
         return [_one(verb, job(likes[0]), where, how) if not how.dry_run else _plans(verb, likes, where, how)[0]]
+    if len(likes) == 1 and not how.dry_run:  # it looks itself before it touches anything
+        return [_doing(verb, likes[0], where, how)]
     plans = _plans(verb, likes, where, how)
     if how.dry_run:
         return plans
@@ -190,10 +192,15 @@ def _planned(verb: str, like: JobLike, where: Where, how: _How, planned: Outcome
     assert planned.plan is not None
     if planned.plan.verdict != "ok":
         return Outcome(pid=planned.pid, error=Refused(planned.plan.reasons))
+    return _doing(verb, like, where, how)
+
+
+def _doing(verb: str, like: JobLike, where: Where, how: _How) -> Outcome:
+    """Does it to one of a list; its error is a part of the result."""
     try:
         return _one(verb, job(like), where, how)
     except LimosaError as error:
-        return Outcome(pid=planned.pid, error=error)
+        return Outcome(pid=_pid_of(like), error=error)
 
 
 def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
