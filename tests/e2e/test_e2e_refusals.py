@@ -24,7 +24,9 @@ import pytest
 from support import VICTIMS
 
 from limosa import operation
-from limosa.errors import PidReused
+from limosa.errors import FailedUndone, PidReused
+from limosa.gpu import Driver
+from limosa.gpu.worker_process import Launched
 from limosa.image import unfinished
 from limosa.operation.jobs import Job
 from limosa.process.identity import Identity
@@ -493,6 +495,28 @@ def test_24_a_criu_that_is_none(start, limosa, dump_refused, refused, tmp_path) 
     refused(24, "no-working-criu", "restore", tmp_path / "image", "--criu", "/bin/false")
     assert not victim.alive()
     limosa("restore", tmp_path / "image", rc=0)
+    victim.goes_on()
+    victim.finish()
+
+
+# --- a worker that cannot come up --------------------------------------------------------------------------------
+
+
+def ends_at_once() -> Launched:
+    """A worker that says nothing."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["true"])
+    return Launched(ours, process, os.memfd_create("words"))
+
+
+def test_no_job_is_ended_while_nobody_could_finish_for_us(start, runtime, tmp_path, monkeypatch) -> None:
+    victim = start("counter")
+    monkeypatch.setitem(Driver.__init__.__kwdefaults__, "start", ends_at_once)
+    with pytest.raises(FailedUndone, match="set_will"):
+        operation.checkpoint(victim.pid, tmp_path / "image")
+    untouched(runtime, tmp_path)
+    assert not (tmp_path / "image").exists()
     victim.goes_on()
     victim.finish()
 

@@ -32,6 +32,7 @@ BELIEF = (
     "tests/process/test_places.py",
     "tests/run/test_records.py",
 )
+HARD_LINK = "test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_not_emptied"
 CLAIMS = ("tests/operation/test_claims.py", "tests/operation/test_driver_verbs.py", "tests/operation/test_lost_jobs.py")
 PARKED = ("tests/e2e_soft/test_soft_parked.py", "tests/e2e_soft/test_soft_aside.py")
 
@@ -282,7 +283,7 @@ COMMIT = (
         "        self.work.armed()\n",
         "",
         "the job is ended while nobody would finish if limosa died",
-        ("tests/e2e/test_e2e_crash.py",),
+        ("tests/e2e/test_e2e_refusals.py::test_no_job_is_ended_while_nobody_could_finish_for_us",),
     ),
 )
 
@@ -365,7 +366,7 @@ BELIEVED = (
         "        if not is_sealed(fd):\n",
         "        if False:\n",
         "what is read is changed while it is read",
-        ("tests/e2e_soft/test_soft_foreign_memory.py",),
+        ("tests/operation/test_aside_layout.py",),
     ),
     Mutant(
         "another-process-in-the-shims-place",
@@ -373,7 +374,7 @@ BELIEVED = (
         "        if pid != self.identity.pid or uid not in {0, *users}:\n",
         "        if False:\n",
         "whoever has the name of a job's socket answers for it",
-        ("tests/fuzz/test_fuzz_shim.py", "tests/shim/test_shim_protocol.py", "tests/e2e_soft/test_soft_owners.py"),
+        ("tests/shim/test_shim_names.py::test_only_the_process_itself_is_taken_for_it",),
     ),
     Mutant(
         "cut-off-descriptors-are-all",
@@ -389,7 +390,7 @@ BELIEVED = (
         "    return stat.S_ISREG(found.st_mode) and found.st_uid == uid\n",
         "    return stat.S_ISREG(found.st_mode)\n",
         "a user's folder has a hard link to root's file in it, and what that says counts as his",
-        BELIEF,
+        ("tests/operation/test_strangers.py::" + HARD_LINK,),
     ),
     Mutant(
         "folder-of-anybody",
@@ -747,7 +748,7 @@ HELD = (
         "            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
         "            driver_steps.leave_suspended(members, release=prepared[0].release)\n            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
         "killed in between, the job counts as suspended and nobody has its memory",
-        (*PARKED,),
+        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back",),
     ),
 )
 

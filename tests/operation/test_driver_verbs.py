@@ -128,6 +128,22 @@ def test_what_a_toggle_would_do_is_known_or_it_is_refused(gpu_like: GpuLike, dou
     monkeypatch.undo()
 
 
+def test_a_toggle_is_not_chosen_by_one_wrong_answer(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That a suspended job holds no CUDA state made a suspend of it, which was done already."""
+    pid, ask, asked = gpu_like(on=0), double.state, iter(range(99))
+    operation.suspend(pid)
+
+    def denied_once(pid: int, timeout: float | None = 5.0) -> object:
+        if next(asked) == 0:
+            raise NoCudaState(call="cuCheckpointProcessGetState", pid=pid, result="X", code=3, meaning="none")
+        return ask(pid, timeout)
+
+    monkeypatch.setattr(double, "state", denied_once)
+    assert operation.toggle(pid)[0].result.state == "running"  # type: ignore[union-attr]
+
+
 def test_a_move_around_three_gpus_is_brought_back_to_the_first(gpu_like: GpuLike, double: DriverDouble) -> None:
     """The way back is not the way on: only of an exchange of two the map is its own inverse."""
     three = DriverDouble(gpus=3)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from limosa import gpu
 from limosa.errors import PauseTooLong, Reason
 from limosa.operation import estimate
+from limosa.operation.holding import TRIES
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.parked.gates import any_shut
@@ -45,8 +46,8 @@ def look_at(
     """
     common: dict[str, Any] = {"where": where, "force": force, "check_room": check_room, "freed": freed, "clock": clock}
     prepared = look(verb, which, driver=driver, release=release, **common)
-    if verb == "toggle" and not _unasked(prepared):  # which of the two it is must be known, not guessed
-        prepared = look(_toggled(prepared), which, driver=driver, **common)
+    if verb == "toggle":
+        prepared = _either(prepared, lambda chosen: look(chosen, which, driver=driver, **common))
     if verb == "move" and not prepared.busy and any_shut(prepared.members) and not _unasked(prepared):
         if prepared.states == {"checkpointed"} and check_room:
             prepared = look("resume", which, driver=driver, **common)
@@ -102,6 +103,18 @@ def pause_reason(estimated: float, limit: float) -> Reason:
     """``--max-pause`` refuses by estimate."""
     error = PauseTooLong(estimate=estimated, limit=limit)
     return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
+
+
+def _either(prepared: Prepared, again: Callable[[str], Prepared]) -> Prepared:
+    """Looks again for what a toggle is to be; once more where that was chosen by what is so no longer, or never was."""
+    for _ in range(TRIES):
+        if _unasked(prepared):  # which of the two it is must be known, not guessed
+            break
+        chosen = _toggled(prepared)
+        prepared = again(chosen)
+        if _toggled(prepared) == chosen:
+            break
+    return prepared
 
 
 def _toggled(prepared: Prepared) -> str:
