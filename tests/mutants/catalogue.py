@@ -747,8 +747,8 @@ HELD = (
         _OPERATION + "transfer.py",
         "            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
         "            driver_steps.leave_suspended(members, release=prepared[0].release)\n            parked.keep()\n        driver_steps.leave_suspended(members, release=prepared[0].release)\n",
-        "killed in between, the job counts as suspended and nobody has its memory",
-        ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back",),
+        "killed in between, the job is brought back and counts as suspended",
+        ("tests/campaign/test_parked_campaign.py::test_what_has_failed_once",),
     ),
 )
 
