@@ -21,7 +21,7 @@ import pytest
 from driver_double import GB, DriverDouble, failure
 
 from limosa import operation
-from limosa.errors import Busy, LimosaError, Refused
+from limosa.errors import Busy, FailedUndone, LimosaError, Refused
 from limosa.operation import claims, journal, orphan, recover_users
 from limosa.operation.journal import Header, Journal, Member
 from limosa.operation.remove_image import remove_image
@@ -219,6 +219,22 @@ def test_a_pipe_among_the_journals_stops_nothing(own_runtime: Path, double: Driv
     begun = time.monotonic()
     assert operation.recover() == []
     assert journal.under_way() == []
+    assert time.monotonic() - begun < 5
+
+
+def test_a_journal_that_cannot_be_read_is_not_waited_for(
+    own_runtime: Path, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no file can be opened any more: it was taken for one that somebody else works through."""
+    Journal.create(header("move")).close()
+
+    def unreadable(*_: object) -> Journal:
+        raise FailedUndone("Too many open files")
+
+    monkeypatch.setattr(Journal, "take", unreadable)
+    begun = time.monotonic()
+    (entry,) = operation.recover()
+    assert (entry.exit_code, "run it again" in entry.error) == (40, True)
     assert time.monotonic() - begun < 5
 
 
