@@ -24,8 +24,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from limosa.rights import settle
-
 FOLDER = "/"
 SYSTEM = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _PACKAGE = Path(__file__).resolve().parent
@@ -124,13 +122,14 @@ def run(
 def popen(
     argv: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: str = FOLDER, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a program, as ``subprocess.Popen`` does; see :func:`run`. With ``user=`` nothing of root's is left to it.
+    """Start a program, as ``subprocess.Popen`` does; see :func:`run`.
+
+    Not with ``user=``: before the program is there, that user could look into our copy, and stop it while we wait for
+    it. What is to be another user's becomes it by itself (:func:`limosa.rights.become`).
 
     Raises:
         OSError: it cannot be started.
     """
-    if options.get("user") is not None:
-        options.setdefault("preexec_fn", settle)
     return subprocess.Popen(_absolute(argv), env=environment() if env is None else env, cwd=cwd, **options)
 
 
@@ -217,9 +216,10 @@ def real_path(path: str | os.PathLike[str]) -> str | None:
             continue
         step = os.path.join(at, name)
         try:
-            link = os.readlink(step)
-            info = os.lstat(step)
-        except OSError:  # no link, or nothing there
+            info, link = _held(step)
+        except OSError:  # nothing there
+            link = None
+        if link is None:
             at = step
             continue
         if strange(info) or (links := links + 1) > _MOST_LINKS:
@@ -227,6 +227,20 @@ def real_path(path: str | os.PathLike[str]) -> str | None:
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = "/" if link.startswith("/") else at
     return at
+
+
+def _held(path: str | os.PathLike[str]) -> tuple[os.stat_result, str | None]:
+    """Whose something is and, of a link, where to: both of the very same, whatever its name is given to meanwhile.
+
+    Raises:
+        OSError: it is not there.
+    """
+    fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        return info, os.readlink("", dir_fd=fd) if stat.S_ISLNK(info.st_mode) else None
+    finally:
+        os.close(fd)
 
 
 def trusted(path: str | os.PathLike[str]) -> bool:
@@ -284,13 +298,13 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
             at = at.parent
             continue
         try:
-            link = os.readlink(at / name)
+            info, link = _held(at / name)
         except FileNotFoundError:
             return None
-        except OSError:  # it is no link
+        if link is None:
             at /= name
             continue
-        if strange(os.lstat(at / name)) or (links := links + 1) > _MOST_LINKS:
+        if strange(info) or (links := links + 1) > _MOST_LINKS:
             return str(at / name)
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = Path("/") if link.startswith("/") else at

@@ -37,6 +37,7 @@ FOUND = (
     "restore/parked/disk.fsync.6/ENOSPC",
     "recover-open/parked-blind/disk.open.1/ENOSPC-for-good",
     "recover-memory/parked-vmm/run/limosa-nofile.1",
+    "recover-there/parked/run/limosa-nofile.0",
     "suspend/parked-pair/point.after-save-of-SuspendRecord.0/kill-limosa",
 )
 """What failed when all of it was run, one of each cause (docs/reliability.md); the last is a mutant's."""

@@ -33,6 +33,11 @@ def test_a_move_tells_of_the_gpu_that_the_job_was_on_and_is_on_now():
     assert "(GPU 0 → GPU 1, GPU 1 → GPU 0)" in both
 
 
+def test_what_was_suspended_did_not_stand_still_for_its_way_back_alone():
+    said = _line(result(operation="resume", timings={"pause_seconds": 0.45}))
+    assert said == "process 7 is running (GPU 0 → GPU 1), 4.00 GiB, brought back in 450 ms"
+
+
 def test_the_other_way_is_told_only_when_asked_for_and_as_an_estimate():
     slower = result(way="parked", other=OtherWay(way="driver", pause_seconds=0.53), timings={"pause_seconds": 2.18})
     assert "driver" not in _line(slower)
@@ -86,6 +91,7 @@ def test_a_gpu_that_is_not_there_names_those_that_are(there, hint):
         ("plan mvoe 1", "did you mean limosa plan move?"),
         ("checkpoint 1 -o /data/x", "did you mean --output DIR?"),
         ("checkpoint 1 --otput /data/x", "did you mean --output?"),
+        ("stop --all", "limosa: there is no option --all\nlimosa: hint: limosa stop --help\n"),
         ("move 1 --too 3", "did you mean --to?"),
         ("move 1 --to", "limosa: Option '--to' requires an argument.\nlimosa: hint: limosa move --help\n"),
         ("-v ps", "limosa: there is no option -v before the verb\nlimosa: hint: limosa VERB -v; limosa --help\n"),

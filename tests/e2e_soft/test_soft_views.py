@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -161,3 +164,26 @@ def test_a_gpu_is_cleared_and_filled_again(soft: Callable[..., Any]) -> None:
     assert node.says(0, "", "toggle", tree.pid)["operation"] == "resume"
     tree.goes_on()
     tree.finish()
+
+
+def test_a_suspended_job_is_none_that_runs_where_its_driver_is_not(node: Any) -> None:
+    """From outside its node, or its container, nobody can ask: stopped from there it would lose its device memory."""
+
+    def outside(*words: object) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "limosa", *map(str, words)]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+    def seen() -> dict[str, Any]:
+        return next(j for j in json.loads(outside("ps", "-o", "json").stdout)["jobs"] if j["pid"] == job.pid)
+
+    job = start(node, "--mib", 24)
+    assert (seen()["state"], seen()["movable"]) == ("unknown", False)
+    node.limosa("suspend", job.pid)
+    found = seen()
+    assert (found["state"], found["reasons"][0]["id"]) == ("checkpointed", "cannot-be-asked")
+    assert found["suspended"]["by"]
+    stopped = outside("stop", job.pid)
+    assert (stopped.returncode, "is suspended" in stopped.stderr) == (13, True), stopped
+    node.limosa("resume", job.pid)
+    job.goes_on(2)
+    job.finish()

@@ -330,9 +330,9 @@ BELIEVED = (
     ),
     Mutant(
         "recovered-as-root",
-        _OPERATION + "recover_users.py",
-        ", user=uid, group=group, extra_groups=[],\n",
-        ",\n",
+        _OPERATION + "orphan.py",
+        "        become(int(argv[1]))\n",
+        "",
         "what a user's journal says is done with root's rights",
         ("tests/operation/test_hostile_runtime.py",),
     ),

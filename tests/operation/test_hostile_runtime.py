@@ -5,6 +5,7 @@ The folders are real and belong to uid 65534 (nobody); the tests run as root.
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -20,8 +21,8 @@ import pytest
 from driver_double import GB, DriverDouble, failure
 
 from limosa import operation
-from limosa.errors import Busy, LimosaError, Refused
-from limosa.operation import claims, journal, recover_users
+from limosa.errors import Busy, FailedUndone, LimosaError, Refused
+from limosa.operation import claims, journal, orphan, recover_users
 from limosa.operation.journal import Header, Journal, Member
 from limosa.operation.remove_image import remove_image
 from limosa.process.identity import Identity
@@ -136,7 +137,7 @@ def users_python(open_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return go
 
 
-def test_recover_by_root_has_the_user_finish_his_own_with_his_rights_and_without_roots_environment(
+def test_recover_by_root_has_the_user_finish_his_own_without_roots_environment(
     open_folder: Path,
     public_runtime: Path,
     double: DriverDouble,
@@ -153,13 +154,35 @@ def test_recover_by_root_has_the_user_finish_his_own_with_his_rights_and_without
     assert f"uid {NOBODY}" in planned.did
     (entry,) = operation.recover()
     assert (entry.exit_code, entry.user) == (0, "nobody")
-    uid, groups, command, stdin, session, own, folder, *environment = told.read_text().splitlines()
-    assert (uid, groups, stdin, folder) == (str(NOBODY), str(NOBODY), "/dev/null", "/")
+    uid, _, command, stdin, session, own, folder, *environment = told.read_text().splitlines()
+    assert (uid, stdin, folder) == ("0", "/dev/null", "/"), "the user could stop it while root waits for the program"
     assert command.startswith("-I ")
-    assert command.endswith("limosa.operation.orphan")
+    assert command.endswith(f"limosa.operation.orphan --as {NOBODY}")
     assert session.strip() == own, "it can write to root's terminal"
     assert f"LIMOSA_RUNTIME_DIR={public_runtime}" in environment
     assert not any("hunter2" in line for line in environment)
+
+
+def test_it_has_the_users_rights_before_it_reads_a_journal(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+
+    def recover() -> list[object]:
+        os.write(writing, repr((os.getresuid(), os.getresgid())).encode())
+        return []
+
+    monkeypatch.setattr(orphan, "recover", recover)
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = orphan.main(["--as", str(NOBODY)])
+        finally:
+            os._exit(code)
+    os.close(writing)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with open(reading) as told:
+        users, groups = ast.literal_eval(told.read())
+    assert (set(users), 0 in groups) == ({NOBODY}, False)
 
 
 @pytest.mark.parametrize("how", ["stopped", "endless"])
@@ -196,6 +219,22 @@ def test_a_pipe_among_the_journals_stops_nothing(own_runtime: Path, double: Driv
     begun = time.monotonic()
     assert operation.recover() == []
     assert journal.under_way() == []
+    assert time.monotonic() - begun < 5
+
+
+def test_a_journal_that_cannot_be_read_is_not_waited_for(
+    own_runtime: Path, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no file can be opened any more: it was taken for one that somebody else works through."""
+    Journal.create(header("move")).close()
+
+    def unreadable(*_: object) -> Journal:
+        raise FailedUndone("Too many open files")
+
+    monkeypatch.setattr(Journal, "take", unreadable)
+    begun = time.monotonic()
+    (entry,) = operation.recover()
+    assert (entry.exit_code, "run it again" in entry.error) == (40, True)
     assert time.monotonic() - begun < 5
 
 

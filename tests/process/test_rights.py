@@ -6,8 +6,6 @@ import ctypes
 import os
 import platform
 import resource
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -65,25 +63,6 @@ def test_the_session_keyring_stays_roots():
         with_a_secret()
         rights.become(USER)
         assert not secret_found()
-
-    in_a_child(test)
-
-
-def test_a_program_that_is_started_for_a_user_has_no_keyring_of_roots():
-    code = f"""
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-os._exit(3 if libc.syscall({rights._KEYCTL[platform.machine()]}, 10, -3, b"user", b"limosa-test", 0) > 0 else 5)
-"""
-
-    def test():
-        with_a_secret()
-        argv = [sys.executable if os.access(sys.executable, os.X_OK) else "/usr/bin/python3", "-I", "-c", code]
-        plain = subprocess.run(argv, check=False, timeout=30)
-        assert plain.returncode == 3, "it would have it"
-        options = {"user": os.geteuid(), "env": start.environment(for_user=True)}
-        with start.popen(argv, **options) as process:
-            assert process.wait(30) == 5
 
     in_a_child(test)
 
@@ -177,6 +156,26 @@ def test_root_opens_no_log_through_a_users_link(tmp_path, users, monkeypatch):
         launch(["true"], None, cwd=users / "folder")
     assert os.listdir(roots) == ["file"]
     assert (roots / "file").read_text() == "root's"
+
+
+def test_a_users_link_is_not_taken_for_what_lies_in_its_place_a_moment_later(tmp_path, users, monkeypatch):
+    """He may exchange it for something of root's that lies in his folder: a log of an earlier job, say."""
+    (tmp_path / "secret").write_text("root's")
+    (users / "log").symlink_to(tmp_path / "secret")
+    os.lchown(users / "log", USER, USER)
+    (users / "old").write_text("root's, too")
+    read = os.readlink
+
+    def exchanged(path, *, dir_fd=None):
+        said = read(path, dir_fd=dir_fd)
+        if said.endswith("secret") and (users / "old").exists():
+            (users / "log").rename(users / "link")
+            (users / "old").rename(users / "log")
+        return said
+
+    monkeypatch.setattr(os, "readlink", exchanged)
+    assert start.real_path(users / "log") is None
+    assert not (users / "old").exists(), "nothing was exchanged"
 
 
 def test_roots_own_links_lead_to_a_log(tmp_path, users):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +41,8 @@ def command(
         found = images(folder)
         report.result({"images": found}, (lambda console: _draw(console, found)) if found else "")
         if not found:
-            report.tell(f"no images in {words.clean(folder.absolute())}")
+            seen = " that you may look at" if os.geteuid() else ""
+            report.tell(f"no images in {words.clean(folder.absolute())}{seen}")
 
 
 def _draw(console: Console, found: Sequence[Listed]) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 # What the option parser says, in its words.
 _TOO_MANY = re.compile(r"Got unexpected extra argument(?:s|\(s\))? \((.*)\)", re.DOTALL)
 _NO_NUMBER = re.compile(r"is not a valid (?:float|int|integer)(?: range)?(?=\.?$)")
+_NEVER_GUESSED = ("--kill", "--force")
+"""What nobody is led to who has not written it."""
 _EVERY_VERB = ("-o", "--format", "-q", "--quiet", "-v", "--verbose")
 
 
@@ -28,7 +30,7 @@ def meant(error: Any) -> tuple[str, str]:
     options = [name for p in (ctx.command.params if ctx is not None else ()) for name in p.opts]
     if type(error).__name__ == "NoSuchOption":
         wrong = error.option_name
-        guess = nearest(wrong, options)
+        guess = nearest(wrong, [option for option in options if option not in _NEVER_GUESSED])
         if not guess and ctx is not None and ctx.parent is None and wrong in _EVERY_VERB:
             return f"there is no option {wrong} before the verb", f"limosa VERB {wrong}; "
         return f"there is no option {wrong}", f"did you mean {guess}? " if guess else ""

@@ -119,7 +119,8 @@ def _line(result: JobResult, verbose: int = 0) -> str:
     if result.already:
         return f"{who} {_is_so(result, state)} already"
     pause = result.timings.get("pause_seconds")
-    stood = f", stood still for {words.seconds(pause)}" if pause is not None and state == "running" else ""
+    how = "brought back in" if result.operation == "resume" else "stood still for"
+    stood = f", {how} {words.seconds(pause)}" if pause is not None and state == "running" else ""
     moved = words.moves(result.map, result.gpus)
     onto = f" ({moved})" if moved else ""
     return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result) if verbose else ''}"

@@ -89,7 +89,7 @@ ShellJob = Annotated[bool, typer.Option("--shell-job", help="The job was started
 FileLocks = Annotated[bool, typer.Option("--file-locks", help="Save and restore file locks.")]
 PrintStats = Annotated[bool, typer.Option("--print-stats", help="Show CRIU's statistics too.")]
 CriuPath = Annotated[Path | None, typer.Option("--criu", metavar="PATH", help="Use this criu program.")]
-ImageDir = Annotated[Path, typer.Argument(metavar="DIR", help="The image's folder.")]
+ImageDir = Annotated[Path, typer.Argument(metavar="DIR", help="The image's folder.", readable=False)]
 
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _FACTOR = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

@@ -172,7 +172,9 @@ class Report:
     def problem(self, error: LimosaError, about: str = "") -> None:
         """Say an error on stderr: what happened, what state the job is in, what to type next."""
         self._say(f"{about}{error.message}")
-        if error.job_state:
+        if error.job_state == "gone" and self.verb == "restore":  # as it was before
+            self._say("nothing of the job runs; the image is as it was")
+        elif error.job_state:
             self._say(f"the job's state now: {error.job_state}")
         if error.hint:
             self._say(f"hint: {error.hint}")

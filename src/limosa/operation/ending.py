@@ -132,7 +132,9 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
     driver = gpu.Driver()
     try:
         states = driver.states(pids, timeout=5.0)
-    except LimosaError:  # no driver: nothing is suspended by one
+    except LimosaError:  # no driver here; it may be suspended by one elsewhere (a node, a container)
+        if record is not None:
+            raise JobSuspended(pid=root.pid, job=name or root.pid) from None
         return
     finally:
         driver.close()

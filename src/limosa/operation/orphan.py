@@ -8,15 +8,17 @@ from limosa.errors import worst
 from limosa.operation import claims, journal
 from limosa.operation.recover import recover
 from limosa.operation.results import Recovered
+from limosa.rights import become
 
 
 def main(argv: list[str]) -> int:
     """Waits until the dead controller's journal can be taken (moments), then recovers it.
 
     Args:
-        argv: the operation's id; none where root has a user look after all that he has left.
+        argv: the operation's id; or ``--as UID``, where root has a user look after all that he has left.
     """
-    if not argv:
+    if argv[0] == "--as":
+        become(int(argv[1]))
         return worst([r.exit_code for r in recover()])
     operation_id = argv[0]
     results: list[Recovered] = []

@@ -17,7 +17,7 @@ from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
 from limosa.operation.ways import way_of
 from limosa.process import records
-from limosa.process.candidates import is_own, may_be_seen
+from limosa.process.candidates import is_own, may_be_seen, may_use_cuda
 from limosa.process.tree import job_tree
 
 
@@ -100,6 +100,11 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         text = f"process {unseen[0]} is {user_of(unseen[0])}'s: what it holds on a GPU cannot be looked at"
         reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
         in_tree = ["unknown"]
+    elif any(may_use_cuda(p) for p in pids) and not _answers(driver):
+        text = "no driver that is here knows it (it is in a container, or in a node of software GPUs): look there"
+        reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, pid=which.root.pid)]
+        suspended = record is not None
+        in_tree = ["checkpointed" if suspended else "unknown"]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
     bytes_of = added_up({uuid: size} for (uuid, _), size in held.items())
@@ -133,6 +138,14 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         way="" if not ways else "parked" if all(w.way == "parked" for w in ways.values()) else "driver",
         parkable=sum(w.parkable for w in ways.values()),
     )
+
+
+def _answers(driver: gpu.Driver) -> bool:
+    try:
+        driver.available()
+    except LimosaError:
+        return False
+    return True
 
 
 def _overall(states: list[str]) -> str:

@@ -85,13 +85,14 @@ def _everything(
     Raises:
         FailedUndone: what is noted cannot be read.
     """
-    _round(found, dry_run, progress, only)
+    all_read = _round(found, dry_run, progress, only)
     patience = time.monotonic() + CRIU_PATIENCE
-    while only is None and not dry_run and _others_at_work(found) and time.monotonic() < patience:
+    # A journal that cannot be read may look like one that somebody has taken.
+    while all_read and only is None and not dry_run and _others_at_work(found) and time.monotonic() < patience:
         # The worker of a killed limosa recovers by itself: what it is at is not left until it is done.
         progress(Progress("recover", message="waiting for a worker that recovers already"))
         time.sleep(0.05)
-        _round(found, dry_run, progress, only, {one.id for one in found})
+        all_read = _round(found, dry_run, progress, only, {one.id for one in found})
     if only is None:
         if not dry_run:
             holders.forget_finished()
@@ -142,8 +143,13 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
 
 def _round(
     found: list[Recovered], dry_run: bool, progress: ProgressFn, only: str | None, known: Collection[str] = ()
-) -> None:
-    """Works through every journal that nobody has taken, but for those that were looked at before."""
+) -> bool:
+    """Works through every journal that nobody has taken, but for those that were looked at before.
+
+    Returns:
+        Whether all of them could be read.
+    """
+    all_read = True
     try:
         for dead in journal.dead(only):
             try:
@@ -158,8 +164,10 @@ def _round(
                 dead.close()
     except (FailedUndone, OSError) as error:  # a journal that cannot be read keeps nothing else from being done
         found.append(_unread(error))
+        all_read = False
     if only is None:
         found += recover_users([s for s in journal.dead_of_others() if s.id not in known], dry_run=dry_run)
+    return all_read
 
 
 def _others_at_work(found: list[Recovered]) -> bool:

@@ -8,7 +8,6 @@ while for all of them, and goes on; who is not done by then is at it in the back
 from __future__ import annotations
 
 import itertools
-import pwd
 import subprocess
 import time
 from collections.abc import Sequence
@@ -71,13 +70,10 @@ def _entry(summary: Summary, **more: str | int) -> Recovered:
 def _start(uid: int) -> subprocess.Popen[bytes] | str:
     """Starts a user's ``recover``; why it cannot be started where it cannot."""
     try:
-        group = pwd.getpwuid(uid).pw_gid
-    except KeyError:
-        group = uid
-    try:
-        # The user owns what runs: he may read its environment, and write to a terminal that it has.
+        # The user owns what runs: he may read its environment, and write to a terminal that it has. It becomes his by
+        # itself: he could stop our own copy before that, and look into it.
         return start.popen(
-            start.python("limosa.operation.orphan"), user=uid, group=group, extra_groups=[],
+            start.python("limosa.operation.orphan", "--as", str(uid)),
             env=start.environment(for_user=True), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
