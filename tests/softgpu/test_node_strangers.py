@@ -186,6 +186,16 @@ def test_numbers_that_are_out_of_bounds_lead_no_process_out_of_the_state(node):
                 del state
 
 
+@pytest.mark.parametrize("what", ["driver_version", "name"])
+def test_a_name_that_is_no_text_is_said_in_words(node, what):
+    """It ended as an internal error (1)."""
+    with opened(node.folder) as state:
+        setattr(state.gpus[0] if what == "name" else state, what, b"\xff\xfe")
+        del state
+    told = node.limosa("gpus", rc=12)
+    assert "NVML answers with a name that is no text" in told.stderr
+
+
 def test_a_folder_with_the_highest_number_is_in_no_rules_way(node):
     nobody(node, f"os.mkdir('{NODE_FOLDER}/faults/999999999')")
     assert node.switches.add("function=nvmlInit* every=1 delay=0") == "000001"
