@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -185,6 +186,16 @@ def test_numbers_that_are_out_of_bounds_lead_no_process_out_of_the_state(node):
                 del state
 
 
+@pytest.mark.parametrize("what", ["driver_version", "name"])
+def test_a_name_that_is_no_text_is_said_in_words(node, what):
+    """It ended as an internal error (1)."""
+    with opened(node.folder) as state:
+        setattr(state.gpus[0] if what == "name" else state, what, b"\xff\xfe")
+        del state
+    told = node.limosa("gpus", rc=12)
+    assert "NVML answers with a name that is no text" in told.stderr
+
+
 def test_a_folder_with_the_highest_number_is_in_no_rules_way(node):
     nobody(node, f"os.mkdir('{NODE_FOLDER}/faults/999999999')")
     assert node.switches.add("function=nvmlInit* every=1 delay=0") == "000001"
@@ -200,3 +211,86 @@ def test_root_does_not_join_what_a_user_calls_a_node():
         ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (ran.returncode, ran.stdout) == (11, "")
     assert "its mounts are a user's own" in ran.stderr
+
+
+@contextlib.contextmanager
+def process_that_is_ready(*argv: object):
+    """A process that has said that it is ready; it goes on until the end."""
+    with subprocess.Popen([str(word) for word in argv], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+        process.kill()
+
+
+def joined(pid: int, *command: object, **options) -> subprocess.CompletedProcess[str]:
+    argv = [*LIMOSA, "softgpu", "--join", str(pid), "--", *map(str, command)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, **options)
+
+
+def test_root_joins_no_node_that_is_a_file_in_a_users_folder(tmp_path):
+    """A user may make any folder his process's root folder; its mounts are the machine's, and the command ran there."""
+    fake = tmp_path / "fake" / NODE_FOLDER.strip("/")
+    fake.mkdir(parents=True)
+    (fake / "state").touch()
+    code = (
+        "import ctypes, os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "assert ctypes.CDLL(None).unshare(0x10000000) == 0\n"  # CLONE_NEWUSER
+        "os.chroot('fake'); print('ready', flush=True); sys.stdin.read()"
+    )
+    tmp_path.chmod(0o755)
+    with process_that_is_ready("sh", "-c", f'cd {tmp_path} && exec "$0" -c "$1"', sys.executable, code) as process:
+        ran = joined(process.pid, "id")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"process {process.pid} is in no node of software GPUs" in ran.stderr
+
+
+@pytest.mark.parametrize("mount", [":", "mount -t tmpfs tmpfs", "mount -t tmpfs softgpu-node"])
+def test_root_joins_nothing_that_only_looks_like_a_node(tmp_path, mount):
+    """A container's root can make a file of that name; and where it is mounted rightly, "/" has other programs."""
+    folder = NODE_FOLDER.removeprefix("/")
+    script = f"cd {tmp_path}; mkdir new; mount -t tmpfs none new; cd new; mkdir -p old {folder}; {mount} {folder}\n"
+    if "softgpu" in mount:
+        script += f": > {folder}/state; pivot_root . old\n"
+    else:
+        script += f": > {folder}/state; mount --rbind dev /dev\n"
+    with process_that_is_ready("unshare", "-m", "sh", "-ec", f"{script} echo ready; read -r _") as process:
+        ran = joined(process.pid, "id")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert f"process {process.pid} is in no node of software GPUs" in ran.stderr
+
+
+@pytest.mark.parametrize("by", ["a link", "nothing"])
+def test_a_command_of_a_node_works_in_the_folder_that_root_was_in(node, tmp_path, monkeypatch, by):
+    """Its name leads to another one by then: it ran there, wherever its user had his link lead."""
+    theirs, elsewhere = tmp_path / "theirs", tmp_path / "elsewhere"
+    (theirs / "deep").mkdir(parents=True)
+    (elsewhere / "deep").mkdir(parents=True)
+    monkeypatch.chdir(theirs / "deep")
+    assert joined(node.pid, "pwd").stdout == f"{theirs}/deep\n"
+    code = (
+        "import os, sys\nfrom limosa.errors import UsageError\nfrom limosa.softgpu import kernel, node\n"
+        "real, pid, new = kernel.setns, *sys.argv[1:]\n"
+        "def setns(*what):\n"  # between the look at the name and its use
+        "    kernel.setns = real\n"
+        "    os.rename('../../theirs', '../../moved')\n"
+        "    if new: os.symlink(new, '../../theirs')\n"
+        "    real(*what)\n"
+        "kernel.setns = setns\n"
+        "try: node.join(int(pid))\n"
+        "except UsageError as error: print(error)\n"
+        "print(os.getcwd())\n"
+    )
+    argv = [sys.executable, "-c", code, str(node.pid), str(elsewhere) if by == "a link" else ""]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    said, where = ran.stdout.splitlines()
+    assert f"{theirs}/deep is another folder in the node, or none" in said
+    assert where == f"{tmp_path}/moved/deep"
+
+
+def test_a_command_of_a_node_is_not_run_from_a_folder_that_is_gone(node, tmp_path):
+    (tmp_path / "gone").mkdir()
+    argv = [sys.executable, "-c", "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.argv[1], sys.argv[1:])", *LIMOSA]
+    argv += ["softgpu", "--join", str(node.pid), "--", "pwd"]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False, cwd=tmp_path / "gone")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "has no name any more" in ran.stderr

@@ -79,6 +79,8 @@ def _inventory() -> Inventory:
                 lost.append(index)
     except nvml.NVMLError as error:
         raise _unavailable(nvml, error) from error
+    except UnicodeDecodeError as error:  # e.g. everybody in a node of software GPUs may write to its state
+        raise GpuUnavailable(detail="NVML answers with a name that is no text") from error
     return Inventory(
         driver_version=driver_version,
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",

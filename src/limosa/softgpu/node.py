@@ -25,12 +25,13 @@ from limosa.process.launch import log_folder, log_place, refuse_other_names
 from limosa.process.openat import closing
 from limosa.softgpu import kernel, loader
 from limosa.softgpu.spec import NodeSpec
-from limosa.softgpu.state import NODE_FOLDER, NodeState, opened
+from limosa.softgpu.state import NODE_FOLDER, NodeState, open_file, open_folder, opened
 from limosa.start import changeable
 
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
 _ZERO = os.makedev(1, 5)
+_MOUNT = "softgpu-node"  # by what name the node's folder is mounted: root joins no other
 _NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 # What programs load a driver by, and where drivers put it: some programs load it from there by its full name.
 _DRIVER = {alias: name for name in build.LIBRARIES for alias in (name, name.removesuffix(".1"))}
@@ -119,20 +120,75 @@ def enter(spec: NodeSpec) -> None:
 def join(pid: int) -> None:
     """Put this process into the node that another process is in. The caller must have one thread.
 
+    It stays in the folder that it is in, and where it was if it is refused.
+
     Raises:
         OSError: there is no such process, or it is not permitted.
+        UsageError: it is in no node, or our folder is not to be found in that.
     """
-    with closing(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)) as fd:
+    look = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    with (
+        closing(os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)) as fd,
+        closing(os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)) as ours,
+        closing(os.open("/proc/self", look)) as proc,
+        closing(os.open("/", look)) as root,
+        closing(os.open(".", look)) as folder,
+    ):
         # Whoever makes a user namespace of his own lays what he likes over any program's name in it.
         if not os.path.samestat(os.fstat(owner := fcntl.ioctl(fd, _NS_GET_USERNS)), os.stat("/proc/self/ns/user")):
             os.close(owner)
             raise PermissionError(errno.EPERM, "its mounts are a user's own")
         os.close(owner)
-        cwd = os.getcwd()
+        try:
+            cwd = os.getcwd()
+        except OSError as error:
+            raise UsageError(detail="the folder that this is called in has no name any more") from error
         kernel.setns(fd, kernel.CLONE_NEWNS)  # it also goes to the namespace's root folder
-        os.chdir(cwd)
+        try:
+            # A user's process can have a folder of his for its root, a container's has other programs.
+            if not (_is_node(proc) and os.path.samestat(os.stat("/"), os.fstat(root))):
+                raise UsageError(detail=f"process {pid} is in no node of software GPUs")
+            _return_to(cwd, folder)
+        except BaseException:
+            # Nothing is loaded where others may have put it, not even to say what is wrong.
+            kernel.setns(ours, kernel.CLONE_NEWNS)
+            os.fchdir(root)
+            os.chroot(".")
+            os.fchdir(folder)
+            raise
     for standard in (0, 1, 2):
         _reopen(standard)
+
+
+def _is_node(proc: int) -> bool:
+    """Whether this process is in a node now; ``proc``: its folder in a /proc that we trust.
+
+    Others can make a file of that name, but no mount of it.
+    """
+    try:
+        with open_folder() as folder:
+            found = os.fstat(folder)
+            os.close(open_file(folder, "state", os.O_RDONLY))
+        with open(os.open("mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc), "rb") as file:
+            mounts = [line.split(b" ") for line in file.read().splitlines()]
+    except OSError:
+        return False
+    device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}".encode()
+    wanted = [device, b"/", NODE_FOLDER.encode()], [b"tmpfs", _MOUNT.encode()]
+    return found.st_uid == 0 and any((mount[2:5], mount[-3:-1]) == wanted for mount in mounts)
+
+
+def _return_to(cwd: str, folder: int) -> None:
+    """Go to our folder by its name, which a user may have given to another one meanwhile.
+
+    Raises:
+        UsageError: there it is not.
+    """
+    with suppress(OSError):
+        os.chdir(cwd)
+        if os.path.samestat(os.stat("."), os.fstat(folder)):
+            return
+    raise UsageError(detail=f"{cwd} is another folder in the node, or none", hint="call it in another folder, e.g. /")
 
 
 def join_node(pid: int) -> None:
@@ -140,7 +196,7 @@ def join_node(pid: int) -> None:
 
     Raises:
         NoSuchProcess: there is no such process.
-        UsageError: it is in no node.
+        UsageError: it is in no node, or our folder is not to be found in that.
         PermissionDenied: only root may enter a mount namespace.
     """
     try:
@@ -240,7 +296,7 @@ def _make_folder(spec: NodeSpec, log: int) -> None:
     os.mkdir(NODE_FOLDER)
     # More than most of the machine's memory can be promised, but not taken: the rest of the machine has to live.
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 4 // 5
-    kernel.mount("softgpu-node", NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=1777,size={room},nr_inodes=0")
+    kernel.mount(_MOUNT, NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=1777,size={room},nr_inodes=0")
     for name in ("memory", "requests", "faults"):
         os.mkdir(f"{NODE_FOLDER}/{name}")
         os.chmod(f"{NODE_FOLDER}/{name}", 0o777)
