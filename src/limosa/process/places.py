@@ -6,9 +6,9 @@ Each user writes into his own folder only, also about others' jobs: root that su
 
 Somebody else may have made ``/tmp/limosa-1001`` before uid 1001 did. That user's Limosa makes and uses
 ``/tmp/limosa-1001.RANDOM`` then, and finds it again by listing. Others find users' folders by the same listing: names
-of that one form whose folder belongs to that very uid and is written by nobody else. Names that are somebody else's cost
-time and hide nothing. A listing is cut off at a size that no machine has by itself: where it must be known what is there,
-that is an error; else the folders of the users that have processes now are looked for.
+of that one form whose folder belongs to that very uid and is written by nobody else. Names that are somebody else's
+cost time and hide nothing. A listing is cut off at a size that no machine has by itself: where it must be known what is
+there, that is an error; else the folders of the users that have processes now are looked for.
 
 ``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
 ``/tmp`` is. Root believes D only where nobody else can have put another folder there.
