@@ -197,6 +197,50 @@ def test_thousands_of_names_cost_moments_and_hide_nobody_who_has_a_process(machi
         sleeper.wait()
 
 
+def squatted(machine: Path, number: int) -> str:
+    """EVE has made ADA's name before her, and then names of the form that ADA's folder has; ADA's folder."""
+    as_user(EVE, (machine / f"tmp/limosa-{ADA}").mkdir)
+    mine: str = as_user(ADA, own)
+    as_user(EVE, lambda: void([os.mkdir(f"{machine}/tmp/limosa-{ADA}.{n:08x}") for n in range(number)]))
+    return mine
+
+
+def test_names_that_a_stranger_makes_hide_nobodys_own_folder(machine: Path) -> None:
+    """At 2,000 names, whoever's they were, the listing stopped: she got a new folder, and had no claim any more."""
+    mine = squatted(machine, 5_000)
+    assert as_user(ADA, own) == mine
+    assert len([name for name in os.listdir(machine / "tmp") if (machine / "tmp" / name).stat().st_uid == ADA]) == 1
+    name = Path(mine).parent.name
+    assert (ADA, name) in as_user(ADA, seen)
+    assert seen() == [(ADA, name)]
+    with places.folders("jobs", ADA, whole=True) as found:
+        assert [str(folder.path) for folder in found] == [mine]
+
+
+def test_where_not_all_names_are_looked_at_it_cannot_be_told_what_is_there(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squatted(machine, 50)
+    before = sorted(os.listdir(machine / "tmp"))
+
+    def refused() -> None:
+        for uid in (None, ADA):
+            with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", uid, whole=True):
+                pass
+
+    def no_new_one() -> None:
+        refused()
+        with pytest.raises(FailedUndone, match="so many names"):
+            own()
+
+    for limit in ("_MOST_LISTED", "_MOST_BYTES"):
+        with monkeypatch.context() as patch:
+            patch.setattr(places, limit, 1)
+            refused()
+            as_user(ADA, no_new_one)
+    assert sorted(os.listdir(machine / "tmp")) == before
+
+
 def test_a_folder_is_opened_for_its_user_alone_and_followed_by_descriptor(machine: Path) -> None:
     as_user(ADA, own)
     with places.folders("jobs", ADA) as found:

@@ -5,6 +5,7 @@ The users are real: a process runs with uid 4242, and its record lies in that ui
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from limosa.process import job_log
 from limosa.process.follow import Tail
 from limosa.process.identity import Identity
 from limosa.process.places import own_folder
@@ -134,6 +136,24 @@ def test_what_a_process_could_only_look_at_is_not_its_output(limosa, start, secr
     refused(limosa, victim.pid)
 
 
+def test_a_process_that_exchanges_its_output_has_roots_file_opened_at_no_moment(start, secret, theirs):
+    """What it was and whether it was to write were asked one after the other: 178 times of 3,991 root opened it."""
+    shutil.move(secret, theirs / "secret")
+    code = (
+        "import os; root = os.open('secret', os.O_PATH); own = os.open('own', os.O_WRONLY | os.O_CREAT)\n"
+        "os.mkdir('ready')\n"
+        "while True: os.dup2(root, 1); os.dup2(own, 1)"
+    )
+    victim = start([*AS_USER, "/usr/bin/python3", "-c", f"import os; os.chdir('{theirs}')\n{code}"], ready=None)
+    victim.until((theirs / "ready").exists)
+    opened = 0
+    for _ in range(3_000):
+        with contextlib.suppress(PermissionError):
+            os.close(job_log.open_said(str(theirs / "secret"), victim.pid))
+            opened += 1
+    assert opened == 0
+
+
 def test_roots_own_log_of_a_job_that_has_become_a_users(limosa, tmp_path):
     job = [*AS_USER, "sh", "-c", "echo as $(id -u); exec sleep 60"]
     pid = int(limosa("run", "-d", "-q", "--name", "became", "--", *job, rc=0).stdout)
@@ -153,8 +173,6 @@ def test_roots_job_in_a_users_folder_whose_log_the_user_has_exchanged_for_a_link
 
 def test_an_attached_run_of_roots_does_not_follow_a_link_either(limosa, theirs, secret):
     """The log is made by limosa itself; between that and reading it the user may exchange it."""
-    from limosa.process import job_log
-
     (theirs / "log").symlink_to(secret)
     os.lchown(theirs / "log", USER, USER)
     with pytest.raises(OSError, match=r"link|regular"):

@@ -23,7 +23,7 @@ from types import TracebackType
 _SPACES = 4 << 10
 _CREDENTIALS = struct.Struct("3i")
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
-_MODE_AT, _DEVICE_AT = 28, 136  # of a struct statx of 256 bytes: stx_mode; stx_dev_major, stx_dev_minor
+_MODE_AT, _INODE_AT, _DEVICE_AT = 28, 32, 136  # of a struct statx of 256 bytes; the device is major and minor
 FUSE = "/sys/fs/fuse/connections"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -187,6 +187,21 @@ def is_memory(fd: int) -> bool:
     return True
 
 
+def inode(fd: int) -> tuple[int, int]:
+    """Return a file's device and inode number as the kernel knows them: as of ``fstat``, but nobody is asked.
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    found = _statx(fd)
+    return os.makedev(*struct.unpack_from("=II", found, _DEVICE_AT)), int(struct.unpack_from("=Q", found, _INODE_AT)[0])
+
+
+def let_go(fd: int, uid: int) -> None:
+    """Close what is a user's without waiting for it: he may never let it be."""
+    threading.Thread(target=_close_strange, args=(fd, uid), daemon=True).start()
+
+
 def _mode(fd: int) -> int:
     """A file's type and mode as the kernel knows them."""
     return int(struct.unpack_from("=H", _statx(fd), _MODE_AT)[0])
@@ -223,6 +238,6 @@ def _refuse_strange(given: Given, uid: int) -> None:
     strange = [fd for fd in fds if not is_memory(fd)]
     given.add(Given(set(fds) - set(strange) if strange else fds))
     for fd in strange:
-        threading.Thread(target=_close_strange, args=(fd, uid), daemon=True).start()
+        let_go(fd, uid)
     if strange:
         raise Wrong("a descriptor of what is no memory")

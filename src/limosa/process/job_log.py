@@ -7,15 +7,15 @@ before it is opened (``O_PATH``), so that no pipe holds us up and no device noti
 
 from __future__ import annotations
 
+import fcntl
 import os
-import re
 import stat
 from contextlib import suppress
 
+from limosa.ipc import packet
 from limosa.process.belief import owners_of
 from limosa.process.launch import log_folder
-from limosa.process.openat import closing
-from limosa.process.slurp import slurp
+from limosa.process.openat import closing, taken_from
 
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -69,13 +69,32 @@ def _is_its_users(found: os.stat_result, pid: int) -> bool:
 
 
 def _is_its_output(found: os.stat_result, pid: int) -> bool:
-    """Whether the process may write to it, as it was given to it: root's log of a job that has become a user's."""
-    for number in (1, 2):
-        with suppress(OSError):
-            there = os.stat(f"/proc/{pid}/fd/{number}")
-            flags = re.search(rb"^flags:\t([0-7]+)$", slurp(f"/proc/{pid}/fdinfo/{number}"), re.MULTILINE)
-            mode = int(flags[1], 8) if flags else os.O_PATH
-            writes = mode & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR) and not mode & os.O_PATH
-            if writes and (there.st_dev, there.st_ino) == (found.st_dev, found.st_ino):
-                return True
+    """Whether the process may write to it, as it was given to it: root's log of a job that has become a user's.
+
+    False where it cannot be known: nobody may take a descriptor of that process's (a container, ``ptrace_scope`` 3).
+    """
+    file = (found.st_dev, found.st_ino)
+    with suppress(OSError), closing(os.pidfd_open(pid)) as process:
+        uid = max(owners_of(pid))
+        return any(_writes(process, pid, number, file, uid) for number in (1, 2))
+    return False
+
+
+def _writes(process: int, pid: int, number: int, file: tuple[int, int], uid: int) -> bool:
+    """Whether that descriptor of the process is of that file, and open to write.
+
+    The process may put another in its place at any moment, so both are asked of one that is ours. It is only taken
+    where it seems to be right: closing one that is on a file system of the user's own (FUSE) may take for ever.
+    """
+    with suppress(OSError):
+        with closing(os.open(f"/proc/{pid}/fd/{number}", _LOOK)) as seen:
+            if packet.inode(seen) != file:
+                return False
+        fd = taken_from(process, number)
+        if packet.inode(fd) != file:
+            packet.let_go(fd, uid)
+            return False
+        with closing(fd):
+            mode = fcntl.fcntl(fd, fcntl.F_GETFL)
+        return mode & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR) and not mode & os.O_PATH
     return False

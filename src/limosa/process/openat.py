@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterator
 
-_SYS_OPENAT2 = 437  # the same on every architecture
+_SYS_OPENAT2, _SYS_PIDFD_GETFD = 437, 438  # the same on every architecture
 _NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS = 0x01, 0x02, 0x04
 _ALWAYS = os.O_NOFOLLOW | os.O_CLOEXEC
 _UNLESS_PATH = os.O_NONBLOCK | os.O_NOCTTY
@@ -52,6 +52,21 @@ def open_in(folder: int, name: str, flags: int, mode: int = 0) -> int:
     if number == errno.ENOSYS:  # before Linux 5.6, and in containers that do not know the call
         return os.open(name, flags, mode, dir_fd=folder)
     raise OSError(number, os.strerror(number), name)
+
+
+def taken_from(pidfd: int, number: int) -> int:
+    """A descriptor of one's own of what another process has open now (pidfd_getfd(2), Linux 5.6).
+
+    Raises:
+        OSError: it has no such descriptor, or that is not permitted (ptrace).
+    """
+    fd = int(
+        _libc.syscall(ctypes.c_long(_SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0))
+    )
+    if fd < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return fd
 
 
 def open_folder_in(folder: int, name: str, uid: int) -> int:

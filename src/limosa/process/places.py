@@ -6,8 +6,9 @@ Each user writes into his own folder only, also about others' jobs: root that su
 
 Somebody else may have made ``/tmp/limosa-1001`` before uid 1001 did. That user's Limosa makes and uses
 ``/tmp/limosa-1001.RANDOM`` then, and finds it again by listing. Others find users' folders by the same listing: names
-of that one form whose folder belongs to that very uid and is written by nobody else. A listing is cut off at a size;
-what is looked for then are the folders of the users that have processes now.
+of that one form whose folder belongs to that very uid and is written by nobody else. Names that are somebody else's
+cost time and hide nothing. A listing is cut off at a size that no machine has by itself: where it must be known what is
+there, that is an error; else the folders of the users that have processes now are looked for.
 
 ``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
 ``/tmp`` is. Root believes D only where nobody else can have put another folder there.
@@ -29,13 +30,13 @@ from typing import NamedTuple
 
 from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
 from limosa.process.limits import many_descriptors
-from limosa.process.openat import closing, nothing_there, only_by, open_folder_in
+from limosa.process.openat import closing, nothing_there, only_by, open_folder_in, open_in
 
 RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
 _SETTING = "LIMOSA_RUNTIME_DIR"
 _FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
-_MOST_LISTED, _MOST_NAMES, _MOST_OF_ONE = 100_000, 2_000, 4
-_MOST_BYTES = 16 << 20  # of a folder itself: one that had millions of names is slow to list when they are gone
+_MOST_LISTED, _MOST_OF_ONE = 500_000, 4
+_MOST_BYTES = 1 << 30  # of a folder itself: one that had millions of names is slow to list when they are gone
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -204,16 +205,28 @@ def _users(place: Path, uid: int) -> Path:
                     detail=f"others may change what is in {place}: uid {uid} has no place to keep records",
                     hint=f"{_SETTING} names another folder",
                 )
-            for names in ({f"limosa-{uid}"}, _listed(users, uid)[0]):
-                for name, fd in _believed(users, names, place, uid, whole=False):
-                    os.close(fd)
-                    return place / name
+            complete = True
+            if not (own := _first(users, {f"limosa-{uid}"}, place, uid)):
+                names, complete = _listed(users, place, uid, whole=True)
+                own = _first(users, names, place, uid)
+            if own:
+                return place / own
+            if not complete:  # a new one would be used from now on, and what is in his old one forgotten
+                raise _too_many(place)
     except OSError as error:
         raise _cannot(place, error) from error
     try:
         return _owned(place / f"limosa-{uid}", uid, taken=True)
     except FileExistsError:
         return _owned(place / f"limosa-{uid}.{secrets.token_hex(4)}", uid)
+
+
+def _first(users: int, names: set[str], place: Path, uid: int) -> str:
+    """The first of them that is a folder of the caller's that nobody else may write to, or ""."""
+    for name, fd in _believed(users, names, place, uid, whole=True):
+        os.close(fd)
+        return name
+    return ""
 
 
 def _made(path: Path, mode: int = 0o755) -> bool:
@@ -279,7 +292,8 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
     Raises:
         FailedUndone: with ``whole``: nobody can say what is there, this process can open no file more, say. Of other
-            users' folders only where one is asked for: all of them together are as many as they like to make.
+            users' folders only where one is asked for (all of them together are as many as they like to make), or where
+            there are more names than are looked at.
     """
     caller, found = os.geteuid(), []
     with many_descriptors():
@@ -330,25 +344,56 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
-        names, complete = _listed(users, uid)
+        names, complete = _listed(users, place, uid, whole)
         if not complete:
+            if whole:
+                raise _too_many(place)
             names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
         for name, fd in _believed(users, names, place, uid, whole):
             yield Folder(owner_of(name), place / name, fd)
 
 
-def _listed(users: int, uid: int | None) -> tuple[set[str], bool]:
-    """Names of that form (of that user's), and whether all have been looked at: anybody may have made a million."""
+def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[str], bool]:
+    """Names of folders that belong to the user whom they name (of that user's), and whether all have been looked at.
+
+    So many of each user are kept, the first by name; names that are somebody else's are not counted.
+    """
     if os.fstat(users).st_size > _MOST_BYTES:
         return set(), False
-    names: set[str] = set()
+    found: dict[int, list[str]] = {}
     with os.scandir(users) as entries:
         for n, entry in enumerate(entries):
-            if n >= _MOST_LISTED or len(names) >= _MOST_NAMES:
-                return names, False
-            if (owner := owner_of(entry.name)) > 0 and uid in (None, owner):
-                names.add(entry.name)
-    return names, True
+            if n >= _MOST_LISTED:
+                return set(itertools.chain(*found.values())), False
+            name = entry.name
+            if (owner := owner_of(name)) <= 0 or uid not in (None, owner):
+                continue
+            kept = found.get(owner, [])
+            if (len(kept) < _MOST_OF_ONE or name < kept[-1]) and _is_of(
+                users, place, name, owner, _sure(owner, uid, whole)
+            ):
+                found[owner] = sorted([*kept, name])[:_MOST_OF_ONE]
+    return set(itertools.chain(*found.values())), True
+
+
+def _is_of(users: int, place: Path, name: str, owner: int, sure: bool) -> bool:
+    """Whether it is a folder of that user's that nobody else may write to; no file system is entered or asked."""
+    try:
+        fd = open_in(users, name, os.O_PATH)
+    except OSError:
+        with if_there(place / name, owner, sure):
+            raise
+        return False
+    found = os.fstat(fd)
+    os.close(fd)
+    return only_by(found, owner)
+
+
+def _too_many(place: Path) -> FailedUndone:
+    return FailedUndone(
+        f"{place} has so many names in it that it cannot be told what Limosa has noted there",
+        hint=f"ls -lU {place} | head shows whose they are; root may remove them",
+    )
 
 
 def _believed(users: int, names: set[str], place: Path, asked: int | None, whole: bool) -> Iterator[tuple[str, int]]:

@@ -7,7 +7,7 @@ reset the connection), and a CRIU that is killed leaves both; a socket in repair
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import json
 import os
 import re
@@ -18,11 +18,10 @@ from limosa import start
 from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
+from limosa.process.openat import taken_from
 
 TCP_REPAIR = 19  # linux/tcp.h
-_PIDFD_GETFD = 438  # the same number on every architecture (pidfd_getfd(2), Linux 5.6)
 _TABLE = re.compile(r"inet CRIU-[0-9A-Za-z-]{1,40}")
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class NetworkError(LimosaError):
@@ -113,12 +112,12 @@ def leave_repair(pid: int) -> int:
                     continue
             except FileNotFoundError:
                 continue
-            fd = _libc.syscall(_PIDFD_GETFD, pidfd, int(name), 0)
-            if fd < 0:
-                number = ctypes.get_errno()
-                if number == 9:  # EBADF: closed since
+            try:
+                fd = taken_from(pidfd, int(name))
+            except OSError as error:
+                if error.errno == errno.EBADF:  # closed since
                     continue
-                raise OSError(number, os.strerror(number))
+                raise
             with socket.socket(fileno=fd) as taken:
                 count += _off(taken)
     except FileNotFoundError:
