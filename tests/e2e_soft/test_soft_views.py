@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from soft_command import start
+from soft_command import start, waits_for
+from soft_job import JOB
 
 MIB = 1 << 20
 
@@ -174,16 +175,20 @@ def test_a_suspended_job_is_none_that_runs_where_its_driver_is_not(node: Any) ->
         return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
 
     def seen() -> dict[str, Any]:
-        return next(j for j in json.loads(outside("ps", "-o", "json").stdout)["jobs"] if j["pid"] == job.pid)
+        return next(j for j in json.loads(outside("ps", "-o", "json").stdout)["jobs"] if j["pid"] == pid)
 
-    job = start(node, "--mib", 24)
+    folder = node.place / "job"
+    folder.mkdir()
+    job = [sys.executable, JOB, folder, "--mib", 24]
+    pid = int(node.limosa("run", "-d", "-q", "--log", folder / "log", "--", *job).stdout)
+    node.reaper.watch(pid)
+    waits_for(node, lambda: "tick" in (folder / "log").read_text())
     assert (seen()["state"], seen()["movable"]) == ("unknown", False)
-    node.limosa("suspend", job.pid)
+    node.limosa("suspend", pid)
     found = seen()
     assert (found["state"], found["reasons"][0]["id"]) == ("checkpointed", "cannot-be-asked")
     assert found["suspended"]["by"]
-    stopped = outside("stop", job.pid)
+    stopped = outside("stop", pid)
     assert (stopped.returncode, "is suspended" in stopped.stderr) == (13, True), stopped
-    node.limosa("resume", job.pid)
-    job.goes_on(2)
-    job.finish()
+    node.limosa("resume", pid)
+    node.limosa("stop", pid)
