@@ -104,7 +104,6 @@ UNDO = (
         (
             "tests/e2e_soft/test_soft_parked.py::test_what_one_process_has_there_already_it_leaves_where_the_other_cannot_come",
         ),
-        "the software driver takes what is mapped home with the process, a real one was seen to refuse that",
     ),
     Mutant(
         "home-by-the-same-map",

@@ -224,9 +224,10 @@ def test_where_not_all_names_are_looked_at_it_cannot_be_told_what_is_there(
     before = sorted(os.listdir(machine / "tmp"))
 
     def refused() -> None:
-        for uid in (None, ADA):
-            with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", uid, whole=True):
-                pass
+        with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", ADA, whole=True):
+            pass
+        with places.folders("jobs", whole=True):  # nobody stops all others' commands so
+            pass
 
     def no_new_one() -> None:
         refused()
@@ -239,6 +240,18 @@ def test_where_not_all_names_are_looked_at_it_cannot_be_told_what_is_there(
             refused()
             as_user(ADA, no_new_one)
     assert sorted(os.listdir(machine / "tmp")) == before
+
+
+def test_whoever_has_the_plain_name_is_found_among_any_number_of_names(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody makes a running operation fail by making names."""
+    own_one = as_user(ADA, own)
+    squatted_by_eve = [machine / f"tmp/limosa-{ADA}.{n:08x}" for n in range(9)]
+    as_user(EVE, lambda: [path.mkdir() for path in squatted_by_eve] and None)
+    monkeypatch.setattr(places, "_MOST_LISTED", 1)
+    with places.folders("jobs", ADA, whole=True) as found:
+        assert [str(folder.path) for folder in found] == [own_one]
 
 
 def test_a_folder_is_opened_for_its_user_alone_and_followed_by_descriptor(machine: Path) -> None:

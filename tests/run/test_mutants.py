@@ -28,7 +28,10 @@ def test_a_list_that_does_not_fit_is_told():
 
 def test_the_page_tells_of_each_that_survives_with_a_reason():
     page = (
-        (TESTS.parent / "docs/reliability.md").read_text().partition("survive, with a reason: ")[2].partition("\n\n")[0]
+        (TESTS.parent / "docs/reliability.md")
+        .read_text()
+        .partition("survives, with a reason: ")[2]
+        .partition("\n\n")[0]
     )
     told = dict(re.findall(r"`([a-z-]+)` \(([^)]*)\)", page))
     assert set(told) == {m.name for m in MUTANTS if m.reason}

@@ -117,7 +117,7 @@ def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:
             job.name or "-",
             job.user,
             _state(job),
-            ",".join(str(g["index"]) for g in job.gpus) or "-",
+            ",".join(str(g["index"]) if g["index"] >= 0 else "?" for g in job.gpus) or "-",
             words.size(sum(g["memory_used"] for g in job.gpus)) if job.gpus else "-",
             _moves(job),
             words.command_line(job.command),

@@ -138,7 +138,9 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
         return
     finally:
         driver.close()
-    if any(isinstance(state, str) and str(state) in ("locked", "checkpointed") for state in states.values()):
+    known = [str(state) for state in states.values() if isinstance(state, str)]
+    untold = record is not None and len(known) < len(states)
+    if untold or "locked" in known or "checkpointed" in known:
         raise JobSuspended(pid=root.pid, job=name or root.pid)
 
 

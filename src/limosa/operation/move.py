@@ -197,10 +197,13 @@ def _planned(verb: str, like: JobLike, where: Where, how: _How, planned: Outcome
 
 def _doing(verb: str, like: JobLike, where: Where, how: _How) -> Outcome:
     """Does it to one of a list; its error is a part of the result."""
+    pid = _pid_of(like)
     try:
-        return _one(verb, job(like), where, how)
+        which = job(like)
+        pid = which.root.pid
+        return _one(verb, which, where, how)
     except LimosaError as error:
-        return Outcome(pid=_pid_of(like), error=error)
+        return Outcome(pid=pid, error=error)
 
 
 def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:

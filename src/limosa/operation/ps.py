@@ -100,15 +100,18 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         text = f"process {unseen[0]} is {user_of(unseen[0])}'s: what it holds on a GPU cannot be looked at"
         reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
         in_tree = ["unknown"]
-    elif any(may_use_cuda(p) for p in pids) and not _answers(driver):
-        text = "no driver that is here knows it (it is in a container, or in a node of software GPUs): look there"
-        reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, pid=which.root.pid)]
-        suspended = record is not None
+    elif any(may_use_cuda(p) for p in pids) and (why := _why_not(driver)):
+        text = (
+            f"no driver can be asked here ({why}); where it is in a container, or a node of software GPUs, look there"
+        )
+        reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, hint="limosa doctor", pid=which.root.pid)]
+        parked = record is not None and record.release != "all"
+        suspended = record is not None and not parked
         in_tree = ["checkpointed" if suspended else "unknown"]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
     bytes_of = added_up({uuid: size} for (uuid, _), size in held.items())
-    if suspended and record is not None:
+    if record is not None and (suspended or (parked and not held)):
         bytes_of = dict(record.bytes)
     processes: list[dict[str, Any]] = [
         {
@@ -140,12 +143,13 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     )
 
 
-def _answers(driver: gpu.Driver) -> bool:
+def _why_not(driver: gpu.Driver) -> str:
+    """Why the driver answers nobody; "" where it does."""
     try:
         driver.available()
-    except LimosaError:
-        return False
-    return True
+    except LimosaError as error:
+        return error.message
+    return ""
 
 
 def _overall(states: list[str]) -> str:

@@ -35,8 +35,8 @@ from limosa.process.openat import closing, nothing_there, only_by, open_folder_i
 RUN, TMP = Path("/run/limosa"), Path("/tmp")  # noqa: S108 - sticky, and whose a folder is there is looked at
 _SETTING = "LIMOSA_RUNTIME_DIR"
 _FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
-_MOST_LISTED, _MOST_OF_ONE = 500_000, 4
-_MOST_BYTES = 1 << 30  # of a folder itself: one that had millions of names is slow to list when they are gone
+_MOST_LISTED, _MOST_OF_ONE = 100_000, 4
+_MOST_BYTES = 64 << 20  # of a folder itself: one that had millions of names is slow to list when they are gone
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -292,8 +292,8 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
     Raises:
         FailedUndone: with ``whole``: nobody can say what is there, this process can open no file more, say. Of other
-            users' folders only where one is asked for (all of them together are as many as they like to make), or where
-            there are more names than are looked at.
+            users' folders only where one is asked for (all of them together are as many as they like to make). Also
+            where that one has not the plain name, and there are more names than are looked at.
     """
     caller, found = os.geteuid(), []
     with many_descriptors():
@@ -344,9 +344,14 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
+        if uid is not None:  # whoever has the plain name has no other: nothing need be listed
+            own = list(_believed(users, {f"limosa-{uid}"}, place, uid, whole))
+            yield from (Folder(uid, place / name, fd) for name, fd in own)
+            if own:
+                return
         names, complete = _listed(users, place, uid, whole)
         if not complete:
-            if whole:
+            if whole and uid is not None:
                 raise _too_many(place)
             names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
         for name, fd in _believed(users, names, place, uid, whole):
@@ -369,9 +374,10 @@ def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[
             if (owner := owner_of(name)) <= 0 or uid not in (None, owner):
                 continue
             kept = found.get(owner, [])
-            if (len(kept) < _MOST_OF_ONE or name < kept[-1]) and _is_of(
-                users, place, name, owner, _sure(owner, uid, whole)
-            ):
+            if len(kept) >= _MOST_OF_ONE and name > kept[-1]:
+                continue
+            # Whether it is a folder the listing says: nobody is asked.
+            if entry.is_dir(follow_symlinks=False) and _is_of(users, place, name, owner, _sure(owner, uid, whole)):
                 found[owner] = sorted([*kept, name])[:_MOST_OF_ONE]
     return set(itertools.chain(*found.values())), True
 

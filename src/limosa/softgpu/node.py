@@ -135,16 +135,15 @@ def join(pid: int) -> None:
         closing(os.open(".", look)) as folder,
     ):
         # Whoever makes a user namespace of his own lays what he likes over any program's name in it.
-        if not os.path.samestat(os.fstat(owner := fcntl.ioctl(fd, _NS_GET_USERNS)), os.stat("/proc/self/ns/user")):
-            os.close(owner)
-            raise PermissionError(errno.EPERM, "its mounts are a user's own")
-        os.close(owner)
+        with closing(fcntl.ioctl(fd, _NS_GET_USERNS)) as owner:
+            if not os.path.samestat(os.fstat(owner), os.stat("/proc/self/ns/user")):
+                raise PermissionError(errno.EPERM, "its mounts are a user's own")
         try:
             cwd = os.getcwd()
         except OSError as error:
             raise UsageError(detail="the folder that this is called in has no name any more") from error
-        kernel.setns(fd, kernel.CLONE_NEWNS)  # it also goes to the namespace's root folder
         try:
+            kernel.setns(fd, kernel.CLONE_NEWNS)  # it also goes to the namespace's root folder
             # A user's process can have a folder of his for its root, a container's has other programs.
             if not (_is_node(proc) and os.path.samestat(os.stat("/"), os.fstat(root))):
                 raise UsageError(detail=f"process {pid} is in no node of software GPUs")
