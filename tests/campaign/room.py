@@ -49,7 +49,7 @@ PARKED_LIMITS = {
     "limosa.parking.mover:CALL_SECONDS": 1.0,
     "limosa.parking.staging:CALL_SECONDS": 2.0,
     "limosa.parking.staging:STALL_SECONDS": 2.0,
-    "limosa.parking.resident:ANSWER_SECONDS": 1.0,
+    "limosa.parking.resident:ANSWER_SECONDS": 2.5,  # a mover that comes up beside others needs more than one
     "limosa.parking.shim:WORK_SECONDS": 1.0,
     "limosa.parking.shim:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:CONNECT_SECONDS": 1.0,

@@ -382,9 +382,7 @@ class Run(Fault):
                 problems.append(f"processes {job.session()} instead of {job.slots}")
             if self.case.parked:
                 _until(lambda: self._same_files(job), 1.0)
-            # A GPU that was lost may be away; whose list of GPUs could not be written sees, and has open, all of them.
-            other = self.fault.startswith("lost-") or (job.known.hidden and self.case.step.startswith("disk."))
-            if not self._same_files(job) and not other:
+            if not self._same_files(job) and not self._sees_others():
                 problems.append(f"the job has other descriptors: {_other(job.open, job.descriptors())}")
             if self.fault in parked.BUSY:
                 _until(lambda: job.threads() == job.ran)
@@ -399,9 +397,13 @@ class Run(Fault):
         if self.image is not None and job.alive():
             job.kill()
             room.reap()
-        if self.fault.startswith("lost-"):  # what runs has fewer GPUs open than it had
+        if self._sees_others():  # and is not what the next run takes it for
             for key in list(room.jobs):
                 room.end(key)
+
+    def _sees_others(self) -> bool:
+        """Whether it may have other GPUs open than before: one was lost, or what it sees could not be written."""
+        return self.fault.startswith("lost-") or (self.jobs[0].known.hidden and self.case.step.startswith("disk."))
 
     def _same_files(self, job: Job) -> bool:
         """Whether it has the descriptors that it began with; memory that came the parked way has one each."""

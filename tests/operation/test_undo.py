@@ -24,7 +24,7 @@ class Failing:
 
         self.work.push(name, undoes)
 
-    def fails(self, expected: type[LimosaError] = FailedUndone, match: str = "") -> None:
+    def fails(self, expected: type[LimosaError] = FailedUndone, match: str | None = None) -> None:
         with pytest.raises(expected, match=match), self.work:
             raise FailedUndone(what="move", detail="made to fail")
 
