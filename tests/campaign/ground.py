@@ -19,11 +19,6 @@ class Ground:
     name = "host"
     gpus = 0
 
-    @property
-    def residents(self) -> dict[int, int]:
-        """Bytes by GPU that processes hold which outlive every operation."""
-        return {}
-
     def arm(self, rules: list[str]) -> None:
         """Lets these rules hold (``native/softgpu/fault.h``)."""
         assert not rules, "there is no driver here that can be told to fail"
@@ -122,30 +117,25 @@ class Soft(Ground):
         for path in (self.folder / "requests").iterdir():
             path.unlink(missing_ok=True)
 
-    @property
-    def residents(self) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for _, number, size in self._movers():
-            found[number] = found.get(number, 0) + size
-        return found
-
-    def _movers(self) -> list[tuple[int, int, int]]:
-        """Contexts of a mover, which stays: block, GPU, bytes. What it has made for a job is not its own."""
+    def _movers(self) -> dict[int, int]:
+        """Contexts of a mover, which stays: bytes by block. What it has made for a job is not its own."""
         from limosa.softgpu.state import opened
 
         mover = helper_pids().get("mover", -1)
         with opened() as state:
-            blocks = [state.blocks[i] for i in range(state.n_blocks)]
-            mine = [b for b in blocks if b.id and b.pid == mover and b.kind != KIND_VMM]  # 0: a free place
-            return [(int(b.id), int(b.gpu), int(b.bytes)) for b in mine]
+            blocks = [block for block in state.blocks[: state.n_blocks] if block.id]  # 0: a free place
+            return {int(b.id): int(b.bytes) for b in blocks if b.pid == mover and b.kind != KIND_VMM}
 
     def _log_size(self) -> int:
         return os.stat(self.folder / "log").st_size if (self.folder / "log").exists() else 0
 
     def leftovers(self) -> dict[str, Any]:
-        its = {block for block, _, _ in self._movers()}
+        from limosa import gpu
+
+        its = self._movers()
         return {
-            "blocks of device memory": len({int(name) for name in os.listdir(self.folder / "memory")} - its),
+            "used": sum(g.memory_used for g in gpu.inventory().gpus) - sum(its.values()),
+            "blocks of device memory": len({int(name) for name in os.listdir(self.folder / "memory")} - its.keys()),
             "requests": sorted(os.listdir(self.folder / "requests")),
         }
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from support import has_ended, pids
@@ -22,8 +21,8 @@ def helper_pids() -> dict[str, int]:
     """The vault and the mover that live in this pid namespace, where there are any."""
     found = {}
     for pid in pids():
-        with contextlib.suppress(OSError):
-            name = NAMES.get(Path(f"/proc/{pid}/comm").read_text().strip())
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="ascii", errors="replace") as file:
+            name = NAMES.get(file.read().strip())
             if name and not has_ended(pid):
                 found[name] = pid
     return found

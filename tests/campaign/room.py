@@ -304,14 +304,6 @@ class Room:
 
         return [{p.pid: p.memory_used or 0 for p in g.processes} for g in gpu.inventory().gpus]
 
-    def used(self) -> list[int]:
-        """Bytes in use on each GPU."""
-        if not self.ground.gpus or self.ground.name == "real":
-            return []
-        from limosa import gpu
-
-        return [g.memory_used - self.ground.residents.get(g.index, 0) for g in gpu.inventory().gpus]
-
     def litter(self) -> list[str]:
         """What operations under way leave on disk, and what they must not leave when they have ended."""
         found = [

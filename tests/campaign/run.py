@@ -131,11 +131,10 @@ class Run(Fault):
             raise Lost(f"the driver was not made to lose the job: {self.found.short()}")
 
     def _snapshot(self) -> dict[str, Any]:
-        room = self.room
-        found = {"used": sum(room.used()), **room.ground.leftovers()}
+        found = self.room.ground.leftovers()
         for _ in range(15 if self.case.parked and parked.churns(self.case.victim) else 0):  # what does not come and go
             time.sleep(0.002)
-            now = {"used": sum(room.used()), **room.ground.leftovers()}
+            now = self.room.ground.leftovers()
             found |= {key: min(found[key], now[key]) for key in ("used", "blocks of device memory")}
         return found
 
@@ -456,11 +455,14 @@ class Run(Fault):
         room = self.room
         shutil.rmtree(room.base / "images" / "image-new", ignore_errors=True)
         now = self._snapshot()
+        awakening = self.operation in (*AWAKENING, "resume-memory")
+        came_back = self.image is not None or awakening or self.case.operation in BROKEN
+        base = {"requests": []} if alone or came_back else self.base  # of a job that was aside the rest is its own
 
         def is_as_before() -> bool:
             nonlocal now
             now = self._snapshot()
-            return not _more(self.base, now)
+            return not _more(base, now)
 
         if self.case.parked and not alone:  # some allocate and free all the time; a mover that ends takes a while
             _until(is_as_before, 3.0)
@@ -475,14 +477,6 @@ class Run(Fault):
             _until(lambda: not self._snapshot()["blocks of device memory"], 3.0)
             now = self._snapshot()
         if room.ground.name == "soft":
-            if (
-                alone
-                or self.image is not None
-                or self.operation in ("resume", "resume-to", "resume-memory", "toggle-up")
-            ):
-                base = {"requests": []}
-            else:
-                base = self.base if self.case.operation not in BROKEN else {"requests": []}
             wrong = _more(base, now) if self.case.parked else [key for key in base if now[key] != base[key]]
             self.problems += [f"{key}: {base[key]} before, {now[key]} after" for key in wrong]
             if alone and not room.jobs:
