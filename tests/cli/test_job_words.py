@@ -33,6 +33,10 @@ def test_a_move_tells_of_the_gpu_that_the_job_was_on_and_is_on_now():
     assert "(GPU 0 → GPU 1, GPU 1 → GPU 0)" in both
 
 
+def test_a_gpu_of_another_machine_is_not_told_by_its_uuid():
+    assert words.moves({"GPU-elsewhere": B}, [B]) == "another machine's GPU → GPU 1"
+
+
 def test_what_was_suspended_did_not_stand_still_for_its_way_back_alone():
     said = _line(result(operation="resume", timings={"pause_seconds": 0.45}))
     assert said == "process 7 is running (GPU 0 → GPU 1), 4.00 GiB, brought back in 450 ms"

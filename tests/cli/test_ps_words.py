@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from limosa.cli.ps import _state
+from limosa.operation.jobs import rfc3339
 from limosa.operation.results import Ps
 
-SINCE = {"since": "2026-11-22T09:00:00Z", "by": "ann", "release": "all"}
+SINCE = {"since": rfc3339(time.time() - 5 * 3600), "by": "ann", "release": "all"}
 
 
 @pytest.mark.parametrize(
@@ -17,7 +19,7 @@ SINCE = {"since": "2026-11-22T09:00:00Z", "by": "ann", "release": "all"}
     [
         ({}, "running"),
         ({"state": "checkpointed"}, "suspended"),
-        ({"state": "checkpointed", "suspended": SINCE}, "suspended 2026-11-22T09:00:00Z by ann"),
+        ({"state": "checkpointed", "suspended": SINCE}, "suspended 5 h ago by ann"),
         ({"state": "parked"}, "suspended (memory only)"),
         ({"state": "checkpointed", "under_way": {"operation": "move", "alive": True}}, "move under way"),
         (

@@ -10,7 +10,7 @@ import pytest
 from image_material import CONTENTS, fill, write_image
 
 import limosa
-from limosa.cli.images import age
+from limosa.cli.words import age
 from limosa.image import Draft, images
 
 
@@ -29,11 +29,11 @@ def test_whole_damaged_and_unfinished_ones_are_told_apart(tmp_path: Path) -> Non
     found = {Path(one.path).name: one for one in images(tmp_path)}
     assert {name: one.state for name, one in found.items()} == {
         "broken": "damaged",
-        "newer": "whole",
-        "older": "whole",
+        "newer": "complete",
+        "older": "complete",
         draft.path.name: "writing",
     }
-    order = [Path(one.path).name for one in images(tmp_path) if one.state == "whole"]
+    order = [Path(one.path).name for one in images(tmp_path) if one.state == "complete"]
     assert order == ["older", "newer"]
     older = found["older"]
     assert (older.name, older.pid, older.uid, older.gpus) == ("träining", 41, 1000, ["NVIDIA H200"])

@@ -214,7 +214,7 @@ def test_looking_at_somebody_elses_image_says_that_it_would_not_be_restored(limo
         warned = limosa(verb_, theirs / "image", "-o", "json", rc=0).json["warnings"]
         assert [w["id"] for w in warned] == ["untrusted-image"]
     (listed,) = images(theirs)
-    assert listed.state == "whole"
+    assert listed.state == "complete"
     assert f"belongs to user {USER}" in listed.problem
     assert "restore would refuse it" in limosa("images", theirs, "-o", "json", rc=0).stdout
 

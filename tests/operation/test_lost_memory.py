@@ -58,3 +58,11 @@ def test_the_record_of_a_job_that_was_killed_while_suspended_is_removed(runtime:
         job.wait(10)
     operation.recover()
     assert not path.exists()
+
+
+def test_whoever_names_a_job_is_told_that_recover_takes_none(runtime: Path, tmp_path: Path) -> None:
+    (told,) = operation.recover([tmp_path / "train"])
+    assert told.exit_code == 2
+    assert (
+        told.error == f"there is no folder {tmp_path / 'train'}; jobs are not named here, recover sees to all of them"
+    )

@@ -249,5 +249,5 @@ def test_wait_for_a_job_that_a_checkpoint_ends_is_75_with_its_image(limosa, tmp_
     said = json.loads(waiting.communicate(timeout=20)[0])
     assert (waiting.returncode, said["exit_code"], said["image"]) == (75, None, str(tmp_path / "image"))
     (listed,) = json.loads(limosa("images", tmp_path, "-o", "json", rc=0).stdout)["images"]
-    assert (listed["pid"], listed["state"]) == (pid, "whole")
+    assert (listed["pid"], listed["state"]) == (pid, "complete")
     assert "image" in limosa("images", tmp_path, rc=0).stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,18 +46,17 @@ def command(
 
 def _draw(console: Console, found: Sequence[Listed]) -> None:
     """A line an image."""
-    now = datetime.datetime.now(datetime.timezone.utc)
     rows: list[tuple[Any, ...]] = []
     for one in found:
-        whole = one.state == "whole"
+        complete = one.state == "complete"
         rows.append(
             (
                 Path(one.path).name,
                 one.name or "-",
                 one.pid or "-",
-                words.size(one.bytes) if whole else "-",
+                words.size(one.bytes) if complete else "-",
                 ", ".join(f"{n} × {name}" for name, n in _counted(one.gpus)) or "-",
-                age(one.created, now),
+                words.age(one.created),
                 f"{one.state}: {one.problem}" if one.problem else one.state,
             )
         )
@@ -74,16 +72,3 @@ def _draw(console: Console, found: Sequence[Listed]) -> None:
 
 def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
     return [(name, list(names).count(name)) for name in dict.fromkeys(names)]
-
-
-def age(created: str, now: datetime.datetime) -> str:
-    """How long ago a time in RFC 3339 was: 40 s, 12 min, 5 h, 3 days; "?" where it is none."""
-    try:
-        then = datetime.datetime.fromisoformat(created.replace("Z", "+00:00"))
-        seconds = (now - then).total_seconds()
-    except (ValueError, TypeError):
-        return "?"
-    for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0, int(seconds // unit))} {word}"
-    return f"{int(seconds // 86400)} days"

@@ -78,7 +78,7 @@ def _watch(verbose: int) -> None:
 
 
 def _state(job: Ps) -> str:
-    """The state in a word; where Limosa suspended it, since when and by whom; who works on it, or has left it so."""
+    """The state in a word; where Limosa suspended it, how long ago and by whom; who works on it, or has left it so."""
     if job.under_way is not None:
         verb = job.under_way["operation"]
         return f"{verb} under way" if job.under_way["alive"] else f"left in the middle by a {verb} (limosa recover)"
@@ -87,7 +87,7 @@ def _state(job: Ps) -> str:
         return job.state
     if job.suspended is None:
         return told[job.state]
-    return f"{told[job.state]} {job.suspended['since']} by {words.clean(job.suspended['by'])}"
+    return f"{told[job.state]} {words.age(job.suspended['since'])} ago by {words.clean(job.suspended['by'])}"
 
 
 def _way(process: dict[str, Any]) -> str:

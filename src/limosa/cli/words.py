@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,6 +84,8 @@ def moves(gpu_map: Mapping[str, str], onto: Sequence[str]) -> str:
     if not changed:
         return ""
     named = gpu_names()
+    away = {a: "another machine's GPU" for a in changed if named}  # its UUID would say nothing to anybody
+    named = {**away, **named}
     return ", ".join(f"{named.get(a, clean(a))} → {named.get(b, clean(b))}" for a, b in changed.items())
 
 
@@ -101,3 +104,16 @@ def gpu_names() -> dict[str, str]:
         return {g.uuid: f"GPU {g.index}" for g in gpu.inventory().gpus}
     except LimosaError:
         return {}
+
+
+def age(then: str, now: datetime.datetime | None = None) -> str:
+    """How long ago a time in RFC 3339 was: 40 s, 12 min, 5 h, 3 days; "?" where it is none."""
+    try:
+        now = now or datetime.datetime.now(datetime.timezone.utc)
+        seconds = (now - datetime.datetime.fromisoformat(then.replace("Z", "+00:00"))).total_seconds()
+    except (ValueError, TypeError):
+        return "?"
+    for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0, int(seconds // unit))} {word}"
+    return f"{int(seconds // 86400)} days"

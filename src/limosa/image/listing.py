@@ -19,7 +19,7 @@ class Listed(msgspec.Struct, kw_only=True):
 
     Attributes:
         path: the folder, absolute.
-        state: "whole" (its manifest is), "writing" (a checkpoint is at it), "unfinished" (nobody is), "damaged".
+        state: "complete" (its checkpoint ended well), "writing" (one is at it), "unfinished" (nobody is), "damaged".
         id: of the image, or "".
         name, pid, uid: of its job; "" and 0 where that is not known.
         bytes: size of its files.
@@ -27,7 +27,7 @@ class Listed(msgspec.Struct, kw_only=True):
         gpus: their names, one each.
         created: RFC 3339, or "".
         host: where it was made.
-        problem: what is the matter with one that is not whole, or that ``restore`` would refuse.
+        problem: what is the matter with one that is not complete, or that ``restore`` would refuse.
     """
 
     path: str
@@ -79,7 +79,7 @@ def _listed(path: Path) -> Listed:
             made = image.manifest
             return Listed(
                 path=str(path),
-                state="whole",
+                state="complete",
                 id=image.id,
                 name=made.job.name or "",
                 pid=made.job.pid,

@@ -119,6 +119,8 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
         listed = unfinished(folder)
     except OSError as error:
         text = f"{folder} cannot be read: {error.strerror}"
+        if error.errno == errno.ENOENT:
+            text = f"there is no folder {folder}; jobs are not named here, recover sees to all of them"
         return [Recovered(kind="folder", image=str(folder), error=text, exit_code=_NOT_READ.get(error.errno or 0, 40))]
     except PermissionDenied as error:  # behind a link of another user's
         return [Recovered(kind="folder", image=str(folder), error=str(error), exit_code=error.exit_code)]
