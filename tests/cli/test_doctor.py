@@ -180,6 +180,16 @@ def test_the_tables_that_criu_keeps_are_named_with_what_they_are_for(monkeypatch
     assert "filter" not in check.detail
 
 
+@pytest.mark.parametrize(("rights", "said"), [(0, "only root can tell"), (1 << 12, "not permitted")])
+def test_without_the_right_to_look_nothing_is_said_of_nftables(monkeypatch, tmp_path, rights, said):
+    nft = tmp_path / "nft"
+    nft.write_text("#!/bin/sh\necho 'netlink: Error: Operation not permitted' >&2\nexit 1\n")
+    nft.chmod(0o755)
+    monkeypatch.setattr(module.start, "program", lambda _: str(nft))
+    monkeypatch.setattr(module, "effective_capabilities", lambda: rights)
+    assert said in module._nftables(None).detail
+
+
 def test_an_operation_that_died_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "r"))
     from limosa.operation.journal import Header, Journal

@@ -227,6 +227,8 @@ def _nftables(works: Criu | None) -> Check:
         return warn("nftables", f"nft does not run: {error}")
     if ran.returncode:
         why = (ran.stderr.decode(errors="replace").strip().splitlines() or ["?"])[0]
+        if "not permitted" in why and not effective_capabilities() >> CAPABILITIES["CAP_NET_ADMIN"] & 1:
+            return warn("nftables", "nft is there; whether it lists tables only root can tell", "sudo limosa doctor")
         return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
     left = [line.split()[-1] for line in ran.stdout.decode(errors="replace").splitlines() if " CRIU-" in line]
     if left:
