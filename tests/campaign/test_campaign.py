@@ -16,7 +16,7 @@ import pytest
 from campaign import cases, hazards
 from campaign.__main__ import record, run, spread
 from campaign.summary import Summary, merged, names_in, replay
-from campaign.twice import part, run_and_replay
+from campaign.twice import ROOMS, part, run_and_replay
 from limosa.softgpu import faults
 
 RUNS = 420
@@ -107,6 +107,6 @@ def test_one_copy_is_left_and_nothing_else(chunk: int, tmp_path_factory: pytest.
 
 @pytest.mark.timeout(240)
 def test_what_has_failed_last() -> None:
-    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=2)
+    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=ROOMS)
     assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
     assert len(results) == len(FOUND)

@@ -17,18 +17,22 @@ ONCE = 2
 """How many of a session's runs may fail once and be right when repeated alone."""
 
 
+ROOMS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+"""Side by side with other tests one room is enough: there are as many as workers."""
+
+
 def part(picked: Sequence[tuple[Case, int]], chunk: int, chunks: int) -> list[tuple[Case, int]]:
     """One of so many parts of a sample."""
     return list(picked[chunk * len(picked) // chunks : (chunk + 1) * len(picked) // chunks])
 
 
 def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFactory) -> None:
-    """Runs cases in two rooms, then once more, alone, what has failed; fails where that fails again.
+    """Runs cases, then once more, alone, what has failed; fails where that fails again.
 
     A run is a race of a dozen processes. What its own replay does not show again is told, and is the full campaign's;
     more than ``ONCE`` of them in a session are no accident.
     """
-    results = run(todo, rooms=2)
+    results = run(todo, rooms=ROOMS)
     assert len(results) == len(todo)
     failed = {r["name"]: r for r in results if r["problems"]}
     again = run([(case, seed) for case, seed in todo if case.name in failed], rooms=1) if failed else []

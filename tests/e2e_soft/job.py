@@ -180,7 +180,7 @@ def main() -> None:
     print("READY", os.getpid(), flush=True)
     number, rests = 0, False
     while not (options.folder / "stop").exists():
-        time.sleep(0.02)
+        time.sleep(0.05)  # most of a core is left to those who move it
         if options.spin:
             continue  # every further call on its stream would wait for the kernel
         if options.waits and seen is None and (options.folder / "handle").exists():
