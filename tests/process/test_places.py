@@ -217,28 +217,47 @@ def test_names_that_a_stranger_makes_hide_nobodys_own_folder(machine: Path) -> N
         assert [str(folder.path) for folder in found] == [mine]
 
 
-def test_where_not_all_names_are_looked_at_it_cannot_be_told_what_is_there(
+@pytest.mark.parametrize("limit", ["_MOST_LISTED", "_MOST_BYTES"])
+def test_among_any_number_of_names_one_users_folder_is_found(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Also by himself, where he asks for everybody's; and who has none gets one."""
+    mine = squatted(machine, 50)
+    monkeypatch.setattr(places, limit, 1)
+
+    def of(uid: int | None) -> list[str]:
+        with places.folders("jobs", uid, whole=True) as found:
+            return [str(folder.path) for folder in found if folder.uid == ADA]
+
+    assert of(ADA) == [mine]
+    assert as_user(ADA, lambda: of(None)) == [mine]
+    assert as_user(ADA, own) == mine
+    newcomer = 4244
+    assert of(newcomer) == []
+    assert as_user(newcomer, own) == f"{machine}/tmp/limosa-{newcomer}/jobs"
+
+
+def test_where_looking_takes_too_long_it_cannot_be_told_what_is_there(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     squatted(machine, 50)
     before = sorted(os.listdir(machine / "tmp"))
 
-    def refused() -> None:
-        with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", ADA, whole=True):
-            pass
-        with places.folders("jobs", whole=True):  # nobody stops all others' commands so
+    def refused(uid: int | None = ADA) -> None:
+        with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", uid, whole=True):
             pass
 
     def no_new_one() -> None:
         refused()
+        refused(None)
         with pytest.raises(FailedUndone, match="so many names"):
             own()
 
-    for limit in ("_MOST_LISTED", "_MOST_BYTES"):
-        with monkeypatch.context() as patch:
-            patch.setattr(places, limit, 1)
-            refused()
-            as_user(ADA, no_new_one)
+    monkeypatch.setattr(places, "_LISTING_SECONDS", -1)
+    refused()
+    with places.folders("jobs", whole=True):  # nobody stops all others' commands so
+        pass
+    as_user(ADA, no_new_one)
     assert sorted(os.listdir(machine / "tmp")) == before
 
 
@@ -249,7 +268,7 @@ def test_whoever_has_the_plain_name_is_found_among_any_number_of_names(
     own_one = as_user(ADA, own)
     squatted_by_eve = [machine / f"tmp/limosa-{ADA}.{n:08x}" for n in range(9)]
     as_user(EVE, lambda: [path.mkdir() for path in squatted_by_eve] and None)
-    monkeypatch.setattr(places, "_MOST_LISTED", 1)
+    monkeypatch.setattr(places, "_LISTING_SECONDS", -1)
     with places.folders("jobs", ADA, whole=True) as found:
         assert [str(folder.path) for folder in found] == [own_one]
 

@@ -178,13 +178,25 @@ def is_memory(fd: int) -> bool:
     """Return whether a descriptor can be of memory: a device's, or of a file in memory.
 
     Not a pipe, a socket or a file, which may have whoever reads, asks or closes it wait for ever. The file system is
-    not asked: it may be the other user's own.
+    not asked: it may be the other user's own, of which the kernel tells nobody else a mode (EACCES).
     """
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        return stat.S_IFMT(_mode(fd)) in (stat.S_IFCHR, 0)  # 0: what the kernel has no type for (a dma-buf, say)
+        try:
+            return stat.S_IFMT(_mode(fd)) in (stat.S_IFCHR, 0)  # 0: what the kernel has no type for (a dma-buf, say)
+        except OSError:
+            return False
     return True
+
+
+def device(fd: int) -> int:
+    """Return the number of the file system that a file is on; nobody is asked, and the kernel says it to everybody.
+
+    Raises:
+        OSError: it is no descriptor.
+    """
+    return os.makedev(*struct.unpack_from("=II", _statx(fd, 0), _DEVICE_AT))
 
 
 def inode(fd: int) -> tuple[int, int]:
@@ -193,41 +205,45 @@ def inode(fd: int) -> tuple[int, int]:
     Raises:
         OSError: the kernel does not say.
     """
-    found = _statx(fd)
+    found = _statx(fd, _STATX_TYPE)
     return os.makedev(*struct.unpack_from("=II", found, _DEVICE_AT)), int(struct.unpack_from("=Q", found, _INODE_AT)[0])
 
 
 def let_go(fd: int, uid: int) -> None:
     """Close what is a user's without waiting for it: he may never let it be."""
-    threading.Thread(target=_close_strange, args=(fd, uid), daemon=True).start()
+    _break_off(fd, uid)  # now: whoever ends with it open waits as well
+    threading.Thread(target=_close, args=(fd,), daemon=True).start()
 
 
 def _mode(fd: int) -> int:
     """A file's type and mode as the kernel knows them."""
-    return int(struct.unpack_from("=H", _statx(fd), _MODE_AT)[0])
+    return int(struct.unpack_from("=H", _statx(fd, _STATX_TYPE), _MODE_AT)[0])
 
 
-def _statx(fd: int) -> ctypes.Array[ctypes.c_char]:
+def _statx(fd: int, mask: int) -> ctypes.Array[ctypes.c_char]:
     """What the kernel itself knows of a file (statx(2)); ``fstat`` would ask a file system that is a user's."""
     found = ctypes.create_string_buffer(256)
-    if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, _STATX_TYPE, found):
+    if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, mask, found):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return found
 
 
-def _close_strange(fd: int, uid: int) -> None:
-    """Close what a user has given instead of memory.
+def _break_off(fd: int, uid: int) -> None:
+    """Break a file system off that a user serves himself (FUSE), as he could do, where the descriptor is of one.
 
-    A file system that he serves himself (FUSE) may have whoever closes it wait for ever, SIGKILL or not. It is broken
-    off first, as he could do himself, where it is his and the machine has ``/sys/fs/fuse/connections``.
+    It may have whoever closes it wait for ever, SIGKILL or not. It goes where it is his and the machine has
+    ``/sys/fs/fuse/connections``.
     """
     with contextlib.suppress(OSError):
-        major, minor = struct.unpack_from("=II", _statx(fd), _DEVICE_AT)
-        place = os.path.join(FUSE, str(minor))
-        if os.geteuid() == 0 and not major and os.stat(place).st_uid == uid:
+        number = device(fd)
+        place = os.path.join(FUSE, str(os.minor(number)))
+        if os.geteuid() == 0 and not os.major(number) and os.stat(place).st_uid == uid:
             with open(os.path.join(place, "abort"), "w", encoding="ascii") as file:
                 file.write("1")
+
+
+def _close(fd: int) -> None:
     with contextlib.suppress(OSError):
         os.close(fd)
 

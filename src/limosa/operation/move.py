@@ -213,17 +213,19 @@ def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list
     driver = gpu.Driver()
     try:
         for like in likes:
+            pid = _pid_of(like)
             try:
                 which = job(like)
+                pid = which.root.pid
                 clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
                 limits: dict[str, Any] = {"max_pause": how.max_pause, "release": how.release}
                 prepared = look_at(verb, which, driver, where, force=how.force, freed=freed, clock=clock, **limits)
             except LimosaError as error:
-                refused = Plan(operation=verb, pid=_pid_of(like), verdict="refused", reasons=[as_reason(error)])
-                outcomes.append(Outcome(pid=_pid_of(like), error=None if how.dry_run else error, plan=refused))
+                refused = Plan(operation=verb, pid=pid, verdict="refused", reasons=[as_reason(error)])
+                outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
                 continue
             plan = prepared.as_plan()
-            outcomes.append(Outcome(pid=which.root.pid, plan=plan))
+            outcomes.append(Outcome(pid=pid, plan=plan))
             if plan.verdict == "ok" and not is_done(prepared.operation, prepared):
                 for uuid, size in room.held_now(prepared.members).items():
                     freed[uuid] = freed.get(uuid, 0) + size

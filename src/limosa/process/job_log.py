@@ -16,6 +16,7 @@ from limosa.ipc import packet
 from limosa.process.belief import owners_of
 from limosa.process.launch import log_folder
 from limosa.process.openat import closing, taken_from
+from limosa.start import served_by
 
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -32,6 +33,8 @@ def open_said(path: str, pid: int) -> int:
     if os.geteuid() == 0 and owners_of(pid) == {0}:
         return open_own(path)  # root's word, where nobody but root may have changed what is there
     with closing(os.open(path, _LOOK)) as fd:
+        if os.geteuid() == 0 and served_by().get(packet.device(fd), 0) != 0:  # he may never let go whoever closes it
+            raise PermissionError("it is on a file system that a user serves (FUSE)")
         found = os.fstat(fd)
         if os.geteuid() == 0 and not _is_its_users(found, pid) and not _is_its_output(found, pid):
             raise PermissionError(f"it is not a file of the user of process {pid}")
@@ -91,10 +94,9 @@ def _writes(process: int, pid: int, number: int, file: tuple[int, int], uid: int
             if packet.inode(seen) != file:
                 return False
         fd = taken_from(process, number)
-        if packet.inode(fd) != file:
-            packet.let_go(fd, uid)
-            return False
-        with closing(fd):
+        try:
             mode = fcntl.fcntl(fd, fcntl.F_GETFL)
-        return mode & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR) and not mode & os.O_PATH
+            return packet.inode(fd) == file and mode & os.O_ACCMODE in (os.O_WRONLY, os.O_RDWR) and not mode & os.O_PATH
+        finally:
+            packet.let_go(fd, uid)
     return False

@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +38,7 @@ _SETTING = "LIMOSA_RUNTIME_DIR"
 _FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
 _MOST_LISTED, _MOST_OF_ONE = 100_000, 4
 _MOST_BYTES = 64 << 20  # of a folder itself: one that had millions of names is slow to list when they are gone
+_LISTING_SECONDS = 5.0  # for one user's, among any number of others' names
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -344,31 +346,42 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
-        if uid is not None:  # whoever has the plain name has no other: nothing need be listed
-            own = list(_believed(users, {f"limosa-{uid}"}, place, uid, whole))
-            yield from (Folder(uid, place / name, fd) for name, fd in own)
-            if own:
-                return
+        one = os.geteuid() if uid is None else uid
+        if one > 0:
+            yield from _of_one(users, place, one, whole)
+        if uid is None:
+            names, complete = _listed(users, place, None, whole)
+            if not complete:
+                names |= {f"limosa-{one}" for one in _with_processes()}
+            others = {name for name in names if owner_of(name) != one}
+            for name, fd in _believed(users, others, place, None, whole):
+                yield Folder(owner_of(name), place / name, fd)
+
+
+def _of_one(users: int, place: Path, uid: int, whole: bool) -> Iterator[Folder]:
+    """A user's folders, open. Whoever has the plain name has no other: nothing need be listed."""
+    own = list(_believed(users, {f"limosa-{uid}"}, place, uid, whole))
+    if not own:
         names, complete = _listed(users, place, uid, whole)
-        if not complete:
-            if whole and uid is not None:
-                raise _too_many(place)
-            names |= {f"limosa-{one}" for one in (_with_processes() if uid is None else {uid})}
-        for name, fd in _believed(users, names, place, uid, whole):
-            yield Folder(owner_of(name), place / name, fd)
+        if whole and not complete:
+            raise _too_many(place)
+        own = list(_believed(users, names, place, uid, whole))
+    yield from (Folder(uid, place / name, fd) for name, fd in own)
 
 
 def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[str], bool]:
     """Names of folders that belong to the user whom they name (of that user's), and whether all have been looked at.
 
-    So many of each user are kept, the first by name; names that are somebody else's are not counted.
+    So many of each user are kept, the first by name; names that are somebody else's are not counted. One user's are
+    looked for among any number of names, for some seconds; everybody's only where there are not too many.
     """
-    if os.fstat(users).st_size > _MOST_BYTES:
+    if uid is None and os.fstat(users).st_size > _MOST_BYTES:
         return set(), False
     found: dict[int, list[str]] = {}
+    end = time.monotonic() + _LISTING_SECONDS
     with os.scandir(users) as entries:
         for n, entry in enumerate(entries):
-            if n >= _MOST_LISTED:
+            if (n >= _MOST_LISTED and uid is None) or (n % 1024 == 0 and time.monotonic() > end):
                 return set(itertools.chain(*found.values())), False
             name = entry.name
             if (owner := owner_of(name)) <= 0 or uid not in (None, owner):

@@ -16,6 +16,8 @@ import subprocess
 
 from limosa import start
 from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
+from limosa.ipc import packet
+from limosa.process.belief import owners_of
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
 from limosa.process.openat import taken_from
@@ -106,6 +108,7 @@ def leave_repair(pid: int) -> int:
     except ProcessLookupError:
         raise NoSuchProcess(pid=pid) from None
     try:
+        uid = max(owners_of(pid))
         for name in os.listdir(f"/proc/{pid}/fd"):
             try:
                 if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
@@ -118,8 +121,7 @@ def leave_repair(pid: int) -> int:
                 if error.errno == errno.EBADF:  # closed since
                     continue
                 raise
-            with socket.socket(fileno=fd) as taken:
-                count += _off(taken)
+            count += _off(fd, uid)
     except FileNotFoundError:
         raise NoSuchProcess(pid=pid) from None
     except ProcessLookupError:
@@ -131,11 +133,23 @@ def leave_repair(pid: int) -> int:
     return count
 
 
-def _off(taken: socket.socket) -> bool:
-    """Take one socket out of repair mode; False where it was not in it."""
-    if taken.family not in (socket.AF_INET, socket.AF_INET6) or taken.proto != socket.IPPROTO_TCP:
+def _off(fd: int, uid: int) -> bool:
+    """Take one of its sockets out of repair mode and let go of it; False where it was not in it.
+
+    The process may have put anything in its place. Whatever it is, nobody waits until it is closed: that may be never,
+    where it is on a file system of its user's (FUSE) or lingers (SO_LINGER).
+    """
+    try:
+        taken = socket.socket(fileno=fd)
+    except OSError:  # it is no socket
+        packet.let_go(fd, uid)
         return False
-    if taken.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR) != 1:
-        return False
-    taken.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
-    return True
+    try:
+        if taken.family not in (socket.AF_INET, socket.AF_INET6) or taken.proto != socket.IPPROTO_TCP:
+            return False
+        if taken.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR) != 1:
+            return False
+        taken.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
+        return True
+    finally:
+        packet.let_go(taken.detach(), uid)

@@ -1,0 +1,134 @@
+"""Root gets descriptors of a user's own file system (FUSE), whose closing he never answers, and goes on all the same.
+
+The file system is real, and so is the user: what waits for him waits in the kernel, where SIGKILL does not end it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import limosa
+from limosa.process import belief, job_log
+from limosa.process.criu import network
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="this kernel has no FUSE"),
+]
+
+USER = 4242
+SERVER = Path(__file__).parents[1] / "fuse_server.py"
+
+GIVES = """
+import os, socket, sys
+os.setgroups([]), os.setgid(int(sys.argv[3])), os.setuid(int(sys.argv[3]))
+fd = os.open(sys.argv[2], os.O_RDWR)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+    connection.connect(sys.argv[1])
+    socket.send_fds(connection, [b"here"], [fd] * 3)
+    connection.recv(1)
+"""
+
+TAKES = """
+import os, socket, sys
+from limosa.ipc import packet
+from limosa.process.criu import network
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    listening.bind(sys.argv[1])
+    os.chmod(sys.argv[1], 0o777)
+    listening.listen()
+    print("LISTENS", flush=True)
+    connection, _ = listening.accept()
+if sys.argv[2] == "memory":
+    try:
+        packet.receive(connection, 100, 3, packet.Deadline(10), memory=True)
+    except packet.Wrong as error:
+        print(error, flush=True)
+else:
+    _, fds, _, _ = socket.recv_fds(connection, 100, 3)
+    print([network._off(fd, int(sys.argv[3])) for fd in fds], flush=True)
+"""
+
+
+@pytest.fixture(params=["", "all"], ids=["his alone", "allow_other"])
+def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The user's file system in a folder of his, with a file ``f``."""
+    path = Path(tempfile.mkdtemp(prefix="limosa-test-"))
+    os.chown(path, USER, USER)
+    (path / "mount").mkdir()
+    command = [sys.executable, SERVER, path / "mount", str(USER), request.param]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"READY\n"
+        yield path
+    finally:
+        server.kill()  # whoever waits for it goes on
+        server.wait(10)
+        subprocess.run(["umount", "-l", path / "mount"], check=True, timeout=10)
+        shutil.rmtree(path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("wanted", "said"), [("memory", "a descriptor of what is no memory"), ("sockets", "[False, False, False]")]
+)
+def test_root_closes_none_itself(folder: Path, wanted: str, said: str) -> None:
+    connections = Path("/sys/fs/fuse/connections")
+    if not list(connections.iterdir()):
+        subprocess.run(["mount", "-t", "fusectl", "none", connections], check=True, timeout=10)
+    env = {"PYTHONPATH": str(Path(limosa.__file__).parents[1]), "PATH": os.environ["PATH"]}
+    socket_path = str(folder / "socket")
+    takes = subprocess.Popen(
+        [sys.executable, "-c", TAKES, socket_path, wanted, str(USER)], stdout=subprocess.PIPE, text=True, env=env
+    )
+    doomed = [takes]
+    try:
+        assert takes.stdout is not None
+        assert takes.stdout.readline() == "LISTENS\n"
+        doomed.append(
+            subprocess.Popen([sys.executable, "-c", GIVES, socket_path, folder / "mount" / "f", str(USER)], text=True)
+        )
+        assert takes.stdout.readline() == f"{said}\n"
+        takes.wait(10)  # it has ended: nobody waits for the file system
+    finally:
+        for one in doomed:
+            one.kill()
+
+
+@pytest.mark.timeout(60)
+def test_roots_logs_opens_nothing_there(folder: Path) -> None:
+    command = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "sleep", "60"]
+    job = subprocess.Popen(command)
+    try:
+        while belief.owners_of(job.pid) != {USER}:
+            pass
+        with pytest.raises(PermissionError):
+            job_log.open_said(str(folder / "mount" / "f"), job.pid)
+    finally:
+        job.kill()
+        job.wait(10)
+
+
+@pytest.mark.timeout(60)
+def test_a_socket_that_lingers_holds_nobody_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        ours, _ = listening.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\x10\x0e\0\0")  # for an hour
+        theirs.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while theirs.send(bytes(1 << 16)):
+                pass
+        assert not network._off(theirs.detach(), USER)  # the last descriptor of it
+        ours.close()
