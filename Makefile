@@ -58,7 +58,7 @@ check:
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="$(SIDE_BY_SIDE)"; fi; \
 	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side $(NODES) --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
-	$(SUDO) $(PYTEST) -q -m "network and not gpu" $(NODES)
+	$(SUDO) $(PYTEST) -q -n 2 --dist loadfile -m "network and not gpu" $(NODES)
 
 # Nodes of software GPUs: their own tests, the command line on them, the fault campaign (six minutes).
 test-soft:
