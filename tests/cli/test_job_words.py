@@ -33,8 +33,8 @@ def test_a_move_tells_of_the_gpu_that_the_job_was_on_and_is_on_now():
     assert "(GPU 0 → GPU 1, GPU 1 → GPU 0)" in both
 
 
-def test_a_gpu_of_another_machine_is_not_told_by_its_uuid():
-    assert words.moves({"GPU-elsewhere": B}, [B]) == "another machine's GPU → GPU 1"
+def test_a_gpu_that_is_not_here_is_not_told_by_its_uuid():
+    assert words.moves({"GPU-elsewhere": B}, [B]) == "a GPU that is not here → GPU 1"
 
 
 def test_what_was_suspended_did_not_stand_still_for_its_way_back_alone():

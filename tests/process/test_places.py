@@ -253,7 +253,12 @@ def test_where_looking_takes_too_long_it_cannot_be_told_what_is_there(
         with pytest.raises(FailedUndone, match="so many names"):
             own()
 
+    with places.folders("jobs", ADA, whole=True) as found:
+        mine = [folder.path for folder in found]
     monkeypatch.setattr(places, "_LISTING_SECONDS", -1)
+    with places.folders("jobs", ADA, whole=True) as found:  # whom this process has found before it need not look for
+        assert [folder.path for folder in found] == mine
+    places._found.clear()
     refused()
     with places.folders("jobs", whole=True):  # nobody stops all others' commands so
         pass

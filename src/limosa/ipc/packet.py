@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 _SPACES = 4 << 10
+_MOST_RIGHTS = 253
+"""As many descriptors as may come in a packet (SCM_MAX_FD)."""
 _CREDENTIALS = struct.Struct("3i")
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC, _STATX_TYPE = 0x1000, 0x4000, 1
 _MODE_AT, _INODE_AT, _DEVICE_AT = 28, 32, 136  # of a struct statx of 256 bytes; the device is major and minor
@@ -144,8 +146,14 @@ def receive(
         OSError: the time is up, or no more descriptors may be open here.
     """
     connection.settimeout(deadline.left())
-    # Exactly so much: CMSG_SPACE has room for one more where the number is odd.
-    room = socket.CMSG_LEN(4 * fds) if fds else 0
+    if not fds:
+        # What the kernel has no room for it lets go of at once, in this thread: a socket may linger for hours then
+        # (SO_LINGER). So it is looked at before, and stays where it is.
+        _, _, flags, _ = connection.recvmsg(1, 0, socket.MSG_PEEK)
+        if flags & socket.MSG_CTRUNC:
+            raise Wrong("descriptors came that nobody asked for")
+        connection.settimeout(deadline.left())
+    room = socket.CMSG_LEN(4 * _MOST_RIGHTS) if fds else 0
     data, rights, flags, _ = connection.recvmsg(bytes_, room, socket.MSG_CMSG_CLOEXEC)
     given = Given()
     for level, kind, value in rights:
@@ -154,18 +162,40 @@ def receive(
     try:
         if memory:
             _refuse_strange(given, peer(connection)[1] if given else -1)
-        if flags & socket.MSG_CTRUNC:
-            if len(given) < fds:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if flags & socket.MSG_CTRUNC and len(given) < fds:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if flags & socket.MSG_CTRUNC or len(given) > fds:
             raise Wrong("descriptors came that nobody asked for")
         if flags & socket.MSG_TRUNC:
             raise Wrong("a packet that is too large")
         if not data:
             raise EOFError
     except BaseException:
-        given.close()
+        if _is_ours(connection):
+            given.close()
+        else:
+            for fd in given.take():
+                let_go(fd, peer(connection)[1])
         raise
     return data, given
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection. What a user has sent and nobody has read goes with it and may linger: nobody waits for that."""
+    if connection.fileno() < 0 or _is_ours(connection):
+        connection.close()
+        return
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    _aside(connection.detach())
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether we, or root, are at the other end."""
+    try:
+        return peer(connection)[1] in (-1, 0, os.geteuid())  # -1: nobody is there
+    except OSError:
+        return False
 
 
 def text(raw: bytes, most: int = _SPACES) -> str:
@@ -205,14 +235,32 @@ def inode(fd: int) -> tuple[int, int]:
     Raises:
         OSError: the kernel does not say.
     """
-    found = _statx(fd, _STATX_TYPE)
+    return _file(_statx(fd, _STATX_TYPE))
+
+
+def inode_at(path: str) -> tuple[int, int]:
+    """Return the same for what a path leads to; of the file systems on the way each is asked.
+
+    Raises:
+        OSError: nothing is there, or the kernel does not say.
+    """
+    return _file(_statx(-1, _STATX_TYPE, path))
+
+
+def _file(found: ctypes.Array[ctypes.c_char]) -> tuple[int, int]:
     return os.makedev(*struct.unpack_from("=II", found, _DEVICE_AT)), int(struct.unpack_from("=Q", found, _INODE_AT)[0])
 
 
 def let_go(fd: int, uid: int) -> None:
     """Close what is a user's without waiting for it: he may never let it be."""
     _break_off(fd, uid)  # now: whoever ends with it open waits as well
-    threading.Thread(target=_close, args=(fd,), daemon=True).start()
+    _aside(fd)
+
+
+def _aside(fd: int) -> None:
+    """Close it in a thread, whose end nobody waits for; it stays open where there may be no thread more."""
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_close, args=(fd,), daemon=True).start()
 
 
 def _mode(fd: int) -> int:
@@ -220,10 +268,10 @@ def _mode(fd: int) -> int:
     return int(struct.unpack_from("=H", _statx(fd, _STATX_TYPE), _MODE_AT)[0])
 
 
-def _statx(fd: int, mask: int) -> ctypes.Array[ctypes.c_char]:
+def _statx(fd: int, mask: int, path: str = "") -> ctypes.Array[ctypes.c_char]:
     """What the kernel itself knows of a file (statx(2)); ``fstat`` would ask a file system that is a user's."""
     found = ctypes.create_string_buffer(256)
-    if _libc.statx(fd, b"", _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, mask, found):
+    if _libc.statx(fd, os.fsencode(path), _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC, mask, found):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return found

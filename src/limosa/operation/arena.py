@@ -12,7 +12,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
-from limosa.ipc.packet import peer
+from limosa.ipc.packet import hang_up, peer
 from limosa.operation.jobs import user_name
 from limosa.parking.mover import Mover
 from limosa.parking.resident import look_for, residents
@@ -157,7 +157,7 @@ def host_room(fresh: int, uid: int | None = None) -> str:
     found = look_for("mover", os.geteuid() if uid is None else uid)
     pid = found.identity.pid if found is not None else os.getpid()
     if found is not None:
-        found.connection.close()
+        hang_up(found.connection)
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
         level = tightest(memory_levels(file.read()))
         if level.room is not None and level.room < fresh:
@@ -218,5 +218,5 @@ def owners() -> list[int]:
     for kind in ("vault", "mover"):
         for one in residents(kind):
             found.add(peer(one.connection)[1])
-            one.connection.close()
+            hang_up(one.connection)
     return sorted(found)

@@ -140,8 +140,8 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
         driver.close()
     known = [str(state) for state in states.values() if isinstance(state, str)]
     # Of those that were suspended. Others (workers that have only loaded the driver's library) have no state to tell.
-    members = () if record is None else record.members
-    untold = any(one.pid in states and not isinstance(states[one.pid], str) for one in members)
+    members = [] if record is None else [one.pid for one in record.members] or pids
+    untold = any(pid in states and not isinstance(states[pid], str) for pid in members)
     if untold or "locked" in known or "checkpointed" in known:
         raise JobSuspended(pid=root.pid, job=name or root.pid)
 

@@ -17,7 +17,7 @@ from limosa.ipc.messages import (
     receive_all,
     send,
 )
-from limosa.ipc.packet import peer
+from limosa.ipc.packet import hang_up, peer
 from limosa.parking import resident
 from limosa.parking.mover_protocol import (
     CALL_SECONDS,
@@ -236,7 +236,7 @@ class Mover:
 
     def close(self) -> None:
         """End the connection; what it held for us and nobody else holds is let go of soon."""
-        self._connection.close()
+        hang_up(self._connection)
 
     def __enter__(self) -> Mover:
         return self

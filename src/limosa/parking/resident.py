@@ -25,7 +25,7 @@ import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc.messages import VERSION, Count, Message, Seconds, Word, Words, receive_all, send
-from limosa.ipc.packet import Wrong, peer
+from limosa.ipc.packet import Wrong, hang_up, peer
 from limosa.ipc.side_by_side import SECONDS, within
 from limosa.parking.vault_protocol import MOST_KEYS, Keys, Ping
 from limosa.process.belief import owners_of
@@ -209,18 +209,18 @@ def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> F
         pass
     except (TimeoutError, BlockingIOError):  # the latter: so many wait that connecting would
         if kind == "vault" or not replaces:
-            connection.close()
+            hang_up(connection)
             raise FailedUndone(f"{_WHAT[kind]} does not answer (process {identity.pid if identity else '?'})") from None
         replace(kind, uid, identity)
     except (OSError, ValueError) as error:
-        connection.close()
+        hang_up(connection)
         raise FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})") from error
     except BaseException as error:
-        connection.close()
+        hang_up(connection)
         if isinstance(error, LimosaError) and not isinstance(error, FailedUndone):
             return None  # it ended meanwhile
         raise
-    connection.close()
+    hang_up(connection)
     return None
 
 
@@ -353,5 +353,5 @@ def _may_live(kind: str, uid: int, name: str) -> bool:
     except OSError:
         return False
     finally:
-        connection.close()
+        hang_up(connection)
     return True

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
-from limosa.ipc.packet import Deadline, Given, Wrong, peer, receive, send
+from limosa.ipc.packet import Deadline, Given, Wrong, hang_up, peer, receive, send
 from limosa.parking import LIBRARY, answers
 from limosa.parking.answers import MOST_BYTES, Called, Hello, Memory, Message
 from limosa.parking.names import names_of
@@ -151,10 +151,10 @@ class Shim:
                 self.owner, self._version = self._is_itself(), name.version
                 return
             except OSError as error:
-                self._socket.close()
+                hang_up(self._socket)
                 why = error
             except BaseException:
-                self._socket.close()
+                hang_up(self._socket)
                 raise
         raise why
 
@@ -322,7 +322,7 @@ class Shim:
 
     def close(self) -> None:
         """Let another client have it."""
-        self._socket.close()
+        hang_up(self._socket)
 
     def __enter__(self) -> Shim:
         return self
@@ -375,7 +375,7 @@ class Shim:
         fds: Sequence[int] = (),
     ) -> None:
         if self._lost:  # an answer that was not waited for any more would be taken for this one's
-            self._socket.close()
+            hang_up(self._socket)
             self._connect(CONNECT_SECONDS)
             self._lost = False
         self._number += 1

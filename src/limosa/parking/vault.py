@@ -16,7 +16,7 @@ from limosa.ipc.messages import (
     receive_all,
     send,
 )
-from limosa.ipc.packet import Given, peer
+from limosa.ipc.packet import Given, hang_up, peer
 from limosa.parking.resident import Found, Holding, all_of, connect, residents, understood
 from limosa.parking.segments import fits, room_for, sizes_for
 from limosa.parking.vault_protocol import (
@@ -162,7 +162,7 @@ class Vault:
 
     def close(self) -> None:
         """End the connection; what is held stays held."""
-        self._connection.close()
+        hang_up(self._connection)
 
     def __enter__(self) -> Vault:
         return self

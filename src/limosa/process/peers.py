@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from limosa.errors import NoSuchProcess, PermissionDenied
+from limosa.ipc.packet import inode_at
 from limosa.process.identity import read_stat
 from limosa.process.observation import Peer
 from limosa.process.slurp import slurp
@@ -136,10 +137,9 @@ class _Search:
                     yield found.masters, index, Peer(pid=pid, name=name_of(pid), fd=int(fd), access="rw")
             elif wanted.memory and target.endswith(" (deleted)"):
                 try:
-                    info = os.stat(path)
+                    key = inode_at(path)  # any user's file, perhaps on his own file system: it is not asked
                 except OSError:
                     continue
-                key = (info.st_dev, info.st_ino)
                 if key in wanted.memory:
                     yield found.memory, key, Peer(pid=pid, name=name_of(pid), fd=int(fd), access=_access(path))
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
+from limosa.ipc.packet import close_all
 from limosa.process.limits import many_descriptors
 from limosa.process.openat import closing, nothing_there, only_by, open_folder_in, open_in
 
@@ -39,6 +40,8 @@ _FORM = re.compile(r"limosa-([1-9][0-9]{0,9})(?:\.[0-9a-f]{8})?")
 _MOST_LISTED, _MOST_OF_ONE = 100_000, 4
 _MOST_BYTES = 64 << 20  # of a folder itself: one that had millions of names is slow to list when they are gone
 _LISTING_SECONDS = 5.0  # for one user's, among any number of others' names
+_found: dict[tuple[Path, int], set[str]] = {}
+"""Names by which users without the plain one were found: a job may stand still while the next one looks."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -360,13 +363,19 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
 
 def _of_one(users: int, place: Path, uid: int, whole: bool) -> Iterator[Folder]:
     """A user's folders, open. Whoever has the plain name has no other: nothing need be listed."""
-    own = list(_believed(users, {f"limosa-{uid}"}, place, uid, whole))
+    own = list(_believed(users, {f"limosa-{uid}"} | _found.get((place, uid), set()), place, uid, whole))
     if not own:
         names, complete = _listed(users, place, uid, whole)
         if whole and not complete:
             raise _too_many(place)
         own = list(_believed(users, names, place, uid, whole))
-    yield from (Folder(uid, place / name, fd) for name, fd in own)
+        _found[place, uid] = {name for name, _ in own}
+    try:
+        while own:
+            name, fd = own.pop(0)
+            yield Folder(uid, place / name, fd)
+    finally:
+        close_all(fd for _, fd in own)
 
 
 def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[str], bool]:

@@ -7,6 +7,7 @@ reset the connection), and a CRIU that is killed leaves both; a socket in repair
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -23,6 +24,7 @@ from limosa.process.identity import Identity
 from limosa.process.openat import taken_from
 
 TCP_REPAIR = 19  # linux/tcp.h
+_libc = ctypes.CDLL(None, use_errno=True)
 _TABLE = re.compile(r"inet CRIU-[0-9A-Za-z-]{1,40}")
 
 
@@ -140,16 +142,34 @@ def _off(fd: int, uid: int) -> bool:
     where it is on a file system of its user's (FUSE) or lingers (SO_LINGER).
     """
     try:
-        taken = socket.socket(fileno=fd)
-    except OSError:  # it is no socket
-        packet.let_go(fd, uid)
-        return False
-    try:
-        if taken.family not in (socket.AF_INET, socket.AF_INET6) or taken.proto != socket.IPPROTO_TCP:
+        family = _option(fd, socket.SOL_SOCKET, socket.SO_DOMAIN)
+        if family not in (socket.AF_INET, socket.AF_INET6):
             return False
-        if taken.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR) != 1:
+        if _option(fd, socket.SOL_SOCKET, socket.SO_PROTOCOL) != socket.IPPROTO_TCP:
             return False
-        taken.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
+        if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) != 1:
+            return False
+        if _libc.setsockopt(fd, socket.IPPROTO_TCP, TCP_REPAIR, ctypes.byref(ctypes.c_int(0)), 4):
+            raise _last_error()
         return True
     finally:
-        packet.let_go(taken.detach(), uid)
+        packet.let_go(fd, uid)
+
+
+def _option(fd: int, level: int, name: int) -> int:
+    """One of a socket's options, by getsockopt(2) alone: Python's own socket asks for its name as well.
+
+    For that the kernel wants the socket's lock, which a thread of its user's may hold for ever. -1: it is no socket.
+    """
+    value, size = ctypes.c_int(-1), ctypes.c_uint(4)
+    if _libc.getsockopt(fd, level, name, ctypes.byref(value), ctypes.byref(size)):
+        error = _last_error()
+        if error.errno in (errno.ENOTSOCK, errno.EBADF, errno.ENOPROTOOPT, errno.EOPNOTSUPP):
+            return -1
+        raise error
+    return value.value
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

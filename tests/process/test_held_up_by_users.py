@@ -1,6 +1,7 @@
-"""Root gets descriptors of a user's own file system (FUSE), whose closing he never answers, and goes on all the same.
+"""Root gets descriptors whose closing a user may hold up for ever, and goes on all the same.
 
-The file system is real, and so is the user: what waits for him waits in the kernel, where SIGKILL does not end it.
+Of his own file system (FUSE), and of sockets that linger. Both are real, and so is the user: what waits for his file
+system waits in the kernel, where SIGKILL does not end it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import limosa
+from limosa.ipc import packet
 from limosa.process import belief, job_log
 from limosa.process.criu import network
 
@@ -118,6 +121,60 @@ def test_roots_logs_opens_nothing_there(folder: Path) -> None:
     finally:
         job.kill()
         job.wait(10)
+
+
+LINGERS = """
+import os, signal, socket, sys
+def lingers():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        theirs = socket.create_connection(listening.getsockname())
+        others.append(listening.accept()[0])  # and reads nothing
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\\x01\\0\\0\\0\\x10\\x0e\\0\\0")  # for an hour
+    theirs.setblocking(False)
+    try:
+        while theirs.send(bytes(1 << 16)):
+            pass
+    except BlockingIOError:
+        return theirs
+others, n = [], int(sys.argv[2])
+sent = [[lingers() for _ in range(n)] for _ in range(2)]
+os.setgroups([]), os.setgid(int(sys.argv[3])), os.setuid(int(sys.argv[3]))
+connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+connection.connect(sys.argv[1])
+for each in sent:
+    socket.send_fds(connection, [b"here"], [one.fileno() for one in each])
+sent.clear(), each.clear()  # what is under way is the last
+print("SENT", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("sent", "wanted"), [(1, 0), (5, 3), (3, 3)])
+def test_what_a_user_sends_may_linger_and_holds_nobody_up(sent: int, wanted: int) -> None:
+    """The kernel closes what nobody wants, and what nobody has read, in the thread of whoever ends the connection."""
+    place = Path(tempfile.mkdtemp(prefix="limosa-test-"))
+    place.chmod(0o777)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(place / "socket"))
+        (place / "socket").chmod(0o777)
+        listening.listen()
+        listening.settimeout(10)
+        command = [sys.executable, "-c", LINGERS, str(place / "socket"), str(sent), str(USER)]
+        theirs = subprocess.Popen(command, stdout=subprocess.PIPE)
+        try:
+            connection, _ = listening.accept()
+            assert theirs.stdout is not None
+            assert theirs.stdout.readline() == b"SENT\n"
+            begun = time.monotonic()
+            with pytest.raises(packet.Wrong):
+                packet.receive(connection, 100, wanted, packet.Deadline(5), memory=True)
+            packet.hang_up(connection)
+            assert time.monotonic() - begun < 1
+        finally:
+            theirs.kill()
+            theirs.wait(10)
+            shutil.rmtree(place)
 
 
 @pytest.mark.timeout(60)
