@@ -24,10 +24,7 @@ from limosa.ipc import packet
 from limosa.process import belief, job_log
 from limosa.process.criu import network
 
-pytestmark = [
-    pytest.mark.root,
-    pytest.mark.skipif(not os.path.exists("/dev/fuse"), reason="this kernel has no FUSE"),
-]
+pytestmark = pytest.mark.root
 
 USER = 4242
 SERVER = Path(__file__).parents[1] / "fuse_server.py"
@@ -66,6 +63,8 @@ else:
 @pytest.fixture(params=["", "all"], ids=["his alone", "allow_other"])
 def folder(request: pytest.FixtureRequest) -> Iterator[Path]:
     """The user's file system in a folder of his, with a file ``f``."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("this kernel has no FUSE")
     path = Path(tempfile.mkdtemp(prefix="limosa-test-"))
     os.chown(path, USER, USER)
     (path / "mount").mkdir()

@@ -84,9 +84,8 @@ def moves(gpu_map: Mapping[str, str], onto: Sequence[str]) -> str:
     if not changed:
         return ""
     named = gpu_names()
-    away = {a: "a GPU that is not here" for a in changed if named}  # its UUID would say nothing to anybody
-    named = {**away, **named}
-    return ", ".join(f"{named.get(a, clean(a))} → {named.get(b, clean(b))}" for a, b in changed.items())
+    away = "a GPU that is not here" if named else ""  # its UUID would say nothing to anybody
+    return ", ".join(f"{named.get(a, away or clean(a))} → {named.get(b, clean(b))}" for a, b in changed.items())
 
 
 def places(uuids: Sequence[str]) -> str:

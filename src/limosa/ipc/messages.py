@@ -3,8 +3,8 @@
 A message with more than ``MOST`` descriptors, or of more than ``LARGEST`` bytes, goes in several packets: all but the
 last say ``more`` and carry descriptors or a part of it.
 
-Nobody takes a descriptor that he does not want, not for a moment: root that closes one of a user's own file system
-(FUSE) waits for that user, and no signal ends that.
+Nobody waits for a descriptor that he does not want: root that closes one of a user's own file system (FUSE), or a
+socket that lingers, would wait for that user.
 
 What comes is bounded before anything is made of it, and decoded as what it should be, never as whatever it is: a packet
 of empty maps is a hundred times as large in memory.

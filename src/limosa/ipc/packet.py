@@ -131,7 +131,7 @@ def receive(
 ) -> tuple[bytes, Given]:
     """Receive one packet.
 
-    What was not asked for is never open here: where there is no room for a descriptor the kernel lets go of it.
+    Where none was asked for, a packet that brings descriptors is not taken. Where some were, more than that are closed.
 
     Args:
         connection: a socket of packets; its limit is what is left of the deadline, then.
@@ -159,9 +159,10 @@ def receive(
     for level, kind, value in rights:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             given.add(Given(array.array("i", value[: len(value) // 4 * 4])))
+    uid = peer(connection)[1] if given else -1
     try:
         if memory:
-            _refuse_strange(given, peer(connection)[1] if given else -1)
+            _refuse_strange(given, uid)
         if flags & socket.MSG_CTRUNC and len(given) < fds:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if flags & socket.MSG_CTRUNC or len(given) > fds:
@@ -171,18 +172,17 @@ def receive(
         if not data:
             raise EOFError
     except BaseException:
-        if _is_ours(connection):
+        if _is_ours(uid):
             given.close()
-        else:
-            for fd in given.take():
-                let_go(fd, peer(connection)[1])
+        for fd in given.take():
+            let_go(fd, uid)
         raise
     return data, given
 
 
 def hang_up(connection: socket.socket) -> None:
     """End a connection. What a user has sent and nobody has read goes with it and may linger: nobody waits for that."""
-    if connection.fileno() < 0 or _is_ours(connection):
+    if connection.fileno() < 0 or _is_ours(peer(connection)[1]):
         connection.close()
         return
     with contextlib.suppress(OSError):
@@ -190,12 +190,9 @@ def hang_up(connection: socket.socket) -> None:
     _aside(connection.detach())
 
 
-def _is_ours(connection: socket.socket) -> bool:
-    """Whether we, or root, are at the other end."""
-    try:
-        return peer(connection)[1] in (-1, 0, os.geteuid())  # -1: nobody is there
-    except OSError:
-        return False
+def _is_ours(uid: int) -> bool:
+    """Whether that is us or root: who is at the other end. -1: nobody is there."""
+    return uid in (-1, 0, os.geteuid())
 
 
 def text(raw: bytes, most: int = _SPACES) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from limosa.ipc.messages import FOR_EVER, Message, receive_all, send
-from limosa.ipc.packet import Given, close_all, peer
+from limosa.ipc.packet import Given, close_all, hang_up, peer
 
 MOST_CLIENTS = 256
 """At once: who comes then waits until one has gone."""
@@ -89,7 +89,7 @@ class Sessions(Generic[_S]):
                 time.sleep(_NO_ROOM_SECONDS)
                 return
             if peer(connection)[1] not in (0, os.geteuid()):
-                connection.close()
+                hang_up(connection)
                 continue
             session = self._make()
             with self._lock:

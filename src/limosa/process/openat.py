@@ -64,9 +64,14 @@ def taken_from(pidfd: int, number: int) -> int:
         _libc.syscall(ctypes.c_long(_SYS_PIDFD_GETFD), ctypes.c_int(pidfd), ctypes.c_int(number), ctypes.c_uint(0))
     )
     if fd < 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
+        raise last_error()
     return fd
+
+
+def last_error() -> OSError:
+    """What went wrong in the last call by ctypes, as an error to raise."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def open_folder_in(folder: int, name: str, uid: int) -> int:

@@ -349,14 +349,14 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
     with if_there(place, 0, whole), closing(os.open(place, _DIRECTORY)) as users:
         if not _safe(os.fstat(users), os.geteuid()):
             return
-        one = os.geteuid() if uid is None else uid
-        if one > 0:
-            yield from _of_one(users, place, one, whole)
+        first = os.geteuid() if uid is None else uid
+        if first > 0:
+            yield from _of_one(users, place, first, whole)
         if uid is None:
             names, complete = _listed(users, place, None, whole)
             if not complete:
                 names |= {f"limosa-{one}" for one in _with_processes()}
-            others = {name for name in names if owner_of(name) != one}
+            others = {name for name in names if owner_of(name) != first}
             for name, fd in _believed(users, others, place, None, whole):
                 yield Folder(owner_of(name), place / name, fd)
 

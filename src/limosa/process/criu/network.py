@@ -21,7 +21,7 @@ from limosa.ipc import packet
 from limosa.process.belief import owners_of
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
-from limosa.process.openat import taken_from
+from limosa.process.openat import last_error, taken_from
 
 TCP_REPAIR = 19  # linux/tcp.h
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -150,7 +150,7 @@ def _off(fd: int, uid: int) -> bool:
         if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) != 1:
             return False
         if _libc.setsockopt(fd, socket.IPPROTO_TCP, TCP_REPAIR, ctypes.byref(ctypes.c_int(0)), 4):
-            raise _last_error()
+            raise last_error()
         return True
     finally:
         packet.let_go(fd, uid)
@@ -163,13 +163,8 @@ def _option(fd: int, level: int, name: int) -> int:
     """
     value, size = ctypes.c_int(-1), ctypes.c_uint(4)
     if _libc.getsockopt(fd, level, name, ctypes.byref(value), ctypes.byref(size)):
-        error = _last_error()
+        error = last_error()
         if error.errno in (errno.ENOTSOCK, errno.EBADF, errno.ENOPROTOOPT, errno.EOPNOTSUPP):
             return -1
         raise error
     return value.value
-
-
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
