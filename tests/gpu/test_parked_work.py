@@ -14,7 +14,7 @@ from proofs import VICTIMS, Prover
 
 from limosa.gpu import Inventory
 
-pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(400, method="signal")]
+pytestmark = [pytest.mark.gpu, pytest.mark.gpu_parked, pytest.mark.timeout(500, method="signal")]
 GB = 1 << 30
 TURNS = int(os.environ.get("LIMOSA_PROOF_TURNS", "20"))
 TORCH = [sys.executable, str(VICTIMS / "proof_torch.py"), "FOLDER"]
