@@ -11,7 +11,7 @@ import pytest
 PROJECT = Path(__file__).parents[2]
 SOURCE = PROJECT / "src/limosa"
 PAGE = (PROJECT / "docs/architecture.md").read_text()
-OF_THEIR_OWN = ("gpu", "process", "parking", "operation", "operation/parked")  # each has a table
+OF_THEIR_OWN = ("gpu", "process", "parking", "operation", "operation/steps", "operation/parked")  # each has a table
 IN_A_ROW = ("image", "softgpu", "cli", "process/hazards", "process/criu")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import random
 import shutil
@@ -80,16 +79,6 @@ def test_chunks_of_a_range() -> None:
         room[shift : shift + len(data)] = data
         assert host(address + shift, len(data), KEY, 65536) == alone
     assert host(data, 0, KEY) == []
-
-
-def test_memory_that_may_only_be_read(tmp_path: object) -> None:
-    data = random.Random(2).randbytes(mmap.PAGESIZE)
-    with open(f"{tmp_path}/f", "w+b") as file:
-        file.write(data)
-        file.flush()
-        with mmap.mmap(file.fileno(), len(data), access=mmap.ACCESS_READ) as memory:
-            assert host(memory, len(data), KEY) == host(data, len(data), KEY)
-        assert memory.closed  # nothing of it is held
 
 
 @pytest.mark.parametrize(

@@ -503,7 +503,7 @@ def test_a_swap_that_cannot_be_is_planned_as_refused(gpu_like: GpuLike, double: 
 def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from limosa.operation import holding, prepare
+    from limosa.operation import facts, holding
 
     pid, late = gpu_like(on=0), gpu_like(on=0)
     calls = iter([[pid], [pid, late], [pid, late], [pid, late], [pid, late]])
@@ -512,15 +512,15 @@ def test_a_process_that_gets_a_context_while_we_lock_is_taken_along(
         return [Identity.of(p) for p in next(calls)]
 
     monkeypatch.setattr(holding, "job_tree", tree)
-    monkeypatch.setattr(prepare, "job_tree", tree)
-    real = prepare.observe
+    monkeypatch.setattr(facts, "job_tree", tree)
+    real = facts.observe
 
     def both(root: Identity) -> object:
         seen, more = real(root), real(Identity.of(late))
         seen.processes += more.processes
         return seen
 
-    monkeypatch.setattr(prepare, "observe", both)
+    monkeypatch.setattr(facts, "observe", both)
     operation.suspend(pid)
     assert double.states == {pid: "checkpointed", late: "checkpointed"}
     assert names(double)[:3] == ["lock", "unlock", "lock"]  # undone once, then both
@@ -534,7 +534,7 @@ def with_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
         found.processes[0].n_uvm_maps = 1
         return found
 
-    monkeypatch.setattr("limosa.operation.prepare.observe", seen)
+    monkeypatch.setattr("limosa.operation.facts.observe", seen)
 
 
 def test_that_a_job_with_a_context_holds_nothing_is_asked_twice_and_then_refused(

@@ -17,8 +17,8 @@ from limosa import operation
 from limosa.errors import Reason, Refused, UsageError
 from limosa.gpu import Gpu, GpuProcess, Inventory
 from limosa.operation.journal import Member
-from limosa.operation.prepare import apply_force
 from limosa.operation.refusals import PEER_BYTES, gpu_refusals, same_chip
+from limosa.operation.rules import apply_force
 from limosa.process.identity import Identity
 
 GpuLike = Callable[..., int]

@@ -108,11 +108,13 @@ def test_what_is_held_is_not_forgotten_while_somebody_has_not_got_it_back(monkey
     monkeypatch.setattr(recovering, "_give_back", lambda *_, **__: None)
     monkeypatch.setattr(recovering, "all_in_arenas", lambda *_: False)
     monkeypatch.setattr(recovering.holders, "forget", lambda id_, **_: forgotten.append(id_))
+    assert recovering.go_on(dead) is False
     with pytest.raises(FailedUndone, match="still held"):
-        recovering.bring_home(dead, lambda: None)
+        recovering.go_back(dead, lambda: None)
     assert not forgotten
     monkeypatch.setattr(recovering, "all_in_arenas", lambda *_: True)
-    assert recovering.bring_home(dead, lambda: None) is False
+    assert recovering.go_on(dead) is False
+    recovering.go_back(dead, lambda: None)
     assert forgotten == [dead.header.id]
     dead.finish()
 
@@ -152,6 +154,6 @@ def test_no_memory_goes_home_while_it_is_still_copied(monkeypatch: pytest.Monkey
     moving._parts = [type("Part", (), {"member": Member(identity=myself())})]
     moving._copying = type("Copying", (), {"settle": lambda _: did.append("settled")})()
     monkeypatch.setattr(Moving, "_home", lambda *_: did.append("home"))
-    monkeypatch.setattr(Moving, "let_go", lambda _: did.append("let go"))
-    moving.home()
+    monkeypatch.setattr(Moving, "release", lambda _: did.append("let go"))
+    moving.back()
     assert did == ["settled", "home", "let go"]

@@ -48,7 +48,7 @@ def dead_journal(name: str) -> None:
 def before_claim(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Lets something happen once, between an operation's look at the job and its claim."""
     module = sys.modules[TRANSFER]
-    real = module.begin
+    real = module._begin
     todo = [happens]
 
     def begin(*arguments: object) -> None:
@@ -56,7 +56,7 @@ def before_claim(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object])
             todo.pop()()
         real(*arguments)
 
-    monkeypatch.setattr(module, "begin", begin)
+    monkeypatch.setattr(module, "_begin", begin)
 
 
 def before_lock(double: DriverDouble, happens: Callable[[], object]) -> None:
@@ -196,20 +196,20 @@ def test_a_suspended_job_taken_elsewhere_and_suspended_again_before_the_claim_is
 def test_a_process_of_the_tree_that_begins_to_use_cuda_before_the_lock_is_taken_along(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    holding, prepare = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "prepare"))
+    holding, facts = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "facts"))
     pid, late = gpu_like(on=0), gpu_like(on=0)
     del double.states[late]
     held = double.held.pop(late)
     both = [Identity.of(pid), Identity.of(late)]
-    real = prepare.observe
+    real = facts.observe
 
     def observe(root: Identity) -> object:
         seen = real(root)
         seen.processes += real(both[1]).processes
         return seen
 
-    monkeypatch.setattr(prepare, "observe", observe)
-    for module in (holding, prepare):
+    monkeypatch.setattr(facts, "observe", observe)
+    for module in (holding, facts):
         monkeypatch.setattr(module, "job_tree", lambda _: both)
 
     def begins() -> None:

@@ -14,14 +14,14 @@ from driver_double import DriverDouble
 
 from limosa import operation
 from limosa.errors import CancelledUndone, DriverHung, LimosaError, TimedOutUndone
-from limosa.operation import prepare
+from limosa.operation import rules
 from limosa.operation.holding import TRIES, Grew
 from limosa.operation.work import Clock, Work
 
 GpuLike = Callable[..., int]
 
 # The modules: the names in the package are the verbs.
-HOLDING, CHECKPOINT = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "checkpoint"))
+STEPS, CHECKPOINT = (sys.modules[f"limosa.operation.{name}"] for name in ("steps.driver", "checkpoint"))
 
 
 def test_tries_of_a_job_that_grows_share_one_limit(
@@ -34,7 +34,7 @@ def test_tries_of_a_job_that_grows_share_one_limit(
         time.sleep(0.5)
         raise Grew(pids=str(pid))
 
-    monkeypatch.setattr(HOLDING, "refuse_growth", grown)
+    monkeypatch.setattr(STEPS, "refuse_growth", grown)
     with pytest.raises(TimedOutUndone, match=r"longer than 0\.8 s"):
         operation.suspend(pid, timeout=0.8)
     assert 1 <= len(tries) <= 2  # with a limit of its own for each there were three
@@ -74,7 +74,7 @@ def test_making_host_memory_grow_ends_with_the_time_or_a_cancel(
             time.sleep(0.01)
         return 0
 
-    monkeypatch.setattr(prepare, "grow_host_memory", grow)
+    monkeypatch.setattr(rules, "grow_host_memory", grow)
     cancel = threading.Event()
     if cancelled:
         threading.Timer(0.3, cancel.set).start()

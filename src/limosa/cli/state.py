@@ -5,14 +5,6 @@ from __future__ import annotations
 import os
 import sys
 
-_AFTER = {
-    "lock done": "locked",
-    "checkpoint done": "checkpointed",
-    "criu-restore done": "checkpointed",
-    "restore done": "locked",
-    "unlock done": "running",
-}
-
 
 def whereabouts() -> tuple[str, str]:
     """The job's state and a sentence, from the journals that this process keeps.
@@ -30,7 +22,10 @@ def whereabouts() -> tuple[str, str]:
         return "unknown", f"the job's state is not known (the journal cannot be read: {error})"
     if not mine:
         return "", "no job was touched"
-    states = {_AFTER.get(s.step, "unknown") for s in mine}
+    from limosa.operation.verbs import states_after
+
+    after = states_after()
+    states = {after.get(s.step, "unknown") for s in mine}
     text = "what is where: " + "; ".join(s.text for s in mine)
     return states.pop() if len(states) == 1 else "unknown", text
 

@@ -48,19 +48,23 @@ from limosa.image import (
     TreeProcess,
     now,
 )
-from limosa.operation import driver_steps, estimate, locks, same_files, shm
+from limosa.operation import estimate, locks, same_files, shm
 from limosa.operation.checkpoint_plan import Options, dump_options, look_at
 from limosa.operation.claims import Claim
 from limosa.operation.frozen import shared_outside, tree_and_files
-from limosa.operation.holding import TRIES, Grew, refuse_stale, stand_still
+from limosa.operation.holding import refuse_stale, while_it_grows
 from limosa.operation.jobs import Job, JobLike, job
-from limosa.operation.journal import Header, added_up
+from limosa.operation.journal import Header, Member, added_up
 from limosa.operation.kept_logs import keep_log
 from limosa.operation.leftovers import end_rest, release_network
-from limosa.operation.parked.halves import Ready
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
+from limosa.operation.step import run
+from limosa.operation.steps.carry import BACK
+from limosa.operation.steps.driver import HOME
+from limosa.operation.steps.dump import Dump, Dumping
+from limosa.operation.verbs import CHECKPOINT
 from limosa.operation.work import Work, myself
 from limosa.parking.shim import ShimError
 from limosa.process import device_nodes, sizes
@@ -109,24 +113,22 @@ def checkpoint(
     chosen = Options(output=output, **options)
     which = job(like)
     started = time.monotonic()
-    for attempt in range(TRIES):
-        try:
-            with Work(
-                "checkpoint",
-                timeout=timeout,
-                max_pause=chosen.max_pause,
-                progress=progress,
-                cancel=cancel,
-                started=started,
-            ) as work:
-                work.check()
-                result = _try(work, which, chosen)
-            result.timings = work.timings
-            return result
-        except Grew:
-            if attempt == TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
+
+    def once() -> CheckpointResult:
+        with Work(
+            "checkpoint",
+            timeout=timeout,
+            max_pause=chosen.max_pause,
+            progress=progress,
+            cancel=cancel,
+            started=started,
+        ) as work:
+            work.check()
+            result = _try(work, which, chosen)
+        result.timings = work.timings
+        return result
+
+    return while_it_grows(once)
 
 
 def _try(work: Work, which: Job, chosen: Options) -> CheckpointResult:
@@ -138,13 +140,14 @@ def _try(work: Work, which: Job, chosen: Options) -> CheckpointResult:
     return _Checkpoint(work, prepared, chosen, program).run()
 
 
-class _Checkpoint:
+class _Checkpoint(Dumping):
     """One checkpoint under way: what its steps share."""
 
-    def __init__(self, work: Work, prepared: Prepared, options: Options, program: Criu):
-        self.work, self.prepared, self.options, self.program = work, prepared, options, program
-        self.members = prepared.members
-        self.root = prepared.root
+    def __init__(self, work: Work, job: Prepared, options: Options, program: Criu):
+        super().__init__(work, CHECKPOINT, [job])
+        self.job, self.options, self.program = job, options, program
+        self.leave_running = options.leave_running
+        self.root = job.root
         self.dest = Path(os.path.abspath(options.output))
         self.draft: Draft
         self.image: Image | None = None
@@ -156,57 +159,35 @@ class _Checkpoint:
         self.descriptors = 0
         self.told_again = 0.0
         self.nft_table: str | None = None
+        self.stats = DumpStats()
+        self.unreaped: dict[int, int] = {}
         self.device: list[DeviceMemory] = []
-        assert prepared.observation is not None
-        self.dump_options = dump_options(options, prepared.observation)
+        assert job.observation is not None
+        self.dump_options = dump_options(options, job.observation)
         self.lost = shm.Lost()
         self.tries = 1
 
+    @property
+    def asleep(self) -> list[Member]:
+        """Those that the driver is to restore: of a job that runs on, all that were not suspended before."""
+        return [m for m in self.members if m.was != "checkpointed"] if self.leave_running else []
+
+    @property
+    def locked(self) -> list[Member]:
+        """The same."""
+        return self.asleep
+
     def run(self) -> CheckpointResult:
-        work = self.work
-        work.check()
+        self.work.check()
         self._begin()
         self.lost.look([i.pid for i in job_tree(self.root)])
-        if self.members:
-            refuse_stale(work, [self.prepared])
-            self._save_device_memory()
-            ready = Ready(self.members, self.saving.shims if self.saving is not None else {})
-            work.push("ready", ready.let_go)
-            ready.prepare()
-            work.push("driver", self._bring_back)
-            if self.saving is not None:
-                if self.prepared.states != {"checkpointed"}:
-                    work.pause_begins()
-                self.saving.hold_still()
-                self.saving.start_copy()
-            stand_still(work, [self.prepared], self.members)
-            ready.let_go()
-            work.drop("ready")
-            if self.saving is not None:
-                self.saving.wait_for_copy()
-                self.saving.leave()
-            work.check_pause(
-                estimate.DUMP_FIXED
-                + (self.prepared.host_bytes + estimate.device_bytes(self.members)) / estimate.DUMP_RATE
-                + estimate.restore_seconds(self.members),
-                estimate.restore_seconds(self.members),
-            )
-            work.check()
-        stats = self._dump_with_semaphores()
-        unreaped: dict[int, int] = {}
-        if self.options.leave_running:
-            self._let_run()
-            self._commit()
-            self._let_go_of_device_memory()
-        else:
-            work.drop("driver")
-            self._let_go_of_device_memory()
-            unreaped = self._wait_until_gone()
-        work.drop("draft")
+        refuse_stale(self.work, self.prepared)
+        run(CHECKPOINT, self)
+        self.work.drop("draft")
         assert self.image is not None
         with contextlib.suppress(OSError):
             self.draft.secure_log()
-        result = self._result(self.image, stats, unreaped)
+        result = self._result(self.image)
         self.image.close()
         self.draft.close()
         return result
@@ -223,7 +204,7 @@ class _Checkpoint:
         finally:
             shm.take_away(given | self.lost.remaps)
 
-    def _dump_with_semaphores(self) -> DumpStats:
+    def dump(self) -> None:
         """Dumps; again where the job has made a semaphore between the look and CRIU's.
 
         The last time CRIU gives those a name itself, by a number that another's dump at the same moment may have taken.
@@ -232,10 +213,24 @@ class _Checkpoint:
             self.lost.look([i.pid for i in job_tree(self.root)], again=self.tries > 1)
             try:
                 with self._names_given_back():
-                    return self._dump()
+                    self.stats = self._dump()
+                break
             except _OtherSemaphores:
                 self.tries += 1
                 self.draft.empty_criu()
+        if not self.leave_running:  # it has ended, and the image is whole: there is no way back any more
+            self.work.drop(HOME)
+            self._let_go_of_device_memory()
+
+    def leave(self) -> None:
+        """Leaves the job to CRIU, where it will not stand still for too long by that."""
+        assert self.ready is not None
+        self.ready.let_go()
+        if self.saving is not None:
+            self.saving.disconnect()
+        back = estimate.restore_seconds(self.members)
+        to_come = Dump().cost(self.job.shape) + back
+        self.work.check_pause(to_come, back)
 
     def _begin(self) -> None:
         work = self.work
@@ -244,7 +239,7 @@ class _Checkpoint:
             operation="checkpoint",
             roots=[self.root],
             members=self.members,
-            tree=self.prepared.tree,
+            tree=self.job.tree,
             controller=myself(),
             image=str(self.dest),
             leave_running=self.options.leave_running,
@@ -263,7 +258,7 @@ class _Checkpoint:
         journal.header.draft = str(self.draft.path)
         journal.rewrite_header()
 
-    def _save_device_memory(self) -> None:
+    def save(self) -> None:
         """Copies what the shim looks after while the job runs; where that way is not open the driver carries it.
 
         Raises:
@@ -275,34 +270,31 @@ class _Checkpoint:
         if not found.awake and not found.asleep:
             return
         try:
-            self.saving = Saving(
+            self.carrier = self.saving = Saving(
                 work,
                 found.awake,
                 found.asleep,
+                folder=self.draft.make_chunks(),
                 chunk=options.chunk_bytes,
                 rounds=options.rounds,
                 rate=options.rate or 0.0,
             )
-            work.push("parked", self.saving.undo)
-            self.saving.prepare(self.draft.make_chunks())
+            self.saving.prepare()
         except (CancelledUndone, TimedOutUndone, NoRoomOnHost):
             raise
         except LimosaError as error:
-            if self.saving is not None:
-                work.drop("parked")
-                self.saving.undo()
-                self.saving = None
+            self.not_saved()
             # It may be stopped, and the driver would wait for it as well.
             if isinstance(error, ShimError) and isinstance(error.__cause__, TimeoutError):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
-            if isinstance(error, FailedUndone) and (found.only_so or not self.prepared.driver_can):
+            if isinstance(error, FailedUndone) and (found.only_so or not self.job.driver_can):
                 raise FailedUndone(
                     what="checkpoint",
                     detail=str(error),
                     hint="try again; limosa doctor looks at the mover and the vault",
                 ) from error
-            if self.prepared.needs_gate:
+            if self.job.needs_gate:
                 text = (
                     f"its device memory cannot be written the parked way ({error}), and on the driver's JAX would end"
                 )
@@ -310,7 +302,7 @@ class _Checkpoint:
             if found.only_so:
                 text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
-            if not self.prepared.driver_fits:
+            if not self.job.driver_fits:
                 detail = (
                     f"the parked way is not open ({error}), and host memory does not take what the driver would save"
                 )
@@ -319,11 +311,17 @@ class _Checkpoint:
             text = f"the parked way is not open ({error}): the driver carries the memory"
             work.warnings.append(Reason(id="driver-way", text=text))
 
+    def not_saved(self) -> None:
+        """Gives the job back what was taken from it."""
+        saving, self.saving, self.carrier = self.saving, None, None
+        if saving is not None:
+            saving.undo()
+
     def _let_go_of_device_memory(self) -> None:
         """The image is whole, or the job has its memory again: nobody needs what was held for it."""
         if self.saving is not None:
-            self.work.drop("parked")
-            self.saving.close()
+            self.work.drop(BACK)
+            self.saving.release()
 
     def _discard(self) -> None:
         if self.image is None:
@@ -332,35 +330,31 @@ class _Checkpoint:
             self.image.close()
             self.draft.close()
 
-    def _bring_back(self) -> None:
-        driver_steps.bring_back(self.work.driver, self.members, self.work.journal, self.work.id, self.work.progress)
-
     # -- CRIU --------------------------------------------------------------------------------------------------
 
     def _dump(self) -> DumpStats:
         work = self.work
         work.note("dump", "begin", self.root.pid)
         try:
-            with work.timed("dump", "criu dump", total=self.prepared.host_bytes or None):
-                stats = dump(
-                    self.program,
-                    self.root.pid,
-                    self.draft.criu_fd,
-                    self.draft.log_fd,
-                    msgspec.structs.replace(self.dump_options, link_remap=self._remaps()),
-                    on_action=self._on_action,
-                    on_start=lambda who: work.note("dump", "note", who.pid, criu=who.to_str()),
-                    timeout=work.left,
-                    cancel=work.cancel,
-                    on_tick=self._tell_written,
-                )
+            stats = dump(
+                self.program,
+                self.root.pid,
+                self.draft.criu_fd,
+                self.draft.log_fd,
+                msgspec.structs.replace(self.dump_options, link_remap=self._remaps()),
+                on_action=self._on_action,
+                on_start=lambda who: work.note("dump", "note", who.pid, criu=who.to_str()),
+                timeout=work.left,
+                cancel=work.cancel,
+                on_tick=self._tell_written,
+            )
         except BaseException as error:
             work.try_note("dump", "failed", self.root.pid)
             if self.image is not None:
                 self._give_it_time_to_end()
             if self.image is not None and not self.root.alive():
                 # CRIU died after the commit, while it ended the tree: what is left to do is to end the rest.
-                end_rest(self.prepared.tree)
+                end_rest(self.job.tree)
                 return DumpStats()
             self._give_network_back()
             if self.image is not None:
@@ -402,7 +396,7 @@ class _Checkpoint:
         begun = time.monotonic()
         if begun < self.told_again:
             return
-        total = self.prepared.host_bytes + estimate.device_bytes(self.members)
+        total = self.job.host_bytes + estimate.device_bytes(self.members)
         with contextlib.suppress(OSError), os.scandir(self.draft.criu_fd) as files:
             done = sum(file.stat(follow_symlinks=False).st_size for file in files)
             self.work.progress(Progress("dump", done=min(done, total), total=total))
@@ -416,7 +410,7 @@ class _Checkpoint:
     def _give_network_back(self) -> None:
         """A CRIU that was killed has left the job's connections shut; one that failed has opened them itself."""
         if self.dump_options.tcp_established:
-            release_network(self.prepared.tree, self.draft.log_fd, self.root.pid, self.program)
+            release_network(self.job.tree, self.draft.log_fd, self.root.pid, self.program)
 
     def _on_action(self, action: str) -> bool:
         """CRIU has written everything and holds the tree frozen: the last moment to say no."""
@@ -425,19 +419,19 @@ class _Checkpoint:
         self.work.check()
         self.work.armed()
         self._refuse_new_cuda_state()
-        self.prepared.tree = job_tree(self.root)  # what it has started since it was looked at belongs to it
+        self.job.tree = job_tree(self.root)  # what it has started since it was looked at belongs to it
         assert self.work.journal is not None
-        self.work.journal.header.tree = self.prepared.tree
+        self.work.journal.header.tree = self.job.tree
         self.work.journal.rewrite_header()
         if self._remaps():
-            self.lost.look_for_remaps([i.pid for i in self.prepared.tree])
+            self.lost.look_for_remaps([i.pid for i in self.job.tree])
             self.work.note("names", "begin", lost=shm.to_note(self.lost.remaps))
-        self.lost.look_for_shared([i.pid for i in self.prepared.tree], shared_outside(self.prepared))
+        self.lost.look_for_shared([i.pid for i in self.job.tree], shared_outside(self.job))
         put = lambda name, source: self.draft.put_in(name, source, self.work.check)  # noqa: E731
         self.shm = shm.read(self.lost.names | self.lost.remaps, self.lost.shared, put)
-        self.tree, self.open_files = tree_and_files(self.prepared, self.lost.names)
+        self.tree, self.open_files = tree_and_files(self.job, self.lost.names)
         if self.dump_options.file_locks:
-            self.locks = locks.read(i.pid for i in self.prepared.tree)
+            self.locks = locks.read(i.pid for i in self.job.tree)
         if self.saving is not None:
             self.tree = [
                 msgspec.structs.replace(p, held=added_up([p.held, self.saving.held(p.pid)])) for p in self.tree
@@ -458,8 +452,8 @@ class _Checkpoint:
         The driver is not asked (it does not answer for a frozen process); its mapping of /dev/nvidia-uvm tells. A child
         that a member has forked inherits that mapping and is none.
         """
-        assert self.prepared.observation is not None
-        before = {p.pid: p.n_uvm_maps for p in self.prepared.observation.processes}
+        assert self.job.observation is not None
+        before = {p.pid: p.n_uvm_maps for p in self.job.observation.processes}
         members = {m.pid for m in self.members}
         for identity in job_tree(self.root):
             pid = identity.pid
@@ -470,7 +464,7 @@ class _Checkpoint:
 
     def _refuse_what_has_grown(self) -> None:
         """The tree is frozen: what could not come back, for it has more than when it was looked at, does not end."""
-        for identity in self.prepared.tree:
+        for identity in self.job.tree:
             with contextlib.suppress(OSError):
                 mappings = os.stat(f"mm-{identity.pid}.img", dir_fd=self.draft.criu_fd).st_size // _MAPPING_BYTES
                 if sizes.could_need(len(os.listdir(f"/proc/{identity.pid}/fd")), mappings):
@@ -484,7 +478,9 @@ class _Checkpoint:
     def _commit(self) -> None:
         work = self.work
         with work.timed("commit", "hash and sync"):
-            self.device = self.saving.finish() if self.saving is not None else []
+            if self.saving is not None:
+                self.saving.arrive()
+                self.device = self.saving.device
             self.draft.prepare(self._manifest(), work.progress, cancel=work)
             image_id = self.draft.id
             try:
@@ -506,11 +502,11 @@ class _Checkpoint:
 
     @property
     def _first(self) -> ProcessObservation | None:
-        return self.prepared.observation.processes[0] if self.prepared.observation else None
+        return self.job.observation.processes[0] if self.job.observation else None
 
     def _manifest(self) -> Manifest:
         record = RunRecord.of(self.root)
-        inventory = self.prepared.inventory
+        inventory = self.job.inventory
         held = added_up(p.held for p in self.tree)
         first = self._first
         return Manifest(
@@ -522,7 +518,7 @@ class _Checkpoint:
             driver=inventory.driver_version if inventory else "",
             job=JobRecord(
                 pid=self.root.pid,
-                name=self.prepared.job.name,
+                name=self.job.job.name,
                 cwd=_cwd(self.root.pid),
                 log=(record.log or None) if record else None,
                 run=record is not None,
@@ -569,49 +565,44 @@ class _Checkpoint:
 
     # -- after -------------------------------------------------------------------------------------------------
 
-    def _let_run(self) -> None:
-        """Device memory goes back and the job runs; hashing comes later."""
-        awake = [m for m in self.members if m.was != "checkpointed"]
-        if awake:
-            driver_steps.restore(self.work, awake)
-            begun = self.work.paused_at
-            driver_steps.unlock(self.work, awake)
-            self.work.paused_at = begun if self.saving is not None else None  # then it goes on when its gate opens
+    def go_on(self) -> None:
+        """Its memory is its own again, and nothing is kept free for it any more."""
+        work = self.work
         if self.saving is not None:
-            with self.work.timed("map", "memory back"):
-                self.saving.home()
-            self.work.drop("parked")
-            self.work.push("parked", self.saving.close)  # its memory is its own again
-            self.work.pause_ends()
-        if self.work.claim is not None:  # its memory is its own again: nothing is to be kept free for it
-            self.work.claim.gpus = {}
-            self.work.claim.save()
-        self.work.drop("driver")
+            self.saving.back()
+            work.drop(BACK)
+            work.push(BACK, self.saving.release)
+        if work.claim is not None:
+            work.claim.gpus = {}
+            work.claim.save()
+        work.drop(HOME)
 
-    def _wait_until_gone(self) -> dict[int, int]:
+    def commit(self) -> None:
+        """Hashes, syncs and renames the image of a job that runs on."""
+        self._commit()
+        self._let_go_of_device_memory()
+
+    def see_off(self) -> None:
         """Waits until the job's pids are free; whoever has not reaped them after ten seconds is named."""
-        self.work.paused_at = None
         SuspendRecord(root=self.root).forget()
-        waiting = [i.pid for i in self.prepared.tree]
+        waiting = [i.pid for i in self.job.tree]
         deadline = time.monotonic() + _REAP_SECONDS
-        with self.work.timed("reap", "waiting until the pids are free"):
-            while True:
-                waiting = [pid for pid in waiting if _same_process(pid, self.prepared.tree)]
-                if not waiting or time.monotonic() > deadline:
-                    break
-                time.sleep(0.01)
-        unreaped = {}
+        while True:
+            waiting = [pid for pid in waiting if _same_process(pid, self.job.tree)]
+            if not waiting or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        unreaped = self.unreaped
         for pid in waiting:
             with contextlib.suppress(LimosaError, OSError):
                 unreaped[pid] = read_stat(pid).ppid
         for pid, parent in unreaped.items():
             text = f"process {pid} has ended and its parent {parent} has not reaped it: a restore must wait for that"
             self.work.warnings.append(Reason(id="unreaped", text=text, pid=pid))
-        return unreaped
 
-    def _result(self, image: Image, stats: DumpStats, unreaped: dict[int, int]) -> CheckpointResult:
+    def _result(self, image: Image) -> CheckpointResult:
         state = "running" if self.options.leave_running else "ended"
-        if self.options.leave_running and self.prepared.states == {"checkpointed"}:
+        if self.options.leave_running and self.job.states == {"checkpointed"}:
             state = "checkpointed"
         self.work.progress(Progress("done", message=f"image {self.dest}"))
         return CheckpointResult(
@@ -619,16 +610,16 @@ class _Checkpoint:
             id=image.id,
             bytes=image.manifest.bytes,
             pid=self.root.pid,
-            name=self.prepared.job.name,
+            name=self.job.job.name,
             way="parked" if self.saving is not None else "driver" if self.members else "host",
-            other=self.prepared.other_way(),
+            other=CHECKPOINT.other_way(self.job.shape),
             device_bytes=image.manifest.device_bytes,
             rounds=self.saving.rounds if self.saving is not None else [],
             left_running=self.options.leave_running,
             state=state,
-            warnings=[*self.work.warnings, *self.prepared.warnings()],
-            unreaped=unreaped,
-            stats=msgspec.to_builtins(stats) if self.options.print_stats else {},
+            warnings=[*self.work.warnings, *self.job.warnings()],
+            unreaped=self.unreaped,
+            stats=msgspec.to_builtins(self.stats) if self.options.print_stats else {},
         )
 
 

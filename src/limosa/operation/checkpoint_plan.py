@@ -13,11 +13,14 @@ from limosa.errors import NoWorkingCriu, PermissionDenied, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK, USUAL_CHUNK
 from limosa.image.trust import destination_problem, open_named
-from limosa.operation import estimate, room
+from limosa.operation.estimate import device_bytes
+from limosa.operation.facts import Ask
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.move_plan import pause_reason
-from limosa.operation.prepare import Prepared, apply_force, as_reason, look, processes, refuse_no_text
+from limosa.operation.prepare import Prepared, look, refuse_no_text
+from limosa.operation.rules import apply_force, as_reason
+from limosa.operation.verbs import CHECKPOINT
 from limosa.operation.work import Clock
 from limosa.process import hazards, sizes
 from limosa.process.criu.find import find as find_criu
@@ -101,39 +104,14 @@ def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | Non
             cuda_pids=[m.pid for m in members],
         )
 
-    prepared = look(
-        "checkpoint",
-        which,
-        driver=driver,
-        force=options.force,
-        more=more,
-        leave_running=options.leave_running,
-        clock=clock,
-    )
-    prepared.rate = options.rate
+    ask = Ask(verb=CHECKPOINT, leave_running=options.leave_running, force=options.force, more=more)
+    prepared = look(which, ask, driver, clock)
+    prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
-    cost = prepared.estimated()
+    cost = CHECKPOINT.estimate(prepared.shape)
     if options.max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > options.max_pause:
         extra.append(pause_reason(cost.pause_seconds, options.max_pause))
     prepared.reasons += apply_force(extra, options.force)
-    awake = ", ".join(str(m.pid) for m in prepared.members if m.was != "checkpointed")
-    pids = ", ".join(str(m.pid) for m in prepared.members)
-    what = "what is left of device memory" if prepared.parked else "device memory"
-    steps = [f"lock {awake}", f"checkpoint {awake}: {what} to host memory"] if awake else []
-    if prepared.parked:
-        size = room.gib(prepared.parked)
-        if awake:
-            steps = [f"copy {size} of device memory into the image while the job runs", "hold the job still", *steps]
-        else:
-            steps = [f"copy {size} of device memory from host memory into the image"]
-    steps.append(f"criu dump of {processes(len(prepared.tree))}")
-    tail = ["hash and sync", f"commit: rename to {options.output}"]
-    if options.leave_running:
-        back = [f"restore {pids}", f"unlock {pids}"] if awake else []
-        back += ["device memory is mapped where it was; the job goes on"] if prepared.parked and awake else []
-        prepared.steps = [*steps, *back, *tail]
-    else:
-        prepared.steps = [*steps, *tail, "end the job"]
     return prepared
 
 
@@ -172,7 +150,7 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     if problem:
         text = f"an image there could not be restored later: {problem}"
         reasons.append(Reason(id="untrusted-place", text=text))
-    need = prepared.host_bytes + estimate.device_bytes([m for m in prepared.members if m.was != "checkpointed"])
+    need = prepared.host_bytes + device_bytes([m for m in prepared.members if m.was != "checkpointed"])
     need += 16 << 20  # CRIU's tables
     free = free_bytes(output)
     if free < need:

@@ -75,25 +75,22 @@ def lock(work: Work, members: Sequence[Member]) -> None:
         DriverTimeout: one could not be locked in time.
         DriverError: the driver refused.
     """
-    with work.timed("lock", "locking"):
-        for member in members:
-            if member.was != "running":
-                continue
-            work.check()
-            member.identity.check()
-            seconds = LOCK_SECONDS if work.left is None else min(LOCK_SECONDS, max(work.left, 0.001))
-            work.note("lock", "begin", member.pid)
-            if work.paused_at is None:
-                work.pause_begins()
-            if not _lock_one(work.driver, member.pid, seconds):
-                raise DriverTimeout(
-                    call="cuCheckpointProcessLock",
-                    pid=member.pid,
-                    result="CUDA_ERROR_NOT_READY",
-                    code=600,
-                    meaning=f"not locked within {seconds:g} s",
-                )
-            work.note("lock", "done", member.pid)
+    for member in members:
+        if member.was != "running":
+            continue
+        work.check()
+        member.identity.check()
+        seconds = LOCK_SECONDS if work.left is None else min(LOCK_SECONDS, max(work.left, 0.001))
+        work.note("lock", "begin", member.pid)
+        if not _lock_one(work.driver, member.pid, seconds):
+            raise DriverTimeout(
+                call="cuCheckpointProcessLock",
+                pid=member.pid,
+                result="CUDA_ERROR_NOT_READY",
+                code=600,
+                meaning=f"not locked within {seconds:g} s",
+            )
+        work.note("lock", "done", member.pid)
 
 
 def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> bool:
@@ -107,15 +104,14 @@ def checkpoint(work: Work, members: Sequence[Member]) -> None:
     """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
     total = device_bytes(members)
     todo = [m for m in members if m.was != "checkpointed"]
-    with work.timed("checkpoint", "device memory → host memory", total=total or None):
-        _parallel(
-            work,
-            "checkpoint",
-            todo,
-            lambda m: work.driver.checkpoint(m.pid, limit=call_limit(m)),
-            total=total,
-            rate=2.6e9,
-        )
+    _parallel(
+        work,
+        "checkpoint",
+        todo,
+        lambda m: work.driver.checkpoint(m.pid, limit=call_limit(m)),
+        total=total,
+        rate=2.6e9,
+    )
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
@@ -124,21 +120,20 @@ def restore(work: Work, members: Sequence[Member]) -> None:
     Raises:
         NoRoomOnGpu: the memory does not fit; restore was not called.
     """
-    with work.timed("restore", "host memory → device memory", total=device_bytes(members) or None):
-        inventory = gpu.inventory()
-        room.check(inventory, members, work.id, made=work.made)
-        total = device_bytes(members)
+    inventory = gpu.inventory()
+    room.check(inventory, members, work.id, made=work.made)
+    total = device_bytes(members)
 
-        def call(m: Member) -> None:
-            mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
-            try:
-                restore_one(work.driver, m, mapping)
-            except DriverError as error:
-                if _may_be_lost(work.driver, m, error):
-                    work.doubtful[m.pid] = error
-                raise
+    def call(m: Member) -> None:
+        mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
+        try:
+            restore_one(work.driver, m, mapping)
+        except DriverError as error:
+            if _may_be_lost(work.driver, m, error):
+                work.doubtful[m.pid] = error
+            raise
 
-        _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
+    _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
 
 
 def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:
@@ -158,12 +153,10 @@ def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool
 
 def unlock(work: Work, members: Sequence[Member]) -> None:
     """Unlocks in order."""
-    with work.timed("unlock", "unlocking"):
-        for member in members:
-            work.note("unlock", "begin", member.pid)
-            work.driver.unlock(member.pid, limit=CALL_SECONDS)
-            work.note("unlock", "done", member.pid)
-    work.pause_ends()
+    for member in members:
+        work.note("unlock", "begin", member.pid)
+        work.driver.unlock(member.pid, limit=CALL_SECONDS)
+        work.note("unlock", "done", member.pid)
 
 
 def _parallel(

@@ -5,19 +5,23 @@ A job may change between the moment when it was looked at and the moment when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from limosa import gpu
 from limosa.errors import DriverHung, LimosaError, NoRoomOnGpu
-from limosa.operation import driver_steps, estimate, room
+from limosa.operation import driver_steps, room
 from limosa.operation.journal import Member
-from limosa.operation.prepare import Prepared, find_members
+from limosa.operation.members import find_members
+from limosa.operation.prepare import Prepared
 from limosa.operation.work import Work
 from limosa.process import runtime
 from limosa.process.candidates import may_use_cuda
 from limosa.process.records import SuspendRecord
 from limosa.process.tree import job_tree
 
+T = TypeVar("T")
 TRIES = 3
 """How often a job is tried that grows while it is being locked."""
 
@@ -26,6 +30,18 @@ class Grew(LimosaError):
     """The job is not what was looked at: a process of it got a CUDA context, or somebody has suspended or moved it."""
 
     id, exit_code, template = "grew", 19, "the job keeps changing while it is looked at: processes {pids}"
+
+
+def while_it_grows(once: Callable[[], T]) -> T:
+    """Tries anew where the job has changed since it was looked at; each try looks first.
+
+    Raises:
+        Grew: it keeps changing.
+    """
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(Grew):
+            return once()
+    return once()
 
 
 def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
@@ -54,22 +70,6 @@ def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
                 raise Grew(pids=str(member.pid))
 
 
-def stand_still(work: Work, prepared: Sequence[Prepared], members: Sequence[Member]) -> None:
-    """Locks all, looks whether a job has grown, and checkpoints all."""
-    driver_steps.lock(work, members)
-    for p in prepared:
-        refuse_growth(work.driver, p)
-    if members:
-        _weigh_again(work, prepared[0].operation, members)
-    work.check()
-    work.check_pause(estimate.checkpoint_seconds(members) + estimate.restore_seconds(members), estimate.LOCK_FIXED)
-    if work.claim is not None:  # the way back is spoken for as well, from the moment others could take it
-        for uuid, size in room.needs(members, home=True).items():
-            work.claim.gpus[uuid] = max(work.claim.gpus.get(uuid, 0), size)
-        work.claim.save()
-    driver_steps.checkpoint(work, members)
-
-
 def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
     """Looks whether more processes of the job hold CUDA state than when it was planned.
 
@@ -86,8 +86,13 @@ def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
         raise Grew(pids=", ".join(str(m.pid) for m in grown))
 
 
-def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
+def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
     """A locked job can allocate nothing more: what it holds now must fit, and be where it was planned from.
+
+    Args:
+        work: the operation.
+        comes: whether it is to be on other GPUs at its end.
+        members: the processes that are locked.
 
     Raises:
         Grew: it has changed GPUs since it was looked at.
@@ -105,7 +110,7 @@ def _weigh_again(work: Work, operation: str, members: Sequence[Member]) -> None:
             member.held = held
     if work.journal is not None:
         work.journal.rewrite_header()
-    if operation == "move" and work.claim is not None:
+    if comes and work.claim is not None:
         with runtime.lock("claims"):
             work.claim.gpus = room.needs(members)
             work.claim.save()  # before looking, as in ``claims.make``: others look as well

@@ -10,7 +10,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from limosa import gpu
 from limosa.errors import (
@@ -22,33 +24,38 @@ from limosa.errors import (
     worst,
 )
 from limosa.operation import room
-from limosa.operation.holding import TRIES, Grew
+from limosa.operation.facts import Ask
+from limosa.operation.holding import while_it_grows
 from limosa.operation.jobs import Job, JobLike, job
+from limosa.operation.journal import added_up
+from limosa.operation.members import Where
 from limosa.operation.move_plan import is_done, look_at, note_full
 from limosa.operation.options import Release
 from limosa.operation.parked.aside import MEMORY_ONLY
-from limosa.operation.prepare import Prepared, Where, as_reason, look
+from limosa.operation.planned import plan_of
+from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
+from limosa.operation.rules import as_reason
 from limosa.operation.transfer import result_of, transfer
+from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 
 
 class _How(NamedTuple):
-    """What all verbs can be told, in one piece."""
+    """What is asked for, and how it is to be done."""
 
+    ask: Ask
     max_pause: float | None
-    force: Collection[str]
     dry_run: bool
     timeout: float | None
     progress: ProgressFn
     cancel: threading.Event | None
-    release: str = "all"
 
-    def work(self, operation: str, started: float) -> Work:
+    def work(self, started: float) -> Work:
         return Work(
-            operation,
+            self.ask.verb.name,
             timeout=self.timeout,
             max_pause=self.max_pause,
             progress=self.progress,
@@ -92,14 +99,15 @@ def move(
     Raises:
         LimosaError: with one job, whatever kept it from being moved; the exit code says what state it is in.
     """
-    where = Where(to=to, source=source, gpu_map=gpu_map)
+    ask = Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
+    how = _How(ask, max_pause, dry_run, timeout, progress, cancel)
     if swap:
         if to or source or gpu_map is not None:
             raise InvalidMap(detail="--swap takes no destination and no map")
-        return _swap(jobs, _How(max_pause, force, dry_run, timeout, progress, cancel))
+        return _swap(jobs, how)
     if to is None and gpu_map is None:
         raise UsageError(detail="where to? name a GPU with --to, or a map with --map")
-    return _each("move", jobs, where, _How(max_pause, force, dry_run, timeout, progress, cancel))
+    return _each(jobs, how)
 
 
 def suspend(
@@ -123,7 +131,8 @@ def suspend(
     """
     if release not in ("all", MEMORY_ONLY):
         raise UsageError(detail=f"release={release!r}: all or {MEMORY_ONLY}")
-    return _each("suspend", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel, release))
+    ask = Ask(verb=SUSPEND, release=release, force=force)
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
 
 
 def resume(
@@ -144,8 +153,8 @@ def resume(
     Where the memory does not fit nothing is tried and the job stays suspended (14). Resuming a running job succeeds
     with ``already``.
     """
-    where = Where(to=to, source=source, gpu_map=gpu_map)
-    return _each("resume", jobs, where, _How(max_pause, force, dry_run, timeout, progress, cancel))
+    ask = Ask(verb=RESUME, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
 
 
 def toggle(
@@ -159,7 +168,8 @@ def toggle(
     cancel: threading.Event | None = None,
 ) -> list[Outcome]:
     """Suspends running jobs and resumes suspended ones; a tree of which a part runs is suspended. See :func:`move`."""
-    return _each("toggle", jobs, Where(), _How(max_pause, force, dry_run, timeout, progress, cancel))
+    ask = Ask(verb=TOGGLE, force=force)
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
 
 
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -170,46 +180,47 @@ def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
 # --- doing ----------------------------------------------------------------------------------------------------
 
 
-def _each(verb: str, jobs: JobLike | Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
+def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
     single = isinstance(jobs, (int, str, bytes)) or not isinstance(jobs, Sequence)
     likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
 
     if single:
-        return [_one(verb, job(likes[0]), where, how) if not how.dry_run else _plans(verb, likes, where, how)[0]]
+        return [_one(job(likes[0]), how) if not how.dry_run else _plans(likes, how)[0]]
     if len(likes) == 1 and not how.dry_run:  # it looks itself before it touches anything
-        return [_doing(verb, likes[0], where, how)]
-    plans = _plans(verb, likes, where, how)
+        return [_doing(likes[0], how)]
+    plans = _plans(likes, how)
     if how.dry_run:
         return plans
     # All are planned before one is touched: what cannot be done is refused now, the others are done in turn.
-    return [_planned(verb, like, where, how, planned) for like, planned in zip(likes, plans, strict=True)]
+    return [_planned(like, how, planned) for like, planned in zip(likes, plans, strict=True)]
 
 
-def _planned(verb: str, like: JobLike, where: Where, how: _How, planned: Outcome) -> Outcome:
+def _planned(like: JobLike, how: _How, planned: Outcome) -> Outcome:
     """Does what was planned for one of several jobs; its error is a part of the result."""
     if planned.error is not None:
         return Outcome(pid=planned.pid, error=planned.error)
     assert planned.plan is not None
     if planned.plan.verdict != "ok":
         return Outcome(pid=planned.pid, error=Refused(planned.plan.reasons))
-    return _doing(verb, like, where, how)
+    return _doing(like, how)
 
 
-def _doing(verb: str, like: JobLike, where: Where, how: _How) -> Outcome:
+def _doing(like: JobLike, how: _How) -> Outcome:
     """Does it to one of a list; its error is a part of the result."""
     pid = _pid_of(like)
     try:
         which = job(like)
         pid = which.root.pid
-        return _one(verb, which, where, how)
+        return _one(which, how)
     except LimosaError as error:
         return Outcome(pid=pid, error=error)
 
 
-def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list[Outcome]:
+def _plans(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
     """Plans all jobs in their order, each knowing what those before it free and take."""
     freed: dict[str, int] = {}
     outcomes = []
+    verb = how.ask.verb.name
     driver = gpu.Driver()
     try:
         for like in likes:
@@ -218,20 +229,19 @@ def _plans(verb: str, likes: Sequence[JobLike], where: Where, how: _How) -> list
                 which = job(like)
                 pid = which.root.pid
                 clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
-                limits: dict[str, Any] = {"max_pause": how.max_pause, "release": how.release}
-                prepared = look_at(verb, which, driver, where, force=how.force, freed=freed, clock=clock, **limits)
+                ask = msgspec.structs.replace(how.ask, freed=freed)
+                prepared = look_at(ask, which, driver, max_pause=how.max_pause, clock=clock)
             except LimosaError as error:
                 refused = Plan(operation=verb, pid=pid, verdict="refused", reasons=[as_reason(error)])
                 outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
                 continue
-            plan = prepared.as_plan()
+            plan = plan_of(prepared)
             outcomes.append(Outcome(pid=pid, plan=plan))
-            if plan.verdict == "ok" and not is_done(prepared.operation, prepared):
-                for uuid, size in room.held_now(prepared.members).items():
-                    freed[uuid] = freed.get(uuid, 0) + size
-                if prepared.operation != "suspend":
-                    for uuid, size in room.needs(prepared.members).items():
-                        freed[uuid] = freed.get(uuid, 0) - size
+            if plan.verdict == "ok" and not is_done(prepared):
+                parts = [room.held_now(prepared.members)]
+                if prepared.verb.comes:
+                    parts.append({uuid: -size for uuid, size in room.needs(prepared.members).items()})
+                freed = added_up([freed, *parts])
     finally:
         driver.close()
     return outcomes
@@ -247,28 +257,24 @@ def _pid_of(like: JobLike) -> int:
     return (pid_in(known) if isinstance(known, str) else int(known) if isinstance(known, int) else 0) or 0
 
 
-def _one(verb: str, which: Job, where: Where, how: _How) -> Outcome:
+def _one(which: Job, how: _How) -> Outcome:
     started = time.monotonic()
-    for attempt in range(TRIES):
-        try:
-            with how.work(verb, started) as work:
-                work.check()
-                with work.timed("plan", "looking"):
-                    limits: dict[str, Any] = {"max_pause": how.max_pause, "release": how.release}
-                    prepared = look_at(verb, which, work.driver, where, force=how.force, clock=work, **limits)
-                    prepared.refuse()
-                work.operation = prepared.operation
-                if is_done(prepared.operation, prepared):
-                    result = result_of(work, prepared, already=True)
-                else:
-                    transfer(work, [prepared])
-                    result = result_of(work, prepared)
-            result.timings = work.timings
-            return Outcome(pid=which.root.pid, result=result)
-        except Grew:
-            if attempt == TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
+
+    def once() -> Outcome:
+        with how.work(started) as work:
+            work.check()
+            with work.timed("plan", "looking"):
+                prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
+                prepared.refuse()
+            work.operation = prepared.operation
+            already = is_done(prepared)
+            if not already:
+                transfer(work, [prepared])
+            result = result_of(work, prepared, already=already)
+        result.timings = work.timings
+        return Outcome(pid=which.root.pid, result=result)
+
+    return while_it_grows(once)
 
 
 def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
@@ -285,31 +291,29 @@ def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
 def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
     """Two jobs as one operation: both change places, or both are as they were."""
     started = time.monotonic()
-    for attempt in range(TRIES):
-        try:
-            with how.work("move", started) as work:
-                work.check()
-                with work.timed("plan", "looking"):
-                    prepared = _look_at_swap(pair, work, how)
-                if how.dry_run:
-                    return [Outcome(pid=p.root.pid, plan=p.as_plan()) for p in prepared]
-                if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
-                    return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
-                transfer(work, prepared)
-                results = [result_of(work, p, of_two=True) for p in prepared]
-            for result in results:
-                result.timings = dict(work.timings)
-            return [Outcome(pid=r.pid, result=r) for r in results]
-        except Grew:
-            if attempt == TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
+
+    def once() -> list[Outcome]:
+        with how.work(started) as work:
+            work.check()
+            with work.timed("plan", "looking"):
+                prepared = _look_at_swap(pair, work, how)
+            if how.dry_run:
+                return [Outcome(pid=p.root.pid, plan=plan_of(p)) for p in prepared]
+            if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
+                return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
+            transfer(work, prepared)
+            results = [result_of(work, p, of_two=True) for p in prepared]
+        for result in results:
+            result.timings = dict(work.timings)
+        return [Outcome(pid=r.pid, result=r) for r in results]
+
+    return while_it_grows(once)
 
 
 def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:
     """Plans two jobs changing places: each goes where the other is; room counts what the other leaves."""
-    driver = work.driver
-    first = [look("move", which, driver=driver, force=how.force, check_room=False, clock=work) for which in pair]
+    driver, ask = work.driver, msgspec.structs.replace(how.ask, check_room=False)
+    first = [look(which, ask, driver, work) for which in pair]
     sides = [{u for m in p.members for u in m.held} for p in first]
     if any(len(side) != 1 for side in sides) or sides[0] == sides[1]:
         error = InvalidMap(detail="--swap needs two jobs, each holding memory on one GPU, not on the same")
@@ -318,9 +322,8 @@ def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:
         return first
     a, b = next(iter(sides[0])), next(iter(sides[1]))
     change = {a: b, b: a}
-    where = Where(gpu_map=change)
-    how_far: dict[str, Any] = {"force": how.force, "max_pause": how.max_pause, "check_room": False, "clock": work}
-    prepared = [look_at("move", w, driver, where, **how_far) for w in pair]
+    ask = msgspec.structs.replace(ask, where=Where(gpu_map=change))
+    prepared = [look_at(ask, which, driver, max_pause=how.max_pause, clock=work) for which in pair]
     inventory = prepared[0].inventory
     members = [m for p in prepared for m in p.members]
     if inventory is not None:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Literal, cast, overload
 from limosa import gpu
 from limosa.errors import UsageError
 from limosa.operation import checkpoint_plan, move_plan, restore_plan
+from limosa.operation.facts import Ask
 from limosa.operation.jobs import JobLike, job
+from limosa.operation.members import Where
 from limosa.operation.options import (
     MoveOptions,
     PlanCheckpointOptions,
@@ -18,8 +20,9 @@ from limosa.operation.options import (
     SuspendOptions,
     ToggleOptions,
 )
-from limosa.operation.prepare import Where
+from limosa.operation.planned import plan_of
 from limosa.operation.results import Plan
+from limosa.operation.verbs import verb_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,17 +68,13 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
             if "output" not in options:
                 raise UsageError(detail="checkpoint needs output: the image's folder")
             chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
-            return checkpoint_plan.look_at(which, driver, checkpoint_plan.Options(**chosen)).as_plan()
+            return plan_of(checkpoint_plan.look_at(which, driver, checkpoint_plan.Options(**chosen)))
         where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
-        return move_plan.look_at(
-            verb,
-            which,
-            driver,
-            where,
-            force=options.get("force", ()),
-            max_pause=options.get("max_pause"),
-            release=options.get("release", "all"),
-        ).as_plan()
+        ask = Ask(
+            verb=verb_of(verb), where=where, force=options.get("force", ()), release=options.get("release", "all")
+        )
+        prepared = move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause"))
+        return plan_of(prepared)
     finally:
         driver.close()
 

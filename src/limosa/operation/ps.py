@@ -9,12 +9,14 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
 from limosa.operation import claims
+from limosa.operation.facts import Ask
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.journal import added_up
 from limosa.operation.parked.aside import parked_reason
 from limosa.operation.prepare import look
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.results import Ps
+from limosa.operation.verbs import RESUME, SUSPEND
 from limosa.operation.ways import way_of
 from limosa.process import records
 from limosa.process.candidates import is_own, may_be_seen, may_use_cuda
@@ -83,9 +85,9 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     parked = False
     reasons: list[Reason]
     if in_tree:
-        prepared = look("resume" if suspended else "suspend", which, driver=driver, probe_memory=False)
+        prepared = look(which, Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False), driver)
         if any(m.away for m in prepared.members):
-            parked, prepared = True, look("resume", which, driver=driver, probe_memory=False)
+            parked, prepared = True, look(which, Ask(verb=RESUME, probe_memory=False), driver)
         reasons = prepared.reasons
         # What NVML does not count of those under the shim; of what is away it counts what has stayed.
         held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}

@@ -15,21 +15,24 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from limosa import gpu
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, journal
-from limosa.operation.journal import Journal, Member
+from limosa.operation.journal import Journal
 from limosa.operation.parked import holders, left_closed
 from limosa.operation.parked.gates import any_waits
-from limosa.operation.parked.recovering import all_in_arenas, bring_home, let_go
+from limosa.operation.parked.recovering import go_back, let_go
 from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
 from limosa.operation.recover_users import recover_users
 from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
+from limosa.operation.step import Left
+from limosa.operation.verbs import verb_of
 from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
@@ -192,7 +195,7 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         return result
     driver = gpu.Driver()
     try:
-        result = how.get(dead.header.operation, _driver_verb)(dead, driver, progress)
+        result = how.get(dead.header.operation, _going)(dead, driver, progress)
     except LeftSuspended as error:
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
@@ -245,37 +248,21 @@ def _lost(error: BaseException | None) -> holders.LostMemory | None:
     return error
 
 
-def _driver_verb(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+    """Finishes a ``move``, ``suspend`` or ``resume`` where one of its steps says so, the last first; else undoes it."""
     header = dead.header
     alive = [m for m in header.members if m.identity.alive()]
     if not alive:
         return entry_of(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
-    record = SuspendRecord.of(header.roots[0], whole=True) if header.roots and header.operation == "suspend" else None
-    if record is not None and record.since >= header.since and _is_suspended(header.id, record, alive, states):
-        state = "checkpointed" if record.release == "all" else "parked"
-        return entry_of(dead, did="it was suspended: finished", state=state)
-    if dead.began("park") or dead.began("map") or any_waits(alive):
-        finished = bring_home(dead, lambda: driver_steps.bring_back(driver, header.members, dead, header.id, progress))
-        if finished:
-            for root in header.roots:
-                SuspendRecord(root=root).forget()
-        did = "every gate is open: finished" if finished else "undid it"
-        return entry_of(dead, did=did, state=journal.common_state(alive))
-    coming = header.operation in ("move", "resume") and not dead.began("undo")
-    if coming and all(s in ("locked", "running") and dead.began("restore", pid) for pid, s in states.items()):
-        for member in alive:
-            if states[member.pid] == "locked":
-                driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
-        for root in header.roots:
-            SuspendRecord(root=root).forget()
-        return entry_of(dead, did="everything was restored: unlocked it (finished)", state="running")
-    driver_steps.bring_back(driver, header.members, dead, header.id, progress)
+    parked = dead.began("park") or dead.began("map") or any_waits(alive)
+    left = Left(dead=dead, driver=driver, alive=alive, states=states, parked=parked)
+    for step in reversed(verb_of(header.operation).steps):
+        if (finished := step.goes_on(left)) is not None:
+            return entry_of(dead, did=finished.did, state=finished.state)
+    home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)
+    if parked:
+        go_back(dead, home)
+    else:
+        home()
     return entry_of(dead, did="undid it", state=journal.common_state(alive))
-
-
-def _is_suspended(operation: str, record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
-    """Whether all is as the record says, which is written last: when vault and job have the arena."""
-    if not all_in_arenas(operation, alive):
-        return False
-    return any_waits(alive) if record.release != "all" else all(s == "checkpointed" for s in states.values())

@@ -24,7 +24,7 @@ from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
-from limosa.operation.parked.recovering import bring_home
+from limosa.operation.parked.recovering import go_back, go_on
 from limosa.operation.remove_image import log_folder
 from limosa.operation.restore import end_tree, keep_record, started_at
 from limosa.operation.results import Recovered
@@ -109,9 +109,9 @@ def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Brings back what the driver carries, then what was taken away or let go of the parked way."""
     left: LeftSuspended | None = None
     try:
-        if dead.began("park"):
-            bring_home(dead, driver_home)
-        else:
+        if dead.began("park") and not go_on(dead):
+            go_back(dead, driver_home)
+        elif not dead.began("park"):
             driver_home()
     except LeftSuspended as error:
         left = error  # others of it were suspended before, and have let go of their arenas

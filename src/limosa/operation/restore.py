@@ -13,7 +13,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,13 +38,18 @@ from limosa.operation.background import Background
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Member
 from limosa.operation.leftovers import let_go_on, stopped
+from limosa.operation.members import minors
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.gates import any_waits, gate_was_opened, leave
 from limosa.operation.parked.loading import Loading
-from limosa.operation.prepare import minors, refuse_no_text
+from limosa.operation.prepare import refuse_no_text
 from limosa.operation.restore_plan import Options, Ready, look, other_way
 from limosa.operation.results import RestoreResult
+from limosa.operation.rewind import Rewind
 from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
+from limosa.operation.step import run
+from limosa.operation.steps.bring_back import Returning
+from limosa.operation.verbs import RESTORE
 from limosa.operation.work import Work, myself
 from limosa.parking.names import stand_ins
 from limosa.parking.shim import Shim, under_shim
@@ -156,21 +161,25 @@ class _Checked:
 # --- doing ----------------------------------------------------------------------------------------------------
 
 
-class _Restore:
+class _Restore(Returning):
     """One restore under way."""
 
     def __init__(  # noqa: PLR0917 - made in one place
         self, work: Work, image: Image, ready: Ready, options: Options, program: Criu, checked: _Checked
     ):
+        super().__init__(work, ready.members)
+        self.members = ready.members  # CRIU brings them back: each gets the identity that it has then
         self.checked = checked
-        self.work, self.image, self.ready, self.options, self.program = work, image, ready, options, program
+        self.image, self.ready, self.options, self.program = image, ready, options, program
         self.manifest = image.manifest
-        self.members = ready.members
+        self.remade: shm.Remade | None = None
         self.root: Identity | None = None
-        self.criu: Identity | None = None
+        self.criu_process: Identity | None = None
         self.stats: dict[str, float] = {}
         self.loading: Loading | None = None
         self.looked: Looked | None = None
+        self.cut_back: list[Rewind] = []
+        self.noted = False  # what it sees of the GPUs
 
     def run(self) -> RestoreResult:
         work = self.work
@@ -190,38 +199,10 @@ class _Restore:
             paths=[str(self.image.path)],
         )
         work.begin(header, claim, self._room_is_there)
-        self._show_gpus()
-        for rewind in self.ready.rewind:
-            work.push("rewind", rewind.undo)
-            work.note("rewind", "begin", **msgspec.to_builtins(rewind))
-            rewind.do()
-        remade = None
-        if self.manifest.shm:
-            remade = shm.Remade(self.manifest.shm, self.image.criu_fd, work.check)
-            work.push("names", remade.undo)  # once the tree has been ended
-        work.push("tree", self._end_tree)
-        if self.manifest.device:
-            self._load()
-            self.checked.wait()
-        if remade is not None:
-            names, lost = shm.to_note(remade.names), shm.to_note(remade.lost)
-            work.note("names", "begin", names=names, lost=lost)
-            remade.put()
-        self._criu()
-        if remade is not None:
-            remade.done()
-        if self.members:
-            self._device_memory()
-        # It runs: nothing that comes now, and nobody who cancels, is a reason to end it.
-        work.drop("tree")
-        work.drop("sees")
-        for _ in self.ready.rewind:
-            work.drop("rewind")
-        work.drop("names")
-        if self.loading is not None:
-            work.drop("chunks")
+        run(RESTORE, self)
+        if self.loading is not None:  # it runs: nothing that comes now is a reason to end it
             with contextlib.suppress(LimosaError, OSError, EOFError):
-                self.loading.close()
+                self.loading.release()
         assert self.root is not None
         name = keep_record(self.manifest, self.root)
         return RestoreResult(
@@ -231,7 +212,7 @@ class _Restore:
             name=name,
             log=self.manifest.job.log or "",
             way="parked" if self.loading is not None else "driver" if self.members else "host",
-            other=other_way(self.ready, self.manifest),
+            other=other_way(self.ready, self.manifest, self.options),
             device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
             gpus=room.places(self.members),
@@ -239,7 +220,12 @@ class _Restore:
             warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
         )
 
-    def _show_gpus(self) -> None:
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the image has device memory as chunks."""
+        return bool(self.manifest.device)
+
+    def show_gpus(self) -> None:
         """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it, before anything of it runs.
 
         Raises:
@@ -250,7 +236,7 @@ class _Restore:
             return
         # Whoever finds the record of the job that was ended would take the file for that one's and remove it.
         RunRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), name="", command=[]).forget()
-        self.work.push("sees", lambda: device_nodes.forget(job.sees))
+        self.noted = True
         text = f"what the job sees of the GPUs cannot be noted in {job.sees}"
         if device_nodes.owner(job.sees) not in (job.uid, os.geteuid()):
             raise PermissionDenied(detail=f"{text}: that is neither its user's nor yours")
@@ -265,25 +251,67 @@ class _Restore:
         except OSError as error:
             raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
 
-    def _load(self) -> None:
+    def hide_gpus(self) -> None:
+        """Forgets that."""
+        if self.noted:
+            device_nodes.forget(self.manifest.job.sees)
+
+    def rewind(self) -> None:
+        """Cuts files back, each noted before."""
+        for rewind in self.ready.rewind:
+            self.cut_back.append(rewind)
+            self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
+            rewind.do()
+
+    def wind_forward(self) -> None:
+        """Gives them their tails back, the last first."""
+        while self.cut_back:
+            self.cut_back.pop().undo()
+
+    def load(self) -> None:
         """Begins to fill the GPUs, before CRIU is started."""
         work = self.work
-        with work.timed("prepare", "memory on the GPUs"):
-            self.loading = Loading(work, self.image, self.members)
-            work.push("chunks", self.loading.close)
-            self.loading.start()
+        self.loading = Loading(work, self.image, self.members)
+        self.loading.prepare()
+        self.loading.copy()
         if work.claim is not None:  # it is taken now: nobody needs to keep it free
             work.claim.gpus = room.needs(self.members)
             work.claim.save()
+
+    def unload(self) -> None:
+        """Lets go of it."""
+        if self.loading is not None:
+            self.loading.back()
+
+    def verified(self) -> None:
+        """Waits until what CRIU will read was compared."""
+        self.checked.wait()
+
+    def make_names(self) -> None:
+        """Makes what the job shared by name, noted before."""
+        if not self.manifest.shm:
+            return
+        self.remade = shm.Remade(self.manifest.shm, self.image.criu_fd, self.work.check)
+        names, lost = shm.to_note(self.remade.names), shm.to_note(self.remade.lost)
+        self.work.note("names", "begin", names=names, lost=lost)
+        self.remade.put()
+
+    def take_names_away(self) -> None:
+        """Removes that again, once the tree has been ended."""
+        if self.remade is not None:
+            self.remade.undo()
 
     def _room_is_there(self) -> None:
         short = idle.shortage(self.members, self.work.id) if self.members else ""
         if short:
             raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
-    def _criu(self) -> None:
+    def criu(self) -> None:
+        """Has CRIU bring the tree back."""
         with stand_ins(self.image.criu_fd) as inherit:
             self._run_criu(inherit)
+        if self.remade is not None:
+            self.remade.done()
 
     def _run_criu(self, inherit: Mapping[str, int]) -> None:
         work, given = self.work, self.manifest.options
@@ -306,19 +334,18 @@ class _Restore:
         work.note("criu-restore", "begin", self.manifest.job.pid)
         log_fd = self.image.open_log()
         try:
-            with work.timed("criu", "criu restore", total=self.manifest.host_bytes):
-                pid = criu_restore(
-                    self.program,
-                    self.image.criu_fd,
-                    log_fd,
-                    options,
-                    on_action=self._on_action,
-                    on_start=self._started,
-                    timeout=work.left,
-                    cancel=work.cancel,
-                    locks=locks.for_plugin(self.manifest),
-                    user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
-                )
+            pid = criu_restore(
+                self.program,
+                self.image.criu_fd,
+                log_fd,
+                options,
+                on_action=self._on_action,
+                on_start=self._started,
+                timeout=work.left,
+                cancel=work.cancel,
+                locks=locks.for_plugin(self.manifest),
+                user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
+            )
         except CriuFailed as error:
             work.check()
             if error.fields.get("kind") == "port-taken":
@@ -363,55 +390,58 @@ class _Restore:
         if action == "post-restore" and self.looked is not None:
             self.looked.check()
         if action == "pre-resume":
-            locks.see_all_there(self.manifest, self.criu)
+            locks.see_all_there(self.manifest, self.criu_process)
         return True
 
     def _started(self, who: Identity) -> None:
-        self.criu = who
+        self.criu_process = who
         self.work.note("criu-restore", "note", who.pid, criu=who.to_str())
 
-    def _device_memory(self) -> None:
-        work = self.work
+    def restore(self) -> None:
+        """Has the driver restore what it carries, once all came back as they should."""
         for member in self.members:
-            state = driver_steps.settled_state(work.driver, member.pid, work.progress)
+            state = driver_steps.settled_state(self.work.driver, member.pid, self.work.progress)
             if state != "checkpointed":
                 raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
-        work.check()
+        self.work.check()
         if self.loading is not None:
-            self._with_chunks(self.loading)
-            return
-        if any_waits(self.members):
+            self.loading.check()
+        elif any_waits(self.members):
             text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
             raise FailedUndone(what="restore", detail=text)
+        with self._copy_is_the_image():
+            driver_steps.restore(self.work, self.members)
+
+    def unlock(self) -> None:
+        """Has the driver unlock."""
+        driver_steps.unlock(self.work, self.members)
+
+    def all_loaded(self) -> None:
+        """Waits until every byte is there."""
+        assert self.loading is not None
+        with self._copy_is_the_image():
+            self.loading.wait()
+
+    def arrive(self) -> None:
+        """Maps the memory where it was, and opens the gates."""
+        assert self.loading is not None
+        self.loading.arrive()
+        self.loading.open()
+
+    @contextlib.contextmanager
+    def _copy_is_the_image(self) -> Iterator[None]:
+        """Says where the copy is where there is no room."""
         try:
-            driver_steps.restore(work, self.members)
-            driver_steps.unlock(work, self.members)
+            yield
         except NoRoomOnGpu as error:
-            error.hint = self._copy_is_the_image()
+            error.hint = f"the tree was ended again; {self.image.path} is the copy"
             raise
 
-    def _with_chunks(self, loading: Loading) -> None:
-        """The driver's part, then what comes from the chunks."""
-        work = self.work
-        try:
-            loading.check()
-            driver_steps.restore(work, self.members)
-            driver_steps.unlock(work, self.members)  # the gates are closed
-            with work.timed("wait", "device memory"):
-                loading.wait()
-        except NoRoomOnGpu as error:
-            error.hint = self._copy_is_the_image()
-            raise
-        with work.timed("map", "memory"):
-            loading.arrive()
-            loading.open()
-
-    def _copy_is_the_image(self) -> str:
-        return f"the tree was ended again; {self.image.path} is the copy"
-
-    def _end_tree(self) -> None:
+    def end_tree(self) -> None:
+        """Ends what there is of it."""
         if self.loading is not None and self.loading.opened:
             raise gate_was_opened("restore")
+        self.unload()  # the library in the job serves one at a time
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended
         if self.root is not None:
@@ -419,9 +449,9 @@ class _Restore:
             journal = self.work.journal
             awake = [m for m in self.members if journal is None or journal.began("restore", m.pid)]
             end_tree(self.work.driver, self.root.pid, awake, self.work.started, self.root)
-        elif self.criu is not None:
+        elif self.criu_process is not None:
             # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
-            leftovers.end_unfinished(self.criu, [p.pid for p in self.manifest.tree])
+            leftovers.end_unfinished(self.criu_process, [p.pid for p in self.manifest.tree])
 
 
 def keep_record(manifest: Manifest, root: Identity) -> str:

@@ -18,13 +18,18 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import estimate, idle, locks, ports, room, shm
+from limosa.operation import idle, locks, ports, room, shm
+from limosa.operation.estimate import device_bytes
 from limosa.operation.journal import Member, added_up
-from limosa.operation.prepare import Where, apply_force, as_reason, minors, processes, refuse_no_text
+from limosa.operation.members import Where, minors
+from limosa.operation.prepare import refuse_no_text
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
 from limosa.operation.results import OtherWay, Plan
 from limosa.operation.rewind import Rewind, changed_files
+from limosa.operation.rules import apply_force, as_reason
+from limosa.operation.step import Shape
 from limosa.operation.taken_pids import taken_pids
+from limosa.operation.verbs import RESTORE
 from limosa.process import device_nodes, sizes
 from limosa.process.cgroups import memory_levels
 from limosa.process.criu.cgroup import entry_files
@@ -89,36 +94,41 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         if error.exit_code not in (11, 16):
             raise
         return Plan(operation="restore", pid=0, verdict="refused", reasons=[as_reason(error)])
-    pids = ", ".join(str(m.pid) for m in ready.members)
-    steps = ["verify every hash"] if options.verify else []
-    steps += [f"cut {r.path} back to {r.size} bytes" for r in ready.rewind]
-    steps.append(f"criu restore of {processes(len(manifest.tree))}")
-    steps += [f"restore {pids}", f"unlock {pids}"] if ready.members else []
-    host_bytes = _host_bytes(ready, manifest)
+    shape = _shape(ready, manifest, options)
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
         name=manifest.job.name,
         verdict="refused" if any(r.refuses for r in ready.reasons) else "ok",
         reasons=sorted(ready.reasons, key=lambda r: not r.refuses),
-        steps=steps,
-        estimate=estimate.of("restore", ready.members, host_bytes, parked=manifest.device_bytes),
+        steps=RESTORE.words(shape),
+        estimate=RESTORE.estimate(shape),
         map={a: b for m in ready.members for a, b in m.map.items()},
         gpus=room.places(ready.members),
         way="parked" if manifest.device else "driver" if ready.members else "host",
-        other=other_way(ready, manifest),
+        other=RESTORE.other_way(shape),
     )
 
 
-def _host_bytes(ready: Ready, manifest: Manifest) -> int:
-    """What the image has of host memory: what the driver brings back is in it, and counted apart."""
-    return max(0, manifest.host_bytes - (estimate.device_bytes(ready.members) - manifest.device_bytes))
+def _shape(ready: Ready, manifest: Manifest, options: Options) -> Shape:
+    """What the words and the cost of its steps depend on.
+
+    What the driver brings back is a part of what the image has of host memory, and is counted apart.
+    """
+    host_bytes = manifest.host_bytes - (device_bytes(ready.members) - manifest.device_bytes)
+    return Shape(
+        members=ready.members,
+        parked=manifest.device_bytes,
+        host_bytes=max(0, host_bytes),
+        processes=len(manifest.tree),
+        files=[(r.path, r.size) for r in ready.rewind],
+        verify=options.verify,
+    )
 
 
-def other_way(ready: Ready, manifest: Manifest) -> OtherWay | None:
+def other_way(ready: Ready, manifest: Manifest, options: Options) -> OtherWay | None:
     """What the way that the image was not made for would have cost."""
-    host_bytes = _host_bytes(ready, manifest)
-    return estimate.other_way("restore", ready.members, host_bytes, parked=manifest.device_bytes)
+    return RESTORE.other_way(_shape(ready, manifest, options))
 
 
 # --- looking --------------------------------------------------------------------------------------------------

@@ -82,11 +82,11 @@ def table_bytes(chunk: int) -> int:
     return _FIXED + _tiles(chunk) * _COLUMNS * _STRIP
 
 
-def host(data: Any, bytes_: int, key: Key, chunk: int = CHUNK) -> list[bytes]:
+def host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int = CHUNK) -> list[bytes]:
     """Hash host memory; other threads run meanwhile, and may do the same.
 
     Args:
-        data: an address, or what has a buffer (a memoryview, bytes, an mmap).
+        data: an address, or the bytes themselves.
         bytes_: how much of it.
         key: the operation's.
         chunk: bytes of a chunk.
@@ -101,16 +101,14 @@ def host(data: Any, bytes_: int, key: Key, chunk: int = CHUNK) -> list[bytes]:
     return _host(data, bytes_, key, chunk)
 
 
-def _host(data: Any, bytes_: int, key: Key, chunk: int, newest: int = _NEWEST) -> list[bytes]:
+def _host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int, newest: int = _NEWEST) -> list[bytes]:
     _check(bytes_, chunk)
-    borrowed = None if isinstance(data, int) else _Borrowed(data)
-    if borrowed is not None and bytes_ > borrowed.bytes:
-        raise InvalidArgument(f"{bytes_} bytes of {borrowed.bytes}")
-    at = data if borrowed is None else borrowed.at
+    if not isinstance(data, int) and bytes_ > len(data):
+        raise InvalidArgument(f"{bytes_} bytes of {len(data)}")
+    at = (ctypes.c_char * len(data)).from_buffer(data) if isinstance(data, bytearray) else data
     count = -(-bytes_ // chunk)
     digests = ctypes.create_string_buffer(count * DIGEST)
     _library().limosa_chunk_hash(at, bytes_, chunk, key.table(min(chunk, bytes_)), digests, newest)
-    del borrowed
     return _split(digests.raw)
 
 
@@ -236,37 +234,6 @@ class GpuHash:
             self._listed = None
             self._work = int(call("cuMemAlloc", chunks * (16 + _LANES * 8)))
             self._room = chunks
-
-
-class _Borrowed:
-    """The address of an object's buffer, which may be read-only; valid as long as this lives."""
-
-    def __init__(self, data: Any):
-        self._buffer = _PyBuffer()
-        # 0, PyBUF_SIMPLE: in one piece, or a BufferError.
-        ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(self._buffer), 0)
-        self.at, self.bytes = int(self._buffer.buf or 0), int(self._buffer.len)
-
-    def __del__(self) -> None:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(self._buffer))
-
-
-class _PyBuffer(ctypes.Structure):
-    """``Py_buffer`` (part of Python's stable interface from 3.11 on, and laid out like this before)."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
 
 
 def _tiles(bytes_: int) -> int:

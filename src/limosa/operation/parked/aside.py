@@ -77,16 +77,25 @@ def read_layout(fd: int) -> Layout:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 
 
-def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[int, int], list[Reason]]:
+class Found(msgspec.Struct):
+    """What goes into an arena, or lies in one.
+
+    Attributes:
+        bytes: by pid, what a suspend puts there.
+        reasons: what stands against that.
+    """
+
+    bytes: dict[int, int] = {}
+    reasons: list[Reason] = []
+
+
+def look(operation: str, members: Sequence[Member], release: str) -> Found:
     """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
 
     Args:
         operation: the verb.
         members: the job's; of those whose memory alone is suspended ``away`` and ``held`` are filled in.
         release: what a suspend is to give back.
-
-    Returns:
-        Bytes that go into the arena, by pid, and the reasons.
     """
     going: dict[int, int] = {}
     wanted: dict[int, int] = {}
@@ -129,7 +138,7 @@ def look(operation: str, members: Sequence[Member], release: str) -> tuple[dict[
                 found.append(Reason(id="runs-on", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
     if operation == "suspend":
         found += refusals(wanted)
-    return going, found
+    return Found(going, found)
 
 
 def parked_reason(away: Sequence[Member]) -> Reason:

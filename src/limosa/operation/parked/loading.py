@@ -19,6 +19,7 @@ from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
+from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.gates import Gates
 from limosa.operation.parked.shares import one_each
 from limosa.operation.work import Work
@@ -61,7 +62,7 @@ class _Part:
             self.shim = None
 
 
-class Loading:
+class Loading(Carrier):
     """The parked part of one restore.
 
     Args:
@@ -87,12 +88,16 @@ class Loading:
         return self._gates.opened
 
     @property
+    def shims(self) -> dict[int, Shim]:
+        """None is taken away from: memory comes."""
+        return {}
+
+    @property
     def bytes(self) -> int:
-        """Device memory that comes this way."""
         return self._image.manifest.device_bytes
 
-    def start(self) -> None:
-        """Make memory on the GPUs, and begin to fill it.
+    def prepare(self) -> None:
+        """Make memory on the GPUs.
 
         Raises:
             NoRoomOnGpu: there is none.
@@ -117,6 +122,9 @@ class Loading:
             loader.want([(part.member.pid, p.id, p.bytes) for p in own], [p.chunks for p in own])
             for piece in own:
                 part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
+
+    def copy(self) -> None:
+        """Begin to fill it."""
         self._reading.start(self._read)
 
     def _read(self) -> None:
@@ -195,7 +203,11 @@ class Loading:
         """
         self._gates.open([(part.member, part.connected()) for part in self._parts])
 
-    def close(self) -> None:
+    def back(self) -> None:
+        """Let go of it: the tree is ended, the image is the copy."""
+        self.release()
+
+    def release(self) -> None:
         """Let go of everything that is not the job's own."""
         self._leave.set()
         self._reading.settle()

@@ -19,8 +19,8 @@ from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each, together
+from limosa.operation.parked.carrier import Beside
 from limosa.operation.parked.holders import Held, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
@@ -139,7 +139,7 @@ class Moving(Beside[_Part]):
             mover, key = self._residents.mover(part.shim.owner), f"{part.member.pid}/{self._n}"
             self._n += 1
             mover.take(f"{key}/source", [part.source[i] for i in ids], sizes, there)
-            self.bytes += sum(sizes)
+            self._bytes += sum(sizes)
             if not part.sees(there):
                 if any(m.share for m in pieces):
                     raise CannotBeMoved(detail=_BLIND)
@@ -170,11 +170,11 @@ class Moving(Beside[_Part]):
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
-    def hold_still(self) -> None:
+    def hold(self) -> None:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away.
 
         Raises:
-            GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
+            GateStaysOpen: one could not be closed in time; :meth:`back` opens the others.
         """
         self._hold_again()
         self._begin_to_park()
@@ -210,7 +210,7 @@ class Moving(Beside[_Part]):
                 raise CannotBeMoved(detail=_BLIND)
             self._shared[piece.share] = os.dup(part.target[piece.id])
 
-    def start_copy(self) -> None:
+    def copy(self) -> None:
         """Copies in the background; the driver's checkpoint runs meanwhile."""
 
         def copy() -> None:
@@ -262,7 +262,7 @@ class Moving(Beside[_Part]):
         limit, movers = copy_limit(self.bytes), self._residents.mover
         together([partial(movers(owner).copy, some, limit) for owner, some in copies.items()])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of everything: the job runs, so nobody needs the source any more."""
         for part in self._parts:
             for key in part.keys(self._work.id):
@@ -271,22 +271,14 @@ class Moving(Beside[_Part]):
 
     # -- the way back --------------------------------------------------------------------------------------------
 
-    def leave_target(self) -> None:
-        """Undoes :meth:`arrive`, before the driver takes the process home.
-
-        Raises:
-            UndoFailed: a gate was opened: the job may run there, and ``recover`` opens the others.
-        """
-        self._leave([part for part in self._parts if part.mapped])
-
-    def home(self) -> None:
+    def back(self) -> None:
         """Gives every process its own memory back and opens its gate; the driver has brought it home before.
 
         Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
         """
         self._copying.settle()  # it reads what is about to be given back
         each([(part.member, partial(self._home, part)) for part in self._parts])
-        self.let_go()
+        self.release()
 
     def _home(self, part: _Part) -> None:
         ids = sorted(part.source)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from limosa import gpu
 from limosa.errors import CannotBeMoved, LimosaError, Reason
 from limosa.operation import claims, counting, idle
@@ -66,22 +68,31 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
         return None
 
 
-def look(
-    operation: str, members: Sequence[Member], *, software: bool
-) -> tuple[dict[int, int], list[Reason], set[int], set[int]]:
-    """What stands against an operation on processes under the shim; fills in what NVML does not count as theirs.
+class Found(msgspec.Struct):
+    """What the shims of a job say.
+
+    Attributes:
+        bytes: by pid, what can be parked.
+        reasons: memory that the driver could not bring back.
+        known: the processes whose shim has told all that they share.
+        small: those of them that have left the driver no large allocation.
+    """
+
+    bytes: dict[int, int] = {}
+    reasons: list[Reason] = []
+    known: set[int] = set()
+    small: set[int] = set()
+
+
+def look(members: Sequence[Member], *, software: bool) -> Found:
+    """Asks the shims of a job what they look after; fills in what NVML does not count as the processes'.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
 
     Args:
-        operation: the verb.
         members: its processes.
         software: whether the GPUs are software GPUs.
-
-    Returns:
-        By pid the bytes that can be parked; the reasons; the processes whose shim has told all that they share, and
-        those of them that have left the driver no large allocation.
     """
     found: list[Reason] = []
     total: dict[int, int] = {}
@@ -115,7 +126,7 @@ def look(
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
         aside = _aside(members)
         total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
-    return total, found, {*shims, *aside}, small
+    return Found(total, found, {*shims, *aside}, small)
 
 
 def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError
@@ -11,39 +11,47 @@ from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member
 from limosa.operation.parked import holders
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.gates import leave, stand_of
+from limosa.operation.parked.gates import any_waits, leave, stand_of
 from limosa.operation.parked.holders import key_of
 from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
+from limosa.process.records import SuspendRecord
 
 _DRIVER = "driver"
 """The undo that comes after what was mapped there was taken away, and before any gate opens."""
 
 
-def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
-    """What ``recover`` does for parked jobs: finishes what had begun to go on, else undoes it.
+def go_on(dead: Journal) -> bool:
+    """Finishes what had begun to go on: every process is given its memory there, where it has not got it, and opened.
+
+    Returns:
+        Whether it had; else nothing was done, and :func:`go_back` is the way.
+    """
+    members = _parked(dead)
+    # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
+    # away again it is the other way round: whoever runs has come home.
+    ran = not _undone(dead) and any(dead.began("map", m.pid) and _runs(m) for m in members)
+    if not (dead.began("open") or ran):
+        return False
+    each([(m, partial(_go_on, dead, m)) for m in members])
+    _refuse_lost(dead, members)
+    holders.forget(dead.header.id, but=holders.ARENA)
+    return True
+
+
+def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
+    """Leads every process home: its memory from where it was to go, then the driver's half, then what was held for it.
 
     Args:
         dead: the journal of the operation.
         driver_home: brings the driver's half back to where it was.
 
-    Returns:
-        Whether it was finished.
-
     Raises:
         LeftSuspended: there is no room for it at home any more; it stays suspended.
     """
-    members = [m for m in dead.header.members if m.identity.alive() and under_shim(m.pid)]
-    # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
-    # away again it is the other way round: whoever runs has come home.
-    ran = not _undone(dead) and any(dead.began("map", m.pid) and _runs(m) for m in members)
-    if dead.began("open") or ran:
-        each([(m, partial(_go_on, dead, m)) for m in members])
-        _refuse_lost(dead, members)
-        holders.forget(dead.header.id, but=holders.ARENA)
-        return True
+    members = _parked(dead)
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
     if dead.began("map"):
         dead.note("undo", "begin", name=_DRIVER)  # gates may be open soon, and we killed
@@ -59,7 +67,18 @@ def bring_home(dead: Journal, driver_home: Callable[[], None]) -> bool:
     holders.forget(dead.header.id, but=holders.ARENA)
     if left is not None:
         raise left
-    return False
+
+
+def is_suspended(operation: str, record: SuspendRecord, alive: Sequence[Member], states: Mapping[int, str]) -> bool:
+    """Whether all is as the record says, which is written last: when vault and job have the arena."""
+    if not all_in_arenas(operation, alive):
+        return False
+    return any_waits(alive) if record.release != "all" else all(s == "checkpointed" for s in states.values())
+
+
+def _parked(dead: Journal) -> list[Member]:
+    """Those of its processes that live and run under the shim."""
+    return [m for m in dead.header.members if m.identity.alive() and under_shim(m.pid)]
 
 
 def let_go(operation: str, members: Sequence[Member]) -> None:

@@ -12,7 +12,7 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
-from limosa.operation.parked.beside import Beside
+from limosa.operation.parked.carrier import Beside
 from limosa.operation.parked.holders import Held, aside_key, key_of
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
@@ -66,7 +66,7 @@ class Resuming(Beside[_Coming]):
         super().__init__(work)
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
         self._parts = [_Coming(m, shim, arena_of(self._residents, m, shim)) for m, shim in mine]
-        self.bytes = sum(p.bytes for part in self._parts for p in part.layout)
+        self._bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
     def prepare(self) -> None:
         """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
@@ -92,7 +92,7 @@ class Resuming(Beside[_Coming]):
         key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in there]
         self._residents.put(part.shim.owner, key, fds, note)
 
-    def start_copy(self) -> None:
+    def copy(self) -> None:
         """Copies in the background; the driver does its part meanwhile."""
         copies: dict[int, list[Copy]] = {}
         for part in self._parts:
@@ -126,20 +126,12 @@ class Resuming(Beside[_Coming]):
             mover.host("in", part.copies(seen=False), copy_limit(self.bytes))
         return part.shim.map(ids)
 
-    def leave_target(self) -> None:
-        """Undoes :meth:`arrive`, before the driver puts the process aside again.
-
-        Raises:
-            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
-        """
-        self._leave([part for part in self._parts if part.mapped])
-
-    def stay(self) -> None:
+    def back(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""
         self._copying.settle()
         self._close()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The jobs run: nobody needs what is in the arenas any more."""
         for part in self._parts:
             again = False

@@ -29,6 +29,7 @@ from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
+from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.pieces import export, put_back
@@ -109,13 +110,14 @@ class _Suspended(_Part):
         self.arena.clear()
 
 
-class Saving:
+class Saving(Carrier):
     """The parked part of one checkpoint.
 
     Args:
         work: the operation.
         awake: members that run under the shim, with connections to them.
         asleep: members whose memory is in arenas, the same.
+        folder: the descriptor of the image's folder of chunks.
         chunk: bytes of a chunk.
         rounds: how often what has changed is copied again while the job runs: at most so often; None: for as long as it
             becomes less; 0: everything is copied in the pause.
@@ -128,17 +130,19 @@ class Saving:
         awake: Sequence[tuple[Member, Shim]],
         asleep: Sequence[tuple[Member, Shim]] = (),
         *,
+        folder: int,
         chunk: int = USUAL_CHUNK,
         rounds: int | None = None,
         rate: float = 0.0,
     ):
-        self._work, self._chunk, self._rate = work, chunk, rate
+        self._work, self._folder, self._chunk, self._rate = work, folder, chunk, rate
         self._limit = MOST_ROUNDS if rounds is None else rounds
         self._parts: list[_Part] = []
         self._residents = Residents()
         self._saver: Saver | None = None
         self._copying = Background("limosa-copy")
         self.rounds: list[Round] = []
+        self.device: list[DeviceMemory] = []
         for member, shim in awake:
             self._parts.append(_Part(member, shim))
         for member, shim in asleep:
@@ -149,12 +153,10 @@ class Saving:
 
     @property
     def shims(self) -> dict[int, Shim]:
-        """The connections to those that run, by pid."""
         return {part.pid: part.connected() for part in self._parts if not isinstance(part, _Suspended)}
 
     @property
     def bytes(self) -> int:
-        """Device memory that is copied into the image as chunks."""
         return sum(part.bytes[i] for part in self._parts for i in part.copied)
 
     def held(self, pid: int) -> dict[str, int]:
@@ -171,16 +173,12 @@ class Saving:
 
     # -- while the job runs --------------------------------------------------------------------------------------
 
-    def prepare(self, folder: int) -> None:
-        """Have the memory held and mapped, and copied round after round.
-
-        Args:
-            folder: the descriptor of the image's folder of chunks.
-        """
+    def prepare(self) -> None:
+        """Have the memory held and mapped, and copied round after round."""
         running = [part for part in self._parts if not isinstance(part, _Suspended)]
         key = Key.fresh().raw if self._limit and running else None
         # The caller's own mover: it writes into a folder that is the caller's.
-        self._saver = Saver(self._residents.mover(os.geteuid()), folder, self._chunk, key)
+        self._saver = Saver(self._residents.mover(os.geteuid()), self._folder, self._chunk, key)
         for part in self._parts:
             if isinstance(part, _Suspended):
                 part.copied = self._not_shared(part, [p.id for p in part.layout])
@@ -275,11 +273,11 @@ class Saving:
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
-    def hold_still(self) -> None:
+    def hold(self) -> None:
         """Close all gates at once, follow what was allocated or freed since, and take the memory away.
 
         Raises:
-            GateStaysOpen: one could not be closed in time; :meth:`home` opens the others.
+            GateStaysOpen: one could not be closed in time; :meth:`back` opens the others.
         """
         with self._work.timed("gate", "holding still"):
             running = [part for part in self._parts if not isinstance(part, _Suspended)]
@@ -295,7 +293,7 @@ class Saving:
                 if part.connected().unmap() is not Stand.AWAY and part.source:
                     raise FailedUndone(f"process {part.pid} did not let go of its memory")
 
-    def start_copy(self) -> None:
+    def copy(self) -> None:
         """Copy what has changed, in the background: the memory is still there, the driver works beside it."""
         self._copying.start(self._keep)
 
@@ -305,7 +303,7 @@ class Saving:
         self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
         self._work.timings["copy_in_pause"] = done.seconds
 
-    def wait_for_copy(self) -> None:
+    def wait(self) -> None:
         """Wait until all is copied.
 
         Raises:
@@ -313,7 +311,7 @@ class Saving:
         """
         self._copying.wait()
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
         for part in self._parts:
             if isinstance(part, _Suspended):
@@ -324,8 +322,8 @@ class Saving:
                 part.connected().keep()
             part.leave()
 
-    def finish(self) -> list[DeviceMemory]:
-        """Write what was kept in memory; returns what the manifest says of all of it."""
+    def arrive(self) -> None:
+        """Write what was kept in memory, and note what the manifest says of all of it."""
         saver = self._saver
         assert saver is not None
         saver.run("write", told=lambda done, total: self._work.progress(Progress("write", done=done, total=total)))
@@ -350,11 +348,10 @@ class Saving:
                 )
             )
         self.device = [process for process in found if process.pieces]
-        return self.device
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
-    def home(self) -> None:
+    def back(self) -> None:
         """Give every process what is its own back and open its gate; the driver has brought it home before.
 
         What a checkpoint does that leaves the job running, and every undo. Where the driver could not, for want of
@@ -393,7 +390,7 @@ class Saving:
         if shim.hello().stand is not Stand.OPEN:
             raise FailedUndone(f"process {part.pid} does not go on")
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Let go of everything."""
         self._copying.settle()  # it reads what is about to be given back
         self._forget()
@@ -410,8 +407,8 @@ class Saving:
 
     def undo(self) -> None:
         """Both."""
-        self.home()
-        self.close()
+        self.back()
+        self.release()
 
 
 class Found(msgspec.Struct):

@@ -15,8 +15,8 @@ from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, copy_all
-from limosa.operation.parked.beside import Beside
 from limosa.operation.parked.calls import each
+from limosa.operation.parked.carrier import Beside
 from limosa.operation.parked.holders import Held, aside_key, key_of, note_of
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.parked.stranded import let_arena_go
@@ -33,6 +33,7 @@ class _Going:
     def __init__(self, member: Member, shim: Shim):
         self.member, self.shim = member, shim
         self.devices, self.saw = shim.devices(), shim.saw()
+        self.mapped = False
         self.source: dict[int, int] = {}
         self.layout: list[Placed] = []
         self.segments: list[int] = []
@@ -52,11 +53,11 @@ class _Going:
 
 
 class Suspending(Beside[_Going]):
-    """The parked part of one suspend; used like :class:`limosa.operation.parked.moving.Moving`."""
+    """The parked part of one suspend: what arrives is in the arena."""
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
         super().__init__(work)
-        self.release = release
+        self._alone = release == MEMORY_ONLY
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
 
     def prepare(self) -> None:
@@ -73,7 +74,7 @@ class Suspending(Beside[_Going]):
         part.source.update(zip((m.id for m in new), fds, strict=True))
         pieces = [m for m in pieces if m.id in part.source]
         part.known = {m.id: m for m in pieces}
-        self.bytes -= sum(p.bytes for p in part.layout)
+        self._bytes -= sum(p.bytes for p in part.layout)
         part.layout = []
         for m in pieces:
             before = part.layout[-1] if part.layout else Placed(0, 0, "", 0)
@@ -94,13 +95,13 @@ class Suspending(Beside[_Going]):
         if part.layout:
             with self._work.spent("pin"):
                 mover.hold(f"{pid}/arena", part.segments, total, part.layout[0].gpu, pin=pin)
-        self.bytes += total
+        self._bytes += total
 
     def _hold(self, part: _Going, pieces: Sequence[Memory]) -> None:
         key, fds = key_of(self._work.id, part.member, "source"), [part.source[m.id] for m in pieces]
         self._residents.put(part.shim.owner, key, fds, note_of(pieces, part.devices))
 
-    def hold_still(self) -> None:
+    def hold(self) -> None:
         """Closes all gates at once, follows what was allocated or freed since, and takes the memory away."""
         for part in self._parts:  # vault and mover may have been killed since, and others be in their place
             wanted = {key_of(self._work.id, part.member, "source"): len(part.source)}
@@ -110,7 +111,7 @@ class Suspending(Beside[_Going]):
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
         shares.refuse_outside(self.shims)
-        for part in self._parts if self.release == "all" else []:
+        for part in [] if self._alone else self._parts:
             gates.lower_stack(part.shim)
         for part in self._parts:
             now = part.pieces()
@@ -123,7 +124,7 @@ class Suspending(Beside[_Going]):
                 if part.shim.unmap() is not Stand.AWAY and part.source:
                     raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
 
-    def start_copy(self) -> None:
+    def copy(self) -> None:
         """Copies in the background; the driver does its part meanwhile."""
         copies: dict[int, list[Copy]] = {}
         for part in self._parts:
@@ -134,7 +135,7 @@ class Suspending(Beside[_Going]):
         limit = copy_limit(self.bytes)
         self._copying.start(lambda: copy_all(self._work, self._residents, "out", copies, limit))
 
-    def keep(self) -> None:
+    def arrive(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
         for part in self._parts:
             layout = layout_file(msgspec.json.encode(Layout(part.layout, part.saw, self._work.id)))
@@ -144,19 +145,19 @@ class Suspending(Beside[_Going]):
                 part.shim.keep(held)
             finally:
                 os.close(layout)
-            if self.release == MEMORY_ONLY:
+            if self._alone:
                 part.member.away, part.member.held = True, {}
             for placed in part.layout:
                 part.member.held[placed.gpu] = part.member.held.get(placed.gpu, 0) + placed.bytes
 
-    def home(self) -> None:
+    def back(self) -> None:
         """Gives every process its own memory back and opens its gate; the driver has brought it home before.
 
         Where the driver could not, for want of room, its memory goes into the arena and it stays suspended.
         """
         self._copying.settle()
         each([(part.member, partial(self._home, part)) for part in self._parts])
-        self.let_go()
+        self.release()
 
     def _home(self, part: _Going) -> None:
         if part.member.pid not in self._touched:  # it has heard of nothing yet
@@ -174,7 +175,7 @@ class Suspending(Beside[_Going]):
             if part.sizes:
                 self._residents.drop(part.shim.owner, aside_key(part.member))
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Lets go of the source's memory."""
         for part in self._parts:
             self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "source"))

@@ -1,0 +1,222 @@
+"""Who the members of a job are, what they hold, which GPUs they can open, and where they go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import InvalidMap, LimosaError, NoCudaState, NoSuchProcess, PermissionDenied, Reason
+from limosa.operation.journal import Member, added_up
+from limosa.operation.work import Clock
+from limosa.process import device_nodes, records
+from limosa.process.candidates import is_own
+from limosa.process.identity import Identity
+from limosa.process.observe import JobObservation
+from limosa.process.procfs import read_maps
+from limosa.process.slurp import slurp
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job is to go: at most one of ``to`` and ``gpu_map``.
+
+    Attributes:
+        to: a GPU (index, UUID, PCI bus id).
+        source: the GPU to clear (``--from``), needed where the job is on several.
+        gpu_map: what changes, "0=1,1=0" or a mapping.
+    """
+
+    to: str | None = None
+    source: str | None = None
+    gpu_map: str | Mapping[str, str] | None = None
+
+
+def find_members(
+    driver: gpu.Driver,
+    root: Identity,
+    tree: Sequence[Identity],
+    observation: JobObservation | None,
+    clock: Clock | None = None,
+) -> tuple[list[Member], list[Reason]]:
+    """Asks the driver which processes of the tree hold CUDA state.
+
+    One that cannot be asked is kept as a reason: what the others hold is known all the same.
+    """
+    clock = clock or Clock("plan")
+    loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
+    contexts = {p.pid: p.ppid for p in observation.processes if p.n_uvm_maps} if observation else {}
+    members: list[Member] = []
+    reasons: list[Reason] = []
+    denied: list[Identity] = []
+    if loaded and clock.left is not None:
+        with contextlib.suppress(LimosaError):  # the first question pays for cuInit, whatever its own limit is
+            driver.available(clock.at_most(clock.left))
+        clock.check()
+    for identity in tree:
+        if identity.pid not in loaded or is_own(identity.pid):
+            continue
+        try:
+            state = _state(driver, identity.pid, clock, sure=identity.pid not in contexts)
+        except NoCudaState:
+            denied += [identity] if identity.pid in contexts else []
+            continue
+        except NoSuchProcess:
+            continue
+        except LimosaError as error:
+            reasons.append(
+                Reason(
+                    id="cannot-be-asked",
+                    text=f"the driver does not tell the state of process {identity.pid}: {error}",
+                    exit_code=11 if isinstance(error, PermissionDenied) else 12,
+                    hint="limosa doctor",
+                    pid=identity.pid,
+                )
+            )
+            continue
+        if state not in ("running", "locked", "checkpointed"):
+            reasons.append(
+                Reason(
+                    id="state",
+                    text=f"process {identity.pid} is {state}: the driver can do nothing with it",
+                    exit_code=12,
+                    pid=identity.pid,
+                )
+            )
+        members.append(Member(identity=identity, was=state, root=root.pid))
+    holders = {m.pid for m in members}
+    for identity in denied:  # parents come before their children
+        parent = contexts[identity.pid]
+        if (parent in holders or _has_a_context(parent, tree)) and _is_forked(identity.pid, parent):
+            holders.add(identity.pid)  # it inherits the mapping, and holds nothing
+        else:
+            reasons.append(
+                Reason(
+                    id="state-denied",
+                    text=f"process {identity.pid} has what the driver maps for a context on a GPU (/dev/nvidia-uvm), "
+                    "and the driver says that it holds no CUDA state: without its device memory it would be lost",
+                    exit_code=12,
+                    hint="run it again; a child of a CUDA process that has ended needs --force=state-denied",
+                    pid=identity.pid,
+                    forceable=True,
+                )
+            )
+    return members, reasons
+
+
+def _is_forked(pid: int, parent: int) -> bool:
+    """Whether a process runs what its parent does: a program that was started anew has other addresses in its auxv."""
+    try:
+        return slurp(f"/proc/{pid}/auxv") == slurp(f"/proc/{parent}/auxv")
+    except OSError:
+        return True  # nobody can tell
+
+
+def _has_a_context(pid: int, tree: Sequence[Identity]) -> bool:
+    """Whether a process outside of the tree has what the driver maps for a context."""
+    with contextlib.suppress(OSError):
+        return pid not in {i.pid for i in tree} and read_maps(f"/proc/{pid}").uvm > 0
+    return False
+
+
+def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:
+    """Its state; where that it holds none is not to be believed at once, the driver is asked again."""
+    try:
+        return str(driver.state(pid, timeout=clock.at_most(5.0)))
+    except NoCudaState:
+        if sure:
+            raise
+    return str(driver.state(pid, timeout=clock.at_most(5.0)))
+
+
+def place(
+    members: Sequence[Member], root: Identity, inventory: gpu.Inventory, where: Where, *, only_back: bool
+) -> list[Reason]:
+    """Completes the members: what they hold, which GPUs they can open, where they go.
+
+    Args:
+        members: of one job.
+        root: its topmost process.
+        inventory: what NVML says.
+        where: where it is to go.
+        only_back: a map that changes nothing is none: each goes where it was.
+
+    Returns:
+        Warnings: of which it is not known how much they hold.
+
+    Raises:
+        InvalidMap: the map cannot be.
+        UnknownGpu: no such GPU.
+        UsageError: the source is not clear.
+    """
+    unknown: list[Reason] = []
+    record = records.SuspendRecord.of(root, whole=True)
+    sees = sees_of(root)
+    nodes = minors(inventory) if sees else {}
+    for member in members:
+        member.sees, member.nodes = sees, nodes
+        openable = openable_by(member, inventory)
+        member.held = inventory.held({member.pid})
+        member.home = {g.uuid: g.uuid for g in openable}
+        if member.was == "checkpointed" and record is not None:
+            member.held = dict(record.held.get(str(member.pid), {}))
+            member.moved = dict(record.moved.get(str(member.pid), {}))
+        elif member.was == "checkpointed":
+            unknown.append(_unknown_size(member))
+        member.map = dict(member.home)
+    job_held = added_up(m.held for m in members)
+    changes = changes_of(inventory, where, job_held)
+    if not changes or (only_back and all(a == b for a, b in changes.items())):
+        return unknown  # where it was
+    for member in members:
+        openable = openable_by(member, inventory)
+        names = {g.uuid for g in openable}
+        own = {a: b for a, b in changes.items() if a in names or (b in names and not nodes)}
+        if own:
+            anywhere = inventory.gpus if nodes else None
+            full = gpu.complete_map(own, openable, job_held, inventory.gpus, anywhere)
+            member.map = {a: full.get(b, b) for a, b in member.home.items()}
+    return unknown
+
+
+def sees_of(root: Identity) -> str:
+    """The file that says which GPUs a job sees; "" where ``limosa run --gpus`` hides none from it."""
+    record = records.RunRecord.of(root)
+    return device_nodes.known(record.sees) if record is not None else ""
+
+
+def minors(inventory: gpu.Inventory) -> dict[str, int]:
+    """Minor numbers of the GPUs' device nodes by UUID."""
+    return {g.uuid: g.minor for g in inventory.gpus if g.minor is not None}
+
+
+def openable_by(member: Member, inventory: gpu.Inventory) -> list[gpu.Gpu]:
+    """The GPUs whose device nodes a process can open: as far as it is let, and of these what it sees."""
+    seen = device_nodes.seen(member.sees) if member.sees else None
+    return [g for g in gpu.openable(inventory, member.pid) if seen is None or g.minor in seen]
+
+
+def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
+    """What the user wants changed, as GPU UUIDs.
+
+    Raises:
+        InvalidMap: both a destination and a map, or the job is on several GPUs and none was named, or on none.
+    """
+    if where.gpu_map is not None and (where.to is not None or where.source is not None):
+        raise InvalidMap(detail="name a destination (--to) or a map (--map), not both")
+    if where.gpu_map is not None:
+        if isinstance(where.gpu_map, str):
+            return gpu.parse_map(where.gpu_map, inventory)
+        pairs = where.gpu_map.items()
+        return {gpu.find_gpu(inventory, a).uuid: gpu.find_gpu(inventory, b).uuid for a, b in pairs}
+    if where.to is None:
+        return {}
+    source = gpu.find_gpu(inventory, where.source) if where.source is not None else None
+    changes = gpu.changes_to(gpu.find_gpu(inventory, where.to), held, inventory.gpus, source)
+    return {a: b for a, b in changes.items() if a != b}
+
+
+def _unknown_size(member: Member) -> Reason:
+    text = f"process {member.pid} was suspended by another tool: how much device memory it needs is not known"
+    return Reason(id="unknown-size", text=text, hint="see that its GPU is free before you resume it", pid=member.pid)

@@ -1,0 +1,161 @@
+"""Who carries device memory beside the driver's steps: one protocol for all ways.
+
+:class:`Moving` from GPU to GPU, :class:`Suspending` to an arena, :class:`Resuming` from one; :class:`Saving` into an
+image and :class:`Loading` from one have the same names for the same things. The steps (``operation/steps/carry.py``)
+call them in the order in which they stand here.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from limosa.errors import FailedUndone
+from limosa.operation import driver_steps
+from limosa.operation.background import Background
+from limosa.operation.journal import Member
+from limosa.operation.parked.gates import Gates
+from limosa.operation.parked.holders import Held
+from limosa.operation.parked.pieces import put_back
+from limosa.operation.parked.stranded import strand
+from limosa.operation.work import Work
+from limosa.parking.protocol import Stand
+from limosa.parking.residents import Residents
+from limosa.parking.shim import Shim
+
+
+class Process(Protocol):
+    """One process of a job, as each of them knows it."""
+
+    member: Member
+    shim: Shim
+    mapped: bool
+    """Whether it was going to be given memory where it goes to."""
+
+
+P = TypeVar("P", bound=Process)
+
+
+class Carrier(abc.ABC):
+    """Who carries memory in one operation."""
+
+    @property
+    @abc.abstractmethod
+    def bytes(self) -> int:
+        """Device memory that is carried."""
+
+    @property
+    @abc.abstractmethod
+    def shims(self) -> dict[int, Shim]:
+        """The connections to processes whose memory is taken away, by pid."""
+
+    @abc.abstractmethod
+    def prepare(self) -> None:
+        """Makes both sides ready while the job runs, and has everything held by vault and mover."""
+
+    def hold(self) -> None:  # noqa: B027 - nothing, usually
+        """Holds the job still and takes its memory away; nothing where it stands still already."""
+
+    @abc.abstractmethod
+    def copy(self) -> None:
+        """Begins to copy, in the background; the driver does its part meanwhile."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            FailedUndone: it was not.
+        """
+
+    @abc.abstractmethod
+    def arrive(self) -> None:
+        """Has what was copied be where it goes to: mapped in the job, in an arena that the job keeps, in the image."""
+
+    def leave(self) -> None:  # noqa: B027 - nothing, where nothing was mapped
+        """Undoes :meth:`arrive`, before the driver takes the process back: once nothing is copied any more.
+
+        Raises:
+            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
+        """
+
+    def open(self) -> None:  # noqa: B027 - nothing, where the job does not go on by it
+        """Opens the gates; from the first one on there is no way back.
+
+        Raises:
+            UndoFailed: one could not be opened: ``recover`` opens it.
+        """
+
+    @abc.abstractmethod
+    def back(self) -> None:
+        """Gives every process what it had, however far this has come; the driver is back before."""
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Lets go of everything that was held for a way back."""
+
+
+class Beside(Carrier, Generic[P]):
+    """What the carriers of ``move``, ``suspend`` and ``resume`` have in common.
+
+    Args:
+        work: the operation.
+    """
+
+    def __init__(self, work: Work):
+        self._work = work
+        self._parts: list[P] = []
+        self._residents = Residents()
+        self._gates = Gates(work)
+        self._copying = Background("limosa-copy")
+        self._touched: set[int] = set()
+        self._bytes = 0
+
+    @property
+    def bytes(self) -> int:
+        return self._bytes
+
+    @property
+    def shims(self) -> dict[int, Shim]:
+        return {part.member.pid: part.shim for part in self._parts}
+
+    def wait(self) -> None:
+        self._copying.wait()
+
+    def leave(self) -> None:
+        self._copying.settle()  # it reads what is about to be given back
+        self._gates.leave([(part.member, part.shim) for part in self._parts if part.mapped])
+
+    def open(self) -> None:
+        self._gates.open([(part.member, part.shim) for part in self._parts])
+
+    def _begin_to_park(self) -> None:
+        """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
+        for part in self._parts:
+            self._work.note("park", "begin", part.member.pid)
+            self._touched.add(part.member.pid)
+
+    def _go_home(self, part: P, pieces: Sequence[Held], fds: Sequence[int]) -> bool:
+        """Gives a process its own memory back and opens its gate; the driver has brought it home before.
+
+        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
+
+        Returns:
+            Whether it is at home.
+        """
+        member, shim = part.member, part.shim
+        if member.pid not in self._touched:  # it may not even answer: stopped by somebody, say
+            return True
+        stand = shim.hello().stand
+        if stand is Stand.AWAY:
+            if driver_steps.settled_state(self._work.driver, member.pid) == "checkpointed":
+                away = driver_steps.is_away(member, "checkpointed", self._work.journal)
+                strand(member, shim, pieces, fds, away=away, operation=self._work.id)
+                return False
+            stand = put_back(shim, pieces, fds)
+        if stand is Stand.CLOSED:
+            shim.open_gate()
+        elif stand is not Stand.OPEN:
+            raise FailedUndone(f"not all of the memory of process {member.pid} came back to it")
+        return True

@@ -1,0 +1,283 @@
+"""What an operation is made of: steps, and verbs, which are lists of steps.
+
+A step says in one place what it does and how that is undone, what ``plan`` says of it and what it costs, in what state
+the job is once it is done, and what ``recover`` makes of an operation that died after it. :func:`run` does the steps of
+a verb; ``plan``, the estimate, Ctrl-C, ``recover`` and the tables in ``docs/architecture.md`` read the same lists.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from limosa.operation.estimate import beside_context, device_bytes
+from limosa.operation.journal import Journal, Member
+from limosa.operation.results import Estimate, OtherWay
+from limosa.operation.work import Work
+
+if TYPE_CHECKING:
+    from limosa import gpu
+
+
+class Shape(msgspec.Struct, kw_only=True, frozen=True):
+    """What the words and the cost of a step depend on: all that is known of a job before anything is done.
+
+    Attributes:
+        members: the processes that hold CUDA state.
+        parked: bytes that the shim looks after, or that an image holds as chunks; 0: the driver carries everything.
+        release: what a suspend gives back: "all" or "memory-only".
+        host_bytes: memory of all processes that an image takes, device memory excluded.
+        leave_running: a checkpoint's option.
+        rate: bytes a second at most for what a checkpoint copies while the job runs.
+        indices: the indices of GPUs by UUID, for words.
+        processes: how many there are in the tree.
+        output: the image's folder, as it was named.
+        files: names of files that a restore cuts back, each with its size.
+        verify: whether a restore compares every hash first.
+    """
+
+    members: Sequence[Member] = ()
+    parked: int = 0
+    release: str = "all"
+    host_bytes: int = 0
+    leave_running: bool = False
+    rate: float | None = None
+    indices: Mapping[str, int] = {}
+    processes: int = 1
+    output: str = ""
+    files: Sequence[tuple[str, int]] = ()
+    verify: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Device memory of all members."""
+        return device_bytes(self.members)
+
+    @property
+    def beside(self) -> int:
+        """What the driver has to carry beside what is parked."""
+        return max(0, self.bytes - self.parked)
+
+    @property
+    def away(self) -> list[Member]:
+        """The members whose memory alone is suspended."""
+        return [m for m in self.members if m.away]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the memory goes, or comes back, without the driver's steps."""
+        return self.release != "all" or bool(self.away)
+
+    @property
+    def awake(self) -> list[Member]:
+        """The members that are not suspended."""
+        return [m for m in self.members if m.was != "checkpointed"]
+
+
+class Left(msgspec.Struct, kw_only=True):
+    """What a dead operation has left, for ``recover``.
+
+    Attributes:
+        dead: its journal.
+        driver: asked for states.
+        alive: its members that live.
+        states: their states by pid.
+        parked: whether gates were closed for it, or memory is away.
+    """
+
+    dead: Journal
+    driver: gpu.Driver
+    alive: list[Member]
+    states: Mapping[int, str]
+    parked: bool
+
+
+class Finished(NamedTuple):
+    """What ``recover`` has done where it went forward, in words, and the state of the job."""
+
+    did: str
+    state: str
+
+
+class Op:
+    """One operation under way: what its steps share.
+
+    Attributes:
+        work: its clock, journal, claim and undo stack.
+        members: the processes that hold CUDA state.
+    """
+
+    def __init__(self, work: Work, members: Sequence[Member]):
+        self.work, self.members = work, list(members)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether the job stands still for it: one that was suspended before stands still for somebody else."""
+        return any(m.was != "checkpointed" for m in self.members)
+
+
+O = TypeVar("O", bound=Op)  # noqa: E741 - of a step
+
+NOTHING = ""
+"""As ``undone``: there is nothing to undo (the docstring of the step says why)."""
+
+
+def unsaid(step: object, shape: Shape) -> str:
+    """As ``words`` of a step: nothing that anybody has to know."""
+    return ""
+
+
+def free(step: object, shape: Shape) -> float:
+    """As ``cost`` of a step: nothing worth counting, or counted with another."""
+    return 0.0
+
+
+class Step(abc.ABC, Generic[O]):
+    """One step. Steps have no state of their own: what they do they do to an :class:`Op`.
+
+    What a class leaves out is an error when it is defined: a step that nobody can undo, plan or recover is none.
+
+    Attributes:
+        name: in the result's timings, in progress, and in the journal.
+        noted: what the journal calls it where that is something else.
+        still: whether the job stands still meanwhile.
+        tells: what progress says of it.
+        after: the state of the job once it is done; "": as before.
+        undone: what its undo is called in the journal. Steps with one undo between them share its name: it is made
+            ready before the first of them. ``NOTHING``, where there is nothing to undo.
+        left: what ``recover`` makes of an operation that died in it or after it, in words.
+        stops: whether the operation may be cancelled before it.
+    """
+
+    name: ClassVar[str]
+    noted: ClassVar[str] = ""
+    still: ClassVar[bool]
+    tells: ClassVar[str] = ""
+    after: ClassVar[str] = ""
+    undone: ClassVar[str]
+    left: ClassVar[str]
+    stops: bool = False
+
+    def __init_subclass__(cls, *, abstract: bool = False) -> None:
+        super().__init_subclass__()
+        if abstract:  # what some steps have in common
+            return
+        missing = [what for what in ("name", "still", "undone", "left") if not hasattr(cls, what)]
+        missing += [what for what in ("words", "cost", "do") if getattr(cls, what) is getattr(Step, what)]
+        if getattr(cls, "undone", NOTHING) != NOTHING and cls.undo is Step.undo:
+            missing.append("undo")
+        missing += [] if cls.__doc__ else ["what it does"]
+        if missing:
+            raise TypeError(f"the step {cls.__name__} does not say: {', '.join(missing)}")
+
+    def applies(self, op: O) -> bool:
+        """Whether it has anything to do for this job."""
+        return True
+
+    def size(self, op: O) -> int:
+        """Bytes that it works through, for progress; 0 where that is not known."""
+        return 0
+
+    @abc.abstractmethod
+    def words(self, shape: Shape) -> str:
+        """What ``plan`` says of it; "" where it does nothing for such a job, or nothing that anybody has to know."""
+
+    @abc.abstractmethod
+    def cost(self, shape: Shape) -> float:
+        """Estimated seconds."""
+
+    @abc.abstractmethod
+    def do(self, op: O) -> None:
+        """Does it."""
+
+    def undo(self, op: O) -> None:
+        """Leads back to what was before it, however far it has come."""
+
+    def release(self, op: O) -> None:
+        """Lets go of what it has held for a way back, once the operation is done."""
+
+    def goes_on(self, left: Left) -> Finished | None:
+        """Finishes what an operation has begun that died after this step; None: it had not come so far."""
+        return None
+
+
+class Verb(msgspec.Struct, frozen=True, kw_only=True):
+    """What can be done to a job.
+
+    Attributes:
+        name: as the command line and journals have it.
+        steps: in their order.
+        image: whether it writes or reads an image.
+        goes: whether device memory leaves the GPUs that it is on.
+        comes: whether the job is on GPUs at its end: room there is needed.
+        ends: whether the job does not run before it, or after it, so that there is no pause.
+    """
+
+    name: str
+    steps: tuple[Step[Any], ...]
+    image: bool = False
+    goes: bool = False
+    comes: bool = False
+    ends: bool = False
+
+    def words(self, shape: Shape) -> list[str]:
+        """The steps in words, for ``plan``."""
+        return [words for step in self.steps if (words := step.words(shape))]
+
+    def estimate(self, shape: Shape) -> Estimate:
+        """What it will cost, by the rates in ``estimate.py``."""
+        costs = [(step, step.cost(shape)) for step in self.steps]
+        size = shape.bytes + (shape.host_bytes if self.image else 0)
+        return Estimate(
+            pause_seconds=None
+            if self.ends and not shape.leave_running
+            else sum(cost for step, cost in costs if step.still),
+            seconds=sum(cost for _, cost in costs),
+            bytes=max(shape.parked, device_bytes(shape.away)) if shape.alone else size,
+        )
+
+    def other_way(self, shape: Shape) -> OtherWay | None:
+        """What the way that is not taken would cost; None where there is but one (memory alone is parked)."""
+        if not shape.members or shape.away:
+            return None
+        way = "driver" if shape.parked else "parked"
+        could = 0 if shape.parked else int(sum(map(beside_context, shape.members)))
+        cost = self.estimate(msgspec.structs.replace(shape, parked=could, release="all"))
+        return OtherWay(way=way, pause_seconds=cost.pause_seconds, seconds=cost.seconds)
+
+    def by_the_driver(self, members: Sequence[Member], parked: int) -> str:
+        """What it costs that the driver carries what could be parked, for a sentence."""
+        slow, fast = (self.estimate(Shape(members=members, parked=size)).seconds for size in (0, parked))
+        return f"about {slow:.1f} s instead of {fast:.1f} s"
+
+
+def run(verb: Verb, op: O) -> None:
+    """Does the steps of a verb, each once its undo is made ready; then lets go of what was held for the way back.
+
+    Raises:
+        LimosaError: a step failed, or the operation was cancelled: :class:`Work` undoes what was done.
+    """
+    work = op.work
+    ready: list[str] = []
+    for i, step in enumerate(verb.steps):
+        if not step.applies(op):
+            continue
+        if step.stops:
+            work.check()
+        if step.still and op.pauses and work.paused_at is None:
+            work.pause_begins()
+        if step.undone != NOTHING and step.undone not in ready:
+            ready.append(step.undone)
+            work.push(step.undone, partial(step.undo, op))
+        with work.timed(step.name, step.tells, step.size(op) or None) if step.tells else work.spent(step.name):
+            step.do(op)
+        if not any(later.still and later.applies(op) for later in verb.steps[i + 1 :]):
+            work.pause_ends()
+    for name in reversed(ready):
+        work.drop(name)
+    for step in reversed(verb.steps):
+        step.release(op)

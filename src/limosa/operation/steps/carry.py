@@ -1,0 +1,230 @@
+"""Device memory that goes another way, beside the driver's steps: what the carriers do, as steps."""
+
+from __future__ import annotations
+
+from limosa.errors import (
+    CannotBeMoved,
+    LimosaError,
+    NoRoomOnGpu,
+    NoRoomOnHost,
+    NoSuchProcess,
+    Reason,
+)
+from limosa.operation import estimate
+from limosa.operation.holding import Grew, refuse_growth
+from limosa.operation.parked import recovering
+from limosa.operation.parked.aside import aside_shims
+from limosa.operation.parked.moving import Moving
+from limosa.operation.parked.parkable import shims_of
+from limosa.operation.parked.resuming import Resuming
+from limosa.operation.parked.suspending import Suspending
+from limosa.operation.step import NOTHING, Finished, Left, Shape, Step, free, unsaid
+from limosa.operation.steps.driver import pids
+from limosa.operation.steps.on_gpus import OnGpus
+from limosa.parking.shim import Shim
+from limosa.process.identity import ending
+from limosa.process.records import SuspendRecord
+from limosa.progress import Progress
+
+BACK = "parked"
+"""What the way back of memory that is carried is called in journals."""
+
+
+class _Carried(Step[OnGpus], abstract=True):
+    """Undone by giving every process its own memory back and opening its gate; the driver is back by then."""
+
+    undone = BACK
+    left = (
+        "undone: every process gets its own memory back, and its gate is opened; where its GPU is full, an arena does"
+    )
+
+    def applies(self, op: OnGpus) -> bool:
+        return op.carrier is not None
+
+    def undo(self, op: OnGpus) -> None:
+        """Every process gets its own memory back, and its gate is opened; what was suspended stays so."""
+        if op.carrier is not None:
+            op.carrier.back()
+
+    cost = free
+
+
+class Prepare(_Carried):
+    """Both sides are made ready, while the job runs: memory where it goes, everything held by vault and mover.
+
+    Where that cannot be, the driver carries everything, unless it would lose it.
+    """
+
+    name, still = "prepare", False
+
+    def applies(self, op: OnGpus) -> bool:
+        return True  # it finds out whether there is anything to carry
+
+    words = unsaid
+
+    def do(self, op: OnGpus) -> None:
+        shims = _shims(op)
+        if not shims:
+            if not op.by_driver:
+                raise Grew(pids=pids(op.members))
+            return
+        op.work.progress(Progress(self.name, message="memory on the other side"))
+        if op.resumes:
+            op.carrier = Resuming(op.work, op.members, shims)
+            op.carrier.prepare()
+        else:
+            self._prepare(op, shims)
+        if op.carrier is not None:
+            op.work.parked_bytes = op.carrier.bytes
+
+    def _prepare(self, op: OnGpus, shims: dict[int, Shim]) -> None:
+        """Makes ready for a move or a suspend; where that fails, leaves it to the driver.
+
+        Raises:
+            CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
+        """
+        work, members = op.work, op.members
+        pieces = {pid: shim.memories() for pid, shim in shims.items()}
+        came_so = any(piece.imported for own in pieces.values() for piece in own)
+        carrier = Suspending(work, members, shims, op.release) if op.suspends else Moving(work, members, shims)
+        op.carrier = carrier
+        try:
+            carrier.prepare()
+        except (LimosaError, OSError) as error:
+            op.carrier = None
+            if isinstance(carrier, Suspending):
+                carrier.let_arenas_go()
+            carrier.release()  # no gate was closed yet
+            for member in members:
+                if ending(member.pid):  # nothing else is in the way
+                    raise NoSuchProcess(pid=member.pid) from error
+            alone = not op.by_driver or not all(p.driver_can for p in op.prepared)
+            if alone or isinstance(error, (CannotBeMoved, NoRoomOnHost)):
+                raise
+            if came_so and isinstance(error, NoRoomOnGpu):
+                raise
+            if came_so:
+                text = f"its memory came by the parked way, which is not open now ({error}); the driver would lose it"
+                raise CannotBeMoved(detail=text) from error
+            size = sum(piece.bytes for own in pieces.values() for piece in own if not piece.shared)
+            cost = op.verb.by_the_driver(members, size)
+            text = f"the parked way is not open ({error}): the driver carries the memory, {cost}"
+            work.warnings.append(Reason(id="driver-way", text=text))
+
+    def release(self, op: OnGpus) -> None:
+        if op.carrier is not None:
+            op.carrier.release()
+
+
+class Hold(_Carried):
+    """All gates are closed at once, what was allocated or freed since is followed, and the memory is taken away.
+
+    Then the copy begins; the driver does its part meanwhile.
+
+    Args:
+        goes: what becomes of the memory, in words.
+    """
+
+    name, still = "park", True
+
+    def __init__(self, goes: str):
+        self.goes = goes
+
+    def words(self, shape: Shape) -> str:
+        if shape.release != "all":
+            return "hold the job still; device memory → host memory; its context stays"
+        return f"hold {pids(shape.awake)} still; {self.goes}" if shape.parked and shape.awake else ""
+
+    def do(self, op: OnGpus) -> None:
+        assert op.carrier is not None
+        op.carrier.hold()
+        if not op.by_driver:  # a locked job cannot grow, and this one is not locked
+            for prepared in op.prepared:
+                refuse_growth(op.work.driver, prepared)
+        op.carrier.copy()
+
+
+class Fetch(_Carried):
+    """The copy back from the arena begins; the driver does its part meanwhile."""
+
+    name, still = "fetch", True
+
+    def words(self, shape: Shape) -> str:
+        return "hold the job still; host memory → device memory; its context stays" if shape.away else ""
+
+    def do(self, op: OnGpus) -> None:
+        assert op.carrier is not None
+        op.carrier.copy()
+
+
+class CopyWait(_Carried):
+    """All that is copied has arrived."""
+
+    name, still = "copy-wait", True
+
+    words = unsaid
+
+    def cost(self, shape: Shape) -> float:
+        """Where the driver has no part in it this is all; else it is done beside the driver's steps, which say so."""
+        if not shape.alone:
+            return 0.0
+        bytes_ = max(shape.parked, estimate.device_bytes(shape.away))
+        return estimate.GATE_FIXED + bytes_ / estimate.ARENA_RATE
+
+    def do(self, op: OnGpus) -> None:
+        assert op.carrier is not None
+        op.carrier.wait()
+
+
+class Arrive(_Carried):
+    """The memory is mapped where it was.
+
+    Args:
+        stops: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
+            part; a move is past the longer half by then.
+    """
+
+    name, still, undone = "map", True, "parked-target"
+
+    def __init__(self, *, stops: bool = False):
+        self.stops = stops
+
+    def words(self, shape: Shape) -> str:
+        return "device memory is mapped where it was; the job goes on" if shape.parked and not shape.alone else ""
+
+    def do(self, op: OnGpus) -> None:
+        assert op.carrier is not None
+        op.carrier.arrive()
+
+    def undo(self, op: OnGpus) -> None:
+        """It is unmapped again."""
+        assert op.carrier is not None
+        op.carrier.leave()
+
+
+class Open(_Carried):
+    """The gates are opened: from the first one on there is no way back, only forward."""
+
+    name, still, after, undone = "open", True, "running", NOTHING
+    left = "finished: every gate is opened"
+
+    words = unsaid
+
+    def do(self, op: OnGpus) -> None:
+        assert op.carrier is not None
+        op.carrier.open()
+
+    def goes_on(self, left: Left) -> Finished | None:
+        """Where a gate was going to be opened, or a process runs with what was mapped there."""
+        if not left.parked or not recovering.go_on(left.dead):
+            return None
+        for root in left.dead.header.roots:
+            SuspendRecord(root=root).forget()
+        return Finished("every gate is open: finished", "running")
+
+
+def _shims(op: OnGpus) -> dict[int, Shim]:
+    """Connections to those whose memory is carried, by pid; the caller closes them."""
+    if op.resumes:
+        return aside_shims([m for m in op.members if m.was == "checkpointed" or m.away])
+    return shims_of([m for m in op.members if m.was == "running" and (op.suspends or m.changes_gpu)])

@@ -1,0 +1,245 @@
+"""The driver's calls as steps: lock, checkpoint, restore, unlock, and the one way back from all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa.operation import driver_steps, estimate, room
+from limosa.operation.holding import refuse_growth, weigh_again
+from limosa.operation.journal import Member
+from limosa.operation.parked.gates import refuse_shut
+from limosa.operation.parked.halves import Ready
+from limosa.operation.parked.recovering import is_suspended
+from limosa.operation.step import NOTHING, Finished, Left, Shape, Step, free, unsaid
+from limosa.operation.steps.on_gpus import OnGpus
+from limosa.process.records import SuspendRecord
+
+HOME = "driver"
+"""What the way back of all the driver's steps is called in journals."""
+
+
+class ReadyMemory(Step[OnGpus]):
+    """Host memory for what the driver saves is made ready, while the job runs."""
+
+    name, still, undone = "ready", False, "ready"
+    left = "undone: the library in the job lets go of it as soon as nobody is connected"
+
+    def applies(self, op: OnGpus) -> bool:
+        return op.by_driver
+
+    words, cost = unsaid, free
+
+    def do(self, op: OnGpus) -> None:
+        op.ready = Ready(op.members, op.carrier.shims if op.carrier is not None else {})
+        op.ready.prepare()
+
+    def undo(self, op: OnGpus) -> None:
+        """What is left of it is let go of."""
+        if op.ready is not None:
+            op.ready.let_go()
+
+    release = undo
+
+
+class _DriverStep(Step[OnGpus], abstract=True):
+    """Undone by asking the driver for each process's state, and leading it to the one that it had."""
+
+    undone = HOME
+
+    def undo(self, op: OnGpus) -> None:
+        """The driver is asked where each process is, and leads it to the state and the GPU that it had."""
+        work = op.work
+        driver_steps.bring_back(work.driver, op.members, work.journal, work.id, work.progress)
+
+
+class Lock(_DriverStep):
+    """All are locked, in order; then it is looked whether the job has grown meanwhile. A locked one cannot grow."""
+
+    name, still, tells, after, stops = "lock", True, "locking", "locked", False
+    left = "undone: every process is led back to the state and the GPU that it had"
+
+    def applies(self, op: OnGpus) -> bool:
+        return op.by_driver
+
+    def words(self, shape: Shape) -> str:
+        return f"lock {pids(shape.awake)}" if shape.awake and not shape.alone else ""
+
+    def cost(self, shape: Shape) -> float:
+        return estimate.LOCK_FIXED if shape.members and not shape.alone else 0.0
+
+    def do(self, op: OnGpus) -> None:
+        driver_steps.lock(op.work, op.members)
+        for prepared in op.prepared:
+            refuse_growth(op.work.driver, prepared)
+        if op.members:
+            weigh_again(op.work, op.verb.comes, op.members)
+
+
+class Checkpoint(_DriverStep):
+    """All are checkpointed at once: what the driver carries goes to each process's host memory.
+
+    Args:
+        copies: bytes a second of a copy that is made beside it, or 0.
+    """
+
+    name, still, tells, after, stops = "checkpoint", True, "device memory → host memory", "checkpointed", True
+    left = Lock.left
+
+    def __init__(self, copies: float = 0.0):
+        self.copies = copies
+
+    def applies(self, op: OnGpus) -> bool:
+        return op.by_driver
+
+    def size(self, op: OnGpus) -> int:
+        return estimate.device_bytes(op.members)
+
+    def words(self, shape: Shape) -> str:
+        what = "what is left" if shape.parked else "device memory"
+        return f"checkpoint {pids(shape.awake)}: {what} to host memory" if shape.awake and not shape.alone else ""
+
+    def cost(self, shape: Shape) -> float:
+        if shape.alone or not shape.awake:
+            return 0.0
+        seconds = estimate.checkpoint_seconds(shape.members)
+        if not shape.parked:
+            return seconds
+        beside = shape.parked / self.copies if self.copies else 0.0
+        return max(estimate.CHECKPOINT_FIXED, seconds - shape.parked / estimate.CHECKPOINT_RATE, beside)
+
+    def do(self, op: OnGpus) -> None:
+        work, members = op.work, op.members
+        to_come = estimate.checkpoint_seconds(members) + estimate.restore_seconds(members)
+        work.check_pause(to_come, estimate.LOCK_FIXED)
+        if work.claim is not None:  # the way back is spoken for as well, from the moment others could take it
+            for uuid, size in room.needs(members, home=True).items():
+                work.claim.gpus[uuid] = max(work.claim.gpus.get(uuid, 0), size)
+            work.claim.save()
+        driver_steps.checkpoint(work, members)
+
+
+class Restore(_DriverStep):
+    """All are restored at once, each with its map.
+
+    Args:
+        copies: bytes a second of a copy that is made beside it, or 0.
+    """
+
+    name, still, tells, after, stops = "restore", True, "host memory → device memory", "locked", True
+    left = "finished, where every process was restored: unlocked. Else undone"
+
+    def __init__(self, copies: float = 0.0):
+        self.copies = copies
+
+    def applies(self, op: OnGpus) -> bool:
+        return bool(op.asleep)
+
+    def size(self, op: OnGpus) -> int:
+        return estimate.device_bytes(op.asleep)
+
+    def words(self, shape: Shape) -> str:
+        if shape.alone:
+            return ""
+        changed = {a: b for m in shape.members for a, b in m.map.items() if a != b}
+        index = shape.indices
+        told = ", ".join(f"GPU {index.get(a, a)} → GPU {index.get(b, b)}" for a, b in changed.items())
+        return f"restore {pids(shape.members)}" + (f" with {told}" if told else "")
+
+    def cost(self, shape: Shape) -> float:
+        if shape.alone:
+            return 0.0
+        seconds = estimate.restore_seconds(shape.members)
+        if not shape.parked:
+            return seconds
+        beside = shape.parked / self.copies if self.copies else 0.0
+        return max(estimate.RESTORE_FIXED, seconds - shape.parked / estimate.RESTORE_RATE, beside)
+
+    def do(self, op: OnGpus) -> None:
+        driver_steps.restore(op.work, op.asleep)
+        if op.resumes:
+            op.work.has_taken(room.needs(op.members))
+
+    def goes_on(self, left: Left) -> Finished | None:
+        dead = left.dead
+        if left.parked or dead.began("undo"):
+            return None
+        if not all(s in ("locked", "running") and dead.began("restore", pid) for pid, s in left.states.items()):
+            return None
+        for member in left.alive:
+            if left.states[member.pid] == "locked":
+                left.driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
+        for root in dead.header.roots:
+            SuspendRecord(root=root).forget()
+        return Finished("everything was restored: unlocked it (finished)", "running")
+
+
+class Unlock(_DriverStep):
+    """All are unlocked, in order."""
+
+    name, still, tells, after = "unlock", True, "unlocking", "running"
+    left = Restore.left
+
+    def applies(self, op: OnGpus) -> bool:
+        return bool(op.locked)
+
+    def words(self, shape: Shape) -> str:
+        return f"unlock {pids(shape.members)}" if not shape.alone else ""
+
+    cost = free
+
+    def do(self, op: OnGpus) -> None:
+        driver_steps.unlock(op.work, op.locked)
+
+
+class LastLook(Step[OnGpus]):
+    """Those whose gate this operation does not open are looked at: a closed one would stand still for ever.
+
+    It changes nothing. What was noted of a suspend is forgotten once all is done.
+    """
+
+    name, still, undone = "look", False, NOTHING
+    left = Restore.left
+
+    words, cost = unsaid, free
+
+    def do(self, op: OnGpus) -> None:
+        carried = op.carrier.shims if op.carrier is not None else {}
+        ours = {*carried, *(op.ready.pids if op.ready is not None else ())}
+        refuse_shut([m for m in op.members if m.pid not in ours])
+
+    def release(self, op: OnGpus) -> None:
+        for prepared in op.prepared:
+            SuspendRecord(root=prepared.root).forget()
+
+
+class StaySuspended(Step[OnGpus]):
+    """The job stays as it is now: its arena becomes its own, and a record says so, which counts once it is written.
+
+    There is nothing to undo: it is the last thing.
+    """
+
+    name, still, after, stops, undone = "keep", True, "checkpointed", True, NOTHING
+    left = "finished, where the record was written and vault and job have all memory. Else undone"
+
+    words, cost = unsaid, free
+
+    def do(self, op: OnGpus) -> None:
+        for member in op.members:
+            member.identity.check()
+        if op.carrier is not None:
+            op.carrier.arrive()
+        driver_steps.leave_suspended(op.members, release=op.release)
+
+    def goes_on(self, left: Left) -> Finished | None:
+        header = left.dead.header
+        record = SuspendRecord.of(header.roots[0], whole=True) if header.roots else None
+        if record is None or record.since < header.since:
+            return None
+        if not is_suspended(header.id, record, left.alive, left.states):
+            return None
+        return Finished("it was suspended: finished", "checkpointed" if record.release == "all" else "parked")
+
+
+def pids(members: Sequence[Member]) -> str:
+    """The pids of members, for a sentence."""
+    return ", ".join(str(m.pid) for m in members)

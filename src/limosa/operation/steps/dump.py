@@ -1,0 +1,217 @@
+"""A job into an image: what ``checkpoint`` does beside the driver's steps."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+from limosa.operation import estimate, room
+from limosa.operation.step import NOTHING, Shape, Step, free, unsaid
+from limosa.operation.steps.carry import BACK, Hold
+from limosa.operation.steps.driver import Restore, Unlock, pids
+from limosa.operation.steps.on_gpus import OnGpus
+
+if TYPE_CHECKING:
+    from limosa.operation.parked.saving import Saving
+
+_RECOVERED = "the job is brought back to running where it lives; a whole image is kept, an unfinished one removed"
+
+
+class Dumping(OnGpus, abc.ABC):
+    """One checkpoint under way (``checkpoint.py``).
+
+    Attributes:
+        leave_running: the job runs on.
+        saving: who carries what the shim looks after.
+    """
+
+    leave_running: bool
+    saving: Saving | None
+
+    @property
+    def pauses(self) -> bool:
+        """A job that ends does not go on after a pause."""
+        return self.leave_running and super().pauses
+
+    @abc.abstractmethod
+    def save(self) -> None:
+        """Copies what the shim looks after into the image."""
+
+    @abc.abstractmethod
+    def not_saved(self) -> None:
+        """Gives the job back what was taken from it."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Leaves the job to CRIU: nothing of Limosa's is connected to it."""
+
+    @abc.abstractmethod
+    def dump(self) -> None:
+        """Has CRIU write the job; where it is to end, the image is committed before CRIU ends it."""
+
+    @abc.abstractmethod
+    def go_on(self) -> None:
+        """Gives the job its memory back."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Hashes, syncs and renames the image."""
+
+    @abc.abstractmethod
+    def see_off(self) -> None:
+        """Waits until the job is gone."""
+
+
+class Save(Step[Dumping]):
+    """Device memory is copied into the image while the job runs, round after round."""
+
+    name, still, undone = "save", False, BACK
+    left = _RECOVERED
+
+    def applies(self, op: Dumping) -> bool:
+        return bool(op.members)
+
+    def words(self, shape: Shape) -> str:
+        if not shape.parked:
+            return ""
+        size = f"copy {room.gib(shape.parked)} of device memory"
+        return f"{size} into the image while the job runs" if shape.awake else f"{size} from host memory into the image"
+
+    def cost(self, shape: Shape) -> float:
+        return shape.parked / min(estimate.CHUNKS_OUT_RATE, shape.rate or estimate.CHUNKS_OUT_RATE)
+
+    def do(self, op: Dumping) -> None:
+        op.save()
+
+    def undo(self, op: Dumping) -> None:
+        op.not_saved()
+
+
+class HoldForImage(Hold):
+    """All gates are closed and the memory is taken away; what has changed since it was copied is copied again."""
+
+    left = _RECOVERED
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def words(self, shape: Shape) -> str:
+        return "hold the job still" if shape.parked and shape.awake else ""
+
+
+class Leave(Step[Dumping]):
+    """All connections to the job are closed: CRIU would meet them. What a suspended job holds of ours it lets go of."""
+
+    name, still, undone = "leave", True, BACK
+    left = _RECOVERED
+
+    def applies(self, op: Dumping) -> bool:
+        return bool(op.members)
+
+    words, cost = unsaid, free
+
+    def do(self, op: Dumping) -> None:
+        op.leave()
+
+    def undo(self, op: Dumping) -> None:
+        op.not_saved()
+
+
+class Dump(Step[Dumping]):
+    """CRIU writes the job. Where it is to end, the image is committed while CRIU holds it frozen, before it ends."""
+
+    name, still, tells, stops = "dump", True, "criu dump", True
+    undone = NOTHING  # CRIU undoes what it has done; the folder is the operation's from its beginning
+    left = _RECOVERED
+
+    def size(self, op: Dumping) -> int:
+        return op.prepared[0].host_bytes
+
+    def words(self, shape: Shape) -> str:
+        return "criu dump of " + ("1 process" if shape.processes == 1 else f"{shape.processes} processes")
+
+    def cost(self, shape: Shape) -> float:
+        return estimate.DUMP_FIXED + (shape.host_bytes + shape.beside) / estimate.DUMP_RATE
+
+    def do(self, op: Dumping) -> None:
+        op.dump()
+
+
+class RestoreAgain(Restore):
+    """A job that runs on is restored where it was."""
+
+    left = _RECOVERED
+
+    def words(self, shape: Shape) -> str:
+        return f"restore {pids(shape.members)}" if shape.leave_running and shape.awake else ""
+
+    def cost(self, shape: Shape) -> float:
+        return super().cost(shape) if shape.leave_running else 0.0
+
+
+class UnlockAgain(Unlock):
+    """A job that runs on is unlocked."""
+
+    left = _RECOVERED
+
+    def words(self, shape: Shape) -> str:
+        return super().words(shape) if shape.leave_running and shape.awake else ""
+
+
+class GoOn(Step[Dumping]):
+    """A job that runs on has its memory mapped where it was, and its gates are opened."""
+
+    name, still, tells, after, undone = "map", True, "memory back", "running", BACK
+    left = _RECOVERED
+
+    def applies(self, op: Dumping) -> bool:
+        return op.leave_running
+
+    def words(self, shape: Shape) -> str:
+        runs = shape.leave_running and shape.parked and shape.awake
+        return "device memory is mapped where it was; the job goes on" if runs else ""
+
+    cost = free
+
+    def do(self, op: Dumping) -> None:
+        op.go_on()
+
+    def undo(self, op: Dumping) -> None:
+        op.not_saved()
+
+
+class Commit(Step[Dumping]):
+    """The image is hashed, synced and renamed: from then on it counts. Of a job that ends this was done in its dump."""
+
+    name, still, undone = "commit", False, NOTHING
+    left = _RECOVERED
+
+    def applies(self, op: Dumping) -> bool:
+        return op.leave_running
+
+    def words(self, shape: Shape) -> str:
+        return f"hash and sync, then commit: rename to {shape.output}"
+
+    def cost(self, shape: Shape) -> float:
+        return (shape.host_bytes + shape.beside) / estimate.HASH_RATE
+
+    def do(self, op: Dumping) -> None:
+        op.commit()
+
+
+class SeeOff(Step[Dumping]):
+    """A job that ends is gone: its pids are free for a restore."""
+
+    name, still, tells, undone = "reap", False, "waiting until the pids are free", NOTHING
+    left = _RECOVERED
+
+    def applies(self, op: Dumping) -> bool:
+        return not op.leave_running
+
+    def words(self, shape: Shape) -> str:
+        return "" if shape.leave_running else "end the job"
+
+    cost = free
+
+    def do(self, op: Dumping) -> None:
+        op.see_off()

@@ -1,0 +1,61 @@
+"""An operation on jobs that run here: what its steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from limosa.operation.journal import Member
+from limosa.operation.parked.carrier import Carrier
+from limosa.operation.parked.halves import Ready
+from limosa.operation.prepare import Prepared
+from limosa.operation.step import Op, Verb
+from limosa.operation.work import Work
+
+
+class OnGpus(Op):
+    """One operation on one job, or on several as one.
+
+    Attributes:
+        verb: which.
+        prepared: the jobs, as they were looked at.
+        release: what a suspend gives back.
+        carrier: who carries what the shim looks after; None: the driver carries everything.
+        ready: host memory that is ready for what the driver saves.
+    """
+
+    def __init__(self, work: Work, verb: Verb, prepared: Sequence[Prepared]):
+        super().__init__(work, [m for p in prepared for m in p.members])
+        self.verb, self.prepared, self.release = verb, prepared, prepared[0].release
+        self.carrier: Carrier | None = None
+        self.ready: Ready | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether what is to go on stands still already."""
+        return self.verb.comes and not self.verb.goes
+
+    @property
+    def suspends(self) -> bool:
+        """Whether what goes does not come back by this operation."""
+        return self.verb.goes and not self.verb.comes
+
+    @property
+    def pauses(self) -> bool:
+        """A resume counts as a pause from its beginning."""
+        return self.resumes or super().pauses
+
+    @property
+    def by_driver(self) -> bool:
+        """Whether the driver has a part in it: none where memory alone is suspended, or there is no CUDA state."""
+        return self.release == "all" and bool(self.members)
+
+    @property
+    def asleep(self) -> list[Member]:
+        """Those that the driver is to restore."""
+        return [m for m in self.members if not self.resumes or m.was == "checkpointed"]
+
+    @property
+    def locked(self) -> list[Member]:
+        """Those that are to be unlocked at the end."""
+        asleep = self.asleep
+        return [m for m in self.members if m in asleep or m.was == "locked"]
