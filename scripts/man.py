@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
 from limosa import __version__
 from limosa.cli.main import VERBS, app, verb
+from limosa.cli.verb import Argument
 
 # docs/exit-codes.md in a line each.
 NOT_DONE = (
@@ -52,9 +51,10 @@ def parameters(command: Any, ctx: Any) -> list[str]:
     made = []
     for parameter in command.get_params(ctx):
         record = parameter.get_help_record(ctx)
+        if isinstance(parameter, Argument):
+            record = parameter.metavar, parameter.about
         if record is not None:
-            name = record[0].strip().removesuffix(" <str>")
-            made += [".TP", f".B {escaped(name)}", escaped(record[1].strip())]
+            made += [".TP", f".B {escaped(record[0].strip())}", escaped(record[1].strip())]
     return made
 
 
@@ -88,8 +88,7 @@ def pages() -> dict[str, str]:
         see = [".SH SEE ALSO", ".BR limosa (1)"]
         made[f"limosa-{name}.1"] = page(f"limosa {name}", short, verb(name), f"limosa {name}", see)
     listed += [".SH EXIT STATUS", *(part for code, text in EXIT for part in (".TP", f".B {code}", escaped(text)))]
-    top = get_command(app)
-    made["limosa.1"] = page("limosa", "move, suspend and checkpoint running GPU jobs", top, "limosa", listed)
+    made["limosa.1"] = page("limosa", "move, suspend and checkpoint running GPU jobs", app, "limosa", listed)
     return made
 
 

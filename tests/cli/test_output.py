@@ -133,9 +133,9 @@ def test_warnings_are_said_once_on_stderr(capsys):
 
 
 def code_of(error: BaseException, capsys, fmt: Format = Format.json) -> tuple[int, dict]:
-    import typer
+    import click
 
-    with pytest.raises(typer.Exit) as left, reporting("move", fmt):
+    with pytest.raises(click.exceptions.Exit) as left, reporting("move", fmt):
         raise error
     out = capsys.readouterr().out
     return left.value.exit_code, json.loads(out) if out else {}
@@ -199,10 +199,10 @@ def test_the_state_comes_from_the_journal(capsys, monkeypatch, tmp_path):
 
 
 def test_the_trace_comes_with_v_only(capsys):
-    import typer
+    import click
 
     for verbose in (0, 1):
-        with pytest.raises(typer.Exit), reporting("move", Format.text, verbose=verbose):
+        with pytest.raises(click.exceptions.Exit), reporting("move", Format.text, verbose=verbose):
             raise ZeroDivisionError
         assert ("Traceback" in capsys.readouterr().err) is bool(verbose)
 

@@ -21,7 +21,7 @@ from limosa.native.build import LIBRARIES, compilers
 
 STRANGER = 4242
 LIMOSA = Path(sysconfig.get_path("scripts"), "limosa")
-MODULES = ("limosa", "msgspec", "typer", "rich", "cuda", "pynvml", "json", "subprocess", "socket", "runpy", "importlib")
+MODULES = ("limosa", "msgspec", "click", "rich", "cuda", "pynvml", "json", "subprocess", "socket", "runpy", "importlib")
 CUSTOM = ("sitecustomize", "usercustomize")
 PROGRAMS = (
     *("criu", "nft", "iptables-restore", "ip6tables-restore", "ip", "tar", "sh", "python", "python3", "env", "true"),

@@ -7,7 +7,6 @@ import functools
 import os
 import random
 import signal
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,8 @@ def command_line(source: random.Random, commands: dict[str, Any]) -> list[str]:
 
 
 def choices(parameter: Any) -> list[str]:
-    """The values that an option takes, where they are a few; each typer keeps them elsewhere."""
-    if hasattr(parameter, "type"):
-        return list(getattr(parameter.type, "choices", []))
-    annotation = parameter.type_descriptor.annotation
-    return [one.value for one in annotation] if isinstance(annotation, type) and issubclass(annotation, Enum) else []
+    """The values that an option takes, where they are a few."""
+    return list(getattr(parameter.type, "choices", []))
 
 
 def value(source: random.Random, parameter: Any) -> str:

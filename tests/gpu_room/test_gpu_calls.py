@@ -252,7 +252,7 @@ def test_process_takes_what_cuda_cores_class_takes():
 def test_importing_the_room_loads_neither_driver_nor_nvml():
     program = (
         "import sys, limosa.gpu, limosa.gpu.driver, limosa.gpu.process, limosa.gpu.worker\n"
-        "heavy = {'cuda.bindings.driver', 'pynvml', 'rich', 'typer', 'torch', 'numpy', 'psutil'} & set(sys.modules)\n"
+        "heavy = {'cuda.bindings.driver', 'pynvml', 'rich', 'click', 'torch', 'numpy', 'psutil'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=30)

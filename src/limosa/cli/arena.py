@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
-from limosa.cli.output import Format, reporting
+from limosa.cli.options import parse_size
+from limosa.cli.output import Report
+from limosa.cli.verb import Argument, flag, option, verb
 from limosa.errors import Reason, UsageError
 
 if TYPE_CHECKING:
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def command(
-    size: Annotated[str | None, typer.Argument(metavar="SIZE", help="How large it is to be: 32G.")] = None,
-    *,
-    keep: Annotated[str | None, typer.Option("--keep", metavar="TIME", help="For how long: 30m, 8h (1h).")] = None,
-    end: Annotated[bool, typer.Option("--end", help="Give back what is not used, and end the mover.")] = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    Argument("size", metavar="SIZE", required=False, help="How large it is to be: 32G."),
+    option("--keep", metavar="TIME", help="For how long: 30m, 8h (1h)."),
+    flag("--end", help="Give back what is not used, and end the mover."),
+)
+def command(report: Report, *, size: str | None, keep: str | None, end: bool) -> None:
     """Have host memory ready for the next suspend, show it, give it back.
 
     limosa arena 32G --keep 8h
@@ -39,20 +35,19 @@ def command(
     root: everybody's). limosa arena 0 gives back what no job uses, and says
     whose the rest is.
     """
-    with reporting("arena", fmt, quiet, verbose) as report:
-        from limosa.operation.arena import arena
+    from limosa.operation.arena import arena
 
-        if size is not None and end:
-            raise UsageError(detail="name a size, or --end")
-        if size is None and keep is not None:
-            raise UsageError(detail="--keep says for how long a SIZE is kept: limosa arena 32G --keep 8h")
-        found = arena(None if size is None else parse_size(size), keep=seconds_of(keep or "1h"), end=end)
-        if found.used and (end or (size is not None and parse_size(size) == 0)):
-            report.warn(in_use(found))
-        told = lines(found)
-        for other in found.others:
-            told += [f"user {words.clean(other.user)}", *(f"  {line}" for line in lines(other))]
-        report.result(found, "\n".join(told))
+    if size is not None and end:
+        raise UsageError(detail="name a size, or --end")
+    if size is None and keep is not None:
+        raise UsageError(detail="--keep says for how long a SIZE is kept: limosa arena 32G --keep 8h")
+    found = arena(None if size is None else parse_size(size), keep=seconds_of(keep or "1h"), end=end)
+    if found.used and (end or (size is not None and parse_size(size) == 0)):
+        report.warn(in_use(found))
+    told = lines(found)
+    for other in found.others:
+        told += [f"user {words.clean(other.user)}", *(f"  {line}" for line in lines(other))]
+    report.result(found, "\n".join(told))
 
 
 def in_use(found: Arena) -> Reason:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from limosa.cli import words
-from limosa.cli.options import CriuPath, FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, plain, reporting
+from limosa.cli.options import CRIU_PATH
+from limosa.cli.output import Report, plain
+from limosa.cli.verb import flag, verb
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from limosa.operation.doctor import Diagnosis
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def command(
-    fix: Annotated[bool, typer.Option("--fix", help="Fetch a CRIU that works and build the plugin.")] = False,
-    criu: CriuPath = None,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    flag("--fix", help="Fetch a CRIU that works and build the plugin."),
+    CRIU_PATH,
+)
+def command(report: Report, *, fix: bool, criu: Path | None) -> None:
     """Say what works on this machine, what does not, and what to do about it.
 
     CRIU is tried: a small process is dumped and restored. -v tells more.
@@ -32,12 +31,13 @@ def command(
     Exit code 0: all that this machine needs works. 24: no working CRIU.
     12: a GPU whose driver does not do it. 11: not permitted.
     """
-    with reporting("doctor", fmt, quiet, verbose) as report:
-        from limosa.operation.doctor import doctor
+    from limosa.operation.doctor import doctor
 
-        found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell)
-        checks = [{k: v for k, v in c.items() if k != "exit_code"} for c in plain(found.checks)]
-        report.result({"ok": found.ok, "checks": checks}, lambda c: _draw(c, found, verbose), exit_code=found.exit_code)
+    found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell)
+    checks = [{k: v for k, v in c.items() if k != "exit_code"} for c in plain(found.checks)]
+    report.result(
+        {"ok": found.ok, "checks": checks}, lambda c: _draw(c, found, report.verbose), exit_code=found.exit_code
+    )
 
 
 def _draw(console: Console, found: Diagnosis, verbose: int = 0) -> None:

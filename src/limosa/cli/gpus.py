@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, plain, reporting
+from limosa.cli.output import Report, plain
 from limosa.cli.table import table
+from limosa.cli.verb import verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from limosa.operation.on_gpus import Holder
 
 
-def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+@verb()
+def command(report: Report) -> None:
     """List the GPUs of this machine and who holds memory on them.
 
     A process is shown with its job's name, or its command; what Limosa keeps
@@ -26,19 +27,18 @@ def command(fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verb
     --release=memory-only their context: limosa ps shows them. With
     CUDA_VISIBLE_DEVICES set, all GPUs are listed all the same.
     """
-    with reporting("gpus", fmt, quiet, verbose) as report:
-        from limosa.gpu import inventory
-        from limosa.operation.counting import completed
-        from limosa.operation.on_gpus import holders
+    from limosa.gpu import inventory
+    from limosa.operation.counting import completed
+    from limosa.operation.on_gpus import holders
 
-        found = completed(inventory())
-        whose = holders(p.pid for gpu in found.gpus for p in gpu.processes + gpu.mps_processes)
-        if found.software:
-            report.tell("these are software GPUs, not real ones")
-        value = plain(found)
-        for process in [p for gpu in value["gpus"] for p in gpu["processes"] + gpu["mps_processes"]]:
-            process.update(plain(whose[process["pid"]]))
-        report.result(value, lambda console: _draw(console, found, whose))
+    found = completed(inventory())
+    whose = holders(p.pid for gpu in found.gpus for p in gpu.processes + gpu.mps_processes)
+    if found.software:
+        report.tell("these are software GPUs, not real ones")
+    value = plain(found)
+    for process in [p for gpu in value["gpus"] for p in gpu["processes"] + gpu["mps_processes"]]:
+        process.update(plain(whose[process["pid"]]))
+    report.result(value, lambda console: _draw(console, found, whose))
 
 
 def _draw(console: Console, found: Inventory, whose: Mapping[int, Holder]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, reporting
+from limosa.cli.options import folder as path
+from limosa.cli.output import Report
 from limosa.cli.table import table
+from limosa.cli.verb import Argument, verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,13 +19,10 @@ if TYPE_CHECKING:
     from limosa.image import Listed
 
 
-def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder with images in it.")] = Path("."),
-    *,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    Argument("folder", metavar="DIR", type=path(), default=".", help="A folder with images in it."),
+)
+def command(report: Report, *, folder: Path) -> None:
     """List the images in a folder: whose job, how large, how old.
 
     limosa images /data
@@ -34,14 +30,13 @@ def command(
     Only manifests are read: limosa verify DIR reads every byte of one. What
     a checkpoint that was killed has left is listed, too.
     """
-    with reporting("images", fmt, quiet, verbose) as report:
-        from limosa.image import images
+    from limosa.image import images
 
-        found = images(folder)
-        report.result({"images": found}, (lambda console: _draw(console, found)) if found else "")
-        if not found:
-            seen = " that you may look at" if os.geteuid() else ""
-            report.tell(f"no images in {words.clean(folder.absolute())}{seen}")
+    found = images(folder)
+    report.result({"images": found}, (lambda console: _draw(console, found)) if found else "")
+    if not found:
+        seen = " that you may look at" if os.geteuid() else ""
+        report.tell(f"no images in {words.clean(folder.absolute())}{seen}")
 
 
 def _draw(console: Console, found: Sequence[Listed]) -> None:

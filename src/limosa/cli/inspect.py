@@ -5,41 +5,46 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
-from limosa.cli.output import Format, plain, reporting
+from limosa.cli.options import IMAGE
+from limosa.cli.output import Report, plain
 from limosa.cli.table import table
+from limosa.cli.verb import verb
 from limosa.cli.verify import doubtful
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console
 
     from limosa.image import Image
     from limosa.image.manifest import TreeProcess
 
 
-def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+@verb(
+    IMAGE,
+)
+def command(report: Report, *, image: Path) -> None:
     """Show what is in an image: its job, processes, GPUs and files.
 
     Only the manifest is read; limosa verify reads every byte.
     """
-    with reporting("inspect", fmt, quiet, verbose) as report:
-        from limosa.image import open_image
+    from limosa.image import open_image
 
-        with open_image(image, trust=False) as opened:
-            doubtful(report, opened, image)
-            facts = dict(plain(opened.manifest))
-            facts["image_schema"] = facts.pop("schema")  # "schema" at the top is the JSON contract's own
-            sizes = opened.manifest.chunk_sizes()
-            value = {
-                "image": str(opened.path),
-                "id": opened.id,
-                "bytes": opened.manifest.bytes,
-                "device_bytes": opened.manifest.device_bytes,
-                "distinct_bytes": sum(sizes.values()),
-                "chunks": len(sizes),
-                **facts,
-            }
-            report.result(value, lambda console: _draw(console, opened, verbose))
+    with open_image(image, trust=False) as opened:
+        doubtful(report, opened, image)
+        facts = dict(plain(opened.manifest))
+        facts["image_schema"] = facts.pop("schema")  # "schema" at the top is the JSON contract's own
+        sizes = opened.manifest.chunk_sizes()
+        value = {
+            "image": str(opened.path),
+            "id": opened.id,
+            "bytes": opened.manifest.bytes,
+            "device_bytes": opened.manifest.device_bytes,
+            "distinct_bytes": sum(sizes.values()),
+            "chunks": len(sizes),
+            **facts,
+        }
+        report.result(value, lambda console: _draw(console, opened, report.verbose))
 
 
 def _draw(console: Console, image: Image, verbose: int) -> None:

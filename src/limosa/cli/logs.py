@@ -7,13 +7,14 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
-from limosa.cli.output import Format, Report, reporting
+from limosa.cli.options import ONE_JOB
+from limosa.cli.output import Report
+from limosa.cli.verb import flag, option, verb
 from limosa.errors import NoSuchProcess, PermissionDenied, UsageError
 
 if TYPE_CHECKING:
@@ -23,17 +24,12 @@ if TYPE_CHECKING:
 _CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")  # C0 and, as UTF-8, C1 (OSC, CSI, DCS)
 
 
-def command(
-    job: OneJob,
-    *,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Show what comes until the job ends.")] = False,
-    last: Annotated[
-        int | None, typer.Option("--lines", "-n", metavar="N", min=0, help="Begin with the last N lines.")
-    ] = None,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    ONE_JOB,
+    flag("--follow", "-f", help="Show what comes until the job ends."),
+    option("last", "--lines", "-n", metavar="N", type=click.IntRange(min=0), help="Begin with the last N lines."),
+)
+def command(report: Report, *, job: str, follow: bool, last: int | None) -> None:
     """Show the output of a job that limosa run started.
 
     limosa logs train -n 20 -f
@@ -41,43 +37,42 @@ def command(
     It is a file: limosa logs train -o json says which. Ctrl-C ends -f and
     leaves the job alone.
     """
-    with reporting("logs", fmt, quiet, verbose) as report:
-        from limosa.operation import resolve
-        from limosa.process.follow import Tail, last_lines
-        from limosa.process.job_log import open_said
-        from limosa.process.records import RunRecord
+    from limosa.operation import resolve
+    from limosa.process.follow import Tail, last_lines
+    from limosa.process.job_log import open_said
+    from limosa.process.records import RunRecord
 
-        try:
-            (found,) = resolve([job])
-        except NoSuchProcess as error:
-            error.hint = _ended(job) or error.hint
-            raise
-        record = RunRecord.of(found.root)
-        if record is None or not record.log:
-            raise UsageError(
-                detail=f"process {found.root.pid} was not started by limosa run: nobody keeps its output",
-                hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
-            )
-        if report.json and follow:
-            raise UsageError(detail="-o json and --follow: stdout is the job's output then")
-        try:
-            fd = open_said(record.log, found.root.pid)
-        except OSError as error:
-            if not report.json:
-                detail = f"the log {words.clean(record.log)} cannot be read: {error.strerror or error}"
-                if isinstance(error, PermissionError):
-                    raise PermissionDenied(detail=detail, hint="sudo" if os.geteuid() else "") from error
-                raise UsageError(detail=detail, hint="limosa logs -o json") from error
-            fd = -1
-        if report.json:
-            size = os.fstat(fd).st_size if fd >= 0 else 0
-            report.result({"pid": found.root.pid, "name": found.name, "log": record.log, "bytes": size}, "")
-            return
-        tail = Tail(fd, 0 if last is None else last_lines(fd, last), _writer(fd))
-        try:
-            _follow(report, found, tail) if follow else tail.copy_rest()
-        finally:
-            tail.close()
+    try:
+        (found,) = resolve([job])
+    except NoSuchProcess as error:
+        error.hint = _ended(job) or error.hint
+        raise
+    record = RunRecord.of(found.root)
+    if record is None or not record.log:
+        raise UsageError(
+            detail=f"process {found.root.pid} was not started by limosa run: nobody keeps its output",
+            hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
+        )
+    if report.json and follow:
+        raise UsageError(detail="-o json and --follow: stdout is the job's output then")
+    try:
+        fd = open_said(record.log, found.root.pid)
+    except OSError as error:
+        if not report.json:
+            detail = f"the log {words.clean(record.log)} cannot be read: {error.strerror or error}"
+            if isinstance(error, PermissionError):
+                raise PermissionDenied(detail=detail, hint="sudo" if os.geteuid() else "") from error
+            raise UsageError(detail=detail, hint="limosa logs -o json") from error
+        fd = -1
+    if report.json:
+        size = os.fstat(fd).st_size if fd >= 0 else 0
+        report.result({"pid": found.root.pid, "name": found.name, "log": record.log, "bytes": size}, "")
+        return
+    tail = Tail(fd, 0 if last is None else last_lines(fd, last), _writer(fd))
+    try:
+        _follow(report, found, tail) if follow else tail.copy_rest()
+    finally:
+        tail.close()
 
 
 def _follow(report: Report, job: Job, tail: Tail) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-from typer.main import get_command as build
+import click
 
 from limosa.cli.output import Format, Report, json_wanted
 
@@ -46,11 +43,8 @@ VERBS: dict[str, tuple[str, str]] = {
 ALIASES = {"list": "ps"}
 _STARTERS = ("run", "softgpu")  # what follows is a command's, and may be empty
 
-# click is a dependency of older typers and a part of newer ones: its base error is found through typer's own.
-ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-
-class Verbs(TyperGroup):
+class Verbs(click.Group):
     """The verbs by name; a verb's module is imported when that verb is asked for and not before."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -70,48 +64,55 @@ class Verbs(TyperGroup):
             formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
 
 
-class Verb(TyperCommand):
-    """One verb; its usage has what must be given without brackets, as everywhere (newer typers put it in braces)."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words after the verb's name."""
-        return [re.sub(r"^\{(.*)\}$", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
-
-
 def verb(name: str) -> Any:
     """The command object of verb ``name`` (``KeyError`` where there is none)."""
-    module = importlib.import_module(VERBS[name][0])
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    settings = {"help_option_names": ["-h", "--help"], **getattr(module, "CONTEXT_SETTINGS", {})}
-    app.command(name, cls=Verb, context_settings=settings)(module.command)
-    return build(app)
+    return importlib.import_module(VERBS[name][0]).command
 
 
-app = typer.Typer(
-    cls=Verbs,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="limosa VERB --help tells more. JOB is a pid, or a name given to limosa run.",
-)
-
-
-def _print_version(wanted: bool) -> None:
+def _print_version(ctx: click.Context, _: Any, wanted: bool) -> None:
     if wanted:
         from limosa import __version__
 
         sys.stdout.write(f"limosa {__version__}\n")
-        raise typer.Exit
+        ctx.exit()
 
 
-@app.callback()
-def _limosa(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Move, suspend and checkpoint running GPU jobs."""
+def _print_completion(ctx: click.Context, _: Any, shell: str | None) -> None:
+    if shell is not None:
+        from click.shell_completion import get_completion_class
+
+        found = get_completion_class(shell)
+        assert found is not None
+        sys.stdout.write(found(app, {}, "limosa", "_LIMOSA_COMPLETE").source() + "\n")
+        ctx.exit()
+
+
+app = Verbs(
+    name="limosa",
+    params=[
+        click.Option(
+            ["--version"],
+            is_flag=True,
+            callback=_print_version,
+            is_eager=True,
+            expose_value=False,
+            help="Print the version and exit.",
+        ),
+        click.Option(
+            ["--show-completion"],
+            type=click.Choice(["bash", "zsh", "fish"]),
+            metavar="SHELL",
+            callback=_print_completion,
+            is_eager=True,
+            expose_value=False,
+            help='Print what completes limosa in bash, zsh or fish: eval "$(limosa --show-completion bash)".',
+        ),
+    ],
+    help="Move, suspend and checkpoint running GPU jobs.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="limosa VERB --help tells more. JOB is a pid, or a name given to limosa run.",
+)
 
 
 def entry(argv: Sequence[str] | None = None) -> NoReturn:
@@ -121,17 +122,17 @@ def entry(argv: Sequence[str] | None = None) -> NoReturn:
     if "" in args and args[0] not in _STARTERS:
         leave(report.failure(_empty_argument(args[0])))
     try:
-        code = build(app).main(args=args, prog_name="limosa", standalone_mode=False)
-    except ClickError as error:
+        code = app.main(args=args, prog_name="limosa", standalone_mode=False)
+    except click.ClickException as error:
         code = report.usage(error, args[0] if args and args[0] in VERBS else "")
         if args[:1] == ["run"]:
             code = 125  # below that may be the job's own exit code
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, click.Abort):
         code = report.interrupted()
     except BrokenPipeError:
         code = 0
-    except SystemExit as left:  # completion, or a reader of --help that has gone away
-        code = 0 if type(sys.stdout).__name__ == "PacifyFlushWrapper" else left.code
+    except SystemExit as left:  # a reader of --help that has gone away, or what completion says
+        code = 0 if type(sys.stdout).__name__.endswith("PacifyFlushWrapper") else left.code  # click's
     except Exception as error:
         code = report.crash(error)
     leave(code if isinstance(code, int) else 0)

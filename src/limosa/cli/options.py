@@ -5,91 +5,75 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import click
 
-from limosa.cli.output import Format
+from limosa.cli.verb import Argument, flag, option
 from limosa.errors import UsageError
 
 _MOST_SECONDS = 1e9  # 30 years
 _MOST_BYTES = 1 << 62
 
-FormatOption = Annotated[
-    Format, typer.Option("-o", "--format", help="Print the result as text or json.", show_default=False)
-]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Say nothing on stderr but errors.")]
-Verbose = Annotated[int, typer.Option("-v", "--verbose", count=True, help="Say more on stderr.", show_default=False)]
 
-
-def names(incomplete: str) -> list[str]:
+def names(ctx: Any, param: Any, incomplete: str) -> list[str]:
     """Completes the names of living jobs: reads the records and nothing else."""
     from limosa.process.records import RunRecord
 
     return [record.name for record in RunRecord.all() if record.name.startswith(incomplete)]
 
 
-Jobs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[JOB]...", help="A pid, or a name given to limosa run.", show_default=False, autocompletion=names
-    ),
-]
-OneJob = Annotated[
-    str, typer.Argument(metavar="JOB", help="A pid, or a name given to limosa run.", autocompletion=names)
-]
-OnGpu = Annotated[str | None, typer.Option("--gpu", metavar="GPU", help="All jobs on this GPU instead of JOB.")]
-AllJobs = Annotated[bool, typer.Option("--all", help="All jobs on all GPUs instead of JOB.")]
+class Seconds(click.FloatRange):
+    """A time that can be waited for; what it is not (nan, inf) passes by a smallest and a largest value."""
 
-ToGpu = Annotated[str | None, typer.Option("--to", metavar="GPU", help="Destination: index, GPU-<uuid> or PCI bus id.")]
-FromGpu = Annotated[
-    str | None, typer.Option("--from", metavar="GPU", help="What to move, where a job has several GPUs.")
-]
-MapOption = Annotated[
-    str | None, typer.Option("--map", metavar="A=B,...", help="Which GPU becomes which; the rest is filled in.")
-]
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        """Seconds, as a number."""
+        found = super().convert(value, param, ctx)
+        if not 0 <= found <= _MOST_SECONDS:
+            self.fail(f"{found} is not a number of seconds", param, ctx)
+        return found
 
 
-def sane_seconds(value: float | None) -> float | None:
-    """A time that can be waited for; what it is not (nan, inf) passes by a smallest and a largest value.
-
-    Raises:
-        typer.BadParameter: it is none.
-    """
-    if value is not None and not 0 <= value <= _MOST_SECONDS:
-        raise typer.BadParameter(f"{value} is not a number of seconds")
-    return value
+def folder(*, readable: bool = True) -> click.Path:
+    """A path that need not be there."""
+    return click.Path(path_type=Path, readable=readable)
 
 
-Timeout = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout", metavar="SECONDS", min=0, callback=sane_seconds, help="Undo and give up after this long."
-    ),
-]
-MaxPause = Annotated[
-    float | None,
-    typer.Option(
-        "--max-pause",
-        metavar="SECONDS",
-        min=0,
-        callback=sane_seconds,
-        help="Refuse where the job would stand still longer.",
-    ),
-]
-Force = Annotated[
-    list[str] | None,
-    typer.Option("--force", metavar="ID", help="Turn the refusal of this id into a warning; may be repeated."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and touch nothing.")]
-
-TcpEstablished = Annotated[bool, typer.Option("--tcp-established", help="Keep connected TCP sockets connected.")]
-TcpClose = Annotated[bool, typer.Option("--tcp-close", help="Bring connected TCP sockets back closed.")]
-ShellJob = Annotated[bool, typer.Option("--shell-job", help="The job was started from a shell and holds its terminal.")]
-FileLocks = Annotated[bool, typer.Option("--file-locks", help="Save and restore file locks.")]
-PrintStats = Annotated[bool, typer.Option("--print-stats", help="Show CRIU's statistics too.")]
-CriuPath = Annotated[Path | None, typer.Option("--criu", metavar="PATH", help="Use this criu program.")]
-ImageDir = Annotated[Path, typer.Argument(metavar="DIR", help="The image's folder.", readable=False)]
+JOB_HELP = "A pid, or a name given to limosa run."
+JOBS = Argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=names, help=JOB_HELP)
+ONE_JOB = Argument("job", metavar="JOB", shell_complete=names, help=JOB_HELP)
+ON_GPU = (
+    option("--gpu", metavar="GPU", help="All jobs on this GPU instead of JOB."),
+    flag("every", "--all", help="All jobs on all GPUs instead of JOB."),
+)
+WHERE = (
+    option("--to", metavar="GPU", help="Destination: index, GPU-<uuid> or PCI bus id."),
+    option("source", "--from", metavar="GPU", help="What to move, where a job has several GPUs."),
+    option("gpu_map", "--map", metavar="A=B,...", help="Which GPU becomes which; the rest is filled in."),
+)
+TIMEOUT = option("--timeout", metavar="SECONDS", type=Seconds(), help="Undo and give up after this long.")
+MAX_PAUSE = option(
+    "--max-pause", metavar="SECONDS", type=Seconds(), help="Refuse where the job would stand still longer."
+)
+FORCE = option(
+    "--force", metavar="ID", multiple=True, help="Turn the refusal of this id into a warning; may be repeated."
+)
+DRY_RUN = flag("--dry-run", help="Say what would be done, and touch nothing.")
+HOW = (MAX_PAUSE, TIMEOUT, FORCE, DRY_RUN)
+"""What every verb has that holds a job still."""
+CRIU_PATH = option("--criu", metavar="PATH", type=folder(), help="Use this criu program.")
+CRIU = (
+    flag("--tcp-established", help="Keep connected TCP sockets connected."),
+    flag("--tcp-close", help="Bring connected TCP sockets back closed."),
+    flag("--shell-job", help="The job was started from a shell and holds its terminal."),
+    flag("--file-locks", help="Save and restore file locks."),
+)
+"""CRIU's options that a checkpoint and a restore have."""
+PRINT_STATS = flag("--print-stats", help="Show CRIU's statistics too.")
+IMAGE = Argument("image", metavar="DIR", type=folder(readable=False), help="The image's folder.")
 
 _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 _FACTOR = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -99,16 +83,16 @@ def parse_size(text: str) -> int:
     """Bytes from ``1048576``, ``64M``, ``64MiB`` (powers of 1024, as CRIU has it) or ``64MB`` (powers of 1000).
 
     Raises:
-        typer.BadParameter: it is no size.
+        click.BadParameter: it is no size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise typer.BadParameter(f"{text!r} is not a size (1048576, 64M, 64MiB)")
+        raise click.BadParameter(f"{text!r} is not a size (1048576, 64M, 64MiB)")
     number, unit, binary, byte = found.groups()
     base = 1000 if byte and unit and not binary else 1024
     size = int(float(number) * base ** _FACTOR[unit.lower()])
     if size > _MOST_BYTES:
-        raise typer.BadParameter(f"{text!r} is more than any machine has")
+        raise click.BadParameter(f"{text!r} is more than any machine has")
     return size
 
 

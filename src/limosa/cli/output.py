@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from limosa.cli.words import clean
 
@@ -234,7 +234,7 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
     """Run a verb: whatever it raises is printed, and the exit code is the error's.
 
     Raises:
-        typer.Exit: with the exit code, where it is not 0.
+        click.exceptions.Exit: with the exit code, where it is not 0.
     """
     from limosa.errors import LimosaError
 
@@ -255,7 +255,7 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader has gone; the exit code still tells
         code = report.exit_code
     except Exception as error:
-        if isinstance(error, typer.Exit) or hasattr(error, "format_message"):
+        if isinstance(error, click.exceptions.Exit) or hasattr(error, "format_message"):
             raise  # the option parser's own: entry() knows them
         code = report.crash(error)
         if verb == "run":
@@ -263,7 +263,7 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
     finally:
         report.close()
     if code:
-        raise typer.Exit(code)
+        raise click.exceptions.Exit(code)
 
 
 def _is_nowhere() -> bool:

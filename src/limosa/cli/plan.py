@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from collections.abc import Sequence
+from typing import Any
 
 from limosa.cli.meant import nearest
-from limosa.cli.options import FormatOption, Quiet, Verbose, names
-from limosa.cli.output import Format, json_wanted, reporting
+from limosa.cli.options import names
+from limosa.cli.output import Format, Report, json_wanted
+from limosa.cli.verb import Argument, verb
 from limosa.errors import UsageError
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 VERBS = ("move", "suspend", "resume", "toggle", "checkpoint", "restore", "recover")
 
 
-def _verbs(incomplete: str) -> list[str]:
+def _verbs(ctx: Any, param: Any, incomplete: str) -> list[str]:
     return [verb for verb in VERBS if verb.startswith(incomplete)]
 
 
-def command(
-    verb: Annotated[str, typer.Argument(metavar="VERB", help=", ".join(VERBS), autocompletion=_verbs)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="...", help="As for that verb.", autocompletion=names)
-    ] = None,
-    *,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    Argument("verb", metavar="VERB", shell_complete=_verbs, help=", ".join(VERBS)),
+    Argument("arguments", metavar="[...]", nargs=-1, shell_complete=names, help="As for that verb."),
+    settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+def command(report: Report, *, verb: str, arguments: Sequence[str]) -> None:
     """Say what a verb would do and what stands against it, and touch nothing.
 
     limosa plan move 4711 --to 5
@@ -39,16 +34,14 @@ def command(
     """
     from limosa.cli import main
 
-    if json_wanted(arguments or ()):
-        fmt = Format.json
+    if json_wanted(arguments):
+        report.fmt = Format.json
     if verb not in VERBS:
-        with reporting("plan", fmt, quiet, verbose):
-            guess = nearest(verb, VERBS)
-            hint = f"did you mean limosa plan {guess}?" if guess else f"one of {', '.join(VERBS)}"
-            raise UsageError(detail=f"there is no plan for {verb!r}", hint=hint)
-    common = ["-o", fmt.value] if fmt is Format.json else []
-    common += ["-q"] * quiet + ["-v"] * verbose
-    chosen = main.verb(verb)
-    arguments = [*common, "--dry-run", *(arguments or ())]
-    code = chosen.main(args=arguments, prog_name=f"limosa plan {verb}", standalone_mode=False)
-    raise typer.Exit(code if isinstance(code, int) else 0)
+        guess = nearest(verb, VERBS)
+        hint = f"did you mean limosa plan {guess}?" if guess else f"one of {', '.join(VERBS)}"
+        raise UsageError(detail=f"there is no plan for {verb!r}", hint=hint)
+    common = ["-o", Format.json.value] if report.json else []
+    common += ["-q"] * report.quiet + ["-v"] * report.verbose
+    arguments = [*common, "--dry-run", *arguments]
+    code = main.verb(verb).main(args=arguments, prog_name=f"limosa plan {verb}", standalone_mode=False)
+    report.exit_code = code if isinstance(code, int) else 0

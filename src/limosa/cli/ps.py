@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, console, reporting
+from limosa.cli.output import Report, console
 from limosa.cli.table import table
+from limosa.cli.verb import flag, verb
 from limosa.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,13 +23,10 @@ if TYPE_CHECKING:
 _SECONDS = 2.0  # between two looks of --watch
 
 
-def command(
-    *,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Look again every two seconds, until Ctrl-C.")] = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    flag("--watch", "-w", help="Look again every two seconds, until Ctrl-C."),
+)
+def command(report: Report, *, watch: bool) -> None:
     """List jobs: what they hold, what state they are in, and whether they can be moved.
 
     A job is a process that uses CUDA, or was started by limosa run, with its
@@ -41,16 +36,15 @@ def command(
     GPU), slow (the driver copies its memory through the host), no (-v says
     why), or - where it has nothing on a GPU.
     """
-    with reporting("ps", fmt, quiet, verbose) as report:
-        from limosa.operation import ps
+    from limosa.operation import ps
 
-        if watch:
-            if report.json or not sys.stdout.isatty():
-                raise UsageError(detail="--watch is for a terminal", hint="limosa ps -o json, as often as you like")
-            _watch(verbose)
-            return
-        jobs = ps()
-        report.result({"jobs": jobs}, lambda on: _draw(on, jobs, verbose))
+    if watch:
+        if report.json or not sys.stdout.isatty():
+            raise UsageError(detail="--watch is for a terminal", hint="limosa ps -o json, as often as you like")
+        _watch(report.verbose)
+        return
+    jobs = ps()
+    report.result({"jobs": jobs}, lambda on: _draw(on, jobs, report.verbose))
 
 
 def _watch(verbose: int) -> None:

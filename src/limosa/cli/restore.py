@@ -2,66 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import (
-    CriuPath,
-    DryRun,
-    FileLocks,
-    Force,
-    FormatOption,
-    FromGpu,
-    ImageDir,
-    MapOption,
-    PrintStats,
-    Quiet,
-    ShellJob,
-    TcpClose,
-    TcpEstablished,
-    Timeout,
-    ToGpu,
-    Verbose,
-    check_force,
-)
-from limosa.cli.output import Format, Report, reporting
+from limosa.cli.options import CRIU, CRIU_PATH, DRY_RUN, FORCE, IMAGE, PRINT_STATS, TIMEOUT, WHERE, check_force
+from limosa.cli.output import Report
+from limosa.cli.verb import flag, option, verb
 from limosa.errors import LimosaError, UsageError
 
 if TYPE_CHECKING:
     from limosa.operation.results import RestoreResult
 
 
+@verb(
+    IMAGE,
+    *WHERE,
+    flag("--attach", help="Show its output and pass signals on, as limosa run does."),
+    flag("--no-verify", help="Do not check the hashes first."),
+    flag("--rewind-files", help="Cut files back that have grown; keep their tails beside them."),
+    option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
+    *CRIU,
+    PRINT_STATS,
+    CRIU_PATH,
+    TIMEOUT,
+    FORCE,
+    DRY_RUN,
+)
 def command(
-    image: ImageDir,
+    report: Report,
     *,
-    to: ToGpu = None,
-    source: FromGpu = None,
-    gpu_map: MapOption = None,
-    attach: Annotated[
-        bool, typer.Option("--attach", help="Show its output and pass signals on, as limosa run does.")
-    ] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the hashes first.")] = False,
-    rewind_files: Annotated[
-        bool, typer.Option("--rewind-files", help="Cut files back that have grown; keep their tails beside them.")
-    ] = False,
-    cgroup: Annotated[
-        str | None, typer.Option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup.")
-    ] = None,
-    tcp_established: TcpEstablished = False,
-    tcp_close: TcpClose = False,
-    shell_job: ShellJob = False,
-    file_locks: FileLocks = False,
-    print_stats: PrintStats = False,
-    criu: CriuPath = None,
-    timeout: Timeout = None,
-    force: Force = None,
-    dry_run: DryRun = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    image: Path,
+    attach: bool,
+    no_verify: bool,
+    criu: Path | None,
+    timeout: float | None,
+    force: Sequence[str],
+    dry_run: bool,
+    **more: Any,
 ) -> None:
     """Bring a job back from disk, under the pids that it had.
 
@@ -72,33 +51,23 @@ def command(
     The image is verified first, and everything is looked at before anything
     is started. It stays as it is and can be restored again.
     """
-    with reporting("restore", fmt, quiet, verbose) as report:
-        if to is not None and gpu_map is not None:
-            raise UsageError(detail="name a destination (--to) or a map (--map), not both")
-        if tcp_established and tcp_close:
-            raise UsageError(detail="--tcp-established or --tcp-close, not both")
-        if attach and report.json:
-            raise UsageError(detail="-o json and --attach: while attached, stdout is the job's output")
-        options = {
-            "to": to,
-            "source": source,
-            "gpu_map": gpu_map,
-            "verify": not no_verify,
-            "rewind_files": rewind_files,
-            "cgroup": cgroup,
-            "tcp_established": tcp_established,
-            "tcp_close": tcp_close,
-            "shell_job": shell_job,
-            "file_locks": file_locks,
-            "print_stats": print_stats,
-            "criu": str(criu) if criu is not None else None,
-            "force": check_force(force),
-        }
-        image = image.absolute()  # said at once where we are nowhere
-        if dry_run:
-            _plan(report, image, options)
-            return
-        _restore(report, image, options, timeout, attach)
+    if more["to"] is not None and more["gpu_map"] is not None:
+        raise UsageError(detail="name a destination (--to) or a map (--map), not both")
+    if more["tcp_established"] and more["tcp_close"]:
+        raise UsageError(detail="--tcp-established or --tcp-close, not both")
+    if attach and report.json:
+        raise UsageError(detail="-o json and --attach: while attached, stdout is the job's output")
+    options = {
+        **more,
+        "verify": not no_verify,
+        "criu": str(criu) if criu is not None else None,
+        "force": check_force(force),
+    }
+    image = image.absolute()  # said at once where we are nowhere
+    if dry_run:
+        _plan(report, image, options)
+        return
+    _restore(report, image, options, timeout, attach)
 
 
 def _plan(report: Report, image: Path, options: dict[str, Any]) -> None:

@@ -5,56 +5,40 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
-from limosa.cli.options import FormatOption, Quiet, Verbose
-from limosa.cli.output import Format, Report, reporting
+from limosa.cli.options import folder
+from limosa.cli.output import Report
+from limosa.cli.verb import Argument, flag, option, verb
 from limosa.errors import LimosaError, RunFailed
 from limosa.job import run
 from limosa.process import device_nodes, records
 from limosa.process.follow import Signals, follow_job, stop_adopting
 from limosa.process.identity import Identity
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows COMMAND is COMMAND's
 ENDED_BY_CHECKPOINT = 75
 
 
-class Part(str, Enum):
-    """What of the shim can be left out."""
-
-    bulk = "bulk"
-    stack = "stack"
-
-
+@verb(
+    Argument("command_line", metavar="COMMAND...", nargs=-1, required=True, help="What to start."),
+    option("--log", metavar="FILE", type=folder(), help="Append its output here (default: a new NAME.limosa.log)."),
+    option("--name", metavar="NAME", help="What to call it (default: from COMMAND)."),
+    flag("--detach", "-d", help="Print the pid and leave it running."),
+    option("--gpus", metavar="GPU,...", help="Let it see these GPUs only."),
+    flag("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump."),
+    flag("--no-shim", help="Leave its device memory to the driver: moving it takes longer."),
+    option(
+        "--without",
+        type=click.Choice(["bulk", "stack"]),
+        multiple=True,
+        help="Leave out a part of what makes the driver's own steps shorter.",
+    ),
+    settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
+)
 def command(
-    command_line: Annotated[list[str], typer.Argument(metavar="COMMAND...", help="What to start.", show_default=False)],
-    *,
-    log: Annotated[
-        Path | None,
-        typer.Option("--log", metavar="FILE", help="Append its output here (default: a new NAME.limosa.log)."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="What to call it (default: from COMMAND).")
-    ] = None,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Print the pid and leave it running.")] = False,
-    gpus: Annotated[str | None, typer.Option("--gpus", metavar="GPU,...", help="Let it see these GPUs only.")] = None,
-    no_seccomp: Annotated[
-        bool, typer.Option("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump.")
-    ] = False,
-    no_shim: Annotated[
-        bool, typer.Option("--no-shim", help="Leave its device memory to the driver: moving it takes longer.")
-    ] = False,
-    without: Annotated[
-        list[Part] | None,
-        typer.Option("--without", help="Leave out a part of what makes the driver's own steps shorter."),
-    ] = None,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    report: Report, *, command_line: Sequence[str], detach: bool, no_seccomp: bool, no_shim: bool, **more: Any
 ) -> None:
     """Start a job that can be checkpointed.
 
@@ -65,21 +49,13 @@ def command(
 
     Exit code 75: a checkpoint ended the job. 125-127: it was not started.
     """
-    with reporting("run", fmt, quiet, verbose) as report:
-        try:
-            started: dict[str, Any] = {
-                "log": log,
-                "name": name,
-                "gpus": gpus,
-                "seccomp": not no_seccomp,
-                "shim": not no_shim,
-            }
-            started["without"] = [part.value for part in without or ()]
-            report.exit_code = _run(command_line, report, detach, started)
-        except LimosaError as error:
-            if not isinstance(error, RunFailed):
-                error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
-            raise
+    try:
+        started: dict[str, Any] = {**more, "seccomp": not no_seccomp, "shim": not no_shim}
+        report.exit_code = _run(command_line, report, detach, started)
+    except LimosaError as error:
+        if not isinstance(error, RunFailed):
+            error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
+        raise
 
 
 def _run(command_line: Sequence[str], report: Report, detach: bool, options: Mapping[str, Any]) -> int:

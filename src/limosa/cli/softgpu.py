@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from limosa.cli.options import FormatOption, Quiet, Verbose, parse_size
-from limosa.cli.output import Format, reporting
+from limosa.cli.options import parse_size
+from limosa.cli.output import Report
 from limosa.cli.table import table
+from limosa.cli.verb import Argument, flag, option, verb
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-CONTEXT_SETTINGS = {"allow_interspersed_args": False}  # what follows COMMAND is COMMAND's
 NOT_FOUND, NOT_STARTED = 127, 126  # as a shell has them
 
 
-def _change(add: list[str], lift: list[str], turn: list[str]) -> None:
+def _change(add: Sequence[str], lift: Sequence[str], turn: Sequence[str]) -> None:
     """Change the node that this process is in."""
     from limosa.errors import UsageError
     from limosa.softgpu.faults import Switches, check_rule
@@ -54,54 +53,44 @@ def _draw(console: Console, found: dict[str, Any]) -> None:
     table(console, ("FAULT", "CALLS", "RULE"), rows, right=("CALLS",), text=("RULE",))
 
 
+@verb(
+    Argument("command_line", metavar="COMMAND...", nargs=-1, help="What to start."),
+    option("--gpus", metavar="N", type=int, help="How many GPUs (default: 1)."),
+    option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all (2GiB)."),
+    option("--chip", metavar="NAME,...", help="Chip of each GPU (A100, ...), or one for all (H200)."),
+    option("--like", metavar="NAME", help="As slow as this one: h200 (default: no waiting)."),
+    option(
+        "--rate", metavar="WHAT=SPEED", multiple=True, help="copy=20GiB/s, checkpoint=2GiB/s, ...; may be repeated."
+    ),
+    option("--cost", metavar="WHAT=SECONDS", multiple=True, help="checkpoint=0.4, lock=0.1, ...: beside the bytes."),
+    option("--driver", metavar="VERSION", help="What the driver calls itself."),
+    option("--fault", metavar="SPEC", multiple=True, help="Let calls fail; may be repeated. In a node: from now on."),
+    option("--log", metavar="FILE", default="", help="Append what went wrong on purpose, and what is missing."),
+    option("--lift", metavar="NAME", multiple=True, help="In a node: take that fault away, or all."),
+    option(
+        "--turn", metavar="GPU:WHAT=on|off", multiple=True, help="In a node: lost, mig or persistence; also mps=on."
+    ),
+    option("--join", metavar="PID", type=int, help="Run COMMAND in the node that this process is in."),
+    flag("--shell", help="Start your shell instead of COMMAND."),
+    settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
+)
 def command(
-    command_line: Annotated[
-        list[str] | None, typer.Argument(metavar="COMMAND...", help="What to start.", show_default=False)
-    ] = None,
+    report: Report,
     *,
-    gpus: Annotated[int | None, typer.Option("--gpus", metavar="N", help="How many GPUs (default: 1).")] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all (2GiB).")
-    ] = None,
-    chip: Annotated[
-        str | None,
-        typer.Option("--chip", metavar="NAME,...", help="Chip of each GPU (A100, ...), or one for all (H200)."),
-    ] = None,
-    like: Annotated[
-        str | None, typer.Option("--like", metavar="NAME", help="As slow as this one: h200 (default: no waiting).")
-    ] = None,
-    rate: Annotated[
-        list[str] | None,
-        typer.Option("--rate", metavar="WHAT=SPEED", help="copy=20GiB/s, checkpoint=2GiB/s, ...; may be repeated."),
-    ] = None,
-    cost: Annotated[
-        list[str] | None,
-        typer.Option("--cost", metavar="WHAT=SECONDS", help="checkpoint=0.4, lock=0.1, ...: beside the bytes."),
-    ] = None,
-    driver: Annotated[
-        str | None, typer.Option("--driver", metavar="VERSION", help="What the driver calls itself.")
-    ] = None,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option("--fault", metavar="SPEC", help="Let calls fail; may be repeated. In a node: from now on."),
-    ] = None,
-    log: Annotated[
-        str, typer.Option("--log", metavar="FILE", help="Append what went wrong on purpose, and what is missing.")
-    ] = "",
-    lift: Annotated[
-        list[str] | None, typer.Option("--lift", metavar="NAME", help="In a node: take that fault away, or all.")
-    ] = None,
-    turn: Annotated[
-        list[str] | None,
-        typer.Option("--turn", metavar="GPU:WHAT=on|off", help="In a node: lost, mig or persistence; also mps=on."),
-    ] = None,
-    join: Annotated[
-        int | None, typer.Option("--join", metavar="PID", help="Run COMMAND in the node that this process is in.")
-    ] = None,
-    shell: Annotated[bool, typer.Option("--shell", help="Start your shell instead of COMMAND.")] = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    command_line: Sequence[str],
+    gpus: int | None,
+    memory: str | None,
+    chip: str | None,
+    like: str | None,
+    rate: Sequence[str],
+    cost: Sequence[str],
+    driver: str | None,
+    fault: Sequence[str],
+    log: str,
+    lift: Sequence[str],
+    turn: Sequence[str],
+    join: int | None,
+    shell: bool,
 ) -> None:
     """Run COMMAND on a node of software GPUs.
 
@@ -115,55 +104,54 @@ def command(
 
     Exit code: COMMAND's. 126, 127: it cannot be started.
     """
-    with reporting("softgpu", fmt, quiet, verbose) as report:
-        from limosa.errors import GpuUnavailable, UsageError
-        from limosa.softgpu import node
-        from limosa.softgpu.spec import DRIVER_VERSION, make_spec
+    from limosa.errors import GpuUnavailable, UsageError
+    from limosa.softgpu import node
+    from limosa.softgpu.spec import DRIVER_VERSION, make_spec
 
-        of_a_new_one = gpus is not None or memory or chip or like or rate or cost or driver or log
-        if node.inside() and not command_line and not shell:
-            if of_a_new_one:
-                raise UsageError(
-                    detail="--gpus, --memory, --chip, --like, --rate, --cost, --driver and --log make a node: name a "
-                    "COMMAND for it"
-                )
-            try:
-                _change(fault or [], lift or [], turn or [])
-                found = _faults()
-            except OSError as error:  # everybody in the node may write to its files
-                detail = f"the node's {error.filename or 'folder'}: {error.strerror}"
-                raise GpuUnavailable(detail=detail, hint="exit, and start a new one") from error
-            report.result(found, lambda console: _draw(console, found))
-            return
-        if lift or turn:
-            raise UsageError(detail="--lift and --turn change the node that they are called in, and this is none")
-        if bool(command_line) == shell:
-            raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
-        argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())
-        if join is not None:
-            if of_a_new_one or fault:
-                raise UsageError(detail="--join runs COMMAND in a node that is there: no options of a new one")
-            node.join_node(join)
-            report.close()
-            _become(report, argv)
-            return
-        gpus = 1 if gpus is None else gpus
-        spec = make_spec(
-            gpus,
-            [parse_size(part) for part in (memory or "2GiB").split(",")],
-            [part.strip().upper() for part in (chip or "H200").split(",")],
-            like=like.lower() if like else None,
-            speeds=rate or (),
-            costs=cost or (),
-            driver_version=driver or DRIVER_VERSION,
-            faults=fault or (),
-            log=log,
-        )
-        node.enter(spec)
-        if shell:
-            report.tell(f"a shell on a node of {gpus} software GPU{'s' if gpus > 1 else ''}; exit leaves it")
+    of_a_new_one = gpus is not None or memory or chip or like or rate or cost or driver or log
+    if node.inside() and not command_line and not shell:
+        if of_a_new_one:
+            raise UsageError(
+                detail="--gpus, --memory, --chip, --like, --rate, --cost, --driver and --log make a node: name a "
+                "COMMAND for it"
+            )
+        try:
+            _change(fault, lift, turn)
+            found = _faults()
+        except OSError as error:  # everybody in the node may write to its files
+            detail = f"the node's {error.filename or 'folder'}: {error.strerror}"
+            raise GpuUnavailable(detail=detail, hint="exit, and start a new one") from error
+        report.result(found, lambda console: _draw(console, found))
+        return
+    if lift or turn:
+        raise UsageError(detail="--lift and --turn change the node that they are called in, and this is none")
+    if bool(command_line) == shell:
+        raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
+    argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())
+    if join is not None:
+        if of_a_new_one or fault:
+            raise UsageError(detail="--join runs COMMAND in a node that is there: no options of a new one")
+        node.join_node(join)
         report.close()
         _become(report, argv)
+        return
+    gpus = 1 if gpus is None else gpus
+    spec = make_spec(
+        gpus,
+        [parse_size(part) for part in (memory or "2GiB").split(",")],
+        [part.strip().upper() for part in (chip or "H200").split(",")],
+        like=like.lower() if like else None,
+        speeds=rate or (),
+        costs=cost or (),
+        driver_version=driver or DRIVER_VERSION,
+        faults=fault or (),
+        log=log,
+    )
+    node.enter(spec)
+    if shell:
+        report.tell(f"a shell on a node of {gpus} software GPU{'s' if gpus > 1 else ''}; exit leaves it")
+    report.close()
+    _become(report, argv)
 
 
 def _become(report: Any, argv: list[str]) -> None:

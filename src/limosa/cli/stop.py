@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
-from limosa.cli.output import Format, reporting
+from limosa.cli.options import ONE_JOB
+from limosa.cli.output import Report
+from limosa.cli.verb import flag, option, verb
 
 if TYPE_CHECKING:
     from limosa.operation.results import StopResult
 
 
-def command(
-    job: OneJob,
-    *,
-    grace: Annotated[float, typer.Option("--grace", metavar="SECONDS", min=0, help="Until SIGKILL.")] = 10.0,
-    kill: Annotated[bool, typer.Option("--kill", help="SIGKILL at once, also where it is suspended.")] = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    ONE_JOB,
+    option(
+        "--grace",
+        metavar="SECONDS",
+        type=click.FloatRange(min=0),
+        default=10.0,
+        show_default=True,
+        help="Until SIGKILL.",
+    ),
+    flag("--kill", help="SIGKILL at once, also where it is suspended."),
+)
+def command(report: Report, *, job: str, grace: float, kill: bool) -> None:
     """End a job: SIGTERM, then SIGKILL to what is left of it.
 
     limosa stop train
@@ -33,13 +38,12 @@ def command(
     --kill ends it all the same, and what it has in host memory is gone. To
     end a job and keep it: limosa checkpoint.
     """
-    with reporting("stop", fmt, quiet, verbose) as report:
-        from limosa.cli.signals import cancelling
-        from limosa.operation import stop
+    from limosa.cli.signals import cancelling
+    from limosa.operation import stop
 
-        with cancelling(report, "no longer waiting for it to end") as cancel:
-            done = stop(job, grace=grace, kill=kill, progress=report.progress, cancel=cancel)
-        report.result(done, _text(done))
+    with cancelling(report, "no longer waiting for it to end") as cancel:
+        done = stop(job, grace=grace, kill=kill, progress=report.progress, cancel=cancel)
+    report.result(done, _text(done))
 
 
 def _text(done: StopResult) -> str:

@@ -2,49 +2,30 @@
 
 from __future__ import annotations
 
-import enum
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Any
 
-import typer
+import click
 
-from limosa.cli.options import (
-    AllJobs,
-    DryRun,
-    Force,
-    FormatOption,
-    Jobs,
-    MaxPause,
-    OnGpu,
-    Quiet,
-    Timeout,
-    Verbose,
-    check_force,
+from limosa.cli.options import HOW, JOBS, ON_GPU, check_force
+from limosa.cli.output import Report
+from limosa.cli.verb import option, verb
+
+
+@verb(
+    JOBS,
+    *ON_GPU,
+    option(
+        "--release",
+        type=click.Choice(["all", "memory-only"]),
+        default="all",
+        show_default=True,
+        help="Give back all, or memory-only: its context stays where it is.",
+    ),
+    *HOW,
 )
-from limosa.cli.output import Format, reporting
-
-
-class Release(str, enum.Enum):
-    """What a suspend gives back."""
-
-    all = "all"
-    memory_only = "memory-only"
-
-
 def command(
-    jobs: Jobs = None,
-    *,
-    gpu: OnGpu = None,
-    every: AllJobs = False,
-    release: Annotated[
-        Release, typer.Option("--release", help="Give back all, or memory-only: its context stays where it is.")
-    ] = Release.all,
-    max_pause: MaxPause = None,
-    timeout: Timeout = None,
-    force: Force = None,
-    dry_run: DryRun = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    report: Report, *, jobs: Sequence[str], gpu: str | None, every: bool, force: Sequence[str], **how: Any
 ) -> None:
     """Put jobs aside in host memory; their GPUs are free for others.
 
@@ -57,9 +38,7 @@ def command(
     as its processes do. What must outlive the machine: limosa checkpoint.
     Suspending a suspended job succeeds.
     """
-    with reporting("suspend", fmt, quiet, verbose) as report:
-        from limosa.cli.on_jobs import Selection, act
+    from limosa.cli.on_jobs import Selection, act
 
-        named = Selection(jobs, gpu, every)
-        options = {"force": check_force(force), "max_pause": max_pause, "release": release.value}
-        act(report, "suspend", named, **options, timeout=timeout, dry_run=dry_run)
+    named = Selection(jobs, gpu, every)
+    act(report, "suspend", named, **how, force=check_force(force))

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from limosa.cli.options import (
-    AllJobs,
-    DryRun,
-    Force,
-    FormatOption,
-    Jobs,
-    MaxPause,
-    OnGpu,
-    Quiet,
-    Timeout,
-    Verbose,
-    check_force,
+from collections.abc import Sequence
+from typing import Any
+
+from limosa.cli.options import HOW, JOBS, ON_GPU, check_force
+from limosa.cli.output import Report
+from limosa.cli.verb import verb
+
+
+@verb(
+    JOBS,
+    *ON_GPU,
+    *HOW,
 )
-from limosa.cli.output import Format, reporting
-
-
 def command(
-    jobs: Jobs = None,
-    *,
-    gpu: OnGpu = None,
-    every: AllJobs = False,
-    timeout: Timeout = None,
-    max_pause: MaxPause = None,
-    force: Force = None,
-    dry_run: DryRun = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
+    report: Report, *, jobs: Sequence[str], gpu: str | None, every: bool, force: Sequence[str], **how: Any
 ) -> None:
     """Suspend what runs, resume what is suspended.
 
     A job of which one process runs and another is suspended is suspended.
     Scripts are better off with suspend and resume, which may be repeated.
     """
-    with reporting("toggle", fmt, quiet, verbose) as report:
-        from limosa.cli.on_jobs import Selection, act
+    from limosa.cli.on_jobs import Selection, act
 
-        named = Selection(jobs, gpu, every)
-        options = {"force": check_force(force)}
-        act(report, "toggle", named, **options, timeout=timeout, max_pause=max_pause, dry_run=dry_run)
+    named = Selection(jobs, gpu, every)
+    act(report, "toggle", named, force=check_force(force), **how)

@@ -6,8 +6,9 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, ImageDir, Quiet, Verbose
-from limosa.cli.output import Format, Report, plain, reporting
+from limosa.cli.options import IMAGE
+from limosa.cli.output import Report, plain
+from limosa.cli.verb import verb
 from limosa.errors import DamagedImage, NoSuchImage, Reason
 
 if TYPE_CHECKING:
@@ -17,29 +18,31 @@ if TYPE_CHECKING:
     from limosa.image.verify import VerifyResult
 
 
-def command(image: ImageDir, fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+@verb(
+    IMAGE,
+)
+def command(report: Report, *, image: Path) -> None:
     """Check every byte of an image against its hashes.
 
     Damaged, missing, extra, swapped and truncated files are named.
 
     Exit code 0: whole. 16: not.
     """
-    with reporting("verify", fmt, quiet, verbose) as report:
-        from limosa.cli.signals import cancelling
-        from limosa.image import open_image
-        from limosa.image.verify import verify
+    from limosa.cli.signals import cancelling
+    from limosa.image import open_image
+    from limosa.image.verify import verify
 
-        try:
-            opened = open_image(image, trust=False)
-        except NoSuchImage:
-            raise
-        except DamagedImage as error:
-            report.result(_nothing(os.path.abspath(image), error), f"damaged: {error.message}", exit_code=16)
-            return
-        with opened, cancelling(report, "the image is only read") as cancel:
-            doubtful(report, opened, image)
-            result = verify(opened, report.progress, cancel=cancel)
-        report.result(result, _text(result), exit_code=0 if result.ok else 16)
+    try:
+        opened = open_image(image, trust=False)
+    except NoSuchImage:
+        raise
+    except DamagedImage as error:
+        report.result(_nothing(os.path.abspath(image), error), f"damaged: {error.message}", exit_code=16)
+        return
+    with opened, cancelling(report, "the image is only read") as cancel:
+        doubtful(report, opened, image)
+        result = verify(opened, report.progress, cancel=cancel)
+    report.result(result, _text(result), exit_code=0 if result.ok else 16)
 
 
 def doubtful(report: Report, opened: Image, path: Path) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from limosa.cli import words
-from limosa.cli.options import FormatOption, OneJob, Quiet, Verbose
-from limosa.cli.output import Format, reporting
+from limosa.cli.options import ONE_JOB
+from limosa.cli.output import Report
 from limosa.cli.run import ENDED_BY_CHECKPOINT
+from limosa.cli.verb import verb
 from limosa.errors import CancelledUndone, LimosaError, RunFailed
 
 if TYPE_CHECKING:
     from limosa.operation.results import WaitResult
 
 
-def command(job: OneJob, *, fmt: FormatOption = Format.text, quiet: Quiet = False, verbose: Verbose = 0) -> None:
+@verb(
+    ONE_JOB,
+)
+def command(report: Report, *, job: str) -> None:
     """Wait until a job has ended, and exit as it did.
 
     limosa wait train && limosa run --name test -- python3 test.py
@@ -23,19 +27,18 @@ def command(job: OneJob, *, fmt: FormatOption = Format.text, quiet: Quiet = Fals
     ended it. 125: nobody can know (Linux before 6.15), or limosa itself
     failed.
     """
-    with reporting("wait", fmt, quiet, verbose) as report:
-        from limosa.cli.signals import cancelling
-        from limosa.operation import wait
+    from limosa.cli.signals import cancelling
+    from limosa.operation import wait
 
-        try:
-            with cancelling(report, "") as cancel:
-                done = wait(job, cancel=cancel)
-        except LimosaError as error:
-            if isinstance(error, CancelledUndone):
-                error.job_state = ""  # as it was, suspended say: nobody has asked
-            error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
-            raise
-        report.result(done, _text(done), exit_code=code_of(done))
+    try:
+        with cancelling(report, "") as cancel:
+            done = wait(job, cancel=cancel)
+    except LimosaError as error:
+        if isinstance(error, CancelledUndone):
+            error.job_state = ""  # as it was, suspended say: nobody has asked
+        error.exit_code = RunFailed.exit_code  # type: ignore[misc]  # 1..40 would look like the job's own
+        raise
+    report.result(done, _text(done), exit_code=code_of(done))
 
 
 def code_of(done: WaitResult) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from limosa.cli.options import FormatOption, Quiet, Verbose, sane_seconds
-from limosa.cli.output import Format, Report, reporting
+from limosa.cli.options import Seconds
+from limosa.cli.output import Report
 from limosa.cli.signals import cancelling
+from limosa.cli.verb import flag, option, verb
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,20 +21,14 @@ if TYPE_CHECKING:
     from limosa.demo.disturb import DemoResult, Show
 
 
-def command(
-    *,
-    steps: Annotated[
-        int | None, typer.Option("--steps", metavar="N", min=50, help="Training steps (default: 400; 1000 on GPUs).")
-    ] = None,
-    pace: Annotated[
-        float,
-        typer.Option("--pace", metavar="SECONDS", min=0, callback=sane_seconds, help="Seconds of rest after each."),
-    ] = 0.02,
-    numpy: Annotated[bool, typer.Option("--numpy", help="NumPy on the CPU, also where PyTorch is installed.")] = False,
-    fmt: FormatOption = Format.text,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-) -> None:
+@verb(
+    option("--steps", metavar="N", type=click.IntRange(min=50), help="Training steps (default: 400; 1000 on GPUs)."),
+    option(
+        "--pace", metavar="SECONDS", type=Seconds(), default=0.02, show_default=True, help="Seconds of rest after each."
+    ),
+    flag("--numpy", help="NumPy on the CPU, also where PyTorch is installed."),
+)
+def command(report: Report, *, steps: int | None, pace: float, numpy: bool) -> None:
     """Disturb a real job and compare its bits with an undisturbed twin's.
 
     Two GPUs: move there and back, suspend and resume, checkpoint, kill,
@@ -43,22 +38,21 @@ def command(
 
     Exit code 1: the bits differ.
     """
-    with reporting("demo", fmt, quiet, verbose) as report:
-        from limosa.demo.disturb import run, usable_gpus
-        from limosa.demo.node import go_on_in_a_node, why_here
+    from limosa.demo.disturb import run, usable_gpus
+    from limosa.demo.node import go_on_in_a_node, why_here
 
-        why = why_here()
-        if not numpy and not usable_gpus()[0]:
-            why = go_on_in_a_node(_briefly(usable_gpus()[1]), _again(steps, pace, fmt, quiet, verbose))
-        with cancelling(report) as cancel, Screen(report) as screen:
-            result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy, why_no_gpus=why)
-        report.result(result, lambda console: _table(result, console), exit_code=result.exit_code)
+    why = why_here()
+    if not numpy and not usable_gpus()[0]:
+        why = go_on_in_a_node(_briefly(usable_gpus()[1]), _again(steps, pace, report))
+    with cancelling(report) as cancel, Screen(report) as screen:
+        result = run(screen.show(cancel), steps=steps, pace=pace, only_numpy=numpy, why_no_gpus=why)
+    report.result(result, lambda console: _table(result, console), exit_code=result.exit_code)
 
 
-def _again(steps: int | None, pace: float, fmt: Format, quiet: bool, verbose: int) -> list[str]:
+def _again(steps: int | None, pace: float, report: Report) -> list[str]:
     """The arguments with which the demo starts anew on a node."""
-    given = ["--pace", str(pace), "--format", fmt.value, *["-v"] * verbose]
-    return given + (["--steps", str(steps)] if steps is not None else []) + (["-q"] if quiet else [])
+    given = ["--pace", str(pace), "--format", report.fmt.value, *["-v"] * report.verbose]
+    return given + (["--steps", str(steps)] if steps is not None else []) + (["-q"] if report.quiet else [])
 
 
 def _briefly(no_gpus: str) -> str:
