@@ -53,11 +53,11 @@ def test_no_function_takes_whatever_it_is_given(name: str) -> None:
 
 
 def test_the_keywords_of_a_verb_are_those_of_its_record() -> None:
-    from limosa.operation import checkpoint_plan, restore_plan
+    from limosa.operation import dump_options, restore_options
 
     for keywords, record in (
-        (limosa.PlanCheckpointOptions, checkpoint_plan.Options),
-        (limosa.RestoreOptions, restore_plan.Options),
+        (limosa.PlanCheckpointOptions, dump_options.Options),
+        (limosa.RestoreOptions, restore_options.Options),
     ):
         told = {name: hint.__forward_arg__ for name, hint in keywords.__annotations__.items()}
         assert told == record.__annotations__

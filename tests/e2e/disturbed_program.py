@@ -41,7 +41,7 @@ from limosa.process import records, runtime
 from limosa.process.criu import run as criu_run
 from limosa.process.identity import read_stat
 
-restore_module = sys.modules["limosa.operation.restore"]  # the package has the function under this name
+restore_module = sys.modules["limosa.operation.steps.returning"]
 
 
 class Disturber:

@@ -278,7 +278,7 @@ COMMIT = (
     ),
     Mutant(
         "ended-without-a-will",
-        _OPERATION + "checkpoint.py",
+        _OPERATION + "steps/dumping.py",
         "        self.work.armed()\n",
         "",
         "the job is ended while nobody would finish if limosa died",

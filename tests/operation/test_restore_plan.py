@@ -19,7 +19,8 @@ from limosa.gpu import Gpu, Inventory
 from limosa.image import GpuRecord, ImageFile, JobRecord, Manifest, TreeProcess
 from limosa.operation import restore_plan
 from limosa.operation.journal import Member
-from limosa.operation.restore_plan import Options, look, restored_members
+from limosa.operation.restore_options import Options
+from limosa.operation.restore_plan import look, restored_members
 from limosa.operation.taken_pids import taken_pids
 from limosa.process.criu import Criu
 from limosa.process.identity import Identity

@@ -40,6 +40,11 @@ def restore_seconds(members: Sequence[Member]) -> float:
     return max((RESTORE_FIXED + beside_context(m) / RESTORE_RATE for m in members), default=0.0)
 
 
+def dump_seconds(host_bytes: int) -> float:
+    """CRIU's dump of so many bytes of host memory."""
+    return DUMP_FIXED + host_bytes / DUMP_RATE
+
+
 def beside_context(member: Member) -> float:
     """Bytes of a process's device memory without its contexts."""
     return sum(max(0.0, size - CONTEXT) for size in member.held.values())

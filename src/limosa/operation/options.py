@@ -1,7 +1,7 @@
 """What each verb can be told by keyword, with its type: the one list for callers, ``plan`` and the command line.
 
 A name that is left out has the default of the verb. ``checkpoint`` and ``restore`` keep theirs as a record while they
-work (``checkpoint_plan.Options``, ``restore_plan.Options``); a test holds names and types of both together.
+work (``dump_options.Options``, ``restore_options.Options``); a test holds names and types of both together.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CriuOptions(ForceOptions, total=False):
 
 
 class CheckpointOptions(CriuOptions, total=False):
-    """What ``checkpoint`` can be told; see :class:`limosa.operation.checkpoint_plan.Options` for what each does."""
+    """What ``checkpoint`` can be told; see :class:`limosa.operation.dump_options.Options` for what each does."""
 
     leave_running: bool
     ghost_limit: int | None
@@ -106,7 +106,7 @@ class PlanCheckpointOptions(CheckpointOptions):
 
 
 class RestoreOptions(CriuOptions, WhereOptions, total=False):
-    """What ``restore`` can be told; see :class:`limosa.operation.restore_plan.Options` for what each does."""
+    """What ``restore`` can be told; see :class:`limosa.operation.restore_options.Options` for what each does."""
 
     verify: bool
     rewind_files: bool

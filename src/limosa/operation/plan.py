@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, cast, overload
 
 from limosa import gpu
 from limosa.errors import UsageError
-from limosa.operation import checkpoint_plan, move_plan, restore_plan
+from limosa.operation import checkpoint_plan, dump_options, move_plan, restore_options, restore_plan
 from limosa.operation.facts import Ask
 from limosa.operation.jobs import JobLike, job
 from limosa.operation.members import Where
@@ -68,7 +68,7 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
             if "output" not in options:
                 raise UsageError(detail="checkpoint needs output: the image's folder")
             chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
-            return plan_of(checkpoint_plan.look_at(which, driver, checkpoint_plan.Options(**chosen)))
+            return plan_of(checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)))
         where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
         ask = Ask(
             verb=verb_of(verb), where=where, force=options.get("force", ()), release=options.get("release", "all")
@@ -84,9 +84,9 @@ def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions
 
     Args:
         image: the folder of the image.
-        **options: the verb's own (:class:`limosa.operation.restore_plan.Options`).
+        **options: the verb's own (:class:`limosa.operation.restore_options.Options`).
 
     Raises:
         LimosaError: it is no image that can be read.
     """
-    return restore_plan.look_at(image, restore_plan.Options(**options))
+    return restore_plan.look_at(image, restore_options.Options(**options))

@@ -26,7 +26,7 @@ from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
 from limosa.operation.parked.recovering import go_back, go_on
 from limosa.operation.remove_image import log_folder
-from limosa.operation.restore import end_tree, keep_record, started_at
+from limosa.operation.restored import end_tree, keep_record, started_at
 from limosa.operation.results import Recovered
 from limosa.operation.rewind import Rewind
 from limosa.parking.protocol import Stand

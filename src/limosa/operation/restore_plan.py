@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu, Reason, UnknownGpu, WrongChip
@@ -19,15 +17,14 @@ from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import idle, locks, ports, room, shm
-from limosa.operation.estimate import device_bytes
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
-from limosa.operation.results import OtherWay, Plan
-from limosa.operation.rewind import Rewind, changed_files
+from limosa.operation.restore_options import Options, Ready, shape_of
+from limosa.operation.results import Plan
+from limosa.operation.rewind import changed_files
 from limosa.operation.rules import apply_force, as_reason
-from limosa.operation.step import Shape
 from limosa.operation.taken_pids import taken_pids
 from limosa.operation.verbs import RESTORE
 from limosa.process import device_nodes, sizes
@@ -38,46 +35,6 @@ from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory, two
 
 _PID_SECONDS = 10.0
-
-
-class Options(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``restore`` can be told.
-
-    Attributes:
-        to, source, gpu_map: as for ``move``; GPUs on the left are the image's.
-        verify: check every hash first.
-        rewind_files: cut files that have grown since back to the size they had, keeping the tail beside them.
-        cgroup: control group for the job; None for the caller's.
-        tcp_established, tcp_close, shell_job, file_locks: as CRIU's; what the image was made with is taken by itself.
-        criu: CRIU's path.
-        adopt: become the restored process's parent (to follow it).
-        force: ids of reasons to treat as warnings.
-    """
-
-    to: str | None = None
-    source: str | None = None
-    gpu_map: str | Mapping[str, str] | None = None
-    verify: bool = True
-    rewind_files: bool = False
-    cgroup: str | None = None
-    tcp_established: bool = False
-    tcp_close: bool = False
-    shell_job: bool = False
-    file_locks: bool = False
-    criu: str | None = None
-    adopt: bool = False
-    print_stats: bool = False
-    force: Collection[str] = ()
-
-
-class Ready(msgspec.Struct, kw_only=True):
-    """What looking at an image found."""
-
-    manifest: Manifest
-    members: list[Member] = []
-    inventory: gpu.Inventory | None = None
-    reasons: list[Reason] = []
-    rewind: list[Rewind] = []
 
 
 def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
@@ -94,7 +51,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         if error.exit_code not in (11, 16):
             raise
         return Plan(operation="restore", pid=0, verdict="refused", reasons=[as_reason(error)])
-    shape = _shape(ready, manifest, options)
+    shape = shape_of(ready, manifest, options)
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
@@ -108,27 +65,6 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
         way="parked" if manifest.device else "driver" if ready.members else "host",
         other=RESTORE.other_way(shape),
     )
-
-
-def _shape(ready: Ready, manifest: Manifest, options: Options) -> Shape:
-    """What the words and the cost of its steps depend on.
-
-    What the driver brings back is a part of what the image has of host memory, and is counted apart.
-    """
-    host_bytes = manifest.host_bytes - (device_bytes(ready.members) - manifest.device_bytes)
-    return Shape(
-        members=ready.members,
-        parked=manifest.device_bytes,
-        host_bytes=max(0, host_bytes),
-        processes=len(manifest.tree),
-        files=[(r.path, r.size) for r in ready.rewind],
-        verify=options.verify,
-    )
-
-
-def other_way(ready: Ready, manifest: Manifest, options: Options) -> OtherWay | None:
-    """What the way that the image was not made for would have cost."""
-    return RESTORE.other_way(_shape(ready, manifest, options))
 
 
 # --- looking --------------------------------------------------------------------------------------------------

@@ -2,96 +2,15 @@
 
 from __future__ import annotations
 
-import abc
-from typing import TYPE_CHECKING
-
 from limosa.operation import estimate
-from limosa.operation.step import NOTHING, Op, Shape, Step, free, unsaid
+from limosa.operation.step import NOTHING, Shape, Step, free, unsaid
 from limosa.operation.steps.driver import pids
-
-if TYPE_CHECKING:
-    from limosa.operation.parked.loading import Loading
+from limosa.operation.steps.returning import Returning
 
 TREE = "tree"
 """What the end of a half-restored job is called in journals."""
 
 _RECOVERED = "finished where CRIU was done and everything fits; else ended: the image is the copy"
-
-
-class Returning(Op, abc.ABC):
-    """One restore under way (``restore.py``).
-
-    Attributes:
-        loading: who carries what the image has as chunks.
-        has_chunks: whether the image has any.
-    """
-
-    loading: Loading | None
-
-    @property
-    @abc.abstractmethod
-    def has_chunks(self) -> bool:
-        """Whether the image has device memory as chunks."""
-
-    @abc.abstractmethod
-    def show_gpus(self) -> None:
-        """Notes what the job is to see of the GPUs."""
-
-    @abc.abstractmethod
-    def hide_gpus(self) -> None:
-        """Forgets that."""
-
-    @abc.abstractmethod
-    def rewind(self) -> None:
-        """Cuts files back to the size that they had."""
-
-    @abc.abstractmethod
-    def wind_forward(self) -> None:
-        """Gives them their tails back."""
-
-    @abc.abstractmethod
-    def load(self) -> None:
-        """Makes memory on the GPUs, and begins to fill it."""
-
-    @abc.abstractmethod
-    def unload(self) -> None:
-        """Lets go of it."""
-
-    @abc.abstractmethod
-    def verified(self) -> None:
-        """Waits until what CRIU will read was compared with its hashes."""
-
-    @abc.abstractmethod
-    def make_names(self) -> None:
-        """Makes what the job shared by name, and semaphores."""
-
-    @abc.abstractmethod
-    def take_names_away(self) -> None:
-        """Removes that again."""
-
-    @abc.abstractmethod
-    def criu(self) -> None:
-        """Has CRIU bring the tree back."""
-
-    @abc.abstractmethod
-    def end_tree(self) -> None:
-        """Ends what there is of it."""
-
-    @abc.abstractmethod
-    def restore(self) -> None:
-        """Has the driver restore."""
-
-    @abc.abstractmethod
-    def unlock(self) -> None:
-        """Has the driver unlock."""
-
-    @abc.abstractmethod
-    def all_loaded(self) -> None:
-        """Waits until every byte is there."""
-
-    @abc.abstractmethod
-    def arrive(self) -> None:
-        """Maps the memory where it was, and opens the gates."""
 
 
 class _Returned(Step[Returning], abstract=True):

@@ -18,16 +18,13 @@ from limosa.operation.parked.moving import Moving
 from limosa.operation.parked.parkable import shims_of
 from limosa.operation.parked.resuming import Resuming
 from limosa.operation.parked.suspending import Suspending
-from limosa.operation.step import NOTHING, Finished, Left, Shape, Step, free, unsaid
+from limosa.operation.step import BACK, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.driver import pids
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.parking.shim import Shim
 from limosa.process.identity import ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress
-
-BACK = "parked"
-"""What the way back of memory that is carried is called in journals."""
 
 
 class _Carried(Step[OnGpus], abstract=True):

@@ -10,12 +10,9 @@ from limosa.operation.journal import Member
 from limosa.operation.parked.gates import refuse_shut
 from limosa.operation.parked.halves import Ready
 from limosa.operation.parked.recovering import is_suspended
-from limosa.operation.step import NOTHING, Finished, Left, Shape, Step, free, unsaid
+from limosa.operation.step import HOME, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.process.records import SuspendRecord
-
-HOME = "driver"
-"""What the way back of all the driver's steps is called in journals."""
 
 
 class ReadyMemory(Step[OnGpus]):

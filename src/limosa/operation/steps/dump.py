@@ -2,64 +2,13 @@
 
 from __future__ import annotations
 
-import abc
-from typing import TYPE_CHECKING
-
 from limosa.operation import estimate, room
-from limosa.operation.step import NOTHING, Shape, Step, free, unsaid
-from limosa.operation.steps.carry import BACK, Hold
+from limosa.operation.step import BACK, NOTHING, Shape, Step, free, unsaid
+from limosa.operation.steps.carry import Hold
 from limosa.operation.steps.driver import Restore, Unlock, pids
-from limosa.operation.steps.on_gpus import OnGpus
-
-if TYPE_CHECKING:
-    from limosa.operation.parked.saving import Saving
+from limosa.operation.steps.dumping import Dumping
 
 _RECOVERED = "the job is brought back to running where it lives; a whole image is kept, an unfinished one removed"
-
-
-class Dumping(OnGpus, abc.ABC):
-    """One checkpoint under way (``checkpoint.py``).
-
-    Attributes:
-        leave_running: the job runs on.
-        saving: who carries what the shim looks after.
-    """
-
-    leave_running: bool
-    saving: Saving | None
-
-    @property
-    def pauses(self) -> bool:
-        """A job that ends does not go on after a pause."""
-        return self.leave_running and super().pauses
-
-    @abc.abstractmethod
-    def save(self) -> None:
-        """Copies what the shim looks after into the image."""
-
-    @abc.abstractmethod
-    def not_saved(self) -> None:
-        """Gives the job back what was taken from it."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Leaves the job to CRIU: nothing of Limosa's is connected to it."""
-
-    @abc.abstractmethod
-    def dump(self) -> None:
-        """Has CRIU write the job; where it is to end, the image is committed before CRIU ends it."""
-
-    @abc.abstractmethod
-    def go_on(self) -> None:
-        """Gives the job its memory back."""
-
-    @abc.abstractmethod
-    def commit(self) -> None:
-        """Hashes, syncs and renames the image."""
-
-    @abc.abstractmethod
-    def see_off(self) -> None:
-        """Waits until the job is gone."""
 
 
 class Save(Step[Dumping]):
@@ -131,7 +80,7 @@ class Dump(Step[Dumping]):
         return "criu dump of " + ("1 process" if shape.processes == 1 else f"{shape.processes} processes")
 
     def cost(self, shape: Shape) -> float:
-        return estimate.DUMP_FIXED + (shape.host_bytes + shape.beside) / estimate.DUMP_RATE
+        return estimate.dump_seconds(shape.host_bytes + shape.beside)
 
     def do(self, op: Dumping) -> None:
         op.dump()

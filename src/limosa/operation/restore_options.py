@@ -1,0 +1,71 @@
+"""What ``restore`` can be told, and what was found about an image when it was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import Reason
+from limosa.image import Manifest
+from limosa.operation.estimate import device_bytes
+from limosa.operation.journal import Member
+from limosa.operation.rewind import Rewind
+from limosa.operation.step import Shape
+
+
+class Options(msgspec.Struct, kw_only=True, frozen=True):
+    """What ``restore`` can be told.
+
+    Attributes:
+        to, source, gpu_map: as for ``move``; GPUs on the left are the image's.
+        verify: check every hash first.
+        rewind_files: cut files that have grown since back to the size they had, keeping the tail beside them.
+        cgroup: control group for the job; None for the caller's.
+        tcp_established, tcp_close, shell_job, file_locks: as CRIU's; what the image was made with is taken by itself.
+        criu: CRIU's path.
+        adopt: become the restored process's parent (to follow it).
+        force: ids of reasons to treat as warnings.
+    """
+
+    to: str | None = None
+    source: str | None = None
+    gpu_map: str | Mapping[str, str] | None = None
+    verify: bool = True
+    rewind_files: bool = False
+    cgroup: str | None = None
+    tcp_established: bool = False
+    tcp_close: bool = False
+    shell_job: bool = False
+    file_locks: bool = False
+    criu: str | None = None
+    adopt: bool = False
+    print_stats: bool = False
+    force: Collection[str] = ()
+
+
+class Ready(msgspec.Struct, kw_only=True):
+    """What looking at an image found."""
+
+    manifest: Manifest
+    members: list[Member] = []
+    inventory: gpu.Inventory | None = None
+    reasons: list[Reason] = []
+    rewind: list[Rewind] = []
+
+
+def shape_of(ready: Ready, manifest: Manifest, options: Options) -> Shape:
+    """What the words and the cost of its steps depend on.
+
+    What the driver brings back is a part of what the image has of host memory, and is counted apart.
+    """
+    host_bytes = manifest.host_bytes - (device_bytes(ready.members) - manifest.device_bytes)
+    return Shape(
+        members=ready.members,
+        parked=manifest.device_bytes,
+        host_bytes=max(0, host_bytes),
+        processes=len(manifest.tree),
+        files=[(r.path, r.size) for r in ready.rewind],
+        verify=options.verify,
+    )

@@ -1,0 +1,393 @@
+"""One restore under way: what its steps do (``bring_back.py`` has them)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from limosa import gpu
+from limosa.errors import (
+    CriuFailed,
+    FailedUndone,
+    LimosaError,
+    NoRoomOnGpu,
+    PermissionDenied,
+    Reason,
+    Refused,
+)
+from limosa.image import Image, open_image
+from limosa.image.verify import VerifyResult
+from limosa.image.verify import verify as verify_image
+from limosa.operation import driver_steps, idle, locks, ports, room, shm
+from limosa.operation.background import Background
+from limosa.operation.claims import Claim
+from limosa.operation.journal import Header
+from limosa.operation.leftovers import let_go_on, stopped
+from limosa.operation.members import minors
+from limosa.operation.parked.gates import any_waits, gate_was_opened
+from limosa.operation.parked.loading import Loading
+from limosa.operation.restore_options import Options, Ready, shape_of
+from limosa.operation.restored import end_tree, keep_record
+from limosa.operation.results import RestoreResult
+from limosa.operation.rewind import Rewind
+from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
+from limosa.operation.step import Op, Verb, run
+from limosa.operation.work import Work, myself
+from limosa.parking.names import stand_ins
+from limosa.process import device_nodes
+from limosa.process.criu import leftovers
+from limosa.process.criu.program import Criu
+from limosa.process.criu.run import RestoreOptions
+from limosa.process.criu.run import restore as criu_restore
+from limosa.process.criu.stats import restore_stats
+from limosa.process.identity import Identity
+from limosa.process.records import RunRecord
+from limosa.process.tree import job_tree
+
+if TYPE_CHECKING:
+    pass
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Checked:
+    """CRIU's files compared with the manifest, beside what is done before CRIU is started.
+
+    Chunks are only looked for, with their sizes: they are read once, on their way to the GPU, and compared there.
+    """
+
+    def __init__(self, work: Work, image: Image, asked_for: bool):
+        self._work, self._image = work, image
+        self._stop = threading.Event()
+        self._result: VerifyResult | None = None
+        self._asked_for = asked_for
+        self._comparing = Background("limosa-verify")
+
+    def wait(self) -> None:
+        """Wait until all is compared.
+
+        Raises:
+            DamagedImage: it is not what was committed.
+        """
+        self._comparing.wait()
+        if self._result is not None:
+            self._result.check()
+        self._work.check()
+
+    def is_set(self) -> bool:
+        """Whether to stop: what verifying takes as ``cancel=``."""
+        return self._stop.is_set() or self._work.stop_asked()
+
+    def __enter__(self) -> Checked:
+        if self._asked_for:
+            self._comparing.start(self._run)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._comparing.settle()
+
+    def _run(self) -> None:
+        with self._work.timed("verify", "verifying", total=self._image.manifest.host_bytes):
+            self._result = verify_image(self._image, self._work.progress, cancel=self, read_chunks=False)
+
+
+class Returning(Op):
+    """One restore under way."""
+
+    def __init__(  # noqa: PLR0917 - made in one place
+        self, work: Work, verb: Verb, image: Image, ready: Ready, options: Options, program: Criu, checked: Checked
+    ):
+        super().__init__(work, ready.members)
+        self.verb = verb
+        self.members = ready.members  # CRIU brings them back: each gets the identity that it has then
+        self.checked = checked
+        self.image, self.ready, self.options, self.program = image, ready, options, program
+        self.manifest = image.manifest
+        self.remade: shm.Remade | None = None
+        self.root: Identity | None = None
+        self.criu_process: Identity | None = None
+        self.stats: dict[str, float] = {}
+        self.loading: Loading | None = None
+        self.looked: Looked | None = None
+        self.cut_back: list[Rewind] = []
+        self.noted = False  # what it sees of the GPUs
+
+    def run(self) -> RestoreResult:
+        """Does all of it."""
+        work = self.work
+        header = Header(
+            id=work.id,
+            operation="restore",
+            roots=[],
+            members=self.members,
+            controller=myself(),
+            image=str(self.image.path),
+        )
+        claim = Claim(
+            id=work.id,
+            operation="restore",
+            holder=header.controller,
+            gpus=room.needs(self.members),
+            paths=[str(self.image.path)],
+        )
+        work.begin(header, claim, self._room_is_there)
+        run(self.verb, self)
+        if self.loading is not None:  # it runs: nothing that comes now is a reason to end it
+            with contextlib.suppress(LimosaError, OSError, EOFError):
+                self.loading.release()
+        assert self.root is not None
+        name = keep_record(self.manifest, self.root)
+        return RestoreResult(
+            pid=self.root.pid,
+            id=self.image.id,
+            image=str(self.image.path),
+            name=name,
+            log=self.manifest.job.log or "",
+            way="parked" if self.loading is not None else "driver" if self.members else "host",
+            other=self.verb.other_way(shape_of(self.ready, self.manifest, self.options)),
+            device_bytes=self.manifest.device_bytes,
+            map={a: b for m in self.members for a, b in m.map.items()},
+            gpus=room.places(self.members),
+            stats=self.stats,
+            warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
+        )
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether the image has device memory as chunks."""
+        return bool(self.manifest.device)
+
+    def show_gpus(self) -> None:
+        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it, before anything of it runs.
+
+        Raises:
+            PermissionDenied: the caller may not.
+        """
+        job = self.manifest.job
+        if not device_nodes.known(job.sees):
+            return
+        # Whoever finds the record of the job that was ended would take the file for that one's and remove it.
+        RunRecord(root=Identity(job.pid, self.manifest.tree[0].start_time), name="", command=[]).forget()
+        self.noted = True
+        text = f"what the job sees of the GPUs cannot be noted in {job.sees}"
+        if device_nodes.owner(job.sees) not in (job.uid, os.geteuid()):
+            raise PermissionDenied(detail=f"{text}: that is neither its user's nor yours")
+        wanted = {m.nodes[u] for m in self.members for u in m.map.values() if u in m.nodes}
+        if not self.members:  # it has not come to use one
+            with contextlib.suppress(LimosaError):
+                nodes = minors(gpu.inventory())
+                wanted = {nodes[u] for u in job.seen if u in nodes}
+        try:
+            if wanted and not device_nodes.show(job.sees, wanted):
+                self.work.warnings.append(Reason(id="gpus-not-hidden", text=f"{text}: it sees all of them"))
+        except OSError as error:
+            raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
+
+    def hide_gpus(self) -> None:
+        """Forgets that."""
+        if self.noted:
+            device_nodes.forget(self.manifest.job.sees)
+
+    def rewind(self) -> None:
+        """Cuts files back, each noted before."""
+        for rewind in self.ready.rewind:
+            self.cut_back.append(rewind)
+            self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
+            rewind.do()
+
+    def wind_forward(self) -> None:
+        """Gives them their tails back, the last first."""
+        while self.cut_back:
+            self.cut_back.pop().undo()
+
+    def load(self) -> None:
+        """Begins to fill the GPUs, before CRIU is started."""
+        work = self.work
+        self.loading = Loading(work, self.image, self.members)
+        self.loading.prepare()
+        self.loading.copy()
+        if work.claim is not None:  # it is taken now: nobody needs to keep it free
+            work.claim.gpus = room.needs(self.members)
+            work.claim.save()
+
+    def unload(self) -> None:
+        """Lets go of it."""
+        if self.loading is not None:
+            self.loading.back()
+
+    def verified(self) -> None:
+        """Waits until what CRIU will read was compared."""
+        self.checked.wait()
+
+    def make_names(self) -> None:
+        """Makes what the job shared by name, noted before."""
+        if not self.manifest.shm:
+            return
+        self.remade = shm.Remade(self.manifest.shm, self.image.criu_fd, self.work.check)
+        names, lost = shm.to_note(self.remade.names), shm.to_note(self.remade.lost)
+        self.work.note("names", "begin", names=names, lost=lost)
+        self.remade.put()
+
+    def take_names_away(self) -> None:
+        """Removes that again, once the tree has been ended."""
+        if self.remade is not None:
+            self.remade.undo()
+
+    def _room_is_there(self) -> None:
+        short = idle.shortage(self.members, self.work.id) if self.members else ""
+        if short:
+            raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+
+    def criu(self) -> None:
+        """Has CRIU bring the tree back."""
+        with stand_ins(self.image.criu_fd) as inherit:
+            self._run_criu(inherit)
+        if self.remade is not None:
+            self.remade.done()
+
+    def _run_criu(self, inherit: Mapping[str, int]) -> None:
+        work, given = self.work, self.manifest.options
+        options = RestoreOptions(
+            tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
+            tcp_close=bool(given.get("tcp_close")) or self.options.tcp_close,
+            shell_job=bool(given.get("shell_job")) or self.options.shell_job,
+            file_locks=bool(given.get("file_locks")) or self.options.file_locks,
+            ext_unix_sk=bool(given.get("ext_unix_sk")),
+            cgroup=self.options.cgroup,
+            inherit=inherit,
+        )
+        if self.options.adopt:
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        if self.members:
+            work.driver.warm()  # cuInit takes half a second; CRIU works meanwhile
+        self.looked = Looked(self.image)  # the last thing before CRIU opens them
+        if os.geteuid() == 0 and self.program.plugin_dir is None:
+            self.looked.need_guard()
+        work.note("criu-restore", "begin", self.manifest.job.pid)
+        log_fd = self.image.open_log()
+        try:
+            pid = criu_restore(
+                self.program,
+                self.image.criu_fd,
+                log_fd,
+                options,
+                on_action=self._on_action,
+                on_start=self._started,
+                timeout=work.left,
+                cancel=work.cancel,
+                locks=locks.for_plugin(self.manifest),
+                user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
+            )
+        except CriuFailed as error:
+            work.check()
+            if error.fields.get("kind") == "port-taken":
+                ports.refuse_taken(self.image.criu_fd)
+            if error.fields.get("kind") == "exchanged":
+                text = str(error.fields["reason"])
+                raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)]) from None
+            if reasons := self.looked.in_the_way(f"{error.fields.get('reason')} {error.fields.get('raw')}"):
+                raise Refused(reasons) from error
+            error.hint = "nothing was started; the image is as it was"
+            raise
+        finally:
+            self.stats = restore_stats(log_fd) if self.options.print_stats else {}
+            os.close(log_fd)
+        work.armed()
+        try:
+            self.root = Identity.of(pid)
+        except LimosaError:
+            raise FailedUndone(
+                what="restore", detail=f"process {pid} was restored and ended at once", hint="see the job's own log"
+            ) from None
+        for member in self.members:
+            member.identity = Identity.of(member.pid)
+        work.note("criu-restore", "done", pid, root=self.root.to_str())
+        assert work.journal is not None
+        work.journal.header.roots = [self.root]
+        work.journal.rewrite_header()
+        assert work.claim is not None
+        work.claim.pids = job_tree(self.root)
+        work.claim.save()
+        if self.members:
+            for pid in let_go_on(work.claim.pids):
+                text = f"process {pid} was stopped when it was written to disk; it goes on"
+                work.warnings.append(Reason(id="was-stopped", text=text, pid=pid))
+            return
+        for pid in (identity.pid for identity in stopped(work.claim.pids)):
+            text, hint = f"process {pid} is stopped, as it was when it was written to disk", f"kill -CONT {pid}"
+            work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=pid))
+
+    def _on_action(self, action: str) -> bool:
+        """What is looked at in CRIU's steps: nothing runs yet; at "pre-resume" it does not ask any more."""
+        if action == "post-restore" and self.looked is not None:
+            self.looked.check()
+        if action == "pre-resume":
+            locks.see_all_there(self.manifest, self.criu_process)
+        return True
+
+    def _started(self, who: Identity) -> None:
+        self.criu_process = who
+        self.work.note("criu-restore", "note", who.pid, criu=who.to_str())
+
+    def restore(self) -> None:
+        """Has the driver restore what it carries, once all came back as they should."""
+        for member in self.members:
+            state = driver_steps.settled_state(self.work.driver, member.pid, self.work.progress)
+            if state != "checkpointed":
+                raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
+        self.work.check()
+        if self.loading is not None:
+            self.loading.check()
+        elif any_waits(self.members):
+            text = "its device memory is not in the image as chunks: an unreleased version of Limosa wrote it"
+            raise FailedUndone(what="restore", detail=text)
+        with self._copy_is_the_image():
+            driver_steps.restore(self.work, self.members)
+
+    def unlock(self) -> None:
+        """Has the driver unlock."""
+        driver_steps.unlock(self.work, self.members)
+
+    def all_loaded(self) -> None:
+        """Waits until every byte is there."""
+        assert self.loading is not None
+        with self._copy_is_the_image():
+            self.loading.wait()
+
+    def arrive(self) -> None:
+        """Maps the memory where it was, and opens the gates."""
+        assert self.loading is not None
+        self.loading.arrive()
+        self.loading.open()
+
+    @contextlib.contextmanager
+    def _copy_is_the_image(self) -> Iterator[None]:
+        """Says where the copy is where there is no room."""
+        try:
+            yield
+        except NoRoomOnGpu as error:
+            error.hint = f"the tree was ended again; {self.image.path} is the copy"
+            raise
+
+    def end_tree(self) -> None:
+        """Ends what there is of it."""
+        if self.loading is not None and self.loading.opened:
+            raise gate_was_opened("restore")
+        self.unload()  # the library in the job serves one at a time
+        with open_image(self.image.path, trust=False):
+            pass  # it is the copy: without it nothing is ended
+        if self.root is not None:
+            # Those that were not to be restored yet are as CRIU has made them, whether or not the driver can be asked.
+            journal = self.work.journal
+            awake = [m for m in self.members if journal is None or journal.began("restore", m.pid)]
+            end_tree(self.work.driver, self.root.pid, awake, self.work.started, self.root)
+        elif self.criu_process is not None:
+            # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
+            leftovers.end_unfinished(self.criu_process, [p.pid for p in self.manifest.tree])
