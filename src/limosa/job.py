@@ -43,7 +43,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[Reason] = []
 
 
-def run(
+def run(  # noqa: PLR0913 - options are keywords
     command: Sequence[str],
     *,
     name: str | None = None,

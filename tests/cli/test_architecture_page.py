@@ -1,4 +1,4 @@
-"""docs/architecture.md names every module, where it is, and the levels that lint-imports holds."""
+"""docs/architecture.md and the pages beside the code name every module, and the levels that lint-imports holds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ def named(text: str) -> set[str]:
 
 
 def told_of(room: str) -> str:
-    """What the page says of a room: its table, or its row in one."""
+    """What is said of a room: its table on the page beside its code, or its row in one."""
+    first, _, inner = room.partition("/")
+    beside = SOURCE / first / "DESIGN.md"
     if room in OF_THEIR_OWN:
-        return PAGE.partition(f"### `{room}/`\n")[2].partition("\n#")[0]
-    (row,) = re.findall(rf"^\| `{room.rpartition('/')[2]}/` \|.*$", PAGE, re.M)
+        heading = f"## `{inner}/`\n" if inner else "## Modules\n"
+        return beside.read_text().partition(heading)[2].partition("\n## ")[0]
+    page = beside.read_text() if inner else PAGE
+    (row,) = re.findall(rf"^\| `{inner or first}/` .*$", page, re.M)
     return row
 
 
@@ -48,7 +52,8 @@ def test_every_module_above_the_rooms_is_named() -> None:
 
 
 def test_what_is_named_is_there() -> None:
-    assert named(PAGE) - {path.name for path in SOURCE.rglob("*.py")} == set()
+    pages = PAGE + "".join(path.read_text() for path in SOURCE.glob("*/DESIGN.md"))
+    assert named(pages) - {path.name for path in SOURCE.rglob("*.py")} == set()
 
 
 def test_the_levels_are_those_that_are_checked() -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     CRIU_PATH,
     *HOW,
 )
-def command(
+def command(  # noqa: PLR0913 - what is typed
     report: Report,
     *,
     job: str,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     FORCE,
     DRY_RUN,
 )
-def command(
+def command(  # noqa: PLR0913 - what is typed
     report: Report,
     *,
     image: Path,

@@ -74,7 +74,7 @@ def _draw(console: Console, found: dict[str, Any]) -> None:
     flag("--shell", help="Start your shell instead of COMMAND."),
     settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
 )
-def command(
+def command(  # noqa: PLR0913 - what is typed
     report: Report,
     *,
     command_line: Sequence[str],

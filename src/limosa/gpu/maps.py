@@ -83,29 +83,9 @@ def complete_map(
     names = {gpu.uuid: gpu for gpu in all_gpus}
     can_open = [gpu.uuid for gpu in openable]
     may_go_to = can_open if destinations is None else [gpu.uuid for gpu in destinations]
-    for uuids, allowed in ((changes.keys(), can_open), (changes.values(), may_go_to)):
-        for uuid in uuids:
-            if uuid not in names:
-                raise UnknownGpu(spec=uuid)
-            if uuid not in allowed:
-                raise InvalidMap(
-                    detail=f"the job can open no device node of {_called(names[uuid])}",
-                    hint="it can be moved among the GPUs that it can open: "
-                    + (", ".join(str(names[other].index) for other in allowed if other in names) or "none"),
-                )
-    taken: dict[str, str] = {}
-    for source, destination in changes.items():
-        if destination in taken:
-            raise InvalidMap(
-                detail=f"{_called(names[taken[destination]])} and {_called(names[source])} "
-                f"cannot both go to {_called(names[destination])}"
-            )
-        taken[destination] = source
-        if names[source].name != names[destination].name:
-            raise WrongChip(
-                detail=f"{_called(names[source])} is a {names[source].name}, {_called(names[destination])} "
-                f"a {names[destination].name}: a job can move between GPUs of one chip only"
-            )
+    _refuse_closed(changes.keys(), can_open, names)
+    _refuse_closed(changes.values(), may_go_to, names)
+    taken = _taken(changes, names)
     if changes and all(source == destination for source, destination in changes.items()):
         raise InvalidMap(detail="the map changes nothing: every GPU in it stays where it is")
     full = dict(changes)
@@ -113,9 +93,7 @@ def complete_map(
         if uuid not in full and uuid in may_go_to and uuid not in taken:
             full[uuid] = uuid
     free = [uuid for uuid in may_go_to if uuid not in full.values()]
-    for uuid in can_open:
-        if uuid in full:
-            continue
+    for uuid in [uuid for uuid in can_open if uuid not in full]:
         # This one has to give way: somebody comes to it, or it cannot be opened any more. The place that the first
         # of those who push it leaves is free, and of the same chip.
         start = uuid
@@ -129,6 +107,37 @@ def complete_map(
         full[uuid] = fitting[0]
         free.remove(fitting[0])
     return {uuid: full[uuid] for uuid in can_open}
+
+
+def _refuse_closed(uuids: Iterable[str], allowed: Sequence[str], names: Mapping[str, Gpu]) -> None:
+    """Refuses GPUs that are not there, or that the job cannot open."""
+    for uuid in uuids:
+        if uuid not in names:
+            raise UnknownGpu(spec=uuid)
+        if uuid not in allowed:
+            raise InvalidMap(
+                detail=f"the job can open no device node of {_called(names[uuid])}",
+                hint="it can be moved among the GPUs that it can open: "
+                + (", ".join(str(names[other].index) for other in allowed if other in names) or "none"),
+            )
+
+
+def _taken(changes: Mapping[str, str], names: Mapping[str, Gpu]) -> dict[str, str]:
+    """Who comes to each destination; refuses two on one, and another chip."""
+    taken: dict[str, str] = {}
+    for source, destination in changes.items():
+        if destination in taken:
+            raise InvalidMap(
+                detail=f"{_called(names[taken[destination]])} and {_called(names[source])} "
+                f"cannot both go to {_called(names[destination])}"
+            )
+        taken[destination] = source
+        if names[source].name != names[destination].name:
+            raise WrongChip(
+                detail=f"{_called(names[source])} is a {names[source].name}, {_called(names[destination])} "
+                f"a {names[destination].name}: a job can move between GPUs of one chip only"
+            )
+    return taken
 
 
 def _give_way(changes: Mapping[str, str], start: str, end: str, names: Mapping[str, Gpu]) -> str:

@@ -58,7 +58,7 @@ class Image:
         manifest: what it says.
     """
 
-    def __init__(  # noqa: PLR0917 - two callers
+    def __init__(
         self,
         path: Path,
         fd: int,

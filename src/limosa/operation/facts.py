@@ -72,8 +72,8 @@ class Facts(msgspec.Struct, kw_only=True):
     inventory: gpu.Inventory | None = None
     nowhere: LimosaError | None = None
     unknown: list[Reason] = []
-    parked: parkable.Found = msgspec.field(default_factory=parkable.Found)
-    arena: aside.Found = msgspec.field(default_factory=aside.Found)
+    parked: parkable.Parkable = msgspec.field(default_factory=parkable.Parkable)
+    arena: aside.InArena = msgspec.field(default_factory=aside.InArena)
 
     @property
     def busy(self) -> bool:
@@ -109,6 +109,6 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         facts.nowhere = error
         return facts
     if not facts.busy:  # its shims listen to whoever works on it
-        facts.parked = parkable.look(members, software=facts.inventory.software)
-        facts.arena = aside.look(verb.name, members, ask.release)
+        facts.parked = parkable.ask(members, software=facts.inventory.software)
+        facts.arena = aside.ask(verb.name, members, ask.release)
     return facts

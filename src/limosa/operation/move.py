@@ -64,7 +64,7 @@ class _How(NamedTuple):
         )
 
 
-def move(
+def move(  # noqa: PLR0913 - options are keywords
     jobs: JobLike | Sequence[JobLike],
     *,
     to: str | None = None,
@@ -110,7 +110,7 @@ def move(
     return _each(jobs, how)
 
 
-def suspend(
+def suspend(  # noqa: PLR0913 - options are keywords
     jobs: JobLike | Sequence[JobLike],
     *,
     release: Release = "all",
@@ -135,7 +135,7 @@ def suspend(
     return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
 
 
-def resume(
+def resume(  # noqa: PLR0913 - options are keywords
     jobs: JobLike | Sequence[JobLike],
     *,
     to: str | None = None,

@@ -61,16 +61,16 @@ def restore(
         work.driver.start()  # it comes up while we look; the will needs it in any case
         work.check()
         with work.timed("plan", "looking"):
-            ready = look(opened.manifest, chosen, stop=work.stop_asked)
-            ready.reasons += [r for r in ports.in_the_way(opened.criu_fd) if r.refuses]
+            facts = look(opened.manifest, chosen, stop=work.stop_asked)
+            facts.reasons += [r for r in ports.in_the_way(opened.criu_fd) if r.refuses]
             work.check()
-            if any(r.refuses for r in ready.reasons):
+            if any(r.refuses for r in facts.reasons):
                 checked.wait()  # a damaged image is the first thing to be told
-                raise Refused(ready.reasons)
+                raise Refused(facts.reasons)
             program = find_criu(chosen.criu)
         ports.free(work, opened.criu_fd)
         if not opened.manifest.device:
             checked.wait()
-        result = Returning(work, RESTORE, opened, ready, chosen, program, checked).run()
+        result = Returning(work, RESTORE, opened, facts, chosen, program, checked).run()
     result.timings = work.timings
     return result

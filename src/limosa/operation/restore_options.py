@@ -45,8 +45,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     force: Collection[str] = ()
 
 
-class Ready(msgspec.Struct, kw_only=True):
-    """What looking at an image found."""
+class ImageFacts(msgspec.Struct, kw_only=True):
+    """What is so of an image, and here: gathered before anything is started."""
 
     manifest: Manifest
     members: list[Member] = []
@@ -55,17 +55,17 @@ class Ready(msgspec.Struct, kw_only=True):
     rewind: list[Rewind] = []
 
 
-def shape_of(ready: Ready, manifest: Manifest, options: Options) -> Shape:
+def shape_of(facts: ImageFacts, manifest: Manifest, options: Options) -> Shape:
     """What the words and the cost of its steps depend on.
 
     What the driver brings back is a part of what the image has of host memory, and is counted apart.
     """
-    host_bytes = manifest.host_bytes - (device_bytes(ready.members) - manifest.device_bytes)
+    host_bytes = manifest.host_bytes - (device_bytes(facts.members) - manifest.device_bytes)
     return Shape(
-        members=ready.members,
+        members=facts.members,
         parked=manifest.device_bytes,
         host_bytes=max(0, host_bytes),
         processes=len(manifest.tree),
-        files=[(r.path, r.size) for r in ready.rewind],
+        files=[(r.path, r.size) for r in facts.rewind],
         verify=options.verify,
     )

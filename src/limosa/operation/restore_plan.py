@@ -21,7 +21,7 @@ from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
-from limosa.operation.restore_options import Options, Ready, shape_of
+from limosa.operation.restore_options import ImageFacts, Options, shape_of
 from limosa.operation.results import Plan
 from limosa.operation.rewind import changed_files
 from limosa.operation.rules import apply_force, as_reason
@@ -45,24 +45,24 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             manifest = opened.manifest
             if options.verify:
                 verify(opened).check()
-            ready = look(manifest, options)
-            ready.reasons += ports.in_the_way(opened.criu_fd)
+            facts = look(manifest, options)
+            facts.reasons += ports.in_the_way(opened.criu_fd)
     except LimosaError as error:
         if error.exit_code not in (11, 16):
             raise
         return Plan(operation="restore", pid=0, verdict="refused", reasons=[as_reason(error)])
-    shape = shape_of(ready, manifest, options)
+    shape = shape_of(facts, manifest, options)
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
         name=manifest.job.name,
-        verdict="refused" if any(r.refuses for r in ready.reasons) else "ok",
-        reasons=sorted(ready.reasons, key=lambda r: not r.refuses),
+        verdict="refused" if any(r.refuses for r in facts.reasons) else "ok",
+        reasons=sorted(facts.reasons, key=lambda r: not r.refuses),
         steps=RESTORE.words(shape),
         estimate=RESTORE.estimate(shape),
-        map={a: b for m in ready.members for a, b in m.map.items()},
-        gpus=room.places(ready.members),
-        way="parked" if manifest.device else "driver" if ready.members else "host",
+        map={a: b for m in facts.members for a, b in m.map.items()},
+        gpus=room.places(facts.members),
+        way="parked" if manifest.device else "driver" if facts.members else "host",
         other=RESTORE.other_way(shape),
     )
 
@@ -70,12 +70,12 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
 # --- looking --------------------------------------------------------------------------------------------------
 
 
-def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | None = None) -> Ready:
+def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | None = None) -> ImageFacts:
     """Looks at everything; with ``stop``, gives pids ten seconds to become free, or less where that says so."""
-    ready = Ready(manifest=manifest)
+    facts = ImageFacts(manifest=manifest)
     if border := _border(manifest):
-        ready.reasons = [border]  # nothing else that would be found there is worth telling
-        return ready
+        facts.reasons = [border]  # nothing else that would be found there is worth telling
+        return facts
     reasons: list[Reason] = []
     if manifest.job.sees and not device_nodes.known(manifest.job.sees):
         text = "which GPUs the job sees was noted by an older Limosa where it is not looked for any more: it sees all"
@@ -83,15 +83,15 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
     reasons += shm.in_the_way(manifest.shm)
     comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
-    changed, ready.rewind = changed_files(manifest, options.rewind_files, comes_anew)
+    changed, facts.rewind = changed_files(manifest, options.rewind_files, comes_anew)
     reasons += changed
     reasons += locks.in_the_way(manifest)
     reasons += _host_reasons(manifest, options)
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):
-        reasons += _gpu_reasons(ready, options)
-    ready.reasons = apply_force(reasons, options.force)
-    return ready
+        reasons += _gpu_reasons(facts, options)
+    facts.reasons = apply_force(reasons, options.force)
+    return facts
 
 
 def _border(manifest: Manifest) -> Reason | None:
@@ -172,11 +172,11 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("-", maxsplit=1)[0].split(".") if part.isdigit())
 
 
-def _gpu_reasons(ready: Ready, options: Options) -> list[Reason]:
+def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     """Driver, chip, map and room; fills in the members."""
-    manifest = ready.manifest
+    manifest = facts.manifest
     try:
-        inventory = ready.inventory = gpu.inventory()
+        inventory = facts.inventory = gpu.inventory()
     except GpuUnavailable as error:
         return [as_reason(error)]
     found: list[Reason] = []
@@ -185,16 +185,16 @@ def _gpu_reasons(ready: Ready, options: Options) -> list[Reason]:
         hint = "the driver restores its own images only; --force=driver-version tries it"
         found.append(Reason(id="driver-version", text=text, exit_code=12, hint=hint, forceable=True))
     try:
-        ready.members = restored_members(manifest, inventory, options)
+        facts.members = restored_members(manifest, inventory, options)
     except LimosaError as error:
         return [*found, as_reason(error)]
-    moves = any(m.changes_gpu for m in ready.members)
+    moves = any(m.changes_gpu for m in facts.members)
     if inventory.driver_major < (MOVE_DRIVER if moves else SUSPEND_DRIVER):
         text = f"driver {inventory.driver_version} is too old for this"
         found.append(Reason(id="driver-too-old", text=text, exit_code=12))
-    short = room.shortage(inventory, ready.members, "")
+    short = room.shortage(inventory, facts.members, "")
     if short:
-        short = room.shortage(inventory, ready.members, "", vacated=idle.spare(inventory, ready.members))
+        short = room.shortage(inventory, facts.members, "", vacated=idle.spare(inventory, facts.members))
     if short:
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))

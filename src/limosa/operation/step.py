@@ -2,7 +2,7 @@
 
 A step says in one place what it does and how that is undone, what ``plan`` says of it and what it costs, in what state
 the job is once it is done, and what ``recover`` makes of an operation that died after it. :func:`run` does the steps of
-a verb; ``plan``, the estimate, Ctrl-C, ``recover`` and the tables in ``docs/architecture.md`` read the same lists.
+a verb; ``plan``, the estimate, Ctrl-C, ``recover`` and ``docs/steps.md`` read the same lists.
 """
 
 from __future__ import annotations

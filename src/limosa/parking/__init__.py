@@ -21,7 +21,7 @@ def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()
 
     Args:
         env: what it is made of.
-        without: what the shim leaves alone: "bulk", "stack" (``operation/parked/halves.py``).
+        without: what the shim leaves alone: "bulk", "stack" (``operation/parked/bulk.py``).
     """
     found = dict(os.environ if env is None else env)
     if without:

@@ -207,16 +207,7 @@ def _hand_out(processes: list[ProcessObservation], found: Found) -> None:
                 inside.setdefault(fd.inode, []).append(Peer(pid=process.pid, name=process.name, fd=fd.fd, access="rw"))
     for process in processes:
         for fd in process.fds:
-            if fd.kind == "pipe":
-                fd.peers = found.targets.get(fd.target, [])
-            elif fd.kind == "pty" and fd.tty_index >= 0:
-                fd.peers = found.targets.get(f"/dev/pts/{fd.tty_index}", [])
-            elif fd.kind == "pty":
-                number = fd.target.rpartition("/")[2]
-                fd.peers = found.masters.get(int(number), []) if number.isdigit() else []
-            elif fd.kind == "memfd":
-                major, _, minor = fd.dev.partition(":")
-                fd.peers = found.memory.get((os.makedev(int(major), int(minor)), fd.inode), [])
+            fd.peers = _peers_of(fd, found)
         for seen in process.sockets:
             seen.holders = found.targets.get(f"socket:[{seen.inode}]", [])
             if seen.peer_inode:
@@ -228,6 +219,21 @@ def _hand_out(processes: list[ProcessObservation], found: Found) -> None:
         for mapping in process.maps:
             if _may_have_peers(mapping):
                 mapping.peers = found.memory.get(_memory_key(mapping), [])
+
+
+def _peers_of(fd: FdObservation, found: Found) -> list[Peer]:
+    """Who else has what a descriptor leads to."""
+    if fd.kind == "pipe":
+        return found.targets.get(fd.target, [])
+    if fd.kind == "pty" and fd.tty_index >= 0:
+        return found.targets.get(f"/dev/pts/{fd.tty_index}", [])
+    if fd.kind == "pty":
+        number = fd.target.rpartition("/")[2]
+        return found.masters.get(int(number), []) if number.isdigit() else []
+    if fd.kind == "memfd":
+        major, _, minor = fd.dev.partition(":")
+        return found.memory.get((os.makedev(int(major), int(minor)), fd.inode), [])
+    return []
 
 
 def observe(root: Identity) -> JobObservation:

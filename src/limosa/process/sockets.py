@@ -6,12 +6,14 @@ container's kernel) ``/proc/PID/net`` is the second best, and peers of unix sock
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -183,41 +185,35 @@ def read_table(pid: int) -> Table:
         The table; what the kernel does not tell is left out, never guessed.
     """
     table = Table()
-    kinds = [(6, "tcp"), (17, "udp"), (136, "udplite"), (255, "raw"), (1, "icmp")]
-    try:
-        link: socket.socket | None = netlink_in(pid)
-    except OSError:
-        link = None
-    try:
-        try:
-            if link is None:
-                raise OSError
-            for entry in list(_unix_entries(link)):
-                table.add(entry)
-        except OSError:
-            for entry in proc_unix(pid):
-                table.add(entry)
-        for number, protocol in kinds[:2]:
+    with contextlib.ExitStack() as stack:
+        link: socket.socket | None = None
+        with contextlib.suppress(OSError):
+            link = stack.enter_context(netlink_in(pid))
+        entries = _either(link, _unix_entries, lambda: proc_unix(pid))
+        for number, protocol in ((6, "tcp"), (17, "udp")):
             for family, suffix in ((socket.AF_INET, ""), (socket.AF_INET6, "6")):
-                try:
-                    if link is None:
-                        raise OSError
-                    found = list(_inet_entries(link, family, number, protocol))
-                except OSError:
-                    found = list(proc_inet(pid, protocol + suffix, protocol))
-                for entry in found:
-                    table.add(entry)
-    finally:
-        if link is not None:
-            link.close()
-    for _, protocol in kinds[2:]:
+                by_link = functools.partial(_inet_entries, family=family, number=number, protocol=protocol)
+                entries += _either(link, by_link, functools.partial(proc_inet, pid, protocol + suffix, protocol))
+    for protocol in ("udplite", "raw", "icmp"):
         for suffix in ("", "6"):
-            for entry in proc_inet(pid, protocol + suffix, protocol):
-                table.add(entry)
+            entries += proc_inet(pid, protocol + suffix, protocol)
     for name, column in (("netlink", 9), ("packet", 8)):
-        for entry in proc_plain(pid, name, column):
-            table.add(entry)
+        entries += proc_plain(pid, name, column)
+    for entry in entries:
+        table.add(entry)
     return table
+
+
+def _either(
+    link: socket.socket | None,
+    by_link: Callable[[socket.socket], Iterable[Entry]],
+    by_proc: Callable[[], Iterable[Entry]],
+) -> list[Entry]:
+    """What sock_diag says; where it cannot be asked, what ``/proc`` does."""
+    if link is not None:
+        with contextlib.suppress(OSError):
+            return list(by_link(link))
+    return list(by_proc())
 
 
 def protocol_name(pid: int, fd: int) -> str:

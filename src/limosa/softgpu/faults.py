@@ -147,6 +147,26 @@ def check_rule(rule: str) -> dict[str, str]:
     Raises:
         UsageError: it cannot, and why.
     """
+    given = _words_of(rule)
+    _check_values(rule, given)
+    function = given.get("function", "*")
+    if "lie" in given:
+        _check_lie(rule, given["lie"], function)
+    for pattern in function.split(","):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in functions()):
+            raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {pattern}")
+    for word in (f"memory={given.get('memory')}", "state" if "state" in given else ""):
+        heeding = EFFECTS.get(word, "").split(",")
+        if word in EFFECTS and not any(_means(pattern, name) for pattern in function.split(",") for name in heeding):
+            raise UsageError(detail=f"fault {rule!r}: {function} does not heed {word}; {', '.join(heeding)} do")
+    about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
+    if "target" in (given.get("crash"), given.get("crash-after")) and not about_a_target:
+        raise UsageError(detail=f"fault {rule!r}: only checkpoint calls have a target; crash=caller is whoever calls")
+    return given
+
+
+def _words_of(rule: str) -> dict[str, str]:
+    """What a rule gives for each word, every one of which is known and stands there once."""
     given: dict[str, str] = {}
     try:
         rule.encode()
@@ -168,29 +188,20 @@ def check_rule(rule: str) -> dict[str, str]:
         if len(value.encode(errors="surrogateescape")) > LONGEST.get(key, 63):
             raise UsageError(detail=f"fault {rule!r}: what {key}= is given is too long")
         given[key] = value
+    return given
+
+
+def _check_values(rule: str, given: Mapping[str, str]) -> None:
+    """Refuses results and hazards that are called nothing, and a rule that says nothing, or two things."""
     for key in ("result", "after"):
         if key in given and result_number(given[key]) is None:
             raise UsageError(detail=f"fault {rule!r}: no CUresult and no NVML result is called {given[key]}")
     if given.get("hazard", "vgpu") not in HAZARDS:
         raise UsageError(detail=f"fault {rule!r}: there is no hazard {given['hazard']} ({', '.join(sorted(HAZARDS))})")
-    function = given.get("function", "*")
-    if "lie" in given:
-        _check_lie(rule, given["lie"], function)
-    for pattern in function.split(","):
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in functions()):
-            raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {pattern}")
-    for word in (f"memory={given.get('memory')}", "state" if "state" in given else ""):
-        heeding = EFFECTS.get(word, "").split(",")
-        if word in EFFECTS and not any(_means(pattern, name) for pattern in function.split(",") for name in heeding):
-            raise UsageError(detail=f"fault {rule!r}: {function} does not heed {word}; {', '.join(heeding)} do")
-    about_a_target = function == "*" or function.startswith(("cuCheckpoint", "step:", "cu*"))
-    if "target" in (given.get("crash"), given.get("crash-after")) and not about_a_target:
-        raise UsageError(detail=f"fault {rule!r}: only checkpoint calls have a target; crash=caller is whoever calls")
     if not given.keys() - CONDITIONS:
         raise UsageError(detail=f"fault {rule!r} does not say what is to go wrong (result=, hang, delay=, …)")
     if "nth" in given and "every" in given:
         raise UsageError(detail=f"fault {rule!r}: nth= and every= exclude each other")
-    return given
 
 
 def _means(pattern: str, function: str) -> bool:

@@ -179,7 +179,7 @@ def paced(rates: Rates, speeds: Sequence[str] = (), costs: Sequence[str] = ()) -
     return msgspec.structs.replace(rates, **changes)
 
 
-def make_spec(
+def make_spec(  # noqa: PLR0913 - options are keywords
     gpus: int,
     memory: Sequence[int],
     chips: Sequence[str],

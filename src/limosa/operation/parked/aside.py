@@ -77,7 +77,7 @@ def read_layout(fd: int) -> Layout:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 
 
-class Found(msgspec.Struct):
+class InArena(msgspec.Struct):
     """What goes into an arena, or lies in one.
 
     Attributes:
@@ -89,7 +89,7 @@ class Found(msgspec.Struct):
     reasons: list[Reason] = []
 
 
-def look(operation: str, members: Sequence[Member], release: str) -> Found:
+def ask(operation: str, members: Sequence[Member], release: str) -> InArena:
     """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
 
     Args:
@@ -117,28 +117,49 @@ def look(operation: str, members: Sequence[Member], release: str) -> Found:
             wanted[shim.owner] = wanted.get(shim.owner, 0) + room_for(going[member.pid])
         if stand is Stand.CLOSED:  # the driver alone would do it all, and leave it standing
             found.append(closed_reason(member.pid))
+    if operation == "suspend":
+        found += _into_arena(members, going, release)
+        found += refusals(wanted)
+    else:
+        found += _out_of_arena(members, operation)
+    return InArena(going, found)
+
+
+def _out_of_arena(members: Sequence[Member], operation: str) -> list[Reason]:
+    """What stands against a verb of which a suspended memory is to come back, or is in the way."""
     away = [m for m in members if m.away]
-    if away and (operation not in ("suspend", "resume") or (operation == "suspend" and release == "all")):
-        found.append(parked_reason(away))
-    if operation == "resume" and any(m.changes_gpu for m in away):
+    if away and operation != "resume":
+        return [parked_reason(away)]
+    if any(m.changes_gpu for m in away):
         text = f"only the memory of process {away[0].pid} is suspended: its context is where it was"
         hint = f"limosa resume {away[0].root or away[0].pid}, then limosa move"
-        found.append(Reason(id="context-stays", text=text, exit_code=13, hint=hint, pid=away[0].pid))
-    awake = any(m.was == "running" and not m.away for m in members)
-    if operation == "suspend" and release == MEMORY_ONLY and awake and not going and not away:
+        return [Reason(id="context-stays", text=text, exit_code=13, hint=hint, pid=away[0].pid)]
+    return []
+
+
+def _into_arena(members: Sequence[Member], going: Mapping[int, int], release: str) -> list[Reason]:
+    """What stands against a suspend: it cannot be suspended further, or there is nothing that could go alone."""
+    away, awake = [m for m in members if m.away], [m for m in members if m.was == "running" and not m.away]
+    if release != MEMORY_ONLY:
+        return [parked_reason(away)] if away else []
+    if awake and not going and not away:
         text = (
             "it has no memory that could be given back alone: that needs a job started by limosa run, without --no-shim"
         )
-        found.append(Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release"))
-    elif operation == "suspend" and release == MEMORY_ONLY:
-        for member in members:
-            if member.was == "running" and not member.away and member.pid not in going:
-                text = f"process {member.pid} has no memory that could be given back alone, and would run on"
-                hint = "limosa suspend, without --release"
-                found.append(Reason(id="runs-on", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True))
-    if operation == "suspend":
-        found += refusals(wanted)
-    return Found(going, found)
+        return [Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release")]
+    hint = "limosa suspend, without --release"
+    return [
+        Reason(
+            id="runs-on",
+            text=f"process {member.pid} has no memory that could be given back alone, and would run on",
+            exit_code=13,
+            hint=hint,
+            pid=member.pid,
+            forceable=True,
+        )
+        for member in awake
+        if member.pid not in going
+    ]
 
 
 def parked_reason(away: Sequence[Member]) -> Reason:

@@ -68,7 +68,7 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
         return None
 
 
-class Found(msgspec.Struct):
+class Parkable(msgspec.Struct):
     """What the shims of a job say.
 
     Attributes:
@@ -84,7 +84,7 @@ class Found(msgspec.Struct):
     small: set[int] = set()
 
 
-def look(members: Sequence[Member], *, software: bool) -> Found:
+def ask(members: Sequence[Member], *, software: bool) -> Parkable:
     """Asks the shims of a job what they look after; fills in what NVML does not count as the processes'.
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
@@ -126,7 +126,7 @@ def look(members: Sequence[Member], *, software: bool) -> Found:
             found.append(Reason(id="shared-memory", text=text, exit_code=13, hint=hint, pid=pid))
         aside = _aside(members)
         total |= {pid: sum(m.bytes for m in own if not m.shared) for pid, own in aside.items()}
-    return Found(total, found, {*shims, *aside}, small)
+    return Parkable(total, found, {*shims, *aside}, small)
 
 
 def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, bool]:

@@ -411,7 +411,7 @@ class Saving(Carrier):
         self.release()
 
 
-class Found(msgspec.Struct):
+class Saveable(msgspec.Struct):
     """The members of a job that run under the shim, with connections to them.
 
     Attributes:
@@ -425,13 +425,13 @@ class Found(msgspec.Struct):
     only_so: bool = False
 
 
-def look_for(members: Sequence[Member]) -> Found:
+def look_for(members: Sequence[Member]) -> Saveable:
     """Connect to the members that run under the shim and have something to park.
 
     Raises:
         CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
     """
-    found = Found()
+    found = Saveable()
     try:
         for member in members:
             answer = hello_of(member)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.holding import refuse_growth, weigh_again
 from limosa.operation.journal import Member
+from limosa.operation.parked.bulk import Bulk
 from limosa.operation.parked.gates import refuse_shut
-from limosa.operation.parked.halves import Ready
 from limosa.operation.parked.recovering import is_suspended
 from limosa.operation.step import HOME, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
@@ -27,13 +27,13 @@ class ReadyMemory(Step[OnGpus]):
     words, cost = unsaid, free
 
     def do(self, op: OnGpus) -> None:
-        op.ready = Ready(op.members, op.carrier.shims if op.carrier is not None else {})
-        op.ready.prepare()
+        op.bulk = Bulk(op.members, op.carrier.shims if op.carrier is not None else {})
+        op.bulk.prepare()
 
     def undo(self, op: OnGpus) -> None:
         """What is left of it is let go of."""
-        if op.ready is not None:
-            op.ready.let_go()
+        if op.bulk is not None:
+            op.bulk.let_go()
 
     release = undo
 
@@ -201,7 +201,7 @@ class LastLook(Step[OnGpus]):
 
     def do(self, op: OnGpus) -> None:
         carried = op.carrier.shims if op.carrier is not None else {}
-        ours = {*carried, *(op.ready.pids if op.ready is not None else ())}
+        ours = {*carried, *(op.bulk.pids if op.bulk is not None else ())}
         refuse_shut([m for m in op.members if m.pid not in ours])
 
     def release(self, op: OnGpus) -> None:

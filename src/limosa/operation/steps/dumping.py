@@ -176,8 +176,8 @@ class Dumping(OnGpus):
 
     def leave(self) -> None:
         """Leaves the job to CRIU, where it will not stand still for too long by that."""
-        assert self.ready is not None
-        self.ready.let_go()
+        assert self.bulk is not None
+        self.bulk.let_go()
         if self.saving is not None:
             self.saving.disconnect()
         back = estimate.restore_seconds(self.members)

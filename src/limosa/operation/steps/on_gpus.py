@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from limosa.operation.journal import Member
+from limosa.operation.parked.bulk import Bulk
 from limosa.operation.parked.carrier import Carrier
-from limosa.operation.parked.halves import Ready
 from limosa.operation.prepare import Prepared
 from limosa.operation.step import Op, Verb
 from limosa.operation.work import Work
@@ -20,14 +20,14 @@ class OnGpus(Op):
         prepared: the jobs, as they were looked at.
         release: what a suspend gives back.
         carrier: who carries what the shim looks after; None: the driver carries everything.
-        ready: host memory that is ready for what the driver saves.
+        bulk: host memory that is ready for what the driver saves.
     """
 
     def __init__(self, work: Work, verb: Verb, prepared: Sequence[Prepared]):
         super().__init__(work, [m for p in prepared for m in p.members])
         self.verb, self.prepared, self.release = verb, prepared, prepared[0].release
         self.carrier: Carrier | None = None
-        self.ready: Ready | None = None
+        self.bulk: Bulk | None = None
 
     @property
     def resumes(self) -> bool:

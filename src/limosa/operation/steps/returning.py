@@ -32,7 +32,7 @@ from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.members import minors
 from limosa.operation.parked.gates import any_waits, gate_was_opened
 from limosa.operation.parked.loading import Loading
-from limosa.operation.restore_options import Options, Ready, shape_of
+from limosa.operation.restore_options import ImageFacts, Options, shape_of
 from limosa.operation.restored import end_tree, keep_record
 from limosa.operation.results import RestoreResult
 from limosa.operation.rewind import Rewind
@@ -101,14 +101,14 @@ class Checked:
 class Returning(Op):
     """One restore under way."""
 
-    def __init__(  # noqa: PLR0917 - made in one place
-        self, work: Work, verb: Verb, image: Image, ready: Ready, options: Options, program: Criu, checked: Checked
+    def __init__(
+        self, work: Work, verb: Verb, image: Image, facts: ImageFacts, options: Options, program: Criu, checked: Checked
     ):
-        super().__init__(work, ready.members)
+        super().__init__(work, facts.members)
         self.verb = verb
-        self.members = ready.members  # CRIU brings them back: each gets the identity that it has then
+        self.members = facts.members  # CRIU brings them back: each gets the identity that it has then
         self.checked = checked
-        self.image, self.ready, self.options, self.program = image, ready, options, program
+        self.image, self.facts, self.options, self.program = image, facts, options, program
         self.manifest = image.manifest
         self.remade: shm.Remade | None = None
         self.root: Identity | None = None
@@ -151,12 +151,12 @@ class Returning(Op):
             name=name,
             log=self.manifest.job.log or "",
             way="parked" if self.loading is not None else "driver" if self.members else "host",
-            other=self.verb.other_way(shape_of(self.ready, self.manifest, self.options)),
+            other=self.verb.other_way(shape_of(self.facts, self.manifest, self.options)),
             device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
             gpus=room.places(self.members),
             stats=self.stats,
-            warnings=[*work.warnings, *(r for r in self.ready.reasons if not r.refuses)],
+            warnings=[*work.warnings, *(r for r in self.facts.reasons if not r.refuses)],
         )
 
     @property
@@ -197,7 +197,7 @@ class Returning(Op):
 
     def rewind(self) -> None:
         """Cuts files back, each noted before."""
-        for rewind in self.ready.rewind:
+        for rewind in self.facts.rewind:
             self.cut_back.append(rewind)
             self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
@@ -287,19 +287,32 @@ class Returning(Op):
             )
         except CriuFailed as error:
             work.check()
-            if error.fields.get("kind") == "port-taken":
-                ports.refuse_taken(self.image.criu_fd)
-            if error.fields.get("kind") == "exchanged":
-                text = str(error.fields["reason"])
-                raise Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)]) from None
-            if reasons := self.looked.in_the_way(f"{error.fields.get('reason')} {error.fields.get('raw')}"):
-                raise Refused(reasons) from error
-            error.hint = "nothing was started; the image is as it was"
-            raise
+            told = self._in_words(error)
+            if told is error:
+                raise
+            raise told from error
         finally:
             self.stats = restore_stats(log_fd) if self.options.print_stats else {}
             os.close(log_fd)
         work.armed()
+        self._note_root(pid)
+
+    def _in_words(self, error: CriuFailed) -> LimosaError:
+        """What CRIU has failed for, where we know more of it than CRIU says."""
+        if error.fields.get("kind") == "port-taken":
+            ports.refuse_taken(self.image.criu_fd)
+        if error.fields.get("kind") == "exchanged":
+            text = str(error.fields["reason"])
+            return Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)])
+        assert self.looked is not None
+        if reasons := self.looked.in_the_way(f"{error.fields.get('reason')} {error.fields.get('raw')}"):
+            return Refused(reasons)
+        error.hint = "nothing was started; the image is as it was"
+        return error
+
+    def _note_root(self, pid: int) -> None:
+        """Journals and claims what there is of the job now, and lets those go on that were stopped."""
+        work = self.work
         try:
             self.root = Identity.of(pid)
         except LimosaError:
@@ -316,13 +329,14 @@ class Returning(Op):
         work.claim.pids = job_tree(self.root)
         work.claim.save()
         if self.members:
-            for pid in let_go_on(work.claim.pids):
-                text = f"process {pid} was stopped when it was written to disk; it goes on"
-                work.warnings.append(Reason(id="was-stopped", text=text, pid=pid))
+            for stopped_pid in let_go_on(work.claim.pids):
+                text = f"process {stopped_pid} was stopped when it was written to disk; it goes on"
+                work.warnings.append(Reason(id="was-stopped", text=text, pid=stopped_pid))
             return
-        for pid in (identity.pid for identity in stopped(work.claim.pids)):
-            text, hint = f"process {pid} is stopped, as it was when it was written to disk", f"kill -CONT {pid}"
-            work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=pid))
+        for identity in stopped(work.claim.pids):
+            text = f"process {identity.pid} is stopped, as it was when it was written to disk"
+            hint = f"kill -CONT {identity.pid}"
+            work.warnings.append(Reason(id="comes-back-stopped", text=text, hint=hint, pid=identity.pid))
 
     def _on_action(self, action: str) -> bool:
         """What is looked at in CRIU's steps: nothing runs yet; at "pre-resume" it does not ask any more."""

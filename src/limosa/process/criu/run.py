@@ -21,7 +21,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from importlib import resources
 from typing import IO, Literal
 
@@ -60,7 +60,7 @@ OnStart = Callable[[Identity], None]
 """Told who CRIU is, before it touches anything (it waits for the return: the place to write a journal)."""
 
 
-def dump(
+def dump(  # noqa: PLR0913 - as CRIU has them
     criu: Criu,
     root_pid: int,
     images_fd: int,
@@ -116,7 +116,7 @@ def dump(
     )
 
 
-def restore(
+def restore(  # noqa: PLR0913 - as CRIU has them
     criu: Criu,
     images_fd: int,
     work_fd: int,
@@ -292,26 +292,48 @@ class _Run:
     ) -> None:
         """Answer the script's questions until CRIU has ended; raises what the docstrings above say."""
         assert self._child is not None
-        assert self._ask is not None
         limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            with contextlib.closing(self._heard(on_action)) as heard:
+                for idle in heard:
+                    if on_tick is not None and idle:
+                        on_tick()
+                    if self._cancelled is None and not self._too_late:
+                        if cancel is not None and cancel.is_set():
+                            self._cancelled = CancelledUndone(what=f"CRIU's attempt to {self.what}")
+                        elif limit is not None and time.monotonic() > limit:
+                            self._cancelled = TimedOutUndone(what=f"CRIU's attempt to {self.what}", seconds=timeout)
+                    if self._cancelled is not None:
+                        self._stop()
+            status = self._exit_status()
+        except BaseException:
+            # Ctrl-C in a program that uses this as a library: whoever asks from here on gets a no, and what CRIU does
+            # with that is waited for, so that the caller's undo comes after it.
+            self.close()
+            self._child.wait()
+            raise
+        finally:
+            self.close()
+        self._judge(status)
+
+    def _heard(self, on_action: OnAction | None) -> Generator[bool, None, None]:
+        """Answer the script's questions until CRIU has ended.
+
+        Yields:
+            Before each answer, and at each tick: whether nothing was asked.
+        """
+        assert self._child is not None
+        assert self._ask is not None
         buffer = b""
-        pidfd = os.pidfd_open(self._child.pid)
         standstill = Standstill(self._child.pid)
+        pidfd = os.pidfd_open(self._child.pid)
         try:
             poller = select.poll()
             poller.register(self._ask, select.POLLIN)
             poller.register(pidfd, select.POLLIN)
             while True:
                 ready = [fd for fd, _ in poller.poll(int(TICK * 1000))]
-                if on_tick is not None and not ready:
-                    on_tick()
-                if self._cancelled is None and not self._too_late:
-                    if cancel is not None and cancel.is_set():
-                        self._cancelled = CancelledUndone(what=f"CRIU's attempt to {self.what}")
-                    elif limit is not None and time.monotonic() > limit:
-                        self._cancelled = TimedOutUndone(what=f"CRIU's attempt to {self.what}", seconds=timeout)
-                if self._cancelled is not None:
-                    self._stop()
+                yield not ready
                 if self.kind == "restore" and standstill():
                     os.kill(self._child.pid, signal.SIGKILL)  # not reaped yet, so still its own
                 if self._ask.fileno() in ready:
@@ -323,17 +345,12 @@ class _Run:
                         line, _, buffer = buffer.partition(b"\n")
                         self._act(line.decode(errors="replace"), on_action)
                 elif pidfd in ready:
-                    break
-            status = self._exit_status()
-        except BaseException:
-            # Ctrl-C in a program that uses this as a library: whoever asks from here on gets a no, and what CRIU does
-            # with that is waited for, so that the caller's undo comes after it.
-            self.close()
-            self._child.wait()
-            raise
+                    return
         finally:
             os.close(pidfd)
-            self.close()
+
+    def _judge(self, status: int) -> None:
+        """Raise what CRIU's end says."""
         if self._raised is not None:
             raise self._raised
         if status == 0:

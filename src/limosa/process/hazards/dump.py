@@ -66,7 +66,7 @@ def leads_session(obs: JobObservation) -> bool:
     return root.sid is None or root.sid == root.pid
 
 
-def checkpoint_hazards(
+def checkpoint_hazards(  # noqa: PLR0913 - options are keywords
     obs: JobObservation,
     *,
     tcp_established: bool = False,

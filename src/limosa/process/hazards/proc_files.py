@@ -43,7 +43,7 @@ def proc_hazards(obs: JobObservation) -> list[Reason]:
     return found
 
 
-def _one(  # noqa: PLR0917 - one thing, where it is and whom it tells of
+def _one(
     obs: JobObservation,
     process: ProcessObservation,
     where: str,

@@ -27,7 +27,7 @@ KEPT_FREE = 1 << 30
 """Bytes of host memory that are left to everybody else."""
 
 
-class Ready:
+class Bulk:
     """Host memory that the members' processes have ready for what the driver saves of them.
 
     Args:
