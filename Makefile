@@ -22,12 +22,13 @@ SUDO := $(shell [ "$$(id -u)" = 0 ] || { command -v sudo >/dev/null && { sudo -n
 
 PYTEST = $(PY) -m pytest
 
-.PHONY: demo test test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check man wheel clean help
+.PHONY: demo test test-criu test-soft test-long test-zdtm test-gpu faults fuzz mutants bench bench-driver bench-gpu lint check man wheel clean help
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
 	@echo "make test       what CI runs: lint and all tests that need no GPU"
-	@echo "make test-soft  of these, the ones on software GPUs, the fault campaign among them"
+	@echo "make check      of these, the fast ones: two minutes"
+	@echo "make test-criu  those that need CRIU; make test-soft: those on software GPUs, the fault campaign among them"
 	@echo "make test-long  every kill of the parked way, 90 of them (make test has two thirds): ten minutes"
 	@echo "make test-zdtm  CRIU's own tests through limosa beside bare CRIU, its source from Debian; half an hour"
 	@echo "make test-gpu   tests on the GPUs of this machine"
@@ -43,7 +44,7 @@ demo:
 	@$(SUDO) $(PY) -I -m limosa demo
 	@echo "limosa is $(dir $(PY))limosa"
 
-test: lint check test-soft
+test: lint check test-criu test-soft
 
 # Side by side: who is done early takes over from who is not. What a run has nothing of is not even read.
 SIDE_BY_SIDE = -n 2 --dist worksteal
@@ -51,16 +52,20 @@ SIDE_BY_SIDE = -n 2 --dist worksteal
 MORE_BY_SIDE = -n 3 --dist worksteal
 NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
-# Fast ones first; then those that need CRIU or take long, each process in a network of its own.
+# The fast ones: an answer in two minutes.
 check:
 	@$(READY_TEST)
 	$(PYTEST) -q $(SIDE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
+
+# Those that need CRIU or take long, each process in a network of its own; the driver's answers; what fetches packages.
+test-criu:
+	@$(READY_TEST)
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="$(SIDE_BY_SIDE)"; fi; \
 	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side $(NODES) --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -n 2 --dist loadfile -m "network and not gpu" $(NODES)
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (six minutes).
+# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (twelve minutes).
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q $(MORE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"

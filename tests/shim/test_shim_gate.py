@@ -181,11 +181,15 @@ def test_a_signal_between_counting_and_looking(compiled: Callable[..., Path]) ->
     assert ran.stdout.splitlines() == ["closed 1", "through 0", "behind it 1", "inside 1", "outside 0"]
 
 
-def test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once(compiled: Callable[..., Path]) -> None:
-    """Whoever was woken and has not been counted yet when it closes again waits again."""
-    program = compiled("turns.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
+@pytest.mark.parametrize("watched", [[], ["-fsanitize=thread"], ["-fsanitize=address,undefined"]], ids=" ".join)
+def test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once(
+    compiled: Callable[..., Path], watched: list[str]
+) -> None:
+    """Whoever was woken and has not been counted yet when it closes again waits again; no race, no wrong access."""
+    program = compiled("turns.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread", *watched)
     ran = subprocess.run([program, "1"], capture_output=True, text=True, timeout=20, check=True)
     assert ran.stdout == "0\n", f"a thread was in the driver behind a closed gate {ran.stdout.strip()} times"
+    assert "Sanitizer" not in ran.stderr
 
 
 def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:
