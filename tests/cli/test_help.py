@@ -31,6 +31,9 @@ def test_help_fits_80_columns(inside, verb, columns):
         ("rm", "[OPTIONS] DIR..."),
         ("run", "[OPTIONS] COMMAND..."),
         ("plan", "[OPTIONS] VERB [...]"),
+        ("arena", "[OPTIONS] [SIZE]"),
+        ("images", "[OPTIONS] [DIR]"),
+        ("softgpu", "[OPTIONS] [COMMAND]..."),
     ],
 )
 def test_the_usage_says_what_must_be_given_and_what_may_be_repeated(inside, verb, usage):

@@ -47,7 +47,9 @@ JOBS = [
 
 def checkpointed(limosa, victim, image: Path, *options: str):
     """The job's image; the job has ended."""
-    done = limosa("checkpoint", victim.pid, "--output", image, "-o", "json", *options, rc=0).json
+    answer = limosa("checkpoint", victim.pid, "--output", image, "-v", "-o", "json", *options, rc=0)
+    assert answer.stderr.count("hash and sync") == 1, answer.stderr
+    done = answer.json
     assert {"schema", "image", "id", "bytes", "pid", "left_running", "timings", "warnings"} <= set(done)
     assert (done["image"], done["pid"], done["left_running"]) == (str(image), victim.pid, "--leave-running" in options)
     return done

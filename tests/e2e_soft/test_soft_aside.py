@@ -547,6 +547,8 @@ def test_what_does_not_fit_is_refused_early(parked: Any, monkeypatch: pytest.Mon
         parked.says(15, "arena", "suspend", job.pid, *release)
     job.goes_on(2)
     parked.says(15, "no-room-on-host", "arena", "1G")
+    monkeypatch.setenv("LIMOSA_ARENA_MAX", "a lot")
+    parked.says(2, "usage", "plan", "suspend", job.pid)
     monkeypatch.setenv("LIMOSA_ARENA_MAX", "128M")
     parked.limosa("suspend", job.pid, ONLY)
     other = start(parked, "--mib", 8)

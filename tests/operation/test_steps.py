@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,8 @@ ME = Member(identity=Identity.of(os.getpid()))
 
 
 def test_the_page_of_steps_is_what_the_lists_say() -> None:
-    sys.path.insert(0, str(PROJECT / "scripts"))
-    try:
-        import steps
-    finally:
-        sys.path.pop(0)
-    assert (PROJECT / "docs/steps.md").read_text() == steps.page(), "run: python scripts/steps.py"
+    page = runpy.run_path(str(PROJECT / "scripts/steps.py"))["page"]()
+    assert (PROJECT / "docs/steps.md").read_text() == page, "run: python scripts/steps.py"
 
 
 COMPLETE: dict[str, Any] = {
@@ -96,6 +92,14 @@ def test_what_was_held_for_a_way_back_is_let_go_of_the_newest_first() -> None:
     assert "c" not in work.timings
 
 
+def test_a_release_that_fails_keeps_no_other_from_its_own() -> None:
+    fails = noted("b")
+    type(fails).release = lambda self, op: 1 / 0
+    with Work("move") as work, pytest.raises(ZeroDivisionError):
+        run(Verb(name="move", steps=(noted("a"), fails, noted("c"))), log := Log(work))
+    assert log.did == ["a", "b", "c", "release c", "release a"]
+
+
 def test_steps_are_undone_the_newest_first_and_those_that_share_an_undo_once() -> None:
     steps = (noted("a", undone="x"), noted("b", undone="y"), noted("c", undone="x"), noted("d", undone="z", fails=True))
     work = Work("move")
@@ -130,8 +134,7 @@ def test_the_example_of_a_new_step_is_one() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs/adding-a-step.md").read_text(), re.S)
     made: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, "adding-a-step.md", "exec"), made)
-    at = next(i for i, step in enumerate(MOVE.steps) if step.name == "park")
-    longer = msgspec.structs.replace(MOVE, steps=(*MOVE.steps[:at], made["Cut"](), *MOVE.steps[at:]))
+    longer = msgspec.structs.replace(MOVE, steps=(made["Cut"](), *MOVE.steps))
     shape = Shape(members=[ME, ME], parked=1 << 30)
     assert longer.words(shape) == ["close communicators", *MOVE.words(shape)]
     more = (longer.estimate(shape).pause_seconds or 0) - (MOVE.estimate(shape).pause_seconds or 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    Argument("folder", metavar="DIR", type=path(), default=".", help="A folder with images in it."),
+    Argument("folder", metavar="[DIR]", type=path(), default=".", help="A folder with images in it."),
 )
 def command(report: Report, *, folder: Path) -> None:
     """List the images in a folder: whose job, how large, how old.

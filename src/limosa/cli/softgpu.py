@@ -54,7 +54,7 @@ def _draw(console: Console, found: dict[str, Any]) -> None:
 
 
 @verb(
-    Argument("command_line", metavar="COMMAND...", nargs=-1, help="What to start."),
+    Argument("command_line", metavar="[COMMAND]...", nargs=-1, help="What to start."),
     option("--gpus", metavar="N", type=int, help="How many GPUs (default: 1)."),
     option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all (2GiB)."),
     option("--chip", metavar="NAME,...", help="Chip of each GPU (A100, ...), or one for all (H200)."),

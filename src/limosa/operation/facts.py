@@ -105,10 +105,9 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         facts.inventory = gpu.inventory()
         only_back = verb.comes and not verb.goes
         facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
+        if not facts.busy:  # its shims listen to whoever works on it
+            facts.parked = parkable.ask(members, software=facts.inventory.software)
+            facts.arena = aside.ask(verb.name, members, ask.release)
     except (GpuUnavailable, InvalidMap, UsageError) as error:
         facts.nowhere = error
-        return facts
-    if not facts.busy:  # its shims listen to whoever works on it
-        facts.parked = parkable.ask(members, software=facts.inventory.software)
-        facts.arena = aside.ask(verb.name, members, ask.release)
     return facts

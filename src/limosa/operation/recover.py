@@ -265,4 +265,6 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
         go_back(dead, home)
     else:
         home()
+    for step in reversed(verb_of(header.operation).steps):
+        step.mend(left)
     return entry_of(dead, did="undid it", state=journal.common_state(alive))

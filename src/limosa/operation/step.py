@@ -8,6 +8,7 @@ a verb; ``plan``, the estimate, Ctrl-C, ``recover`` and ``docs/steps.md`` read t
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -206,6 +207,9 @@ class Step(abc.ABC, Generic[O]):
         """Finishes what an operation has begun that died after this step; None: it had not come so far."""
         return None
 
+    def mend(self, left: Left) -> None:
+        """What ``recover`` does for it where it undoes an operation, once driver and carriers have led the job home."""
+
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True):
     """What can be done to a job.
@@ -281,5 +285,6 @@ def run(verb: Verb, op: O) -> None:
             work.pause_ends()
     for name in reversed(ready):
         work.drop(name)
-    for step in reversed(verb.steps):
-        step.release(op)
+    with contextlib.ExitStack() as releases:  # the newest first; one that fails keeps no other from it
+        for step in verb.steps:
+            releases.callback(step.release, op)

@@ -103,6 +103,9 @@ class CriuRestore(_Returned):
 
     name, noted, still, tells, after = "criu", "criu-restore", False, "criu restore", "checkpointed"
 
+    def size(self, op: Returning) -> int:
+        return op.manifest.host_bytes
+
     def words(self, shape: Shape) -> str:
         return "criu restore of " + ("1 process" if shape.processes == 1 else f"{shape.processes} processes")
 

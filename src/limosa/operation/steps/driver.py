@@ -123,7 +123,7 @@ class Restore(_DriverStep):
     """
 
     name, still, tells, after, stops = "restore", True, "host memory → device memory", "locked", True
-    left = "finished, where every process was restored: unlocked. Else undone"
+    left = "finished, where no memory is parked and every process was restored: unlocked. Else undone"
 
     def __init__(self, copies: float = 0.0):
         self.copies = copies

@@ -132,7 +132,7 @@ class GoOn(Step[Dumping]):
 class Commit(Step[Dumping]):
     """The image is hashed, synced and renamed: from then on it counts. Of a job that ends this was done in its dump."""
 
-    name, still, undone = "commit", False, NOTHING
+    name, still, tells, undone = "commit", False, "hash and sync", NOTHING
     left = _RECOVERED
 
     def applies(self, op: Dumping) -> bool:

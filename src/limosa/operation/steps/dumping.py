@@ -222,11 +222,17 @@ class Dumping(OnGpus):
         if not found.awake and not found.asleep:
             return
         try:
+            folder = self.draft.make_chunks()
+        except BaseException:
+            for _, shim in found.awake + found.asleep:
+                shim.close()
+            raise
+        try:
             self.carrier = self.saving = Saving(
                 work,
                 found.awake,
                 found.asleep,
-                folder=self.draft.make_chunks(),
+                folder=folder,
                 chunk=options.chunk_bytes,
                 rounds=options.rounds,
                 rate=options.rate or 0.0,
@@ -260,6 +266,7 @@ class Dumping(OnGpus):
                 )
                 raise NoRoomOnHost(detail=detail) from error
             self.draft.drop_chunks()
+            self.job.parked = 0
             text = f"the parked way is not open ({error}): the driver carries the memory"
             work.warnings.append(Reason(id="driver-way", text=text))
 
@@ -395,7 +402,8 @@ class Dumping(OnGpus):
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
         self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
-            self._commit()
+            with self.work.timed("commit", "hash and sync"):
+                self._commit()
         return True
 
     def _refuse_new_cuda_state(self) -> None:
@@ -429,23 +437,22 @@ class Dumping(OnGpus):
 
     def _commit(self) -> None:
         work = self.work
-        with work.timed("commit", "hash and sync"):
-            if self.saving is not None:
-                self.saving.arrive()
-                self.device = self.saving.device
-            self.draft.prepare(self._manifest(), work.progress, cancel=work)
-            image_id = self.draft.id
-            try:
-                if not self.options.leave_running:
-                    # Before the rename, so that an attached `limosa run` finds it however we end.
-                    EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
-                work.note("commit", "begin", self.root.pid, image_id=image_id)
-                work.check()
-                self.image = self.draft.publish()
-            except BaseException:
-                self._forget_ended()
-                raise
-            work.try_note("commit", "done", self.root.pid, image_id=image_id)
+        if self.saving is not None:
+            self.saving.arrive()
+            self.device = self.saving.device
+        self.draft.prepare(self._manifest(), work.progress, cancel=work)
+        image_id = self.draft.id
+        try:
+            if not self.options.leave_running:
+                # Before the rename, so that an attached `limosa run` finds it however we end.
+                EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
+            work.note("commit", "begin", self.root.pid, image_id=image_id)
+            work.check()
+            self.image = self.draft.publish()
+        except BaseException:
+            self._forget_ended()
+            raise
+        work.try_note("commit", "done", self.root.pid, image_id=image_id)
         work.timings["hash"], work.timings["sync"] = self.draft.timings.hash, self.draft.timings.sync
 
     def _forget_ended(self) -> None:

@@ -392,9 +392,9 @@ class Returning(Op):
 
     def end_tree(self) -> None:
         """Ends what there is of it."""
+        self.unload()  # the library in the job serves one at a time
         if self.loading is not None and self.loading.opened:
             raise gate_was_opened("restore")
-        self.unload()  # the library in the job serves one at a time
         with open_image(self.image.path, trust=False):
             pass  # it is the copy: without it nothing is ended
         if self.root is not None:
