@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from driver_double import GB, DriverDouble, failure
 
-from limosa import operation
+from limosa import gpu, operation
 from limosa.errors import (
     CancelledUndone,
     DriverError,
@@ -57,6 +57,23 @@ def test_move_runs_the_four_steps_in_order_and_leaves_nothing_behind(gpu_like: G
     assert outcome.result.bytes == GB
     assert nothing_left()
     assert double.will is None
+
+
+def test_several_jobs_are_looked_at_and_moved_by_one_worker(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = [gpu_like(on=0), gpu_like(on=0), gpu_like(on=0)]
+    double.faults["checkpoint", 1] = failure("checkpoint", pids[1])
+    made: list[DriverDouble] = []
+    closed: list[int] = []
+    monkeypatch.setattr(gpu, "Driver", lambda: made.append(double) or double)
+    monkeypatch.setattr(double, "close", lambda: closed.append(len(double.calls)))
+    outcomes = operation.move(pids, to="1")
+    assert [o.error is None for o in outcomes] == [True, False, True], "one that fails fails alone"
+    assert [double.where(pid) for pid in pids] == [[1], [0], [1]]
+    assert (len(made), closed) == (1, [len(double.calls)])
+    assert double.will is None
+    assert nothing_left()
 
 
 def test_move_to_where_it_is_touches_nothing(gpu_like: GpuLike, double: DriverDouble) -> None:

@@ -7,6 +7,7 @@ because neither fits before the other has left.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -52,6 +53,7 @@ class _How(NamedTuple):
     timeout: float | None
     progress: ProgressFn
     cancel: threading.Event | None
+    driver: gpu.Driver | None = None  # of several jobs: one worker, which knows the driver already, does them all
 
     def work(self, started: float) -> Work:
         return Work(
@@ -61,6 +63,7 @@ class _How(NamedTuple):
             progress=self.progress,
             cancel=self.cancel,
             started=started,
+            driver=self.driver,
         )
 
 
@@ -185,14 +188,17 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
     likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
 
     if single:
-        return [_one(job(likes[0]), how) if not how.dry_run else _plans(likes, how)[0]]
-    if len(likes) == 1 and not how.dry_run:  # it looks itself before it touches anything
+        if not how.dry_run:
+            return [_one(job(likes[0]), how)]
+    elif len(likes) == 1 and not how.dry_run:  # it looks itself before it touches anything
         return [_doing(likes[0], how)]
-    plans = _plans(likes, how)
-    if how.dry_run:
-        return plans
-    # All are planned before one is touched: what cannot be done is refused now, the others are done in turn.
-    return [_planned(like, how, planned) for like, planned in zip(likes, plans, strict=True)]
+    with contextlib.closing(gpu.Driver()) as driver:
+        plans = _plans(likes, how, driver)
+        if how.dry_run:
+            return plans
+        how = how._replace(driver=driver)
+        # All are planned before one is touched: what cannot be done is refused now, the others are done in turn.
+        return [_planned(like, how, planned) for like, planned in zip(likes, plans, strict=True)]
 
 
 def _planned(like: JobLike, how: _How, planned: Outcome) -> Outcome:
@@ -216,34 +222,30 @@ def _doing(like: JobLike, how: _How) -> Outcome:
         return Outcome(pid=pid, error=error)
 
 
-def _plans(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
+def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outcome]:
     """Plans all jobs in their order, each knowing what those before it free and take."""
     freed: dict[str, int] = {}
     outcomes = []
     verb = how.ask.verb.name
-    driver = gpu.Driver()
-    try:
-        for like in likes:
-            pid = _pid_of(like)
-            try:
-                which = job(like)
-                pid = which.root.pid
-                clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
-                ask = msgspec.structs.replace(how.ask, freed=freed)
-                prepared = look_at(ask, which, driver, max_pause=how.max_pause, clock=clock)
-            except LimosaError as error:
-                refused = Plan(operation=verb, pid=pid, verdict="refused", reasons=[as_reason(error)])
-                outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
-                continue
-            plan = plan_of(prepared)
-            outcomes.append(Outcome(pid=pid, plan=plan))
-            if plan.verdict == "ok" and not is_done(prepared):
-                parts = [room.held_now(prepared.members)]
-                if prepared.verb.comes:
-                    parts.append({uuid: -size for uuid, size in room.needs(prepared.members).items()})
-                freed = added_up([freed, *parts])
-    finally:
-        driver.close()
+    for like in likes:
+        pid = _pid_of(like)
+        try:
+            which = job(like)
+            pid = which.root.pid
+            clock = Clock(verb, timeout=how.timeout, cancel=how.cancel)
+            ask = msgspec.structs.replace(how.ask, freed=freed)
+            prepared = look_at(ask, which, driver, max_pause=how.max_pause, clock=clock)
+        except LimosaError as error:
+            refused = Plan(operation=verb, pid=pid, verdict="refused", reasons=[as_reason(error)])
+            outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
+            continue
+        plan = plan_of(prepared)
+        outcomes.append(Outcome(pid=pid, plan=plan))
+        if plan.verdict == "ok" and not is_done(prepared):
+            parts = [room.held_now(prepared.members)]
+            if prepared.verb.comes:
+                parts.append({uuid: -size for uuid, size in room.needs(prepared.members).items()})
+            freed = added_up([freed, *parts])
     return outcomes
 
 

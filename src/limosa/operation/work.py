@@ -110,6 +110,7 @@ class Work(Clock):
         progress: told of steps and bytes.
         cancel: set by the caller to stop; looked at between steps.
         started: see :class:`Clock`.
+        driver: the caller's, who closes it; None: one of its own, started at first use.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class Work(Clock):
         progress: ProgressFn = silent,
         cancel: threading.Event | None = None,
         started: float | None = None,
+        driver: gpu.Driver | None = None,
     ):
         super().__init__(operation, timeout=timeout, cancel=cancel, started=started)
         self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
@@ -136,7 +138,7 @@ class Work(Clock):
         self.parked_bytes = 0
         self.made: dict[str, int] = {}  # bytes by GPU that are there already for what is to be restored
         self._undo: list[tuple[str, Callable[[], None]]] = []
-        self._driver: gpu.Driver | None = None
+        self._driver, self._is_ours = driver, driver is None
         self._limits = contextlib.ExitStack()
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class Work(Clock):
 
     @property
     def driver(self) -> gpu.Driver:
-        """The client of this operation's driver worker, started at first use."""
+        """The client of the driver worker, which starts at first use."""
         if self._driver is None:
             self._driver = gpu.Driver()
         return self._driver
@@ -290,7 +292,7 @@ class Work(Clock):
                 raise raised from error
         finally:
             self._limits.close()
-            if self._driver is not None:
+            if self._driver is not None and self._is_ours:
                 self._driver.close()
 
     def _unwind(self, error: BaseException) -> None:
