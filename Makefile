@@ -84,6 +84,7 @@ lint:
 	@$(READY_TEST)
 	$(PY) -I -m ruff check .
 	$(PY) -I -m ruff format --check .
+	$(dir $(PY))clang-format --dry-run -Werror $$(find src tests bench -name '*.[ch]')
 	$(PY) -I -m mypy
 	$(PY) -I -c 'import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())'
 

@@ -8,7 +8,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-void *mmap64(void *at, size_t size, int protection, int flags, int fd, off64_t offset) {
+void *mmap64(void *at, size_t size, int protection, int flags, int fd, off64_t offset)
+{
     const char *path = getenv("MAPPINGS_SEEN");
     if (path && (flags & MAP_ANONYMOUS) && (protection & PROT_WRITE) && size >= 64 << 20) {
         int file = open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
@@ -20,6 +21,7 @@ void *mmap64(void *at, size_t size, int protection, int flags, int fd, off64_t o
     return (void *)syscall(SYS_mmap, at, size, protection, flags, fd, offset);
 }
 
-void *mmap(void *at, size_t size, int protection, int flags, int fd, off_t offset) {
+void *mmap(void *at, size_t size, int protection, int flags, int fd, off_t offset)
+{
     return mmap64(at, size, protection, flags, fd, offset);
 }

@@ -22,7 +22,8 @@ int cuMemCreate(unsigned long long *handle, size_t bytes, const void *prop, unsi
 int cuMulticastBindMem_v2(unsigned long long object, int device, size_t at, unsigned long long handle, size_t offset,
                           size_t bytes, unsigned long long flags)
 {
-    return object == 5 && device == 1 && at == 2 && handle == HANDLE && offset == 3 && bytes == 4 && flags == 6 ? 0 : 400;
+    return object == 5 && device == 1 && at == 2 && handle == HANDLE && offset == 3 && bytes == 4 && flags == 6 ? 0
+                                                                                                                : 400;
 }
 
 int cuMulticastBindAddr_v2(unsigned long long object, int device, size_t at, unsigned long long pointer, size_t bytes,
@@ -34,7 +35,8 @@ int cuMulticastBindAddr_v2(unsigned long long object, int device, size_t at, uns
 int cuLogicalEndpointBindMem(unsigned endpoint, int device, unsigned long long at, unsigned long long handle,
                              unsigned long long offset, unsigned long long bytes, unsigned long long flags)
 {
-    return endpoint == 5 && device == 1 && at == 2 && handle == HANDLE && offset == 3 && bytes == 4 && flags == 6 ? 0 : 400;
+    return endpoint == 5 && device == 1 && at == 2 && handle == HANDLE && offset == 3 && bytes == 4 && flags == 6 ? 0
+                                                                                                                  : 400;
 }
 
 int cuLogicalEndpointBindAddr(unsigned endpoint, int device, unsigned long long at, void *pointer,

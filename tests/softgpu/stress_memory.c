@@ -75,8 +75,8 @@ static void virtual(uint64_t value)
     seen[value % SLOTS] = address;
     check(address, 8 * MIB, value);
     CUresult exported;
-    while ((exported = cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0)) ==
-           CUDA_ERROR_UNKNOWN)
+    while ((exported = cuMemExportToShareableHandle(&fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0))
+           == CUDA_ERROR_UNKNOWN)
         usleep(1000); /* the process is checkpointed */
     OK(exported);
     OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));

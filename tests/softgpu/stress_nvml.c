@@ -40,8 +40,8 @@ static void ask_all(nvmlDevice_t device)
         nvmlDeviceGetComputeRunningProcesses_v3(device, &count, processes),
     };
     for (size_t i = 0; i < sizeof(results) / sizeof(results[0]); i++)
-        expect(results[i] == NVML_SUCCESS || results[i] == NVML_ERROR_GPU_IS_LOST ||
-                   results[i] == NVML_ERROR_NO_DATA, /* the rule's */
+        expect(results[i] == NVML_SUCCESS || results[i] == NVML_ERROR_GPU_IS_LOST
+                   || results[i] == NVML_ERROR_NO_DATA, /* the rule's */
                "a call", results[i]);
     if (results[4] == NVML_SUCCESS)
         expect(memory.used + memory.free == memory.total, "memory does not add up", results[4]);

@@ -46,8 +46,8 @@
 #define MOST_LINKS 40
 #define NOBODY 65534
 #define SYSTEM_GROUPS 100 /* members of those below are as good as root (limosa/start.py) */
-#define NO_SET_ID 0777u	  /* of what is made: it is root's until it is given away, with what its user had in it */
-#define SLACK 2		  /* seconds: clocks of file systems are coarse */
+#define NO_SET_ID 0777u /* of what is made: it is root's until it is given away, with what its user had in it */
+#define SLACK 2 /* seconds: clocks of file systems are coarse */
 
 #define MOST_GROUPS 256
 static bool active, asked, begun, for_user; /* for_user: the job is not root's */
@@ -195,7 +195,8 @@ static bool read_link(int folder, const char *name, const struct stat *info, cha
 	ssize_t length;
 
 	/* Those on procfs lead where a process says, whoever they belong to. */
-	if ((info->st_uid && info->st_uid != installer) || may_be_on(folder, FUSE_MAGIC) || may_be_on(folder, PROC_MAGIC)) {
+	if ((info->st_uid && info->st_uid != installer) || may_be_on(folder, FUSE_MAGIC) ||
+	    may_be_on(folder, PROC_MAGIC)) {
 		errno = ELOOP;
 		blame(path, "leads through a symbolic link of somebody else's");
 		return false;
@@ -262,7 +263,8 @@ static bool walk(int at, const char *path, bool follow, struct place *place)
 			break;
 		}
 		if (S_ISLNK(info.st_mode)) {
-			bool read = ++links <= MOST_LINKS ? read_link(next, "", &info, rest, path) : (errno = ELOOP, false);
+			bool read =
+				++links <= MOST_LINKS ? read_link(next, "", &info, rest, path) : (errno = ELOOP, false);
 
 			drop(next);
 			if (!read)
@@ -560,13 +562,13 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	return fd;
 }
 
-#define TAKE_MODE(mode, flags)                                                     \
-	mode_t mode = 0;                                                           \
-	if ((flags) & (O_CREAT | __O_TMPFILE)) {                                   \
-		va_list more;                                                      \
-		va_start(more, flags);                                             \
-		mode = va_arg(more, mode_t);                                       \
-		va_end(more);                                                      \
+#define TAKE_MODE(mode, flags)                                                                                         \
+	mode_t mode = 0;                                                                                               \
+	if ((flags) & (O_CREAT | __O_TMPFILE)) {                                                                       \
+		va_list more;                                                                                          \
+		va_start(more, flags);                                                                                 \
+		mode = va_arg(more, mode_t);                                                                           \
+		va_end(more);                                                                                          \
 	}
 
 EXPORT int open(const char *path, int flags, ...)
@@ -964,7 +966,8 @@ EXPORT int bind(int fd, const struct sockaddr *address, socklen_t length)
 		file = ioctl(fd, SIOCUNIXFILE, 0);
 		if (syscall(SYS_newfstatat, place.folder, place.name, &there, AT_SYMLINK_NOFOLLOW) ||
 		    !S_ISSOCK(there.st_mode) ||
-		    (file >= 0 && (look_at(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
+		    (file >= 0 &&
+		     (look_at(file, &info) || info.st_ino != there.st_ino || info.st_dev != there.st_dev))) {
 			if (within && file >= 0)
 				take_away(file);
 			errno = ELOOP;

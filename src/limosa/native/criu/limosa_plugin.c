@@ -30,7 +30,7 @@ enum {
 	HOOK_UPDATE_VMA_MAP = 8,
 	HOOK_RESUME_DEVICES_LATE = 9,
 };
-#define HOOKS 10	   /* the highest one used + 1: a CRIU that knows fewer refuses the plugin */
+#define HOOKS 10 /* the highest one used + 1: a CRIU that knows fewer refuses the plugin */
 #define INTERFACE 0x000200 /* 0.2.0, since CRIU 1.5 */
 
 struct descriptor {
@@ -138,8 +138,9 @@ static bool read_note(int id, char *path, int *flags)
 		return false;
 	text[length - 1] = 0;
 	for (i = 0; i < 8; i++) {
-		int digit = text[i] >= '0' && text[i] <= '9' ? text[i] - '0' :
-			    text[i] >= 'a' && text[i] <= 'f' ? text[i] - 'a' + 10 : -1;
+		int digit = text[i] >= '0' && text[i] <= '9'   ? text[i] - '0'
+			    : text[i] >= 'a' && text[i] <= 'f' ? text[i] - 'a' + 10
+							       : -1;
 		if (digit < 0)
 			return false;
 		value = value << 4 | (unsigned int)digit;
@@ -212,19 +213,15 @@ const uint8_t *field(const uint8_t *at, const uint8_t *end, uint64_t *number, ui
 		return NULL;
 	*number = key >> 3;
 	switch (key & 7) {
-	case 0:
-		return varint(at, end, value);
+	case 0: return varint(at, end, value);
 	case 1:
-	case 5:
-		*value = (key & 7) == 1 ? 8 : 4;
-		break;
+	case 5: *value = (key & 7) == 1 ? 8 : 4; break;
 	case 2:
 		at = varint(at, end, value);
 		if (!at)
 			return NULL;
 		break;
-	default:
-		return NULL;
+	default: return NULL;
 	}
 	if (*value > (uint64_t)(end - at))
 		return NULL;
@@ -355,11 +352,12 @@ __attribute__((visibility("default"))) struct descriptor CR_PLUGIN_DESC = {
 	.exit = finish,
 	.version = INTERFACE,
 	.max_hooks = HOOKS,
-	.hooks = {
-		[HOOK_DUMP_EXT_FILE] = (void *)dump_ext_file,
-		[HOOK_RESTORE_EXT_FILE] = (void *)restore_ext_file,
-		[HOOK_HANDLE_DEVICE_VMA] = (void *)handle_device_vma,
-		[HOOK_UPDATE_VMA_MAP] = (void *)update_vma_map,
-		[HOOK_RESUME_DEVICES_LATE] = (void *)take_locks_again,
-	},
+	.hooks =
+		{
+			[HOOK_DUMP_EXT_FILE] = (void *)dump_ext_file,
+			[HOOK_RESTORE_EXT_FILE] = (void *)restore_ext_file,
+			[HOOK_HANDLE_DEVICE_VMA] = (void *)handle_device_vma,
+			[HOOK_UPDATE_VMA_MAP] = (void *)update_vma_map,
+			[HOOK_RESUME_DEVICES_LATE] = (void *)take_locks_again,
+		},
 };

@@ -108,7 +108,8 @@ static int read_locks(int pid, struct lock **locks)
 			break;
 		}
 		if (read_lock(at, at + length, pid, &lock)) {
-			more = count & (count - 1) ? *locks : realloc(*locks, sizeof(lock) * (count ? 2 * (size_t)count : 1));
+			more = count & (count - 1) ? *locks
+						   : realloc(*locks, sizeof(lock) * (count ? 2 * (size_t)count : 1));
 			if (!more) {
 				count = -1;
 				break;
@@ -133,11 +134,11 @@ struct lent {
 	struct user_regs_struct registers;
 	uint64_t mask;
 	unsigned long instruction; /* of "syscall" */
-	unsigned long scratch;	   /* room for a struct flock */
-	struct flock before;	   /* what was there */
-	unsigned long section;	   /* where rseq(2) has its critical section noted, or 0 */
-	uint64_t section_before;   /* which the kernel forgets when the thread runs elsewhere */
-	bool stop;		   /* it was to be stopped, and still is */
+	unsigned long scratch; /* room for a struct flock */
+	struct flock before; /* what was there */
+	unsigned long section; /* where rseq(2) has its critical section noted, or 0 */
+	uint64_t section_before; /* which the kernel forgets when the thread runs elsewhere */
+	bool stop; /* it was to be stopped, and still is */
 };
 
 /* Where the bytes of the instruction are in a part of memory that may be executed, or 0. */
@@ -146,7 +147,8 @@ static unsigned long find_instruction(int memory, unsigned long start, unsigned 
 	uint8_t part[4096];
 
 	while (start < end) {
-		ssize_t got = pread(memory, part, end - start < sizeof(part) ? end - start : sizeof(part), (off_t)start);
+		ssize_t got =
+			pread(memory, part, end - start < sizeof(part) ? end - start : sizeof(part), (off_t)start);
 		uint8_t *found = got > 1 ? memmem(part, (size_t)got, "\x0f\x05", 2) : NULL;
 
 		if (found)
@@ -342,7 +344,8 @@ static bool take(pid_t pid, const struct lock *locks, int count)
 		    sizeof(locks[i].range))
 			result = call(&lent, SYS_fcntl, (unsigned long)locks[i].fd, F_SETLK, lent.scratch);
 		if (result) {
-			say(ERROR, "lock-lost: process %d cannot take its lock again on descriptor %d from byte %lld: %s\n",
+			say(ERROR,
+			    "lock-lost: process %d cannot take its lock again on descriptor %d from byte %lld: %s\n",
 			    (int)pid, locks[i].fd, (long long)locks[i].range.l_start, strerror((int)-result));
 			well = false;
 		}

@@ -9,10 +9,10 @@
 extern int criu_get_image_dir(void);
 extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((weak, format(printf, 2, 3)));
 
-#define say(level, ...)                                                            \
-	do {                                                                       \
-		if (print_on_level)                                                \
-			print_on_level(level, "limosa-plugin: " __VA_ARGS__);      \
+#define say(level, ...)                                                                                                \
+	do {                                                                                                           \
+		if (print_on_level)                                                                                    \
+			print_on_level(level, "limosa-plugin: " __VA_ARGS__);                                          \
 	} while (0)
 enum { ERROR = 1, WARNING = 2, INFO = 3 };
 

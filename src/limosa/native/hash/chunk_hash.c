@@ -67,8 +67,8 @@ static void tile_plain(const unsigned char *data, const struct hash_table *table
 #define UPPER_256(x) _mm256_shuffle_epi32(x, 0xf5)
 #define UPPER_512(x) _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0xf5)
 
-TILE_FUNCTION(tile_sse2, "sse2", __m128i, 2, _mm_loadu_si128, _mm_storeu_si128, (__m128i), _mm_add_epi32,
-              _mm_add_epi64, _mm_mul_epu32, UPPER_128)
+TILE_FUNCTION(tile_sse2, "sse2", __m128i, 2, _mm_loadu_si128, _mm_storeu_si128, (__m128i), _mm_add_epi32, _mm_add_epi64,
+              _mm_mul_epu32, UPPER_128)
 TILE_FUNCTION(tile_avx2, "avx2", __m256i, 2, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_broadcastsi128_si256,
               _mm256_add_epi32, _mm256_add_epi64, _mm256_mul_epu32, UPPER_256)
 TILE_FUNCTION(tile_avx512, "avx512f", __m512i, 2, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_broadcast_i32x4,

@@ -162,8 +162,7 @@ void left_counts(struct counts *counts)
 
 /* What it takes, what is to be done once it has succeeded. Memory is short only when nothing waits to be let go of. */
 #define COUNTED(name, arguments, passed, then)                                                                         \
-    PASSED(name, arguments,                                                                                            \
-           CUresult result = function passed;                                                                          \
+    PASSED(name, arguments, CUresult result = function passed;                                                         \
            if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
            if (!result) then;)
 
@@ -205,13 +204,16 @@ struct array3d {
 
 static size_t elements(size_t width, size_t height, size_t depth, int format, unsigned channels)
 {
-    size_t each = format == 2 || format == 9 || format == 0x10 ? 2 : format == 3 || format == 10 || format == 0x20 ? 4 : 1;
+    size_t each = format == 2 || format == 9 || format == 0x10 ? 2
+        : format == 3 || format == 10 || format == 0x20        ? 4
+                                                               : 1;
 
     return width * (height ? height : 1) * (depth ? depth : 1) * each * (channels ? channels : 1);
 }
 
 COUNTED(cuArrayCreate_v2, (void **array, const struct array2d *of), (array, of),
-        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, 0, of->format, of->channels), current()))
+        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, 0, of->format, of->channels),
+                 current()))
 COUNTED(cuArray3DCreate_v2, (void **array, const struct array3d *of), (array, of),
         left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, of->depth, of->format, of->channels),
                  current()))
@@ -241,8 +243,7 @@ static bool reached(const int *parameters)
     return reach("cuGraphAddNode", words);
 }
 #define NODE(name, arguments, passed)                                                                                  \
-    PASSED(name, arguments,                                                                                            \
-           CUresult result = function passed;                                                                          \
+    PASSED(name, arguments, CUresult result = function passed;                                                         \
            if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
            if (result == CUDA_ERROR_INVALID_VALUE && reached(parameters)) result = function passed;                    \
            if (!result && *parameters == MEM_ALLOC_NODE) left_call(LEFT_GRAPH);)

@@ -54,7 +54,7 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
     for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
         /* The loader has made these addresses absolute (glibc), or not (others). */
         uintptr_t at = dynamic->d_un.d_ptr < info->dlpi_addr ? info->dlpi_addr + dynamic->d_un.d_ptr
-                                                              : dynamic->d_un.d_ptr;
+                                                             : dynamic->d_un.d_ptr;
         if (dynamic->d_tag == DT_SYMTAB)
             symbols = (void *)at;
         else if (dynamic->d_tag == DT_STRTAB)

@@ -17,7 +17,8 @@ bool gate_fence = true;
 
 static struct reader *_Atomic readers; /* only ever grows at its head; what is not used is used again */
 static pthread_key_t key;
-static bool has_key; /* a program may have used up all of them: then what a thread had when it ended is not used again */
+/* A program may have used up all of them: then what a thread had when it ended is not used again. */
+static bool has_key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static TLS struct reader own; /* of a thread that is exempt */
 

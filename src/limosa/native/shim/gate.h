@@ -16,8 +16,9 @@
 
 struct reader {
     _Atomic uint32_t inside; /* calls of this thread that are in the driver, one within the other */
-    _Atomic uint32_t passed; /* which of them, by its depth, has found the gate open: those inside it need not look. 0 where
-                              * none has: a signal may come between counting and looking */
+    /* Which of them, by its depth, has found the gate open: those inside it need not look. 0 where none has: a signal
+     * may come between counting and looking. */
+    _Atomic uint32_t passed;
     _Atomic bool used;
     struct reader *next;
 } __attribute__((aligned(64)));

@@ -13,8 +13,9 @@
 #include "shim.h"
 
 typedef uint64_t word;
-#define WORDS word a, word b, word c, word d, word e, word f, word g, word h, word i, word j, word k, word l, word m, \
-              word n, word o, word p
+#define WORDS                                                                                                          \
+    word a, word b, word c, word d, word e, word f, word g, word h, word i, word j, word k, word l, word m, word n,    \
+        word o, word p
 #define PASSED a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p
 
 typedef word function(WORDS);
@@ -61,14 +62,17 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, struct en
     {                                                                                                                  \
         return hand_on(false, &entries[LISTED + 0x##x], PASSED);                                                       \
     }
+/* clang-format off */
 #define SPARE_16(x)                                                                                                    \
     SPARE_1(x##0) SPARE_1(x##1) SPARE_1(x##2) SPARE_1(x##3) SPARE_1(x##4) SPARE_1(x##5) SPARE_1(x##6) SPARE_1(x##7)    \
         SPARE_1(x##8) SPARE_1(x##9) SPARE_1(x##a) SPARE_1(x##b) SPARE_1(x##c) SPARE_1(x##d) SPARE_1(x##e)              \
             SPARE_1(x##f)
 SPARE_16(0) SPARE_16(1) SPARE_16(2) SPARE_16(3) SPARE_16(4) SPARE_16(5) SPARE_16(6) SPARE_16(7) SPARE_16(8) SPARE_16(9)
 SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
+/* clang-format on */
 
 #define HOOK_1(x) {.hook = (void *)spare_##x},
+/* clang-format off */
 #define HOOK_16(x)                                                                                                     \
     HOOK_1(x##0) HOOK_1(x##1) HOOK_1(x##2) HOOK_1(x##3) HOOK_1(x##4) HOOK_1(x##5) HOOK_1(x##6) HOOK_1(x##7)            \
         HOOK_1(x##8) HOOK_1(x##9) HOOK_1(x##a) HOOK_1(x##b) HOOK_1(x##c) HOOK_1(x##d) HOOK_1(x##e) HOOK_1(x##f)
@@ -80,6 +84,7 @@ struct entry entries[LISTED + SPARE] = {
     HOOK_16(0) HOOK_16(1) HOOK_16(2) HOOK_16(3) HOOK_16(4) HOOK_16(5) HOOK_16(6) HOOK_16(7) HOOK_16(8) HOOK_16(9)
         HOOK_16(a) HOOK_16(b) HOOK_16(c) HOOK_16(d) HOOK_16(e) HOOK_16(f)
 };
+/* clang-format on */
 static _Atomic int n_spare;
 static _Atomic int guard; /* held for a few instructions, never across a call that may wait */
 

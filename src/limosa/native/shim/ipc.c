@@ -125,8 +125,8 @@ static int32_t answer_of(int with, int *fd)
     do {
         poll(&(struct pollfd){.fd = with, .events = POLLIN}, 1, -1);
         /* CMSG_SPACE has room for two. */
-        back = (struct msghdr){.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control,
-                               .msg_controllen = CMSG_LEN(sizeof(int))};
+        back = (struct msghdr){
+            .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = CMSG_LEN(sizeof(int))};
         fds_begin();
         got = recvmsg(with, &back, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
         struct cmsghdr *head = got >= 0 ? CMSG_FIRSTHDR(&back) : NULL;
@@ -189,8 +189,12 @@ static uint32_t name_of(const struct said *said)
  * is served there, so that memory is neither put away nor taken back before it is open here. */
 static int32_t ask(const struct said *said, int *fd, int *connection)
 {
-    struct message asked = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION, .verb = VERB_SHARE, .a = said->id,
-                            .b = said->token, .c = said->share};
+    struct message asked = {.magic = PROTOCOL_MAGIC,
+                            .version = PROTOCOL_VERSION,
+                            .verb = VERB_SHARE,
+                            .a = said->id,
+                            .b = said->token,
+                            .c = said->share};
     struct timeval limit = {CONNECT_SECONDS, 0};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     int n = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, SERVE_NAME, name_of(said));
@@ -227,7 +231,8 @@ static bool again(CUdeviceptr *pointer, const struct said *said)
     real(cuCtxGetCurrent)(&context);
     pthread_mutex_lock(&memory_lock);
     for (size_t i = 0; i < n_mappings && !found; i++)
-        if (mappings[i]->opened && !mappings[i]->freeing && mappings[i]->memory->share == said->share && mappings[i]->context == context) {
+        if (mappings[i]->opened && !mappings[i]->freeing && mappings[i]->memory->share == said->share
+            && mappings[i]->context == context) {
             mappings[i]->times++;
             *pointer = mappings[i]->at;
             found = true;
@@ -334,8 +339,9 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
         poll(NULL, 0, 20);
     }
     if (told) /* as where the exporter is gone */
-        return told == -ENOENT ? CUDA_ERROR_INVALID_HANDLE : told == -ENOMEM ? CUDA_ERROR_OUT_OF_MEMORY
-                                                                             : CUDA_ERROR_INVALID_VALUE;
+        return told == -ENOENT ? CUDA_ERROR_INVALID_HANDLE
+            : told == -ENOMEM  ? CUDA_ERROR_OUT_OF_MEMORY
+                               : CUDA_ERROR_INVALID_VALUE;
     struct reader *reader = gate_enter();
     CUresult result = import(pointer, said, fd);
     gate_leave(reader);

@@ -139,8 +139,8 @@ static size_t some(struct one *all, CUdeviceptr from)
         struct mapping *mapping = mappings[place];
         if (!mapping->late || context_ending(mapping->context) || context_ending(mapping->recorded))
             continue;
-        all[n++] = (struct one){mapping->at, mapping->memory->id, mapping->context, mapping->recorded, mapping->event,
-                                mapping->ordered};
+        all[n++] = (struct one){mapping->at,       mapping->memory->id, mapping->context,
+                                mapping->recorded, mapping->event,      mapping->ordered};
         late_taken(mapping);
         mapping->event = NULL;
     }

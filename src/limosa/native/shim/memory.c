@@ -18,7 +18,8 @@ void *real_functions[REAL_FUNCTIONS];
 static size_t room_mappings, room_memories;
 static uint64_t last_id, last_number;
 
-#define GIVEN ((CUhandle)0x4c694d6f << 32) /* what numbers of ours begin with: drivers give addresses of their own heap */
+/* What numbers of ours begin with: drivers give addresses of their own heap. */
+#define GIVEN ((CUhandle)0x4c694d6f << 32)
 
 int real_find(void)
 {

@@ -211,7 +211,8 @@ EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t w
     CALLED(cuMemAllocPitch_v2);
     if (!shim_ready())
         return real_functions[REAL_cuMemAllocPitch_v2]
-            ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element) : CUDA_ERROR_NO_DEVICE;
+            ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element)
+            : CUDA_ERROR_NO_DEVICE;
     GATE(pitched(pointer, pitch, width, height, element));
 }
 
@@ -298,8 +299,8 @@ static CUresult let_go_in_order(CUdeviceptr pointer, void *stream, bool per_thre
     result = late_record(stream, per_thread, &event, &recorded);
     if (!result && !event) {
         typedef CUresult synchronize(void *);
-        synchronize *wait = (synchronize *)entry_real(&entries[per_thread ? AT_cuStreamSynchronize_ptsz
-                                                                          : AT_cuStreamSynchronize]);
+        synchronize *wait = (synchronize *)entry_real(
+            &entries[per_thread ? AT_cuStreamSynchronize_ptsz : AT_cuStreamSynchronize]);
         result = wait ? wait(stream) : CUDA_ERROR_NOT_SUPPORTED;
     }
     pthread_mutex_lock(&memory_lock);
@@ -352,8 +353,17 @@ EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr pointer, void *stream)
 
 /* --------------------------------------------------------------------------------------------------- questions --- */
 
-enum { ATTRIBUTE_CONTEXT = 1, ATTRIBUTE_BUFFER = 7, ATTRIBUTE_IS_LEGACY_IPC = 10, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12,
-       ATTRIBUTE_HANDLE_TYPES = 14, ATTRIBUTE_MAPPING_SIZE = 18, ATTRIBUTE_MAPPING_BASE = 19, ATTRIBUTE_BLOCK = 20 };
+enum {
+    ATTRIBUTE_CONTEXT = 1,
+    ATTRIBUTE_BUFFER = 7,
+    ATTRIBUTE_IS_LEGACY_IPC = 10,
+    ATTRIBUTE_RANGE_START = 11,
+    ATTRIBUTE_RANGE_SIZE = 12,
+    ATTRIBUTE_HANDLE_TYPES = 14,
+    ATTRIBUTE_MAPPING_SIZE = 18,
+    ATTRIBUTE_MAPPING_BASE = 19,
+    ATTRIBUTE_BLOCK = 20
+};
 
 #define OURS (1ull << 62) /* numbers of ours are none that a driver counts to */
 
@@ -395,8 +405,8 @@ EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdevi
 {
     CALLED(cuMemGetAddressRange_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuMemGetAddressRange_v2]
-            ? real(cuMemGetAddressRange_v2)(base, bytes, pointer) : CUDA_ERROR_NO_DEVICE;
+        return real_functions[REAL_cuMemGetAddressRange_v2] ? real(cuMemGetAddressRange_v2)(base, bytes, pointer)
+                                                            : CUDA_ERROR_NO_DEVICE;
     GATE(range(base, bytes, pointer));
 }
 
@@ -419,8 +429,8 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr pointer
 {
     CALLED(cuPointerGetAttribute);
     if (!shim_ready())
-        return real_functions[REAL_cuPointerGetAttribute]
-            ? real(cuPointerGetAttribute)(data, which, pointer) : CUDA_ERROR_NO_DEVICE;
+        return real_functions[REAL_cuPointerGetAttribute] ? real(cuPointerGetAttribute)(data, which, pointer)
+                                                          : CUDA_ERROR_NO_DEVICE;
     GATE(attribute(data, which, pointer));
 }
 
@@ -442,8 +452,8 @@ EXPORT CUresult cuPointerGetAttributes(unsigned n, int *which, void **data, CUde
 {
     CALLED(cuPointerGetAttributes);
     if (!shim_ready())
-        return real_functions[REAL_cuPointerGetAttributes]
-            ? real(cuPointerGetAttributes)(n, which, data, pointer) : CUDA_ERROR_NO_DEVICE;
+        return real_functions[REAL_cuPointerGetAttributes] ? real(cuPointerGetAttributes)(n, which, data, pointer)
+                                                           : CUDA_ERROR_NO_DEVICE;
     GATE(attributes(n, which, data, pointer));
 }
 

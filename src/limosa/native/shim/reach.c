@@ -75,7 +75,8 @@ static CUcontext context_named(const char *base, const uint64_t *words)
         return (CUcontext)(uintptr_t)words[5];
     if (!strcmp(base, "cuGraphExecMemcpyNodeSetParams"))
         return (CUcontext)(uintptr_t)words[3];
-    if (strcmp(base, "cuGraphAddNode") && strcmp(base, "cuGraphNodeSetParams") && strcmp(base, "cuGraphExecNodeSetParams"))
+    if (strcmp(base, "cuGraphAddNode") && strcmp(base, "cuGraphNodeSetParams")
+        && strcmp(base, "cuGraphExecNodeSetParams"))
         return NULL;
     const uint64_t *node = node_of(base, words);
     return node ? (CUcontext)(uintptr_t)node[3] : NULL;

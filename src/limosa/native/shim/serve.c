@@ -190,8 +190,8 @@ static bool answer_one(int client)
     } control;
     struct message asked, answer = {.magic = PROTOCOL_MAGIC, .version = PROTOCOL_VERSION};
     struct iovec parts[2] = {{&asked, sizeof asked}, {ids, sizeof ids}};
-    struct msghdr packet = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control,
-                            .msg_controllen = sizeof control};
+    struct msghdr packet = {
+        .msg_iov = parts, .msg_iovlen = 2, .msg_control = &control, .msg_controllen = sizeof control};
     int fds[PROTOCOL_MOST];
     size_t n_fds = 0;
     ssize_t got;

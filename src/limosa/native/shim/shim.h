@@ -28,7 +28,7 @@ enum { /* places in the table */
 #include "../softgpu/functions.list"
 #include "newer.list"
 #undef FUNCTION
-    LISTED
+       LISTED
 };
 
 extern struct entry entries[]; /* LISTED, behind them what no list knows, in turn */

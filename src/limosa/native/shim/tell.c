@@ -31,7 +31,10 @@ static bool tables(struct message *answer)
 
 static struct record record_of(const struct memory *memory)
 {
-    struct record record = {.id = memory->id, .bytes = memory->bytes, .share = memory->share, .owner = memory->owner,
+    struct record record = {.id = memory->id,
+                            .bytes = memory->bytes,
+                            .share = memory->share,
+                            .owner = memory->owner,
                             .device = (uint32_t)memory->asked.location.id};
 
     record.flags |= memory->shared ? RECORD_SHARED : 0;
@@ -276,4 +279,3 @@ bool tell_counts(int client, struct message *answer)
     }
     return say(client, answer, &now, answer->result ? 0 : sizeof now, NULL, 0);
 }
-

@@ -52,14 +52,16 @@ static CUresult create_once(CUhandle *handle, size_t bytes, const CUmemAllocatio
     if (!stays)
         more.requestedHandleTypes |= HANDLE_POSIX_FD; /* else it could not be given to anybody */
     CUresult result = real(cuMemCreate)(&driver, bytes, &more, flags);
-    if (result && result != CUDA_ERROR_OUT_OF_MEMORY && !stays && more.requestedHandleTypes != prop->requestedHandleTypes) {
+    if (result && result != CUDA_ERROR_OUT_OF_MEMORY && !stays
+        && more.requestedHandleTypes != prop->requestedHandleTypes) {
         stays = true; /* what is asked for is to be had, only not for others */
         result = real(cuMemCreate)(&driver, bytes, prop, flags);
     }
     return result ? result : number(handle, driver, bytes, prop, stays, LEFT_FOREIGN, 0);
 }
 
-static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
+static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop,
+                               unsigned long long flags)
 {
     late_free(LATE_LOOK);
     CUresult result = create_once(handle, bytes, prop, flags);
@@ -195,7 +197,8 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
             if (all[i].location.type == LOCATION_DEVICE && all[i].location.id >= 0 && all[i].location.id < MAX_DEVICES)
                 mappings[place]->access[all[i].location.id] = (unsigned char)all[i].flags;
             else
-                memory_stays(mappings[place]->memory, LEFT_SHARED); /* the processor's own access: not taken apart here */
+                /* the processor's own access: not taken apart here */
+                memory_stays(mappings[place]->memory, LEFT_SHARED);
         }
     pthread_mutex_unlock(&memory_lock);
     return result;

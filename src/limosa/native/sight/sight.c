@@ -54,8 +54,8 @@ static bool is_ours(int fd)
 {
     struct stat found;
 
-    return fstat(fd, &found) == 0 && S_ISREG(found.st_mode) &&
-           (found.st_uid == 0 || found.st_uid == geteuid() || found.st_uid == getuid());
+    return fstat(fd, &found) == 0 && S_ISREG(found.st_mode)
+        && (found.st_uid == 0 || found.st_uid == geteuid() || found.st_uid == getuid());
 }
 
 static bool may_open(int minor)

@@ -177,8 +177,8 @@ static struct block *block_with_room(size_t bytes, int ordinal, struct context *
 
     *offset = 0;
     for (struct block *block = blocks; block; block = block->next) {
-        if (block->ordinal != ordinal || block->pool != pool || (!pool && block->context != context) ||
-            block->imported || small != (block->units != NULL))
+        if (block->ordinal != ordinal || block->pool != pool || (!pool && block->context != context) || block->imported
+            || small != (block->units != NULL))
             continue;
         if (small && block->used + bytes <= block->bytes) {
             size_t unit = units_find(block, bytes / UNIT);

@@ -226,15 +226,11 @@ void block_unmap(CUdeviceptr address, size_t bytes, uint64_t id)
 CUresult block_result(int error)
 {
     switch (-error) {
-    case 0:
-        return CUDA_SUCCESS;
+    case 0: return CUDA_SUCCESS;
     case ENOMEM:
-    case ENOSPC:
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    case ENODEV:
-        return CUDA_ERROR_DEVICE_UNAVAILABLE;
-    default:
-        return CUDA_ERROR_OPERATING_SYSTEM;
+    case ENOSPC: return CUDA_ERROR_OUT_OF_MEMORY;
+    case ENODEV: return CUDA_ERROR_DEVICE_UNAVAILABLE;
+    default: return CUDA_ERROR_OPERATING_SYSTEM;
     }
 }
 

@@ -174,8 +174,8 @@ static CUresult lock_process(const struct request *request)
 
     if (result != CUDA_SUCCESS)
         return result;
-    if (any_gpu(driver.openable, is_mig) || driver.node->nvml_flags & NODE_MPS || fault_hazard("vgpu") ||
-        fault_hazard("mig-not-supported") || fault_hazard("mps-not-supported"))
+    if (any_gpu(driver.openable, is_mig) || driver.node->nvml_flags & NODE_MPS || fault_hazard("vgpu")
+        || fault_hazard("mig-not-supported") || fault_hazard("mps-not-supported"))
         return CUDA_ERROR_NOT_SUPPORTED;
     if (fault_hazard_wait("collective-deadlocks-lock", limit))
         return CUDA_ERROR_NOT_READY;
@@ -274,8 +274,8 @@ static CUresult checkpoint_process(const struct request *request)
     if (size) {
         /* One call of the C library's mmap, as with the real driver, so that a preloaded library can answer it. */
         memory = request->faults & FAULT_NO_HOST_MEMORY
-                     ? MAP_FAILED
-                     : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+            ? MAP_FAILED
+            : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
         if (memory == MAP_FAILED) {
             kept.refused = !(request->faults & FAULT_NO_HOST_MEMORY);
             return CUDA_ERROR_OUT_OF_MEMORY;
@@ -369,8 +369,8 @@ static CUresult choose_gpus(const struct request *request)
     for (int i = 0; i < kept.n_gpus; i++) {
         const void *uuid = mapped_to(&kept.was[i], request);
         int gpu = uuid ? find_gpu(uuid) : -1;
-        if (gpu < 0 || taken >> gpu & 1 || !same_chip(&kept.was[i], &driver.node->gpus[gpu]) ||
-            !(openable >> gpu & 1 || was_openable(uuid)))
+        if (gpu < 0 || taken >> gpu & 1 || !same_chip(&kept.was[i], &driver.node->gpus[gpu])
+            || !(openable >> gpu & 1 || was_openable(uuid)))
             return CUDA_ERROR_INVALID_VALUE;
         taken |= 1u << gpu;
         moves |= gpu != kept.gpu[i];
@@ -395,7 +395,7 @@ static CUresult claim(const struct request *request)
     CUresult result = CUDA_SUCCESS;
     if (failed)
         result = failed == -ENOMEM || failed == -ENOSPC ? CUDA_ERROR_OUT_OF_MEMORY
-                 : failed == -ENODEV                    ? CUDA_ERROR_DEVICE_UNAVAILABLE
+            : failed == -ENODEV                         ? CUDA_ERROR_DEVICE_UNAVAILABLE
                                                         : CUDA_ERROR_OPERATING_SYSTEM;
     else
         result = step("step:restore-claimed");
@@ -412,8 +412,8 @@ static void come_from_elsewhere(struct node_gpu *known)
 {
     unsigned domain, bus, device, function;
     if (sscanf(known->pci, "%x:%x:%x.%x", &domain, &bus, &device, &function) == 4)
-        snprintf(known->pci, sizeof(known->pci), "%08X:%02X:%02X.%X", domain,
-                 (bus & 0x7f) | 0x80, device & 0x1f, function & 7);
+        snprintf(known->pci, sizeof(known->pci), "%08X:%02X:%02X.%X", domain, (bus & 0x7f) | 0x80, device & 0x1f,
+                 function & 7);
 }
 
 static CUresult restore_opened(const struct request *request)
@@ -523,8 +523,8 @@ bool request_read(const char *text, size_t length, struct request *request)
             return false;
         bytes[i] = (unsigned char)(high << 4 | low);
     }
-    return request->magic == REQUEST_MAGIC && request->n_pairs <= NODE_MAX_GPUS &&
-           length == 2 * REQUEST_BYTES(request->n_pairs);
+    return request->magic == REQUEST_MAGIC && request->n_pairs <= NODE_MAX_GPUS
+        && length == 2 * REQUEST_BYTES(request->n_pairs);
 }
 
 /* Take a request: false where its controller is gone. */
@@ -536,8 +536,8 @@ static bool take(uint64_t number, struct job *job)
     ssize_t length = readlink(path, text, sizeof(text));
     unlink(path);
     job->number = number;
-    return length > 0 && request_read(text, (size_t)length, &job->request) &&
-           controller_lives(job->request.controller, job->request.pid_namespace);
+    return length > 0 && request_read(text, (size_t)length, &job->request)
+        && controller_lives(job->request.controller, job->request.pid_namespace);
 }
 
 static void answer(const struct job *job, CUresult result, int value)
@@ -558,16 +558,13 @@ static CUresult work(const struct request *request)
 {
     int state = driver.state;
     switch (request->kind) {
-    case REQUEST_LOCK:
-        return state == CU_PROCESS_STATE_RUNNING ? lock_process(request) : CUDA_ERROR_ILLEGAL_STATE;
+    case REQUEST_LOCK: return state == CU_PROCESS_STATE_RUNNING ? lock_process(request) : CUDA_ERROR_ILLEGAL_STATE;
     case REQUEST_CHECKPOINT:
         return state == CU_PROCESS_STATE_LOCKED ? checkpoint_process(request) : CUDA_ERROR_ILLEGAL_STATE;
     case REQUEST_RESTORE:
         return state == CU_PROCESS_STATE_CHECKPOINTED ? restore_process(request) : CUDA_ERROR_ILLEGAL_STATE;
-    case REQUEST_UNLOCK:
-        return state == CU_PROCESS_STATE_LOCKED ? unlock_process() : CUDA_ERROR_ILLEGAL_STATE;
-    default:
-        return CUDA_SUCCESS;
+    case REQUEST_UNLOCK: return state == CU_PROCESS_STATE_LOCKED ? unlock_process() : CUDA_ERROR_ILLEGAL_STATE;
+    default: return CUDA_SUCCESS;
     }
 }
 

@@ -121,14 +121,10 @@ int contexts_claim(void)
         contexts_release();
     show_mappings();
     switch (result) {
-    case CUDA_SUCCESS:
-        return 0;
-    case CUDA_ERROR_OUT_OF_MEMORY:
-        return -ENOMEM;
-    case CUDA_ERROR_DEVICE_UNAVAILABLE:
-        return -ENODEV;
-    default:
-        return -EIO;
+    case CUDA_SUCCESS: return 0;
+    case CUDA_ERROR_OUT_OF_MEMORY: return -ENOMEM;
+    case CUDA_ERROR_DEVICE_UNAVAILABLE: return -ENODEV;
+    default: return -EIO;
     }
 }
 
@@ -685,8 +681,7 @@ EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
             RETURN(CUDA_ERROR_INVALID_VALUE);
         break;
     case CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT:
-    case CU_LIMIT_PERSISTING_L2_CACHE_SIZE:
-        break;
+    case CU_LIMIT_PERSISTING_L2_CACHE_SIZE: break;
     case CU_LIMIT_MAX_L2_FETCH_GRANULARITY:
         if (value > 128)
             RETURN(CUDA_ERROR_INVALID_VALUE);
@@ -694,10 +689,8 @@ EXPORT CUresult cuCtxSetLimit(CUlimit limit, size_t value)
     case CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH:
     case CU_LIMIT_SHMEM_SIZE:
     case CU_LIMIT_CIG_ENABLED:
-    case CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED:
-        RETURN(CUDA_ERROR_UNSUPPORTED_LIMIT);
-    default:
-        RETURN(CUDA_ERROR_INVALID_VALUE);
+    case CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED: RETURN(CUDA_ERROR_UNSUPPORTED_LIMIT);
+    default: RETURN(CUDA_ERROR_INVALID_VALUE);
     }
     call_.context->limits[limit] = value;
     RETURN(CUDA_SUCCESS);

@@ -70,8 +70,8 @@ static bool is_restore_thread(pid_t tgid, pid_t tid)
         return false;
     ssize_t length = read(fd, name, sizeof(name) - 1);
     close(fd);
-    return length > 0 && !strcmp(name, RESTORE_THREAD_NAME "\n") && read_status(tgid, tid, &ignored, &blocked) &&
-           (blocked | 1ull << (REQUEST_SIGNAL - 1)) >> (SIGRTMIN - 1) == UINT64_MAX >> (SIGRTMIN - 1);
+    return length > 0 && !strcmp(name, RESTORE_THREAD_NAME "\n") && read_status(tgid, tid, &ignored, &blocked)
+        && (blocked | 1ull << (REQUEST_SIGNAL - 1)) >> (SIGRTMIN - 1) == UINT64_MAX >> (SIGRTMIN - 1);
 }
 
 static pid_t find_restore_thread(pid_t tgid)
@@ -183,8 +183,8 @@ static void sweep(void)
             continue;
         text[length] = 0;
         if (!strcmp(suffix, ".ask"))
-            stale = request_read(text, (size_t)length, &request) &&
-                    !controller_lives(request.controller, request.pid_namespace);
+            stale = request_read(text, (size_t)length, &request)
+                && !controller_lives(request.controller, request.pid_namespace);
         else if (sscanf(text, "%d %d %d %llu", &result, &value, &controller, &pid_namespace) == 4)
             stale = !controller_lives(controller, pid_namespace);
         if (stale)
@@ -275,8 +275,8 @@ static void die_in_the_middle(const struct request *request, uint64_t number, co
 {
     char path[REQUEST_PATH_ROOM], text[8];
 
-    if ((request->kind != REQUEST_CHECKPOINT && request->kind != REQUEST_RESTORE) ||
-        !fault_hazard_about("stays-locked-after-controller-death", target->tgid, 0))
+    if ((request->kind != REQUEST_CHECKPOINT && request->kind != REQUEST_RESTORE)
+        || !fault_hazard_about("stays-locked-after-controller-death", target->tgid, 0))
         return;
     request_path(number, ".ask", path);
     while (readlink(path, text, sizeof(text)) > 0 && !is_dead(target))
@@ -426,8 +426,7 @@ EXPORT CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *arg
     struct request request = {.kind = REQUEST_RESTORE};
 
     if (args) {
-        if (!all_zero(args->reserved, sizeof(args->reserved)) || args->reserved1 ||
-            args->gpuPairsCount > NODE_MAX_GPUS)
+        if (!all_zero(args->reserved, sizeof(args->reserved)) || args->reserved1 || args->gpuPairsCount > NODE_MAX_GPUS)
             RETURN(CUDA_ERROR_INVALID_VALUE);
         request.n_pairs = args->gpuPairsCount;
         /* Without a pointer to them this crashes, as it does with a real driver. */

@@ -36,9 +36,9 @@ static int place(CUdeviceptr address, bool *pageable)
 static CUresult check(const struct side *side, size_t width, size_t height, size_t depth)
 {
     size_t layers, rows, bytes;
-    if (__builtin_mul_overflow(depth - 1, side->slice, &layers) ||
-        __builtin_mul_overflow(height - 1, side->pitch, &rows) || __builtin_add_overflow(layers, rows, &bytes) ||
-        __builtin_add_overflow(bytes, width, &bytes))
+    if (__builtin_mul_overflow(depth - 1, side->slice, &layers)
+        || __builtin_mul_overflow(height - 1, side->pitch, &rows) || __builtin_add_overflow(layers, rows, &bytes)
+        || __builtin_add_overflow(bytes, width, &bytes))
         return CUDA_ERROR_INVALID_VALUE;
     return memory_check(side->at, bytes, side->device);
 }
@@ -50,8 +50,8 @@ static void run_copy(void *argument)
     if (copy->context->sticky || copy->context->destroyed)
         return;
     /* The memory may have been freed since the copy was submitted. */
-    if (check(&copy->to, copy->width, copy->height, copy->depth) != CUDA_SUCCESS ||
-        check(&copy->from, copy->width, copy->height, copy->depth) != CUDA_SUCCESS) {
+    if (check(&copy->to, copy->width, copy->height, copy->depth) != CUDA_SUCCESS
+        || check(&copy->from, copy->width, copy->height, copy->depth) != CUDA_SUCCESS) {
         context_fail(copy->context, CUDA_ERROR_ILLEGAL_ADDRESS);
         return;
     }
@@ -89,8 +89,8 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
     if (!copy.context)
         return stream && stream != CU_STREAM_PER_THREAD ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT;
     size_t bytes;
-    if (__builtin_mul_overflow(copy.width, copy.height, &bytes) || __builtin_mul_overflow(bytes, copy.depth, &bytes) ||
-        bytes > SIZE_MAX / 2)
+    if (__builtin_mul_overflow(copy.width, copy.height, &bytes) || __builtin_mul_overflow(bytes, copy.depth, &bytes)
+        || bytes > SIZE_MAX / 2)
         return CUDA_ERROR_INVALID_VALUE;
     if (bytes == 0)
         return CUDA_SUCCESS;
@@ -103,14 +103,15 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
     /* Virtual memory is found only if the GPU that copies was given access to it; a call that names both contexts needs
      * none (measured). */
     int by = copy.context->ordinal;
-    if (!copy.peer && ((to >= 0 && !memory_reached(copy.to.at, by)) || (from >= 0 && !memory_reached(copy.from.at, by))))
+    if (!copy.peer
+        && ((to >= 0 && !memory_reached(copy.to.at, by)) || (from >= 0 && !memory_reached(copy.from.at, by))))
         return CUDA_ERROR_INVALID_VALUE;
     const struct node_rates *rates = &driver.node->rates;
     copy.fixed = to < 0 && from < 0 ? 0 : rates->copy_fixed;
     copy.rate = to < 0 && from < 0 ? 0
-                : to < 0           ? rates->device_to_host
-                : from < 0         ? rates->host_to_device
-                : to == from       ? rates->device_to_device
+        : to < 0                   ? rates->device_to_host
+        : from < 0                 ? rates->host_to_device
+        : to == from               ? rates->device_to_device
                                    : rates->peer;
     bool wait = synchronous ? to < 0 || from < 0 : to_pageable || from_pageable;
     if (wait && !synchronous && !to_pageable && bytes <= STAGED && copy.height == 1 && copy.depth == 1) {
@@ -167,20 +168,11 @@ static CUresult side_of(struct side *side, CUmemorytype type, const void *host, 
 {
     size_t needed = x + extent[0];
     switch ((int)type) {
-    case CU_MEMORYTYPE_HOST:
-        *side = (struct side){.at = (CUdeviceptr)(uintptr_t)host};
-        break;
-    case CU_MEMORYTYPE_DEVICE:
-        *side = (struct side){.at = device, .device = true};
-        break;
-    case CU_MEMORYTYPE_UNIFIED:
-        *side = (struct side){.at = device};
-        break;
-    case CU_MEMORYTYPE_ARRAY:
-        node_log("copies of arrays are not supported");
-        return CUDA_ERROR_NOT_SUPPORTED;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    case CU_MEMORYTYPE_HOST: *side = (struct side){.at = (CUdeviceptr)(uintptr_t)host}; break;
+    case CU_MEMORYTYPE_DEVICE: *side = (struct side){.at = device, .device = true}; break;
+    case CU_MEMORYTYPE_UNIFIED: *side = (struct side){.at = device}; break;
+    case CU_MEMORYTYPE_ARRAY: node_log("copies of arrays are not supported"); return CUDA_ERROR_NOT_SUPPORTED;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
     bool many_rows = extent[1] > 1 || y, many_layers = extent[2] > 1 || z;
     if ((pitch || many_rows || many_layers) && (pitch < needed || pitch > MAX_PITCH))
@@ -297,7 +289,7 @@ static void run_set(void *argument)
 static CUresult fill(struct context *current, CUstream stream, CUdeviceptr to, size_t pitch, unsigned value,
                      unsigned size, size_t width, size_t height, bool synchronous)
 {
-    struct set set = {stream_context(current, stream), to, pitch, width, height, value, size,
+    struct set set = {stream_context(current, stream),    to, pitch, width, height, value, size,
                       driver.node->rates.device_to_device};
     bool pageable;
     if (!set.context)

@@ -140,8 +140,8 @@ EXPORT CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *id)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     for (int i = 0; i < driver.n_devices; i++) {
         struct pci pci = pci_of(&driver.known[i]);
-        if (pci.domain == wanted.domain && pci.bus == wanted.bus && pci.slot == wanted.slot &&
-            pci.function == wanted.function) {
+        if (pci.domain == wanted.domain && pci.bus == wanted.bus && pci.slot == wanted.slot
+            && pci.function == wanted.function) {
             *device = i;
             RETURN(CUDA_SUCCESS);
         }
@@ -227,32 +227,15 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, C
     if (!gpu)
         RETURN(CUDA_ERROR_INVALID_DEVICE);
     switch ((int)attribute) {
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        *value = gpu->multiprocessors;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-        *value = gpu->cc_major;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-        *value = gpu->cc_minor;
-        break;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_MODE:
-        *value = (int)gpu->compute_mode;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
-        *value = (int)pci_of(gpu).bus;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID:
-        *value = (int)pci_of(gpu).slot;
-        break;
-    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID:
-        *value = (int)pci_of(gpu).domain;
-        break;
-    case CU_DEVICE_ATTRIBUTE_MULTI_GPU_BOARD_GROUP_ID:
-        *value = device;
-        break;
-    default:
-        *value = attributes[attribute];
+    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: *value = gpu->multiprocessors; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = gpu->cc_major; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: *value = gpu->cc_minor; break;
+    case CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: *value = (int)gpu->compute_mode; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = (int)pci_of(gpu).bus; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID: *value = (int)pci_of(gpu).slot; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID: *value = (int)pci_of(gpu).domain; break;
+    case CU_DEVICE_ATTRIBUTE_MULTI_GPU_BOARD_GROUP_ID: *value = device; break;
+    default: *value = attributes[attribute];
     }
     RETURN(CUDA_SUCCESS);
 }
@@ -316,16 +299,11 @@ EXPORT CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attrib
         RETURN(CUDA_ERROR_INVALID_DEVICE);
     switch ((int)attribute) {
     case CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK:
-    case CU_DEVICE_P2P_ATTRIBUTE_ONLY_PARTIAL_NATIVE_ATOMIC_SUPPORTED:
-        *value = 0;
-        break;
+    case CU_DEVICE_P2P_ATTRIBUTE_ONLY_PARTIAL_NATIVE_ATOMIC_SUPPORTED: *value = 0; break;
     case CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED:
     case CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED:
-    case CU_DEVICE_P2P_ATTRIBUTE_CUDA_ARRAY_ACCESS_SUPPORTED:
-        *value = 1;
-        break;
-    default:
-        RETURN(CUDA_ERROR_INVALID_VALUE);
+    case CU_DEVICE_P2P_ATTRIBUTE_CUDA_ARRAY_ACCESS_SUPPORTED: *value = 1; break;
+    default: RETURN(CUDA_ERROR_INVALID_VALUE);
     }
     RETURN(CUDA_SUCCESS);
 }

@@ -29,13 +29,13 @@
 /* ------------------------------------------------------------------ process.c: the process, the gate, every call --- */
 
 enum call_flags {
-    CALL_ANY = 0,     /* works before cuInit and while the process is locked (versions, error names, checkpoint calls) */
-    CALL_INIT = 1,    /* NOT_INITIALIZED before cuInit */
+    CALL_ANY = 0, /* works before cuInit and while the process is locked (versions, error names, checkpoint calls) */
+    CALL_INIT = 1, /* NOT_INITIALIZED before cuInit */
     CALL_CONTEXT = 2, /* INVALID_CONTEXT without a current context; implies CALL_INIT */
-    CALL_GATED = 4,   /* waits while the process is locked */
+    CALL_GATED = 4, /* waits while the process is locked */
     /* What a lock does not hold, as a real driver does not: */
-    CALL_AWAITS = 16, /* waits while the process is checkpointed (synchronises: when locked there is nothing to await) */
-    CALL_ASKS = 32,   /* asks the GPU: OPERATING_SYSTEM while the process is checkpointed */
+    CALL_AWAITS = 16, /* waits while the process is checkpointed (synchronises: locked, there is nothing to await) */
+    CALL_ASKS = 32, /* asks the GPU: OPERATING_SYSTEM while the process is checkpointed */
     CALL_EXPORTS = 64, /* goes with CALL_ASKS: UNKNOWN instead */
     CALL_OWN_FAULTS = 8, /* asks fault_ask itself, as it knows what the call is about (checkpoint calls: the target) */
     /* what most take: */
@@ -48,8 +48,8 @@ enum call_flags {
 struct call {
     const char *name;
     unsigned flags;
-    CUresult late;   /* a fault: what to answer after the work was done */
-    unsigned faults; /* of enum fault_action: those that the function itself has to carry out (memory, a state, a lie) */
+    CUresult late; /* a fault: what to answer after the work was done */
+    unsigned faults; /* of enum fault_action: what the function itself has to carry out (memory, a state, a lie) */
     struct context *context; /* the current one, NULL without */
 };
 
@@ -68,7 +68,7 @@ CUresult call_end(struct call *call, CUresult result);
 struct driver {
     pthread_mutex_t mutex;
     _Atomic bool initialised; /* cuInit has succeeded in this very process */
-    _Atomic bool forked;      /* a child of a process that had initialised */
+    _Atomic bool forked; /* a child of a process that had initialised */
     struct node_state *_Atomic node; /* NULL before cuInit; while checkpointed a private copy (node.h) */
 
     /* The GPUs whose device node the process could open at cuInit or at its last restore: a restore's map must name
@@ -135,22 +135,22 @@ struct context {
     int ordinal; /* the device as the application counts; driver.devices[ordinal] is the GPU */
     _Atomic unsigned flags;
     bool primary;
-    int references;    /* of a primary context */
-    int attached;      /* times current in some thread */
-    int attaches;      /* cuCtxAttach, less cuCtxDetach */
-    uint64_t block;    /* the device memory that the context itself takes (NODE_CONTEXT) */
-    void *holder;      /* what keeps it (block.h); NULL while the context has none */
-    uint32_t peers;    /* ordinals whose memory it has enabled */
+    int references; /* of a primary context */
+    int attached; /* times current in some thread */
+    int attaches; /* cuCtxAttach, less cuCtxDetach */
+    uint64_t block; /* the device memory that the context itself takes (NODE_CONTEXT) */
+    void *holder; /* what keeps it (block.h); NULL while the context has none */
+    uint32_t peers; /* ordinals whose memory it has enabled */
     _Atomic size_t limits[16]; /* by CUlimit */
     _Atomic int sticky; /* CUresult: an error that a context does not recover from */
-    unsigned version;   /* cuCtxGetApiVersion */
+    unsigned version; /* cuCtxGetApiVersion */
     _Atomic CUfunc_cache cache;
 };
 
 struct context *context_current(void);
 struct context *context_of_handle(CUcontext handle); /* NULL where it is none of ours; driver.mutex held */
-int context_gpu(const struct context *context);      /* index in node->gpus */
-extern struct context *contexts;                     /* all of them; driver.mutex held */
+int context_gpu(const struct context *context); /* index in node->gpus */
+extern struct context *contexts; /* all of them; driver.mutex held */
 
 /* For checkpoint.c: give the contexts' own device memory back, take it again on gpu_after(). 0 or -errno (-ENOMEM). */
 void contexts_release(void);
@@ -161,11 +161,11 @@ void contexts_forked(void);
 
 enum memory_kind {
     MEMORY_PLAIN = 1, /* cuMemAlloc, cuMemAllocPitch */
-    MEMORY_ASYNC,     /* cuMemAllocAsync */
+    MEMORY_ASYNC, /* cuMemAllocAsync */
     MEMORY_MANAGED,
-    MEMORY_VMM,       /* a mapping of a cuMemCreate handle */
-    MEMORY_IPC,       /* another process's, opened by cuIpcOpenMemHandle */
-    MEMORY_HOST,      /* cuMemHostAlloc: the process's own memory */
+    MEMORY_VMM, /* a mapping of a cuMemCreate handle */
+    MEMORY_IPC, /* another process's, opened by cuIpcOpenMemHandle */
+    MEMORY_HOST, /* cuMemHostAlloc: the process's own memory */
     MEMORY_REGISTERED /* cuMemHostRegister: likewise */
 };
 
@@ -191,19 +191,19 @@ bool memory_reached(CUdeviceptr address, int ordinal);
  * Sizes are bytes of device memory to be saved. */
 bool memory_has_managed(void);
 bool memory_has_imported(void); /* IPC memory of another process is open here: a restore will fail (measured) */
-bool vmm_has_imported(void);    /* so is a handle of another process's memory */
+bool vmm_has_imported(void); /* so is a handle of another process's memory */
 uint64_t memory_bytes(void);
 uint64_t vmm_bytes(void);
-char *memory_save(char *to);  /* copies all of it to `to`, returns the end; nothing is released yet */
+char *memory_save(char *to); /* copies all of it to `to`, returns the end; nothing is released yet */
 char *vmm_save(char *to);
-void memory_release(void);    /* unmaps, leaving the addresses reserved; device memory is free for others */
+void memory_release(void); /* unmaps, leaving the addresses reserved; device memory is free for others */
 void vmm_release(void);
-int memory_claim(void);       /* takes device memory on gpu_after(), maps it at the old addresses; 0 or -errno */
+int memory_claim(void); /* takes device memory on gpu_after(), maps it at the old addresses; 0 or -errno */
 int vmm_claim(void);
 const char *memory_load(const char *from);
 const char *vmm_load(const char *from);
 void memory_context_gone(struct context *context); /* destroyed: free what was allocated in it. Not locked */
-void memory_forked(void);     /* in a child: close what is open, forget everything */
+void memory_forked(void); /* in a child: close what is open, forget everything */
 void vmm_forked(void);
 
 /* --------------------------------------------------------------- stream.c, copy.c, kernels.c: work for the device --- */

@@ -219,14 +219,14 @@ static CUresult function_find(const char *symbol, void **pfn, int version, cuuin
         named = true;
         if (one->version > version || (one->per_thread && !per_thread))
             continue;
-        if (!best || one->per_thread > best->per_thread ||
-            (one->per_thread == best->per_thread && one->version > best->version))
+        if (!best || one->per_thread > best->per_thread
+            || (one->per_thread == best->per_thread && one->version > best->version))
             best = one;
     }
     *pfn = best ? best->address : NULL;
-    *status = best    ? CU_GET_PROC_ADDRESS_SUCCESS
-              : named ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
-                      : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    *status = best ? CU_GET_PROC_ADDRESS_SUCCESS
+        : named    ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
+                   : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return CUDA_SUCCESS;
 }
 

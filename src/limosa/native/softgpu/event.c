@@ -67,8 +67,8 @@ static struct event *event_make(struct context *context, unsigned flags, struct 
 EXPORT CUresult cuEventCreate(CUevent *handle, unsigned int flags)
 {
     ENTER(CALL_WORK);
-    if (!handle || (flags & ~(unsigned)EVENT_FLAGS) ||
-        ((flags & CU_EVENT_INTERPROCESS) && !(flags & CU_EVENT_DISABLE_TIMING)))
+    if (!handle || (flags & ~(unsigned)EVENT_FLAGS)
+        || ((flags & CU_EVENT_INTERPROCESS) && !(flags & CU_EVENT_DISABLE_TIMING)))
         RETURN(CUDA_ERROR_INVALID_VALUE);
     struct shared_event *shared = NULL;
     streams_lock();
@@ -89,9 +89,9 @@ EXPORT CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent of
         RETURN(CUDA_ERROR_INVALID_VALUE);
     streams_lock();
     const struct event *event = event_find(of);
-    CUresult result = !event          ? CUDA_ERROR_INVALID_HANDLE
-                      : event->shared ? shared_event_export(event->shared, handle)
-                                      : CUDA_ERROR_INVALID_VALUE;
+    CUresult result = !event ? CUDA_ERROR_INVALID_HANDLE
+        : event->shared      ? shared_event_export(event->shared, handle)
+                             : CUDA_ERROR_INVALID_VALUE;
     streams_unlock();
     RETURN(result);
 }
@@ -104,8 +104,8 @@ EXPORT CUresult CUDAAPI cuIpcOpenEventHandle(CUevent *handle, CUipcEventHandle o
     struct shared_event *shared = NULL;
     streams_lock();
     CUresult result = shared_event_open(&of, &shared);
-    struct event *event =
-        shared ? event_make(call_.context, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, shared) : NULL;
+    struct event *event = shared ? event_make(call_.context, CU_EVENT_INTERPROCESS | CU_EVENT_DISABLE_TIMING, shared)
+                                 : NULL;
     if (event)
         *handle = (CUevent)event;
     else
@@ -244,9 +244,9 @@ EXPORT CUresult cuCtxRecordEvent(CUcontext handle, CUevent to)
     mark->references = 2; /* the event's and the work's */
     streams_lock();
     struct event *event = known ? event_find(to) : NULL;
-    CUresult result = !known ? CUDA_ERROR_INVALID_CONTEXT
-                      : !event || event->context != context || event->shared ? CUDA_ERROR_INVALID_HANDLE
-                                                                             : CUDA_SUCCESS;
+    CUresult result = !known                                   ? CUDA_ERROR_INVALID_CONTEXT
+        : !event || event->context != context || event->shared ? CUDA_ERROR_INVALID_HANDLE
+                                                               : CUDA_SUCCESS;
     if (result == CUDA_SUCCESS)
         result = streams_mark(context, mark);
     else
@@ -274,10 +274,10 @@ EXPORT CUresult cuEventQuery(CUevent handle)
     ENTER(CALL_SYNC);
     streams_lock();
     const struct event *event = event_find(handle);
-    CUresult result = !event                                  ? CUDA_ERROR_INVALID_HANDLE
-                      : event->context->sticky                ? (CUresult)event->context->sticky
-                      : pending(event)                        ? CUDA_ERROR_NOT_READY
-                                                              : CUDA_SUCCESS;
+    CUresult result = !event     ? CUDA_ERROR_INVALID_HANDLE
+        : event->context->sticky ? (CUresult)event->context->sticky
+        : pending(event)         ? CUDA_ERROR_NOT_READY
+                                 : CUDA_SUCCESS;
     streams_unlock();
     RETURN(result);
 }
@@ -313,8 +313,8 @@ static CUresult elapsed(float *milliseconds, CUevent start, CUevent end)
     CUresult result = CUDA_SUCCESS;
     streams_lock();
     const struct event *first = event_find(start), *last = event_find(end);
-    if (!first || !last || first->context != last->context || !first->mark || !last->mark ||
-        ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
+    if (!first || !last || first->context != last->context || !first->mark || !last->mark
+        || ((first->flags | last->flags) & CU_EVENT_DISABLE_TIMING))
         result = CUDA_ERROR_INVALID_HANDLE;
     else if (first->context->sticky)
         result = (CUresult)first->context->sticky;

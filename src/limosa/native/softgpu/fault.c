@@ -261,8 +261,8 @@ static void load_rules(uint32_t generation)
     }
     for (struct dirent *entry; folder && (entry = readdir(folder));) {
         size_t length = strlen(entry->d_name);
-        if (entry->d_name[0] == '.' || length >= NAME_ROOM ||
-            (length > 6 && !strcmp(entry->d_name + length - 6, ".count")))
+        if (entry->d_name[0] == '.' || length >= NAME_ROOM
+            || (length > 6 && !strcmp(entry->d_name + length - 6, ".count")))
             continue;
         struct rule *rule = load_rule(entry->d_name);
         if (!rule)
@@ -365,8 +365,8 @@ static bool one_means(const char *pattern, const char *function)
     size_t length = strlen(plain);
     if (length > 5 && (!strcmp(plain + length - 5, "_ptsz") || !strcmp(plain + length - 5, "_ptds")))
         plain[length -= 5] = 0;
-    if (length > 3 && plain[length - 3] == '_' && plain[length - 2] == 'v' && plain[length - 1] >= '0' &&
-        plain[length - 1] <= '9')
+    if (length > 3 && plain[length - 3] == '_' && plain[length - 2] == 'v' && plain[length - 1] >= '0'
+        && plain[length - 1] <= '9')
         plain[length - 3] = 0;
     return fnmatch(pattern, plain, 0) == 0;
 }
@@ -448,8 +448,8 @@ static bool find_rule(const char *function, const char *hazard, pid_t target, st
         if (hazard ? strcmp(rule->hazard, hazard) != 0 : rule->hazard[0] != 0)
             continue;
         if (function ? !concerns(rule, function, target)
-                     : !is_meant(rule->caller, rule->caller_name, getpid()) ||
-                           !is_meant(rule->target, rule->target_name, target))
+                     : !is_meant(rule->caller, rule->caller_name, getpid())
+                    || !is_meant(rule->target, rule->target_name, target))
             continue;
         unsigned long calls = count(rule); /* also of a rule for each call: who looks at the node is told */
         if (rule->nth && calls != rule->nth)

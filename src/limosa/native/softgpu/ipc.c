@@ -53,8 +53,8 @@ static struct allocation *opened(const struct handle *handle, const struct conte
 {
     for (size_t i = 0; i < n_allocations; i++) {
         struct allocation *one = allocations[i];
-        if (one->kind == MEMORY_IPC && one->block->id == handle->block && one->context == context &&
-            one->start - one->block->address == handle->offset)
+        if (one->kind == MEMORY_IPC && one->block->id == handle->block && one->context == context
+            && one->start - one->block->address == handle->offset)
             return one;
     }
     return NULL;

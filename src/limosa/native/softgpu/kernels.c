@@ -38,8 +38,8 @@ static bool accessible(const struct launch *launch, uint64_t address, uint64_t n
         return true;
     if (address % size)
         error = CUDA_ERROR_MISALIGNED_ADDRESS;
-    else if (n > UINT64_MAX / size || memory_check(address, n * size, true) != CUDA_SUCCESS ||
-             !reachable(launch->context, address))
+    else if (n > UINT64_MAX / size || memory_check(address, n * size, true) != CUDA_SUCCESS
+             || !reachable(launch->context, address))
         error = CUDA_ERROR_ILLEGAL_ADDRESS;
     if (error)
         context_fail(launch->context, error);
@@ -124,18 +124,14 @@ static void chunk_hash(const struct launch *launch)
 static void spin(const struct launch *launch)
 {
     const struct timespec pause = {.tv_nsec = SPIN_PAUSE};
-    while (!launch->context->destroyed && accessible(launch, WORD(0), 1, sizeof(uint32_t)) &&
-           __atomic_load_n(AT(0, uint32_t), __ATOMIC_ACQUIRE) < launch->parameters[1].half)
+    while (!launch->context->destroyed && accessible(launch, WORD(0), 1, sizeof(uint32_t))
+           && __atomic_load_n(AT(0, uint32_t), __ATOMIC_ACQUIRE) < launch->parameters[1].half)
         nanosleep(&pause, NULL);
 }
 
 static const struct kernel kernels[] = {
-    {"fill", fill, 3, {8, 8, 8}},
-    {"stamp", stamp, 4, {8, 8, 8, 8}},
-    {"saxpy", saxpy, 4, {8, 8, 4, 8}},
-    {"hash", hash, 3, {8, 8, 8}},
-    {"spin", spin, 2, {8, 4}},
-    {"chunk_hash", chunk_hash, 4, {8, 8, 8, 8}},
+    {"fill", fill, 3, {8, 8, 8}}, {"stamp", stamp, 4, {8, 8, 8, 8}}, {"saxpy", saxpy, 4, {8, 8, 4, 8}},
+    {"hash", hash, 3, {8, 8, 8}}, {"spin", spin, 2, {8, 4}},         {"chunk_hash", chunk_hash, 4, {8, 8, 8, 8}},
 };
 
 const struct kernel *kernel_find(const char *name)
@@ -200,8 +196,8 @@ static CUresult check_shape(const CUlaunchConfig *c, const struct function *func
         return CUDA_ERROR_INVALID_VALUE;
     if (c->gridDimX > 2147483647 || c->gridDimY > 65535 || c->gridDimZ > 65535)
         return CUDA_ERROR_INVALID_VALUE;
-    if (c->blockDimX > MAX_THREADS || c->blockDimY > MAX_THREADS || c->blockDimZ > 64 ||
-        threads * c->blockDimZ > MAX_THREADS)
+    if (c->blockDimX > MAX_THREADS || c->blockDimY > MAX_THREADS || c->blockDimZ > 64
+        || threads * c->blockDimZ > MAX_THREADS)
         return CUDA_ERROR_INVALID_VALUE;
     if (c->sharedMemBytes > (unsigned)function->dynamic_shared)
         return CUDA_ERROR_INVALID_VALUE;
@@ -213,8 +209,8 @@ static CUresult launch(struct context *current, const CUlaunchConfig *config, CU
 {
     struct function function;
     struct context *loaded_in;
-    if (!function_find(handle, &function, &loaded_in) || (loaded_in && loaded_in != current) ||
-        stream_context(current, config->hStream) != current)
+    if (!function_find(handle, &function, &loaded_in) || (loaded_in && loaded_in != current)
+        || stream_context(current, config->hStream) != current)
         return CUDA_ERROR_INVALID_HANDLE;
     CUresult result = check_shape(config, &function);
     struct launch *launch = result == CUDA_SUCCESS ? calloc(1, sizeof *launch) : NULL;
@@ -237,8 +233,8 @@ static CUresult check_attributes(const CUlaunchConfig *config)
         return CUDA_ERROR_INVALID_VALUE;
     for (unsigned i = 0; i < config->numAttrs; i++) {
         int id = (int)config->attrs[i].id;
-        if (id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT || id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT ||
-            id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE) {
+        if (id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT || id == CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT
+            || id == CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE) {
             node_log("launch attribute %d is not supported", id);
             return CUDA_ERROR_NOT_SUPPORTED;
         }
@@ -246,11 +242,7 @@ static CUresult check_attributes(const CUlaunchConfig *config)
     return CUDA_SUCCESS;
 }
 
-#define CONFIG(of)                                                                                                     \
-    &(CUlaunchConfig)                                                                                                  \
-    {                                                                                                                  \
-        grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, of, NULL, 0                                         \
-    }
+#define CONFIG(of) &(CUlaunchConfig){grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, of, NULL, 0}
 
 EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                                unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared,

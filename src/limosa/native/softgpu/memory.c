@@ -66,8 +66,8 @@ EXPORT CUresult CUDAAPI cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pPitch, si
     size_t pitch;
     CUresult result;
 
-    if (!dptr || !pPitch || !WidthInBytes || !Height ||
-        (ElementSizeBytes != 4 && ElementSizeBytes != 8 && ElementSizeBytes != 16))
+    if (!dptr || !pPitch || !WidthInBytes || !Height
+        || (ElementSizeBytes != 4 && ElementSizeBytes != 8 && ElementSizeBytes != 16))
         RETURN(CUDA_ERROR_INVALID_VALUE);
     if (WidthInBytes > LARGEST || Height > LARGEST / round_up(WidthInBytes, PITCH))
         RETURN(CUDA_ERROR_OUT_OF_MEMORY);
@@ -142,8 +142,8 @@ EXPORT CUresult CUDAAPI cuMemFree_v2(CUdeviceptr dptr)
         RETURN(CUDA_SUCCESS); /* as free(NULL) */
     driver_lock();
     found = allocation_at(dptr);
-    if (found && found->start == dptr && !found->freeing &&
-        (found->kind == MEMORY_PLAIN || found->kind == MEMORY_ASYNC || found->kind == MEMORY_MANAGED)) {
+    if (found && found->start == dptr && !found->freeing
+        && (found->kind == MEMORY_PLAIN || found->kind == MEMORY_ASYNC || found->kind == MEMORY_MANAGED)) {
         ours = found->freeing = true;
         waits = found->kind != MEMORY_ASYNC;
         owner = found->context;
@@ -195,8 +195,8 @@ static CUresult allocate_host(struct call *call, void **address, size_t bytes, u
     double since = node_now();
     void *at;
 
-    if (!address ||
-        flags & ~(unsigned)(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED))
+    if (!address
+        || flags & ~(unsigned)(CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP | CU_MEMHOSTALLOC_WRITECOMBINED))
         return CUDA_ERROR_INVALID_VALUE;
     if (!bytes) {
         *address = NULL;
@@ -273,8 +273,8 @@ EXPORT CUresult CUDAAPI cuMemFreeHost(void *p)
 EXPORT CUresult CUDAAPI cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Flags)
 {
     ENTER(CALL_WORK);
-    const unsigned known = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP | CU_MEMHOSTREGISTER_IOMEMORY |
-                           CU_MEMHOSTREGISTER_READ_ONLY;
+    const unsigned known = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP | CU_MEMHOSTREGISTER_IOMEMORY
+        | CU_MEMHOSTREGISTER_READ_ONLY;
     uintptr_t start = (uintptr_t)p, first = start / PAGE * PAGE;
     struct allocation *made;
     CUresult result = CUDA_SUCCESS;
@@ -311,8 +311,8 @@ EXPORT CUresult CUDAAPI cuMemHostGetDevicePointer_v2(CUdeviceptr *pdptr, void *p
     ENTER(CALL_QUERY | CALL_CONTEXT);
     struct range range;
 
-    if (!pdptr || !p || Flags || !memory_find((uintptr_t)p, &range) ||
-        (range.kind != MEMORY_HOST && range.kind != MEMORY_REGISTERED))
+    if (!pdptr || !p || Flags || !memory_find((uintptr_t)p, &range)
+        || (range.kind != MEMORY_HOST && range.kind != MEMORY_REGISTERED))
         RETURN(CUDA_ERROR_INVALID_VALUE);
     *pdptr = (uintptr_t)p;
     RETURN(CUDA_SUCCESS);

@@ -174,8 +174,8 @@ static bool declares(const struct module *module, const char *word, const char *
         at += strlen(word);
         while (at < end && isspace((unsigned char)*at))
             at++;
-        if ((size_t)(end - at) >= length && memcmp(at, name, length) == 0 && !isalnum((unsigned char)at[length]) &&
-            at[length] != '_' && at[length] != '$')
+        if ((size_t)(end - at) >= length && memcmp(at, name, length) == 0 && !isalnum((unsigned char)at[length])
+            && at[length] != '_' && at[length] != '$')
             return true;
     }
     return false;
@@ -335,9 +335,9 @@ EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodu
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     const struct module *known = module_of(module);
-    CUresult result = !known ? CUDA_ERROR_INVALID_HANDLE
-                      : memmem(known->image, known->bytes, name, strlen(name)) ? CUDA_ERROR_NOT_SUPPORTED
-                                                                               : CUDA_ERROR_NOT_FOUND;
+    CUresult result = !known                                     ? CUDA_ERROR_INVALID_HANDLE
+        : memmem(known->image, known->bytes, name, strlen(name)) ? CUDA_ERROR_NOT_SUPPORTED
+                                                                 : CUDA_ERROR_NOT_FOUND;
     driver_unlock();
     if (result == CUDA_ERROR_NOT_SUPPORTED)
         node_log("variable %.100s: modules have no memory of their own", name);
@@ -457,30 +457,17 @@ EXPORT CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, C
         RETURN(CUDA_ERROR_INVALID_HANDLE);
     const struct node_gpu *gpu = &driver.known[call_.context->ordinal];
     switch ((int)attribute) {
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-        *value = 1024;
-        break;
+    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK: *value = 1024; break;
     case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
-    case CU_FUNC_ATTRIBUTE_CACHE_MODE_CA:
-        *value = 0;
-        break;
-    case CU_FUNC_ATTRIBUTE_NUM_REGS:
-        *value = REGISTERS;
-        break;
+    case CU_FUNC_ATTRIBUTE_CACHE_MODE_CA: *value = 0; break;
+    case CU_FUNC_ATTRIBUTE_NUM_REGS: *value = REGISTERS; break;
     case CU_FUNC_ATTRIBUTE_PTX_VERSION:
-    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
-        *value = gpu->cc_major * 10 + gpu->cc_minor;
-        break;
-    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
-        *value = found.dynamic_shared;
-        break;
-    case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
-        *value = found.carveout;
-        break;
-    default:
-        RETURN(CUDA_ERROR_INVALID_VALUE);
+    case CU_FUNC_ATTRIBUTE_BINARY_VERSION: *value = gpu->cc_major * 10 + gpu->cc_minor; break;
+    case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: *value = found.dynamic_shared; break;
+    case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: *value = found.carveout; break;
+    default: RETURN(CUDA_ERROR_INVALID_VALUE);
     }
     RETURN(CUDA_SUCCESS);
 }

@@ -26,8 +26,8 @@ _Static_assert(NODE_MAX_BLOCKS == 65536, "a block's id holds its place in 16 bit
 
 static pthread_mutex_t mapping_mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct node_state *mapped; /* where the state is or was mapped */
-static bool mapping_is_live;      /* the node's own, not the copy that node_close leaves */
-static atomic_bool closed;        /* node_close was called, node_reopen was not: nothing of the node may be opened */
+static bool mapping_is_live; /* the node's own, not the copy that node_close leaves */
+static atomic_bool closed; /* node_close was called, node_reopen was not: nothing of the node may be opened */
 
 /* One thread of a process at a time holds the node's lock, so that there is at most one descriptor to close in a child
  * that is forked meanwhile: it would otherwise keep a name of the node open for its whole life. */
@@ -133,8 +133,8 @@ bool node_peek(size_t offset, void *to, size_t bytes)
     } head;
     int kept = errno;
     int fd = closed ? -1 : node_open_file(STATE_FILE, O_RDONLY);
-    bool found = fd >= 0 && pread(fd, &head, sizeof(head), 0) == sizeof(head) && head.magic == NODE_MAGIC &&
-                 head.size == sizeof(struct node_state) && pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
+    bool found = fd >= 0 && pread(fd, &head, sizeof(head), 0) == sizeof(head) && head.magic == NODE_MAGIC
+        && head.size == sizeof(struct node_state) && pread(fd, to, bytes, (off_t)offset) == (ssize_t)bytes;
 
     if (fd >= 0)
         close(fd);
@@ -167,7 +167,8 @@ void node_close(void)
             ((struct node_state *)copy)->n_blocks = 0;
             ((struct node_state *)copy)->fault_generation = 0;
             if (mremap(copy, sizeof(struct node_state), sizeof(struct node_state), MREMAP_MAYMOVE | MREMAP_FIXED,
-                       mapped) == MAP_FAILED) {
+                       mapped)
+                == MAP_FAILED) {
                 munmap(mapped, sizeof(struct node_state));
                 munmap(copy, sizeof(struct node_state));
                 mapped = NULL;
@@ -489,9 +490,8 @@ int node_processes(int gpu, struct node_process *found, int room)
         bool seen = false;
         for (int other = 0; other < node_blocks(node); other++) {
             const struct node_block *its = &node->blocks[other];
-            if (!its->id || its->gpu != gpu || its->pid != block->pid ||
-                !node_same_start(its->start_time, block->start_time) ||
-                its->kind == NODE_RESERVED)
+            if (!its->id || its->gpu != gpu || its->pid != block->pid
+                || !node_same_start(its->start_time, block->start_time) || its->kind == NODE_RESERVED)
                 continue;
             if (other < place) {
                 seen = true;

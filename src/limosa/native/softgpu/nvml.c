@@ -301,8 +301,8 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice
 static void uuid_text(const struct node_gpu *gpu, char text[41])
 {
     const uint8_t *u = gpu->uuid;
-    snprintf(text, 41, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", u[0], u[1], u[2], u[3],
-             u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11], u[12], u[13], u[14], u[15]);
+    snprintf(text, 41, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", u[0], u[1], u[2],
+             u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11], u[12], u[13], u[14], u[15]);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
@@ -344,8 +344,8 @@ static nvmlReturn_t handle_by_bus(const struct call *call, const char *text, nvm
     if (!text || !device || !read_bus(text, &wanted))
         return NVML_ERROR_INVALID_ARGUMENT;
     for (int gpu = 0; gpu < node_gpus(call->node); gpu++)
-        if (read_bus(call->node->gpus[gpu].pci, &its) && its.domain == wanted.domain && its.bus == wanted.bus &&
-            its.device == wanted.device)
+        if (read_bus(call->node->gpus[gpu].pci, &its) && its.domain == wanted.domain && its.bus == wanted.bus
+            && its.device == wanted.device)
             return handle_of(call, gpu, device);
     return NVML_ERROR_NOT_FOUND;
 }
@@ -508,8 +508,8 @@ EXPORT nvmlReturn_t nvmlDeviceSetComputeMode(nvmlDevice_t device, nvmlComputeMod
     ENTER(CALL_DEVICE, device);
     if (mode == NVML_COMPUTEMODE_EXCLUSIVE_THREAD) /* support for it was removed */
         RETURN(NVML_ERROR_NOT_SUPPORTED);
-    if (mode != NVML_COMPUTEMODE_DEFAULT && mode != NVML_COMPUTEMODE_PROHIBITED &&
-        mode != NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
+    if (mode != NVML_COMPUTEMODE_DEFAULT && mode != NVML_COMPUTEMODE_PROHIBITED
+        && mode != NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
         RETURN(NVML_ERROR_INVALID_ARGUMENT);
     RETURN(set_mode(&GPU->compute_mode, (uint32_t)mode));
 }

@@ -35,8 +35,8 @@ static CUresult access_of(const struct pointer *pointer, struct context *context
         return CUDA_ERROR_INVALID_CONTEXT;
     if (pointer->reserved)
         flags = (CUDA_POINTER_ATTRIBUTE_ACCESS_FLAGS)pointer->place.access[context->ordinal];
-    else if (pointer->allocation->kind == MEMORY_REGISTERED &&
-             pointer->allocation->flags & CU_MEMHOSTREGISTER_READ_ONLY)
+    else if (pointer->allocation->kind == MEMORY_REGISTERED
+             && pointer->allocation->flags & CU_MEMHOSTREGISTER_READ_ONLY)
         flags = CU_POINTER_ATTRIBUTE_ACCESS_FLAG_READ;
     memcpy(data, &flags, sizeof(flags));
     return CUDA_SUCCESS;
@@ -50,41 +50,35 @@ static CUresult answer(const struct pointer *pointer, CUpointer_attribute attrib
     const struct vmm_place *place = &pointer->place;
     bool managed = allocation && allocation->kind == MEMORY_MANAGED;
 
-    if (!is_mapped(pointer) && attribute != CU_POINTER_ATTRIBUTE_MAPPED &&
-        attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR && attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE &&
-        attribute != CU_POINTER_ATTRIBUTE_IS_MANAGED)
+    if (!is_mapped(pointer) && attribute != CU_POINTER_ATTRIBUTE_MAPPED
+        && attribute != CU_POINTER_ATTRIBUTE_RANGE_START_ADDR && attribute != CU_POINTER_ATTRIBUTE_RANGE_SIZE
+        && attribute != CU_POINTER_ATTRIBUTE_IS_MANAGED)
         return CUDA_ERROR_INVALID_VALUE;
     switch (attribute) {
     case CU_POINTER_ATTRIBUTE_CONTEXT:
         /* Virtual and stream-ordered memory belongs to no context. */
-        *(CUcontext *)data =
-            allocation && allocation->kind != MEMORY_ASYNC ? (CUcontext)(void *)allocation->context : NULL;
+        *(CUcontext *)data = allocation && allocation->kind != MEMORY_ASYNC ? (CUcontext)(void *)allocation->context
+                                                                            : NULL;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
         *(CUmemorytype *)data = is_host(pointer) ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-        *(CUdeviceptr *)data = address;
-        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)data = address; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_HOST_POINTER:
         if (!is_host(pointer) && !managed)
             return CUDA_ERROR_INVALID_VALUE;
         *(void **)data = (void *)(uintptr_t)address;
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
-        *(int *)data = allocation && allocation->sync_memops;
-        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS: *(int *)data = allocation && allocation->sync_memops; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_BUFFER_ID:
         *(unsigned long long *)data = allocation ? allocation->buffer_id : place->buffer_id;
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_IS_MANAGED:
-        *(int *)data = managed;
-        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(int *)data = managed; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)data = !allocation              ? place->ordinal
-                       : allocation->ordinal >= 0 ? allocation->ordinal
-                       : allocation->context      ? allocation->context->ordinal
-                                                  : 0;
+        *(int *)data = !allocation     ? place->ordinal
+            : allocation->ordinal >= 0 ? allocation->ordinal
+            : allocation->context      ? allocation->context->ordinal
+                                       : 0;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
         *(int *)data = allocation && allocation->kind == MEMORY_PLAIN;
@@ -95,9 +89,7 @@ static CUresult answer(const struct pointer *pointer, CUpointer_attribute attrib
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
         *(size_t *)data = allocation ? allocation->bytes : place->reserved_bytes;
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_MAPPED:
-        *(int *)data = is_mapped(pointer);
-        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MAPPED: *(int *)data = is_mapped(pointer); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
         *(cuuint64_t *)data = allocation ? 0 : place->handle_types;
         return CUDA_SUCCESS;
@@ -105,8 +97,7 @@ static CUresult answer(const struct pointer *pointer, CUpointer_attribute attrib
     case CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE:
         *(int *)data = 0; /* there is neither such a network nor such an engine */
         return CUDA_SUCCESS;
-    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS:
-        return access_of(pointer, current, data);
+    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS: return access_of(pointer, current, data);
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         *(CUmemoryPool *)data = allocation ? pool_of(allocation) : NULL;
         return CUDA_SUCCESS;
@@ -121,8 +112,7 @@ static CUresult answer(const struct pointer *pointer, CUpointer_attribute attrib
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_P2P_TOKENS:
         return CUDA_ERROR_NOT_SUPPORTED; /* there is no nv-p2p.h that could take them */
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
 }
 
@@ -155,9 +145,7 @@ static CUresult answer_none(CUpointer_attribute attribute, void *data)
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
     case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
     case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
-    case CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID:
-        memset(data, 0, 8);
-        return CUDA_SUCCESS;
+    case CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID: memset(data, 0, 8); return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
         *(int *)data = -2; /* no device, and not the host's (-1) either */
         return CUDA_SUCCESS;
@@ -168,11 +156,8 @@ static CUresult answer_none(CUpointer_attribute attribute, void *data)
     case CU_POINTER_ATTRIBUTE_MAPPED:
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
     case CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE:
-    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS:
-        memset(data, 0, 4);
-        return CUDA_SUCCESS;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    case CU_POINTER_ATTRIBUTE_ACCESS_FLAGS: memset(data, 0, 4); return CUDA_SUCCESS;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
 }
 

@@ -163,8 +163,8 @@ EXPORT CUresult CUDAAPI cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps
 
     if (!pool || !poolProps || poolProps->allocType != CU_MEM_ALLOCATION_TYPE_PINNED)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    if (poolProps->location.type != CU_MEM_LOCATION_TYPE_DEVICE || poolProps->handleTypes != CU_MEM_HANDLE_TYPE_NONE ||
-        poolProps->usage) {
+    if (poolProps->location.type != CU_MEM_LOCATION_TYPE_DEVICE || poolProps->handleTypes != CU_MEM_HANDLE_TYPE_NONE
+        || poolProps->usage) {
         node_log("cuMemPoolCreate: only pools of device memory that are not shared are implemented");
         RETURN(CUDA_ERROR_NOT_SUPPORTED);
     }
@@ -228,40 +228,26 @@ static CUresult attribute(CUmemoryPool pool, CUmemPool_attribute name, void *val
             *(int *)value = *flag;
         return CUDA_SUCCESS;
     }
-    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
-        number = &pool->threshold;
-        break;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT:
-        number = &pool->reserved;
-        break;
-    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
-        number = &pool->reserved_high;
-        break;
-    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT:
-        number = &pool->used;
-        break;
-    case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
-        number = &pool->used_high;
-        break;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: number = &pool->threshold; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT: number = &pool->reserved; break;
+    case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH: number = &pool->reserved_high; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_CURRENT: number = &pool->used; break;
+    case CU_MEMPOOL_ATTR_USED_MEM_HIGH: number = &pool->used_high; break;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
     if (!set) {
         *(cuuint64_t *)value = *number;
         return CUDA_SUCCESS;
     }
     switch (name) {
-    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:
-        *number = *(cuuint64_t *)value;
-        return CUDA_SUCCESS;
+    case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD: *number = *(cuuint64_t *)value; return CUDA_SUCCESS;
     case CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH:
     case CU_MEMPOOL_ATTR_USED_MEM_HIGH:
         if (*(cuuint64_t *)value)
             return CUDA_ERROR_INVALID_VALUE;
         *number = name == CU_MEMPOOL_ATTR_USED_MEM_HIGH ? pool->used : pool->reserved; /* it begins again from now */
         return CUDA_SUCCESS;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
 }
 
@@ -445,8 +431,8 @@ static CUresult free_async(struct call *call, CUdeviceptr address, CUstream stre
         return CUDA_ERROR_OUT_OF_MEMORY;
     driver_lock();
     found = allocation_at(address);
-    if (found && (found->start != address || found->freeing ||
-                  (found->kind != MEMORY_ASYNC && found->kind != MEMORY_PLAIN)))
+    if (found
+        && (found->start != address || found->freeing || (found->kind != MEMORY_ASYNC && found->kind != MEMORY_PLAIN)))
         found = NULL;
     if (found) {
         found->freeing = true;
@@ -480,8 +466,7 @@ EXPORT CUresult CUDAAPI cuMemAllocAsync_ptsz(CUdeviceptr *dptr, size_t bytesize,
     RETURN(allocate_async(&call_, dptr, bytesize, NULL, PER_THREAD(hStream)));
 }
 
-EXPORT CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool,
-                                                CUstream hStream)
+EXPORT CUresult CUDAAPI cuMemAllocFromPoolAsync(CUdeviceptr *dptr, size_t bytesize, CUmemoryPool pool, CUstream hStream)
 {
     ENTER(CALL_MANAGE);
     RETURN(pool ? allocate_async(&call_, dptr, bytesize, pool, hStream) : CUDA_ERROR_INVALID_VALUE);

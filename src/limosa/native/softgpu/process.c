@@ -132,8 +132,8 @@ int gate_close(unsigned timeout_ms, bool (*abandoned)(const void *), const void 
     gate.closed = true;
     while (gate.inside > 0 && !error) {
         struct timespec look = driver_deadline(0.1);
-        bool last = timeout_ms && (deadline.tv_sec < look.tv_sec ||
-                                   (deadline.tv_sec == look.tv_sec && deadline.tv_nsec <= look.tv_nsec));
+        bool last = timeout_ms
+            && (deadline.tv_sec < look.tv_sec || (deadline.tv_sec == look.tv_sec && deadline.tv_nsec <= look.tv_nsec));
         error = pthread_cond_timedwait(&gate.left, &gate.mutex, last ? &deadline : &look);
         if (error == ETIMEDOUT && !last && !abandoned(argument))
             error = 0;
@@ -294,9 +294,11 @@ uint32_t devices_openable(void)
         char path[64];
         struct stat info;
         snprintf(path, sizeof path, "/dev/nvidia%d", gpu->minor);
-        if (stat(path, &info) == 0 && S_ISCHR(info.st_mode) && (int)minor(info.st_rdev) == gpu->minor &&
-            major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0 && !gpu->lost) {
-            int fd = open(path, O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
+        if (stat(path, &info) == 0 && S_ISCHR(info.st_mode) && (int)minor(info.st_rdev) == gpu->minor
+            && major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0
+            && !gpu->lost) {
+            int fd = open(path,
+                          O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
             if (fd < 0)
                 continue;
             close(fd);
@@ -468,9 +470,7 @@ EXPORT CUresult cuInit(unsigned int flags)
     CUresult refused = call_begin(&call_, __func__, driver.initialised ? CALL_GATED : CALL_ANY);
     pthread_mutex_lock(&init_mutex);
     if (!driver.initialised) {
-        result = refused != CUDA_SUCCESS  ? refused
-                 : node_reopen() == NULL ? CUDA_ERROR_NO_DEVICE
-                                          : initialise();
+        result = refused != CUDA_SUCCESS ? refused : node_reopen() == NULL ? CUDA_ERROR_NO_DEVICE : initialise();
         if (result != CUDA_SUCCESS)
             node_close(); /* a process that cannot use a GPU keeps nothing of the node mapped */
     }

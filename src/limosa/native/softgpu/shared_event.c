@@ -188,8 +188,8 @@ CUresult shared_event_export(struct shared_event *event, CUipcEventHandle *handl
         file_name(name, sizeof name, getpid(), event->number);
         unlink(name); /* of a process that had this number before; what others have put there is never opened */
         int fd = open(name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-        bool made = fd >= 0 && write(fd, event->page, PAGE_BYTES) == PAGE_BYTES &&
-                    mmap(event->page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
+        bool made = fd >= 0 && write(fd, event->page, PAGE_BYTES) == PAGE_BYTES
+            && mmap(event->page, PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) != MAP_FAILED;
         if (!made) {
             if (fd >= 0)
                 close(fd);

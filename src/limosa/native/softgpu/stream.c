@@ -171,8 +171,8 @@ static bool may_run(const struct stream *stream, uint64_t number, const struct m
     if (!blocking(stream))
         return true;
     for (const struct stream *other = streams; other; other = other->next)
-        if (other != stream && other->context == stream->context && other->legacy != stream->legacy &&
-            (other->legacy || stream->legacy) && blocking(other) && other->head && other->head->number < number)
+        if (other != stream && other->context == stream->context && other->legacy != stream->legacy
+            && (other->legacy || stream->legacy) && blocking(other) && other->head && other->head->number < number)
             return false;
     return true;
 }
@@ -651,13 +651,19 @@ BOTH(cuStreamGetFlags, CALL_QUERY, ANSWER(flags, seen.flags), unsigned int *flag
 BOTH(cuStreamGetPriority, CALL_QUERY, ANSWER(priority, seen.priority), int *priority)
 BOTH(cuStreamGetId, CALL_QUERY, ANSWER(id, seen.id), unsigned long long *id)
 BOTH(cuStreamIsCapturing, CALL_QUERY, ANSWER(status, seen.capture), CUstreamCaptureStatus *status)
-BOTH(cuStreamAddCallback, CALL_MANAGE, {
-    if (!callback || flags != 0)
-        RETURN(CUDA_ERROR_INVALID_VALUE);
-    RETURN(add_host_function(call_.context, stream, (struct host_function){.callback = callback, .data = data}));
-}, CUstreamCallback callback, void *data, unsigned int flags)
-BOTH(cuLaunchHostFunc, CALL_MANAGE, {
-    if (!function)
-        RETURN(CUDA_ERROR_INVALID_VALUE);
-    RETURN(add_host_function(call_.context, stream, (struct host_function){.function = function, .data = data}));
-}, CUhostFn function, void *data)
+BOTH(
+    cuStreamAddCallback, CALL_MANAGE,
+    {
+        if (!callback || flags != 0)
+            RETURN(CUDA_ERROR_INVALID_VALUE);
+        RETURN(add_host_function(call_.context, stream, (struct host_function){.callback = callback, .data = data}));
+    },
+    CUstreamCallback callback, void *data, unsigned int flags)
+BOTH(
+    cuLaunchHostFunc, CALL_MANAGE,
+    {
+        if (!function)
+            RETURN(CUDA_ERROR_INVALID_VALUE);
+        RETURN(add_host_function(call_.context, stream, (struct host_function){.function = function, .data = data}));
+    },
+    CUhostFn function, void *data)

@@ -8,7 +8,7 @@
  */
 #include "functions.h"
 
-#define FUNCTION(symbol, base, version, per_thread, role)                                                                    \
+#define FUNCTION(symbol, base, version, per_thread, role)                                                              \
     __attribute__((weak, visibility("default"))) int symbol(void);                                                     \
     int symbol(void)                                                                                                   \
     {                                                                                                                  \

@@ -158,8 +158,8 @@ EXPORT CUresult CUDAAPI cuMemAddressReserve(CUdeviceptr *ptr, size_t size, size_
     CUresult result = CUDA_ERROR_OUT_OF_MEMORY;
 
     /* cuda.h asks for multiples of a page; the drivers want the granularity. */
-    if (!ptr || !size || !multiple_of(size, NODE_GRANULARITY) || !multiple_of(addr, PAGE) ||
-        (alignment & (alignment - 1)) || flags)
+    if (!ptr || !size || !multiple_of(size, NODE_GRANULARITY) || !multiple_of(addr, PAGE)
+        || (alignment & (alignment - 1)) || flags)
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     made = calloc(1, sizeof(*made));
@@ -203,14 +203,12 @@ static CUresult check_properties(const CUmemAllocationProp *prop)
     if (!prop || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED || prop->win32HandleMetaData)
         return CUDA_ERROR_INVALID_VALUE;
     switch (prop->location.type) {
-    case CU_MEM_LOCATION_TYPE_DEVICE:
-        break;
+    case CU_MEM_LOCATION_TYPE_DEVICE: break;
     case CU_MEM_LOCATION_TYPE_HOST:
     case CU_MEM_LOCATION_TYPE_HOST_NUMA:
         node_log("memory handles of host memory are not implemented");
         return CUDA_ERROR_NOT_SUPPORTED;
-    default:
-        return CUDA_ERROR_INVALID_VALUE;
+    default: return CUDA_ERROR_INVALID_VALUE;
     }
     if (prop->location.id < 0 || prop->location.id >= driver.n_devices)
         return CUDA_ERROR_INVALID_DEVICE;
@@ -336,14 +334,13 @@ EXPORT CUresult CUDAAPI cuMemExportToShareableHandle(void *shareableHandle, CUme
     driver_lock();
     memory = memory_of(handle);
     /* Memory can be exported as what it was made for, by the process that made it. */
-    if (memory && !memory->imported && memory->prop.requestedHandleTypes & handleType &&
-        handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+    if (memory && !memory->imported && memory->prop.requestedHandleTypes & handleType
+        && handleType == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         fd = memory->holder ? block_open(memory->block) : -ENOENT;
     away = memory && !memory->holder;
     driver_unlock();
     if (fd < 0)
-        RETURN(away            ? CUDA_ERROR_UNKNOWN
-               : fd == -EINVAL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OPERATING_SYSTEM);
+        RETURN(away ? CUDA_ERROR_UNKNOWN : fd == -EINVAL ? CUDA_ERROR_INVALID_VALUE : CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)shareableHandle = fd;
     RETURN(CUDA_SUCCESS);
 }
@@ -414,8 +411,8 @@ int vmm_protection(const struct mapping *mapping)
 
     for (int i = 0; i < NODE_MAX_GPUS; i++)
         all |= mapping->access[i];
-    return (all & CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ : 0) |
-           ((all & CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_WRITE : 0);
+    return (all & CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ : 0)
+        | ((all & CU_MEM_ACCESS_FLAGS_PROT_READWRITE) == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_WRITE : 0);
 }
 
 static CUresult map(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle)
@@ -525,8 +522,8 @@ EXPORT CUresult CUDAAPI cuMemUnmap(CUdeviceptr ptr, size_t size)
 static CUresult check_access(const CUmemAccessDesc *desc, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        if (desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READ &&
-            desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+        if (desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READ
+            && desc[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
             return CUDA_ERROR_INVALID_VALUE;
         if (desc[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE)
             return CUDA_ERROR_INVALID_VALUE; /* device memory cannot be given to the host */

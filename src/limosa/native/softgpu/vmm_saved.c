@@ -173,8 +173,8 @@ static void descriptors_back(void)
         stand_ins = one->next;
         snprintf(name, sizeof(name), "%d", one->fd);
         /* The application may have closed it meanwhile. Where CRIU had no /dev/nvidiactl, it is /dev/null. */
-        if (place < vmm_n_memories && vmm_memories[place]->handle == one->handle && link_of(name, link, sizeof(link)) &&
-            (!strcmp(link, "/dev/nvidiactl") || !strcmp(link, "/dev/null"))) {
+        if (place < vmm_n_memories && vmm_memories[place]->handle == one->handle && link_of(name, link, sizeof(link))
+            && (!strcmp(link, "/dev/nvidiactl") || !strcmp(link, "/dev/null"))) {
             int fd = block_open(vmm_memories[place]->block);
             if (fd >= 0) {
                 replace(one->fd, fd);

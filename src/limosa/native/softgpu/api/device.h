@@ -292,10 +292,7 @@ typedef enum CUfunction_attribute_enum {
 typedef enum CUjit_option_enum { CU_JIT_MAX_REGISTERS = 0 } CUjit_option;
 typedef enum CUlibraryOption_enum { CU_LIBRARY_HOST_UNIVERSAL_FUNCTION_AND_DATA_TABLE = 0 } CUlibraryOption;
 
-typedef enum CUmoduleLoadingMode_enum {
-    CU_MODULE_EAGER_LOADING = 1,
-    CU_MODULE_LAZY_LOADING = 2
-} CUmoduleLoadingMode;
+typedef enum CUmoduleLoadingMode_enum { CU_MODULE_EAGER_LOADING = 1, CU_MODULE_LAZY_LOADING = 2 } CUmoduleLoadingMode;
 
 typedef enum CUlaunchAttributeID_enum {
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT = 7,
