@@ -192,6 +192,12 @@ def test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once(
     assert "Sanitizer" not in ran.stderr
 
 
+def test_a_thread_that_the_gate_cannot_know_ends_the_job_with_words(compiled: Callable[..., Path]) -> None:
+    program = compiled("crowded.c", f"-I{SHIM}", "-D_GNU_SOURCE", "-lpthread")
+    ran = subprocess.run([program], check=False, capture_output=True, text=True, timeout=20)
+    assert (ran.returncode, ran.stderr.count("no memory")) == (127, 1), ran
+
+
 def test_two_processes_each_its_own(start: Callable[..., Far]) -> None:
     first, second = start(), start()
     first("large(4, 1)")

@@ -6,6 +6,7 @@
 #include <linux/futex.h>
 #include <linux/membarrier.h>
 #include <pthread.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -21,6 +22,14 @@ static pthread_key_t key;
 static bool has_key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static TLS struct reader own; /* of a thread that is exempt */
+
+/* Not by stdio: the thread may hold a lock of it. */
+static _Noreturn void end_saying(const char *why)
+{
+    ssize_t said = write(STDERR_FILENO, why, strlen(why));
+    (void)said;
+    _exit(127);
+}
 
 static int membarrier(int command)
 {
@@ -60,8 +69,8 @@ struct reader *gate_new_reader(void)
     if (!reader) {
         /* Pages of their own, never given back: whoever closes the gate may look at any of them at any time. */
         struct reader *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (page == MAP_FAILED)
-            _exit(127); /* a thread that the gate does not know would be a hole in it */
+        if (page == MAP_FAILED) /* a thread that the gate does not know would be a hole in it */
+            end_saying("limosa: no memory for what the shim keeps of a thread (4 KiB): the job ends, 127\n");
         unsigned n = 4096 / sizeof *page;
         atomic_store_explicit(&page[0].used, true, memory_order_relaxed);
         for (unsigned i = 0; i + 1 < n; i++)
