@@ -1,8 +1,8 @@
 """``move``, ``suspend``, ``resume`` and ``toggle``: the verbs that need nothing but the driver.
 
 move: lock → checkpoint → restore(map) → unlock. suspend: its first half. resume: its second half. Several jobs are
-planned together (``move_plan``) and done one after another, each with a result of its own; ``swap`` does two as one,
-because neither fits before the other has left.
+planned together (``move_plan``) and done one after another by one worker of the driver, each with a result of its own;
+``swap`` does two as one, because neither fits before the other has left.
 """
 
 from __future__ import annotations
