@@ -207,10 +207,7 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         driver.close()
     try:
         let_go(dead.header.id, dead.header.members)
-    except (
-        LimosaError,
-        OSError,
-    ) as error:  # what it did is done; what is held goes later
+    except (LimosaError, OSError) as error:  # what it did is done; what is held goes later
         result.error, result.exit_code = _and(result.error, f"{error}; run it again"), result.exit_code or 40
     try:
         dead.finish()

@@ -156,6 +156,18 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
+_LEAVES: tuple[Rule, ...] = (
+    a_place_to_be,
+    what_it_sees,
+    what_shims_say,
+    arenas,
+    gpus_and_driver,
+    seen_from_outside,
+    host_memory,
+    a_way_back,
+)
+"""Of a job that leaves its GPUs and goes nowhere else yet."""
+
 WITH_CUDA: dict[str, tuple[Rule, ...]] = {
     "move": (
         a_place_to_be,
@@ -168,16 +180,7 @@ WITH_CUDA: dict[str, tuple[Rule, ...]] = {
         host_memory,
         room_there,
     ),
-    "suspend": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        gpus_and_driver,
-        seen_from_outside,
-        host_memory,
-        a_way_back,
-    ),
+    "suspend": _LEAVES,
     "resume": (
         a_place_to_be,
         what_it_sees,
@@ -189,25 +192,15 @@ WITH_CUDA: dict[str, tuple[Rule, ...]] = {
         room_there,
     ),
     "toggle": (),  # it is looked at again, as what it turns out to be
-    "checkpoint": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        gpus_and_driver,
-        seen_from_outside,
-        host_memory,
-        a_way_back,
-    ),
+    "checkpoint": _LEAVES,
 }
 """Of jobs with CUDA state, by verb; those of images are in ``checkpoint_plan.py`` and ``restore_plan.py``."""
 
 
 def judge(facts: Facts, ask: Ask, clock: Clock) -> list[Reason]:
     """All that stands against it, in the order of the lists: the first that refuses gives the exit code."""
-    alone = [*at_work(facts, ask, clock), *states_told(facts, ask, clock)]
     if facts.busy:  # what else was seen is what that one does
-        return alone
+        return [*at_work(facts, ask, clock), *states_told(facts, ask, clock)]
     rules = (*ANY, *(WITH_CUDA[ask.verb.name] if facts.members else ()))
     found = [reason for rule in rules for reason in rule(facts, ask, clock)]
     found += ask.more(facts.observation, facts.members)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from limosa.operation import estimate
 from limosa.operation.step import NOTHING, Shape, Step, free, unsaid
-from limosa.operation.steps.driver import pids
+from limosa.operation.steps.driver import less_parked, pids
 from limosa.operation.steps.returning import Returning
 
 TREE = "tree"
@@ -132,9 +132,7 @@ class RestoreThere(_Returned):
 
     def cost(self, shape: Shape) -> float:
         seconds = estimate.restore_seconds(shape.members)
-        if not shape.parked:
-            return seconds
-        return max(estimate.RESTORE_FIXED, seconds - shape.parked / estimate.RESTORE_RATE)
+        return less_parked(shape, seconds, estimate.RESTORE_RATE, estimate.RESTORE_FIXED)
 
     def do(self, op: Returning) -> None:
         op.restore()

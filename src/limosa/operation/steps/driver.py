@@ -99,10 +99,7 @@ class Checkpoint(_DriverStep):
         if shape.alone or not shape.awake:
             return 0.0
         seconds = estimate.checkpoint_seconds(shape.members)
-        if not shape.parked:
-            return seconds
-        beside = shape.parked / self.copies if self.copies else 0.0
-        return max(estimate.CHECKPOINT_FIXED, seconds - shape.parked / estimate.CHECKPOINT_RATE, beside)
+        return less_parked(shape, seconds, estimate.CHECKPOINT_RATE, estimate.CHECKPOINT_FIXED, self.copies)
 
     def do(self, op: OnGpus) -> None:
         work, members = op.work, op.members
@@ -146,10 +143,7 @@ class Restore(_DriverStep):
         if shape.alone:
             return 0.0
         seconds = estimate.restore_seconds(shape.members)
-        if not shape.parked:
-            return seconds
-        beside = shape.parked / self.copies if self.copies else 0.0
-        return max(estimate.RESTORE_FIXED, seconds - shape.parked / estimate.RESTORE_RATE, beside)
+        return less_parked(shape, seconds, estimate.RESTORE_RATE, estimate.RESTORE_FIXED, self.copies)
 
     def do(self, op: OnGpus) -> None:
         driver_steps.restore(op.work, op.asleep)
@@ -235,6 +229,22 @@ class StaySuspended(Step[OnGpus]):
         if not is_suspended(header.id, record, left.alive, left.states):
             return None
         return Finished("it was suspended: finished", "checkpointed" if record.release == "all" else "parked")
+
+
+def less_parked(shape: Shape, seconds: float, rate: float, fixed: float, copies: float = 0.0) -> float:
+    """What a step of the driver's costs where the carrier takes what is parked.
+
+    Args:
+        shape: of the job.
+        seconds: what it would cost if the driver carried everything.
+        rate: the driver's, in bytes a second.
+        fixed: seconds that it takes with nothing to carry.
+        copies: bytes a second of a copy that is made beside it, or 0.
+    """
+    if not shape.parked:
+        return seconds
+    beside = shape.parked / copies if copies else 0.0
+    return max(fixed, seconds - shape.parked / rate, beside)
 
 
 def pids(members: Sequence[Member]) -> str:

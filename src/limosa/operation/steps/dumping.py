@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -73,9 +72,6 @@ from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress
-
-if TYPE_CHECKING:
-    pass
 
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least

@@ -7,7 +7,6 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -49,9 +48,6 @@ from limosa.process.criu.stats import restore_stats
 from limosa.process.identity import Identity
 from limosa.process.records import RunRecord
 from limosa.process.tree import job_tree
-
-if TYPE_CHECKING:
-    pass
 
 _PR_SET_CHILD_SUBREAPER = 36
 
