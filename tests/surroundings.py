@@ -19,6 +19,7 @@ _DROPPED = (
     *("COLUMNS", "LINES", "FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "PYTHONOPTIMIZE", "SUDO_UID"),
     *("LIMOSA_RUNTIME_DIR", "LIMOSA_SHIM", "LIMOSA_SHIM_WITHOUT", "LIMOSA_SEES", "LIMOSA_TRACE"),
     *("LIMOSA_ARENA_MAX", "LIMOSA_ARENA_IDLE", "LIMOSA_VAULT_IDLE", "LIMOSA_MOVER_IDLE"),
+    *("LIMOSA_DRIVER_IDLE",),
     *("LIMOSA_ANSWER_SECONDS", "LIMOSA_COPY_SECONDS"),
 )
 """Variables that change what Limosa does or prints, as somebody may have them set for his own use of it."""

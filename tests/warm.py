@@ -191,8 +191,8 @@ def become(order: dict[str, Any], stdout: int, stderr: int) -> None:
         fork_worker(spare)
         real = worker_process.launch
 
-        def launch() -> Any:
-            return spare.pop() if spare else real()
+        def launch(waits_at: str = "") -> Any:
+            return spare.pop() if spare else real(waits_at)
 
         worker_process.launch = launch
         worker.Driver.__init__.__kwdefaults__["start"] = launch

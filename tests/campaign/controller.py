@@ -99,7 +99,7 @@ def fork_worker(spare: list[Any]) -> None:
 
     ours, theirs = socket.socketpair()
     words = os.memfd_create("limosa-worker-stderr")
-    controller = os.getpid()
+    controller = os.pidfd_open(os.getpid())
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -107,15 +107,17 @@ def fork_worker(spare: list[Any]) -> None:
         null = os.open("/dev/null", os.O_RDWR)
         for fd, copy in ((null, 0), (null, 1), (words, 2)):
             os.dup2(fd, copy)
-        keep = theirs.fileno()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, 1024)
+        first, second = sorted((theirs.fileno(), controller))
+        os.closerange(3, first)
+        os.closerange(first + 1, second)
+        os.closerange(second + 1, 1024)
         try:
-            os._exit(main([str(theirs.detach()), str(controller)]))
+            os._exit(main([str(theirs.detach()), str(controller), ""]))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     theirs.close()
+    os.close(controller)
     spare.append(Launched(ours, _Forked(pid), words))
 
 
@@ -320,8 +322,8 @@ def run(order: dict[str, Any], pipe: int) -> None:
 
             real = worker_process.launch
 
-            def launch() -> Any:
-                return spare.pop() if spare else real()
+            def launch(waits_at: str = "") -> Any:
+                return spare.pop() if spare else real(waits_at)
 
             worker_process.launch = launch
             worker.Driver.__init__.__kwdefaults__["start"] = launch

@@ -54,7 +54,7 @@ class Threads:
 
     def __init__(self, table: dict[str, Callable[..., Any]]):
         self.table = {"available": lambda: None, **table}
-        self.wills: dict[int, list[str] | None] = {}
+        self.wills: dict[int, list[list[str]]] = {}
         self.started = 0
 
     def __call__(self) -> Launched:
@@ -72,7 +72,7 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         with self.connection:
-            self.owner.wills[self.pid] = serve(self.connection, self.owner.table)
+            self.owner.wills[self.pid] = serve(self.connection, self.owner.table).wills
 
     def wait(self, timeout: float | None = None) -> int:
         self.join(timeout)
@@ -232,11 +232,11 @@ def test_the_will_of_a_given_up_worker_goes_to_the_next(hung: threading.Event):
     assert start.started == 2
     hung.set()
     assert eventually(lambda: 1 in start.wills) is True
-    assert start.wills[1] is None
+    assert start.wills[1] == []
     assert driver._worker is not None
     driver._worker.hang_up()  # as if this process had ended
     eventually(lambda: 2 in start.wills)
-    assert start.wills[2] == ["/bin/true", "x"]
+    assert start.wills[2] == [["/bin/true", "x"]]
     driver.close()
 
 
@@ -248,7 +248,7 @@ def test_a_will_that_was_cleared_or_a_client_that_was_closed_leaves_none():
         clear(driver)
         driver.close()
         eventually(lambda s=start: 1 in s.wills)
-        assert start.wills == {1: None}
+        assert start.wills == {1: []}
 
 
 def test_calls_under_way_finish_before_the_loop_ends():
@@ -259,7 +259,7 @@ def test_calls_under_way_finish_before_the_loop_ends():
         go.wait(5)
         log.append("restored")
 
-    loop = threading.Thread(target=lambda: log.append(serve(theirs, {"restore": restore})))
+    loop = threading.Thread(target=lambda: log.append(serve(theirs, {"restore": restore}).wills))
     loop.start()
     with ours, theirs:
         ours.sendall(frame(Request(1, "set_will", [["/bin/true"]])) + frame(Request(2, "restore", [7])))
@@ -268,7 +268,7 @@ def test_calls_under_way_finish_before_the_loop_ends():
         assert loop.is_alive()
         go.set()
         loop.join(5)
-    assert log == ["restored", ["/bin/true"]]
+    assert log == ["restored", [["/bin/true"]]]
 
 
 def test_the_last_word_of_a_controller_that_is_gone_already_counts():
@@ -281,9 +281,9 @@ def test_the_last_word_of_a_controller_that_is_gone_already_counts():
     with ours, theirs:
         select.select([controller], [], [], 10)
         ours.sendall(frame(Request(1, "set_will", [["/bin/false"]])) + frame(Request(2, "set_will", [["/bin/true"]])))
-        assert serve(theirs, {}, controller) == ["/bin/true"]
+        assert serve(theirs, {}, controller).wills == [["/bin/true"]]
         ours.sendall(frame(Request(1, "set_will", [["/bin/false"]])) + frame(Request(2, "set_will", [None])))
-        assert serve(theirs, {}, controller) is None
+        assert serve(theirs, {}, controller).wills == []
     os.close(controller)
     os.waitpid(gone, 0)
 

@@ -23,7 +23,7 @@ def double(monkeypatch: pytest.MonkeyPatch) -> DriverDouble:
 
 def install(made: DriverDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts a double where operations look for the driver."""
-    monkeypatch.setattr(gpu, "Driver", lambda: made, raising=False)
+    monkeypatch.setattr(gpu, "Driver", lambda **_: made, raising=False)
     monkeypatch.setattr(gpu, "inventory", made.inventory, raising=False)
     monkeypatch.setattr(gpu, "openable", made.openable, raising=False)
 

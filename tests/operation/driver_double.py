@@ -7,9 +7,9 @@ and can be told to fail. What the real driver does is tested on GPUs, in ``tests
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from limosa.errors import DriverError, IllegalState, NoCudaState
+from limosa.errors import DriverError, IllegalState, LimosaError, NoCudaState
 from limosa.gpu import Gpu, GpuProcess, Inventory, LockResult, State
 
 GB = 1 << 30
@@ -28,6 +28,23 @@ while True:
 """What a process runs that looks as if it held CUDA state."""
 
 
+class _States(dict[int, str]):
+    """What each process is in; called as ``Driver.states`` is, it says so of several."""
+
+    def __init__(self, double: DriverDouble):
+        super().__init__()
+        self._double = double
+
+    def __call__(self, pids: Iterable[int], timeout: float | None = 5.0) -> dict[int, State | LimosaError]:
+        found: dict[int, State | LimosaError] = {}
+        for pid in pids:
+            try:
+                found[pid] = self._double.state(pid)
+            except LimosaError as error:
+                found[pid] = error
+        return found
+
+
 class DriverDouble:
     """Stands where ``limosa.gpu.Driver`` stands; one for the whole test, whoever asks for one."""
 
@@ -35,7 +52,7 @@ class DriverDouble:
         self.uuids = [f"GPU-{i}0000000-0000-0000-0000-000000000000" for i in range(gpus)]
         self.names = names or ("Test GPU",) * gpus
         self.memory = memory
-        self.states: dict[int, str] = {}
+        self.states = _States(self)
         self.held: dict[int, dict[str, int]] = {}
         self.others: dict[str, int] = {}  # memory of processes that are not ours
         self.calls: list[tuple[str, int]] = []
@@ -92,7 +109,9 @@ class DriverDouble:
     def under_way(self, pid: int) -> str | None:
         return self.hanging.get(pid)
 
-    def set_will(self, argv: list[str] | None, limit: float | None = None, *, wait: bool = True) -> None:
+    def set_will(
+        self, argv: list[str] | None, limit: float | None = None, *, wait: bool = True, name: str = ""
+    ) -> None:
         self.will = argv
 
     def start(self) -> None:
@@ -100,6 +119,12 @@ class DriverDouble:
 
     def close(self, wait: float = 5.0) -> None:
         pass
+
+    def __enter__(self) -> DriverDouble:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _call(self, name: str, pid: int, need: str, then: str) -> None:
         with self._mutex:

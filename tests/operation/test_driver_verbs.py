@@ -30,6 +30,7 @@ from limosa.errors import (
 )
 from limosa.gpu import LockResult
 from limosa.operation import claims, driver_steps, journal
+from limosa.operation.move import AT_ONCE
 from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation, observe
 from limosa.process.records import SuspendRecord
@@ -66,13 +67,44 @@ def test_several_jobs_are_looked_at_and_moved_by_one_worker(
     double.faults["checkpoint", 1] = failure("checkpoint", pids[1])
     made: list[DriverDouble] = []
     closed: list[int] = []
-    monkeypatch.setattr(gpu, "Driver", lambda: made.append(double) or double)
+    monkeypatch.setattr(gpu, "Driver", lambda **_: made.append(double) or double)
     monkeypatch.setattr(double, "close", lambda: closed.append(len(double.calls)))
-    outcomes = operation.move(pids, to="1")
+    outcomes = operation.move(pids, to="1", one_by_one=True)
     assert [o.error is None for o in outcomes] == [True, False, True], "one that fails fails alone"
     assert [double.where(pid) for pid in pids] == [[1], [0], [1]]
     assert (len(made), closed) == (1, [len(double.calls)])
     assert double.will is None
+    assert nothing_left()
+
+
+def test_several_jobs_are_moved_side_by_side_and_one_that_fails_fails_alone(
+    gpu_like: GpuLike, double: DriverDouble
+) -> None:
+    pids = [gpu_like(on=0, size=GB) for _ in range(AT_ONCE)]
+    together = threading.Barrier(len(pids))  # breaks, and fails them all, unless all are there at once
+    double.after_checkpoint = lambda: (together.wait(10), None)[1]
+    double.faults["restore", 1] = failure("restore", 0)
+    told: list[str] = []
+    outcomes = operation.move(pids, to="1", progress=lambda event: told.append(event.step))
+    assert sorted(o.error is None for o in outcomes) == [False, *([True] * (len(pids) - 1))]
+    for pid, outcome in zip(pids, outcomes, strict=True):
+        assert outcome.pid == pid
+        assert double.where(pid) == [0 if outcome.error else 1]
+        assert double.states[pid] == "running"
+        assert any(step.startswith(f"{pid}: ") for step in told), "which job it is about is said"
+    assert nothing_left()
+
+
+def test_who_found_no_room_while_another_had_not_left_yet_is_moved_in_the_end(
+    gpu_like: GpuLike, double: DriverDouble
+) -> None:
+    double.uuids.append("GPU-20000000-0000-0000-0000-000000000000")
+    double.names = (*double.names, "Test GPU")
+    one, two = gpu_like(on=0, size=6 * GB), gpu_like(on=1, size=6 * GB)
+    outcomes = operation.move([one, two], gpu_map="0=1,1=2,2=0", one_by_one=True)
+    assert [o.error for o in outcomes] == [None, None]
+    assert (double.where(one), double.where(two)) == ([1], [2])
+    assert [pid for call, pid in double.calls if call == "restore"] == [two, one]
     assert nothing_left()
 
 

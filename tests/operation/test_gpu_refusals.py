@@ -212,6 +212,7 @@ def seen(double: DriverDouble, monkeypatch: pytest.MonkeyPatch, *, mig: Sequence
         return msgspec.structs.replace(now, gpus=gpus, **fields)
 
     monkeypatch.setattr("limosa.gpu.inventory", inventory)
+    monkeypatch.setattr(double, "inventory", inventory)
 
 
 @pytest.mark.parametrize(

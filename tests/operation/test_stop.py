@@ -26,7 +26,7 @@ def test_a_worker_that_has_no_state_to_tell_keeps_no_job_from_being_stopped(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(ending.gpu, "Driver", Driver)
+    monkeypatch.setattr(ending.drivers, "driver", Driver)
     monkeypatch.setattr(ending, "may_use_cuda", lambda _: True)
     SuspendRecord(root=root, members=[root]).save()
     ending._refuse_suspended(root, "", [root, worker])
@@ -48,7 +48,7 @@ def test_what_was_suspended_is_not_ended_where_nobody_can_say_that_it_is_not(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(ending.gpu, "Driver", Driver)
+    monkeypatch.setattr(ending.drivers, "driver", Driver)
     monkeypatch.setattr(ending, "may_use_cuda", lambda _: True)
     if not suspended:
         ending._refuse_suspended(root, "", [root])

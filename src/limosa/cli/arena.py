@@ -20,7 +20,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 @verb(
     Argument("size", metavar="[SIZE]", required=False, help="How large it is to be: 32G."),
     option("--keep", metavar="TIME", help="For how long: 30m, 8h (1h)."),
-    flag("--end", help="Give back what is not used, and end the mover."),
+    flag("--end", help="Give back what is not used; end the mover and what waits with the driver."),
 )
 def command(report: Report, *, size: str | None, keep: str | None, end: bool) -> None:
     """Have host memory ready for the next suspend, show it, give it back.

@@ -49,11 +49,11 @@ def command(report: Report, *, watch: bool) -> None:
 
 def _watch(verbose: int) -> None:
     """Draws again and again; a Ctrl-C leaves what was drawn last."""
-    from limosa.gpu import Driver
     from limosa.operation import ps
+    from limosa.operation.drivers import driver as driver_of
 
     on = console()
-    driver = Driver()
+    driver = driver_of()
     try:
         while True:
             with on.capture() as drawn:

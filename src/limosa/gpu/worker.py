@@ -21,7 +21,7 @@ from limosa.gpu.checks import check_pairs, check_pid, check_timeout
 from limosa.gpu.facts import DriverFacts
 from limosa.gpu.gpus import Inventory
 from limosa.gpu.names import LockResult, State
-from limosa.gpu.worker_loop import PING, SET_WILL
+from limosa.gpu.worker_loop import LEAVE, PING, SET_WILL
 from limosa.gpu.worker_process import Launched, Slot, WorkerProcess, launch
 from limosa.ipc.frames import unpack_error
 
@@ -54,7 +54,7 @@ class Driver:
         self._lock = threading.RLock()
         self._worker: WorkerProcess | None = None
         self._retired: list[WorkerProcess] = []
-        self._will: list[str] | None = None
+        self._wills: dict[str, list[str]] = {}
         self._missing: GpuUnavailable | None = None
         self._closed = False
 
@@ -160,11 +160,17 @@ class Driver:
         """Return the GPUs by NVML, which needs no checkpoint calls (:func:`limosa.gpu.inventory`).
 
         Raises:
-            GpuUnavailable: there is no NVML.
-            DriverHung: it has not answered.
+            GpuUnavailable: there is no NVML, or it has not answered.
+            DriverHung: the worker has ended meanwhile.
         """
         worker = self._current()
-        return msgspec.convert(self._value(worker, worker.submit("inventory", 0, []), limit, limit), Inventory)
+        try:
+            return msgspec.convert(self._value(worker, worker.submit("inventory", 0, []), limit, limit), Inventory)
+        except DriverHung as error:
+            if error.fields.get("worker_died"):
+                raise
+            hint = "a GPU may hang: does nvidia-smi answer?"
+            raise GpuUnavailable(detail=f"NVML has not answered for {limit:g} s", hint=hint) from error
 
     def facts(self, limit: float | None = INIT_LIMIT) -> DriverFacts:
         """Return what ``doctor`` wants to know; never raises for a missing driver.
@@ -226,7 +232,9 @@ class Driver:
         """Start the worker and ``cuInit`` in it without waiting, so that a later call finds them done."""
         self._current().submit("available", 0, [])
 
-    def set_will(self, argv: list[str] | None, limit: float | None = 30.0, *, wait: bool = True) -> None:
+    def set_will(
+        self, argv: list[str] | None, limit: float | None = 30.0, *, wait: bool = True, name: str = ""
+    ) -> None:
         """Say what the worker shall become when this process is gone, however it ends.
 
         Armed when this returns. The command runs detached (its own session, /dev/null as standard streams, "/" as
@@ -238,32 +246,36 @@ class Driver:
             wait: False returns as soon as the will is sent. A worker that is still coming up reads it also when we are
                 gone by then, and it stands before any call that is sent later; only that the worker cannot come up is
                 not noticed: say it again, with ``wait``, before it is too late.
+            name: whose will it is: of several operations each has its own, and all of them run.
 
         Raises:
             DriverHung: the worker does not answer.
         """
         with self._lock:
-            self._will = list(argv) if argv else None
-            if self._will is None and (self._worker is None or self._worker.dead):
+            self._wills.pop(name, None)
+            if argv:
+                self._wills[name] = list(argv)
+            elif self._worker is None or self._worker.dead:
                 return
             worker = self._current(arm=False)
-        slot = worker.submit(SET_WILL, 0, [self._will])
+        slot = worker.submit(SET_WILL, 0, [list(argv) if argv else None, name])
         if wait:
             self._value(worker, slot, limit, limit)
 
     def close(self, wait: float = 5.0) -> None:
-        """Clear the will and let the worker go; it ends when its calls have.
+        """Clear the wills and let the worker go; it ends, or waits for another controller, when its calls have.
 
         Args:
             wait: seconds to wait for that.
         """
         with self._lock:
             self._closed = True
-            self._will = None
+            names, self._wills = list(self._wills), {}
             worker, self._worker = self._worker, None
         if worker is None or self._owner != os.getpid():
             return
-        worker.submit(SET_WILL, 0, [None])
+        for name in names:
+            worker.submit(SET_WILL, 0, [None, name])
         worker.hang_up()
         worker.wait(wait)
 
@@ -282,8 +294,8 @@ class Driver:
                 return self._worker
             self._closed = False
             worker = self._worker = WorkerProcess(self._ended, self._start)
-            if arm and self._will is not None:
-                worker.submit(SET_WILL, 0, [self._will])
+            for name, argv in self._wills.items() if arm else ():
+                worker.submit(SET_WILL, 0, [argv, name])
             return worker
 
     def _ended(self, worker: WorkerProcess) -> None:
@@ -294,7 +306,7 @@ class Driver:
             if self._worker is not worker:
                 return
             self._worker = None
-            if self._will is not None and worker.answered and not self._closed:
+            if self._wills and worker.answered and not self._closed:
                 try:
                     self._current()
                 except OSError:
@@ -365,7 +377,10 @@ class Driver:
                 return
             self._worker = None
             self._retired.append(worker)
-            if self._will is not None:
+            names = list(self._wills)
+            if names:
                 self._current()
-        worker.submit(SET_WILL, 0, [None])
+        for name in names:
+            worker.submit(SET_WILL, 0, [None, name])
+        worker.submit(LEAVE, 0, [])
         worker.retire()

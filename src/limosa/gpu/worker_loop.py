@@ -9,16 +9,34 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from limosa.errors import IllegalState, InvalidArgument, InvalidMap, NoCudaState, NoSuchProcess
 from limosa.ipc.frames import Frames, Reply, Request, Sender, pack_error
 
 SET_WILL = "set_will"
 PING = "ping"
+AVAILABLE = "available"
+LEAVE = "leave"
+"""Its controller has given up on it: it is to end when it can, and to wait for nobody else."""
 Table = Mapping[str, Callable[..., Any]]
+_EXPECTED = (IllegalState, InvalidArgument, InvalidMap, NoCudaState, NoSuchProcess)
+"""Answers about the process that was asked about, after which the driver is as it was."""
 
 
-def serve(connection: socket.socket, table: Table, controller: int | None = None) -> list[str] | None:
+class Left(NamedTuple):
+    """What a controller has left.
+
+    Attributes:
+        wills: commands that are to run now.
+        fit: whether the driver is initialised here, and has answered all that it was asked as it should.
+    """
+
+    wills: list[list[str]]
+    fit: bool
+
+
+def serve(connection: socket.socket, table: Table, controller: int | None = None) -> Left:
     """Serve one controller until it is gone, then let the calls under way finish.
 
     Args:
@@ -28,7 +46,7 @@ def serve(connection: socket.socket, table: Table, controller: int | None = None
             holds the other end of the socketpair.
 
     Returns:
-        The will: the command that is to run now, None where none was left.
+        What it has left.
     """
     loop = _Loop(connection, table)
     poller = select.poll()
@@ -42,14 +60,15 @@ def serve(connection: socket.socket, table: Table, controller: int | None = None
         if not loop.read(until_empty=dead) or dead:
             break
     loop.finish()
-    return loop.will
+    return Left(list(loop.wills.values()), loop.initialised and not loop.spoilt)
 
 
 class _Loop:
-    """The state of one worker: its will and the calls under way."""
+    """The state of one worker: its wills and the calls under way."""
 
     def __init__(self, connection: socket.socket, table: Table):
-        self.will: list[str] | None = None
+        self.wills: dict[str, list[str]] = {}  # of each operation, by its name
+        self.initialised = self.spoilt = False
         self._connection = connection
         self._table = table
         self._frames = Frames(replies=False)
@@ -93,8 +112,13 @@ class _Loop:
     def _take(self, request: Request) -> None:
         """Answer at once what concerns the worker itself; start a thread for the rest."""
         if request.call == SET_WILL:
-            argv = request.args[0] if request.args else None
-            self.will = [str(part) for part in argv] if argv else None
+            argv, name, *_ = [*request.args, None, None]
+            self.wills.pop(str(name or ""), None)
+            if argv:
+                self.wills[str(name or "")] = [str(part) for part in argv]
+            self._reply(Reply(request.number))
+        elif request.call == LEAVE:
+            self.spoilt = True
             self._reply(Reply(request.number))
         elif request.call == PING:
             self._reply(Reply(request.number, "pong"))
@@ -111,7 +135,9 @@ class _Loop:
             if function is None:
                 raise LookupError(f"this worker has no call {request.call!r}")
             reply = Reply(request.number, function(*request.args))
+            self.initialised |= request.call == AVAILABLE
         except BaseException as error:
+            self.spoilt |= not isinstance(error, _EXPECTED)
             reply = Reply(request.number, None, pack_error(error))
         try:
             self._reply(reply)

@@ -1,8 +1,9 @@
 """The resident worker process: makes the driver calls that may hang, and outlives its controller.
 
 Started by :class:`limosa.gpu.Driver`; nothing of the command line has to be loaded. It has a session of its own and
-ignores what a terminal or an impatient parent sends: a driver call under way must not be lost. It ends when its
-controller does: once the calls under way are done it turns into the controller's will, if there is one.
+ignores what a terminal or an impatient parent sends: a driver call under way must not be lost. When its controller is
+gone and the calls under way are done, it turns into the controller's will, if there is one; else it waits for another
+controller, where it was told to, or ends.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def main(argv: list[str]) -> NoReturn:
     """Run the worker.
 
     Args:
-        argv: the descriptor of the socketpair's end, the controller's pid.
+        argv: the descriptors of the socketpair's end and of the controller's pidfd; where to wait for the next
+            controller, "" for nowhere.
 
     Does not return: a will replaces the process.
     """
@@ -61,32 +63,50 @@ def main(argv: list[str]) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         os.environ.pop(variable, None)
+    path = argv[2]
+    if path:
+        if os.fork():
+            os._exit(0)  # a controller may be a job itself, and what waits is none of that job's processes
+        os.setsid()
     try:
         with open("/proc/self/comm", "w", encoding="ascii") as file:
             file.write("limosa-worker")
     except OSError:
         pass
+    connection, controller = socket.socket(fileno=int(argv[0])), int(argv[1])
+    for fd in (connection.fileno(), controller):
+        os.set_inheritable(fd, False)
+    _serve(connection, controller, path)
+
+
+def _serve(connection: socket.socket, controller: int, path: str) -> NoReturn:
+    """Serve one controller after another."""
     from limosa.gpu.worker_loop import serve
+    from limosa.ipc.frames import Reply, Sender
 
-    connection = socket.socket(fileno=int(argv[0]))
-    connection.set_inheritable(False)
-    controller: int | None = None
-    try:
-        controller = os.pidfd_open(int(argv[1]))
-    except OSError:
-        pass  # it is gone already, or the kernel has no pidfd: the end of the stream says so as well
-    if controller is not None and os.getppid() != int(argv[1]):
-        # Whoever has that pid now is not our controller.
+    calls = table()
+    while True:
+        if path:
+            try:
+                Sender(connection).send(Reply(0, os.getpid()))
+            except OSError:
+                pass  # it has gone already; what it said counts
+        wills, fit = serve(connection, calls, controller)
         os.close(controller)
-        controller = None
-    will = serve(connection, table(), controller)
-    if will:
-        become(will)
-    os._exit(0)  # the driver may keep threads that a normal exit would wait for
+        if wills:
+            become(wills)
+        if not path or not fit:
+            os._exit(0)  # the driver may keep threads that a normal exit would wait for
+        from limosa.gpu.worker_idle import next_controller
+
+        found = next_controller(path, connection)
+        if found is None:
+            os._exit(0)
+        connection, controller = found
 
 
-def become(argv: list[str]) -> NoReturn:
-    """Replace this process by a command: default signals, no descriptors but the standard three.
+def become(wills: list[list[str]]) -> NoReturn:
+    """Replace this process by a command, of several by the last; each has default signals and no descriptors of ours.
 
     Raises:
         OSError: it cannot be started.
@@ -99,4 +119,9 @@ def become(argv: list[str]) -> NoReturn:
                 os.set_inheritable(int(entry), False)
             except OSError:
                 pass  # the descriptor of the listing itself
-    os.execvpe(argv[0], argv, os.environ)  # noqa: S606 - the controller's own command, no shell
+    for argv in wills[:-1]:
+        try:
+            os.posix_spawn(argv[0], argv, os.environ, setsid=True)
+        except OSError:
+            pass  # the others are to be done all the same
+    os.execvpe(wills[-1][0], wills[-1], os.environ)  # noqa: S606 - the controller's own command, no shell

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
 import subprocess
 import threading
@@ -14,6 +16,9 @@ import msgspec
 
 from limosa import start
 from limosa.ipc.frames import Frames, Reply, Request, Sender
+
+START_SECONDS = 30.0
+"""In which a worker that starts says who it is."""
 
 
 class Slot:
@@ -45,8 +50,12 @@ class Launched(NamedTuple):
     words: int
 
 
-def launch() -> Launched:
+def launch(waits_at: str = "") -> Launched:
     """Start a worker process.
+
+    Args:
+        waits_at: where it is to wait for another controller when this one has gone (:mod:`limosa.gpu.worker_idle`); it
+            is nobody's child then. "": it ends with this one.
 
     It gets a session of its own, "/" as working directory and nothing of ours but its end of the socketpair, so that
     neither our terminal nor whoever waits for our pipes to close is concerned with it. CUDA_VISIBLE_DEVICES and
@@ -57,21 +66,68 @@ def launch() -> Launched:
     """
     ours, theirs = socket.socketpair()
     words = os.memfd_create("limosa-worker-stderr")
+    me = -1
     try:
         with theirs:
+            me = os.pidfd_open(os.getpid())
             process = start.popen(
-                start.python("limosa.gpu.worker_main", str(theirs.fileno()), str(os.getpid())),
+                start.python("limosa.gpu.worker_main", str(theirs.fileno()), str(me), waits_at),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=words,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), me),
                 start_new_session=True,
             )
     except BaseException:
         ours.close()
         os.close(words)
         raise
-    return Launched(ours, process, words)
+    finally:
+        if me >= 0:
+            os.close(me)
+    if not waits_at:
+        return Launched(ours, process, words)
+    threading.Thread(target=process.wait, name="limosa-worker-starts", daemon=True).start()  # it leaves no zombie
+    return Launched(ours, Apart(), words)
+
+
+class Apart:
+    """A worker that is nobody's child: another controller may have had it before, or may have it next.
+
+    Attributes:
+        pid: its process id; 0 until it has said so.
+    """
+
+    def __init__(self, pid: int = 0):
+        self.pid = 0
+        self._handle = -1
+        self._waits = False
+        if pid:
+            self.is_called(pid)
+
+    def __del__(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+
+    def is_called(self, pid: int) -> None:
+        """It has said who it is."""
+        with contextlib.suppress(OSError):  # it has ended already
+            self._handle = os.pidfd_open(pid)
+        self.pid = pid
+
+    def waits(self) -> None:
+        """It has said that it goes on, without us."""
+        self._waits = True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it has ended, or waits for another controller.
+
+        Raises:
+            subprocess.TimeoutExpired: it does neither.
+        """
+        if self._handle >= 0 and not self._waits and not select.select([self._handle], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("limosa-worker", timeout or 0.0)
+        return 0
 
 
 class WorkerProcess:
@@ -100,6 +156,7 @@ class WorkerProcess:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self._retired = False
+        self._called = threading.Event()  # by its pid, or gone
         self._numbers = 0
         self._sender = Sender(self.connection)
         self._on_end = on_end
@@ -108,7 +165,9 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Its process id; one that is just coming up is waited for."""
+        if not self.process.pid:
+            self._called.wait(START_SECONDS)
         return self.process.pid
 
     def submit(self, call: str, pid: int, args: list[Any]) -> Slot:
@@ -154,10 +213,12 @@ class WorkerProcess:
             pass
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has ended and nothing of it is open here; no longer than so."""
+        """Wait until it has ended, or is another's, and nothing of it is open here; no longer than so."""
         end = time.monotonic() + seconds
+        if isinstance(self.process, Apart):
+            self._reader.join(seconds)  # it may say last that it waits for another controller
         try:
-            self.process.wait(seconds)
+            self.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             return
         self._reader.join(max(0.0, end - time.monotonic()))
@@ -174,6 +235,7 @@ class WorkerProcess:
         self.last_words = self._said()
         with self.changed:
             self.dead = True
+            self._called.set()
             left = list(self.pending.values())
             self.pending.clear()
             self.changed.notify_all()
@@ -181,7 +243,8 @@ class WorkerProcess:
             slot.done.set()
         self.connection.close()
         self._on_end(self)
-        self.process.wait()
+        if not isinstance(self.process, Apart):
+            self.process.wait()
 
     def _said(self) -> str:
         """Return the last line of the worker's standard error and close it."""
@@ -195,8 +258,20 @@ class WorkerProcess:
             self._words = -1
         return lines[-1] if lines else ""
 
+    def _says(self, value: object) -> None:
+        """Note what a worker says of itself."""
+        if isinstance(self.process, Apart):
+            if isinstance(value, int):
+                self.process.is_called(value)
+                self._called.set()
+            else:
+                self.process.waits()
+
     def _deliver(self, reply: Reply) -> None:
         """Give a reply to whoever waits for it."""
+        if reply.number == 0:  # of itself: its pid, or that it waits for another controller now
+            self._says(reply.value)
+            return
         with self.changed:
             self.answered = True
             slot = self.pending.pop(reply.number, None)

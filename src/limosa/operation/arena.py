@@ -13,6 +13,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, LimosaError, NoRoomOnHost, Reason, UsageError
 from limosa.ipc.packet import hang_up, peer
+from limosa.operation import drivers
 from limosa.operation.jobs import user_name
 from limosa.parking.mover import Mover
 from limosa.parking.resident import look_for, residents
@@ -85,7 +86,8 @@ def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = 
     Args:
         bytes_: how large it is to be, used and free together; None: as it is; 0: what nobody uses is given back.
         keep: for how many seconds, from now on.
-        end: have the mover end as soon as nobody needs it, and what nobody uses given back.
+        end: have the mover, and workers of the driver that wait for a command, end as soon as nobody needs them, and
+            what nobody uses given back.
 
     Raises:
         NoRoomOnHost: the arena may not be so large, or host memory has no room.
@@ -98,6 +100,8 @@ def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = 
         _reserve(bytes_, keep)
     if bytes_ is not None:
         _wait_for_mover(end=end)
+    if end:
+        drivers.end_waiting()
     found = shown(os.geteuid())
     for uid in owners() if os.geteuid() == 0 and bytes_ is None else ():
         if uid != 0:

@@ -120,7 +120,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
     Raises:
         NoRoomOnGpu: the memory does not fit; restore was not called.
     """
-    inventory = gpu.inventory()
+    inventory = work.driver.inventory()
     room.check(inventory, members, work.id, made=work.made)
     total = device_bytes(members)
 

@@ -9,9 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from limosa import gpu
 from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, Zombie
-from limosa.operation import claims
+from limosa.operation import claims, drivers
 from limosa.operation.jobs import JobLike, job, rfc3339
 from limosa.operation.results import StopResult, WaitResult
 from limosa.process import records
@@ -129,7 +128,7 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
     pids = [one.pid for one in tree if may_use_cuda(one.pid)]
     if not pids:
         return
-    driver = gpu.Driver()
+    driver = drivers.driver()
     try:
         states = driver.states(pids, timeout=5.0)
     except LimosaError:  # no driver here; it may be suspended by one elsewhere (a node, a container)

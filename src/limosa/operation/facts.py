@@ -102,7 +102,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         return facts
     verb, members = ask.verb, facts.members
     try:
-        facts.inventory = gpu.inventory()
+        facts.inventory = driver.inventory()
         only_back = verb.comes and not verb.goes
         facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
         if not facts.busy:  # its shims listen to whoever works on it

@@ -98,7 +98,7 @@ def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
         Grew: it has changed GPUs since it was looked at.
         NoRoomOnGpu: it has grown, and does not fit any more.
     """
-    inventory = gpu.inventory()
+    inventory = work.driver.inventory()
     for member in members:
         if member.was != "checkpointed":
             member.identity.check()  # one that has ended holds nothing, which is no change of GPUs

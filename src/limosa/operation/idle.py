@@ -79,9 +79,11 @@ def end_idle(gpus: Collection[str]) -> bool:
     return bool(told)
 
 
-def shortage(members: Sequence[Member], operation_id: str, vacated: Mapping[str, int] | None = None) -> str:
+def shortage(
+    driver: gpu.Driver, members: Sequence[Member], operation_id: str, vacated: Mapping[str, int] | None = None
+) -> str:
     """As :func:`room.shortage` of what NVML says now; where it is short, of what it says without idle movers."""
-    short = room.shortage(gpu.inventory(), members, operation_id, vacated=vacated)
+    short = room.shortage(driver.inventory(), members, operation_id, vacated=vacated)
     if short and end_idle(room.needs(members)):
-        short = room.shortage(gpu.inventory(), members, operation_id, vacated=vacated)
+        short = room.shortage(driver.inventory(), members, operation_id, vacated=vacated)
     return short

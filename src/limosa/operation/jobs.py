@@ -13,6 +13,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import GpuUnavailable, InvalidArgument, LimosaError, NoCudaState, NoSuchProcess, UsageError
+from limosa.operation.drivers import using
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
@@ -65,13 +66,20 @@ def _name_of(identity: Identity) -> str:
     return record.name if record else ""
 
 
-def resolve(specs: Sequence[JobLike] = (), *, on_gpu: str | None = None, everything: bool = False) -> list[Job]:
+def resolve(
+    specs: Sequence[JobLike] = (),
+    *,
+    on_gpu: str | None = None,
+    everything: bool = False,
+    driver: gpu.Driver | None = None,
+) -> list[Job]:
     """The jobs that a command line names.
 
     Args:
         specs: pids and names.
         on_gpu: all jobs that hold memory on this GPU (also suspended ones that came from there).
         everything: all jobs that hold CUDA state.
+        driver: a client of the driver's worker that the caller has; None: one for this call.
 
     Raises:
         UsageError: nothing named, or the same job twice.
@@ -85,19 +93,21 @@ def resolve(specs: Sequence[JobLike] = (), *, on_gpu: str | None = None, everyth
         if len({j.root for j in found}) != len(found):
             raise UsageError(detail="the same job is named twice")
         return found
-    wanted: set[int] = set()
-    asked: set[int] | None = None
-    if on_gpu is not None:
-        inventory = gpu.inventory()
-        uuid = gpu.find_gpu(inventory, on_gpu).uuid
-        wanted = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes if not is_own(p.pid)}
-        wanted |= {m.pid for r in records.SuspendRecord.all() if uuid in r.bytes for m in r.members}
-    else:
-        wanted = asked = set(cuda_states())  # jobs on the CPU alone have nothing to move, and are no reason to fail
-    jobs = [j for j in map(_as_job, roots_of(wanted, asked)) if j is not None]
+    with using(driver) as asked:
+        states = set(cuda_states(asked))
+        wanted = states if everything else _on_gpu(asked, str(on_gpu))  # a job on the CPU alone has nothing to move
+    jobs = [j for j in map(_as_job, roots_of(wanted, states)) if j is not None]
     if not jobs:
         raise NoSuchProcess(f"no job on GPU {on_gpu}" if on_gpu is not None else "no job here holds CUDA state", pid=0)
     return jobs
+
+
+def _on_gpu(driver: gpu.Driver, spec: str) -> set[int]:
+    """The processes that hold memory on a GPU, and the suspended ones that came from there."""
+    inventory = driver.inventory()
+    uuid = gpu.find_gpu(inventory, spec).uuid
+    there = {p.pid for g in inventory.gpus if g.uuid == uuid for p in g.processes if not is_own(p.pid)}
+    return there | {m.pid for r in records.SuspendRecord.all() if uuid in r.bytes for m in r.members}
 
 
 def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[int]:
@@ -130,27 +140,18 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
 
     NVML does not show suspended ones, so the driver is asked about each process that has libcuda mapped.
     """
-    pids = candidates()
+    pids = [pid for pid in candidates() if pid != os.getpid()]
     if not pids:
         return {}
-    own = driver if driver is not None else gpu.Driver()
     found: dict[int, str] = {}
-    try:
-        own.available()
-        for pid in pids:
-            if pid == os.getpid():
-                continue
-            try:
-                found[pid] = str(own.state(pid, timeout=2.0))
-            except (NoCudaState, NoSuchProcess):
-                continue
-            except LimosaError:
-                found[pid] = "unknown"
-    except GpuUnavailable:
-        return {}
-    finally:
-        if driver is None:
-            own.close()
+    with using(driver) as asked:
+        try:
+            states = asked.states(pids, timeout=2.0)
+        except GpuUnavailable:
+            return {}
+    for pid, state in states.items():
+        if not isinstance(state, (NoCudaState, NoSuchProcess)):
+            found[pid] = "unknown" if isinstance(state, LimosaError) else str(state)
     return found
 
 

@@ -1,8 +1,8 @@
 """``move``, ``suspend``, ``resume`` and ``toggle``: the verbs that need nothing but the driver.
 
 move: lock → checkpoint → restore(map) → unlock. suspend: its first half. resume: its second half. Several jobs are
-planned together (``move_plan``) and done one after another by one worker of the driver, each with a result of its own;
-``swap`` does two as one, because neither fits before the other has left.
+done side by side by one worker of the driver, each with a journal, an undo and a result of its own; ``swap`` does two
+as one, because neither fits before the other has left.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import msgspec
@@ -19,12 +20,12 @@ from limosa import gpu
 from limosa.errors import (
     InvalidMap,
     LimosaError,
+    NoRoomOnGpu,
     Reason,
-    Refused,
     UsageError,
     worst,
 )
-from limosa.operation import room
+from limosa.operation import drivers, room
 from limosa.operation.facts import Ask
 from limosa.operation.holding import while_it_grows
 from limosa.operation.jobs import Job, JobLike, job
@@ -43,6 +44,9 @@ from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 
+AT_ONCE = 4
+"""How many of several jobs are worked on at once."""
+
 
 class _How(NamedTuple):
     """What is asked for, and how it is to be done."""
@@ -53,7 +57,8 @@ class _How(NamedTuple):
     timeout: float | None
     progress: ProgressFn
     cancel: threading.Event | None
-    driver: gpu.Driver | None = None  # of several jobs: one worker, which knows the driver already, does them all
+    driver: gpu.Driver | None = None
+    one_by_one: bool = False
 
     def work(self, started: float) -> Work:
         return Work(
@@ -80,6 +85,8 @@ def move(  # noqa: PLR0913 - options are keywords
     timeout: float | None = None,
     progress: ProgressFn = silent,
     cancel: threading.Event | None = None,
+    driver: gpu.Driver | None = None,
+    one_by_one: bool = False,
 ) -> list[Outcome]:
     """Moves jobs to other GPUs; they go on where they were, on the new GPU, with the same addresses and data.
 
@@ -95,6 +102,8 @@ def move(  # noqa: PLR0913 - options are keywords
         timeout: seconds for each job; then everything is undone.
         progress: told of steps and bytes.
         cancel: set it to stop and undo.
+        driver: a client of the driver's worker that the caller has and closes; None: one for this call.
+        one_by_one: of several jobs the next is begun when the one before is done.
 
     Returns:
         An outcome a job. With several jobs an error is in ``Outcome.error``.
@@ -103,7 +112,7 @@ def move(  # noqa: PLR0913 - options are keywords
         LimosaError: with one job, whatever kept it from being moved; the exit code says what state it is in.
     """
     ask = Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
-    how = _How(ask, max_pause, dry_run, timeout, progress, cancel)
+    how = _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one)
     if swap:
         if to or source or gpu_map is not None:
             raise InvalidMap(detail="--swap takes no destination and no map")
@@ -123,6 +132,8 @@ def suspend(  # noqa: PLR0913 - options are keywords
     timeout: float | None = None,
     progress: ProgressFn = silent,
     cancel: threading.Event | None = None,
+    driver: gpu.Driver | None = None,
+    one_by_one: bool = False,
 ) -> list[Outcome]:
     """Puts jobs aside: their device memory goes to host memory, the GPUs are free for others. See :func:`move`.
 
@@ -135,7 +146,7 @@ def suspend(  # noqa: PLR0913 - options are keywords
     if release not in ("all", MEMORY_ONLY):
         raise UsageError(detail=f"release={release!r}: all or {MEMORY_ONLY}")
     ask = Ask(verb=SUSPEND, release=release, force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
 
 
 def resume(  # noqa: PLR0913 - options are keywords
@@ -150,6 +161,8 @@ def resume(  # noqa: PLR0913 - options are keywords
     timeout: float | None = None,
     progress: ProgressFn = silent,
     cancel: threading.Event | None = None,
+    driver: gpu.Driver | None = None,
+    one_by_one: bool = False,
 ) -> list[Outcome]:
     """Brings suspended jobs back, on their GPU or on another. See :func:`move`.
 
@@ -157,10 +170,10 @@ def resume(  # noqa: PLR0913 - options are keywords
     with ``already``.
     """
     ask = Ask(verb=RESUME, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
 
 
-def toggle(
+def toggle(  # noqa: PLR0913 - options are keywords
     jobs: JobLike | Sequence[JobLike],
     *,
     max_pause: float | None = None,
@@ -169,10 +182,12 @@ def toggle(
     timeout: float | None = None,
     progress: ProgressFn = silent,
     cancel: threading.Event | None = None,
+    driver: gpu.Driver | None = None,
+    one_by_one: bool = False,
 ) -> list[Outcome]:
     """Suspends running jobs and resumes suspended ones; a tree of which a part runs is suspended. See :func:`move`."""
     ask = Ask(verb=TOGGLE, force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel))
+    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
 
 
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -187,28 +202,41 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
     single = isinstance(jobs, (int, str, bytes)) or not isinstance(jobs, Sequence)
     likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
 
-    if single:
-        if not how.dry_run:
-            return [_one(job(likes[0]), how)]
-    elif len(likes) == 1 and not how.dry_run:  # it looks itself before it touches anything
+    if not how.dry_run and single:
+        return [_one(job(likes[0]), how)]
+    if not how.dry_run and len(likes) == 1:
         return [_doing(likes[0], how)]
-    with contextlib.closing(gpu.Driver()) as driver:
-        plans = _plans(likes, how, driver)
+    with contextlib.ExitStack() as stack:
+        driver = how.driver or stack.enter_context(drivers.driver())
         if how.dry_run:
-            return plans
-        how = how._replace(driver=driver)
-        # All are planned before one is touched: what cannot be done is refused now, the others are done in turn.
-        return [_planned(like, how, planned) for like, planned in zip(likes, plans, strict=True)]
+            return _plans(likes, how, driver)
+        return _side_by_side(likes, how._replace(driver=driver))
 
 
-def _planned(like: JobLike, how: _How, planned: Outcome) -> Outcome:
-    """Does what was planned for one of several jobs; its error is a part of the result."""
-    if planned.error is not None:
-        return Outcome(pid=planned.pid, error=planned.error)
-    assert planned.plan is not None
-    if planned.plan.verdict != "ok":
-        return Outcome(pid=planned.pid, error=Refused(planned.plan.reasons))
-    return _doing(like, how)
+def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
+    """Does it to several jobs at once; each looks for itself, is refused for itself and fails alone."""
+    cancel = how.cancel or threading.Event()
+    how = how._replace(cancel=cancel)
+    at_once = 1 if how.one_by_one else AT_ONCE
+    with ThreadPoolExecutor(at_once, thread_name_prefix="limosa-job") as pool:
+        begun = [pool.submit(_doing, like, how._replace(progress=_about(like, how.progress))) for like in likes]
+        try:
+            outcomes = [one.result() for one in begun]
+        except BaseException:  # a Ctrl-C comes to this thread alone
+            cancel.set()
+            raise
+    if how.ask.verb in (MOVE, TOGGLE):  # who found no room while others had not left yet
+        moved = any(one.result is not None and not one.result.already for one in outcomes)
+        for n, outcome in enumerate(outcomes):
+            if moved and outcome.error is not None and outcome.error.exit_code == NoRoomOnGpu.exit_code:
+                outcomes[n] = _doing(likes[n], how)
+    return outcomes
+
+
+def _about(like: JobLike, progress: ProgressFn) -> ProgressFn:
+    """Says of each message which of several jobs it is about."""
+    who = (like.name or str(like.root.pid)) if isinstance(like, Job) else str(_pid_of(like) or like)
+    return lambda event: progress(msgspec.structs.replace(event, step=f"{who}: {event.step}"))
 
 
 def _doing(like: JobLike, how: _How) -> Outcome:

@@ -6,9 +6,8 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Literal, cast, overload
 
-from limosa import gpu
 from limosa.errors import UsageError
-from limosa.operation import checkpoint_plan, dump_options, move_plan, restore_options, restore_plan
+from limosa.operation import checkpoint_plan, drivers, dump_options, move_plan, restore_options, restore_plan
 from limosa.operation.facts import Ask
 from limosa.operation.jobs import JobLike, job
 from limosa.operation.members import Where
@@ -62,7 +61,7 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     if unknown := options.keys() - _KNOWN[verb]:
         raise UsageError(detail=f"{verb} has no option {', '.join(sorted(unknown))}")
     which = job(like)
-    driver = gpu.Driver()
+    driver = drivers.driver()
     try:
         if verb == "checkpoint":
             if "output" not in options:

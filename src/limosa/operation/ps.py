@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from limosa import gpu
-from limosa.errors import GpuUnavailable, LimosaError, NoSuchProcess, Reason
-from limosa.operation import claims
+from limosa.errors import DriverHung, GpuUnavailable, LimosaError, NoSuchProcess, Reason
+from limosa.operation import claims, drivers
 from limosa.operation.facts import Ask
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.journal import added_up
@@ -33,14 +33,14 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
         driver: asked for states; one of its own where None. Whoever looks again and again keeps one.
     """
     own = driver is None
-    driver = driver or gpu.Driver()
+    driver = driver or drivers.driver()
     try:
         states = cuda_states(driver)
         runs = {r.root.pid for r in records.RunRecord.all()}
         records.SuspendRecord.all()  # on the way it removes those of jobs that have ended
         try:
-            inventory = gpu.inventory() if states else None
-        except GpuUnavailable:
+            inventory = driver.inventory() if states else None
+        except (GpuUnavailable, DriverHung):
             inventory = None
         found = []
         for pid in roots_of(set(states) | runs, states):

@@ -22,7 +22,7 @@ from pathlib import Path
 from limosa import gpu
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
-from limosa.operation import claims, driver_steps, journal
+from limosa.operation import claims, driver_steps, drivers, journal
 from limosa.operation.journal import Journal
 from limosa.operation.parked import holders, left_closed
 from limosa.operation.parked.gates import any_waits
@@ -193,7 +193,7 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         result = entry_of(dead, did="; ".join(did), state="gone")
         dead.finish()
         return result
-    driver = gpu.Driver()
+    driver = drivers.driver()
     try:
         result = how.get(dead.header.operation, _going)(dead, driver, progress)
     except LeftSuspended as error:

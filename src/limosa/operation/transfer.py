@@ -48,7 +48,7 @@ def _begin(work: Work, verb: Verb, prepared: Sequence[Prepared], members: Sequen
 
     def room_is_there() -> None:
         if verb.comes and members:
-            short = idle.shortage(members, work.id, room.held_now(members))
+            short = idle.shortage(work.driver, members, work.id, room.held_now(members))
             if short:
                 raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 

@@ -35,6 +35,7 @@ from limosa.errors import (
     TimedOutUndone,
     UndoFailed,
 )
+from limosa.operation import drivers
 from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, common_state
 from limosa.process.identity import Identity
@@ -110,7 +111,7 @@ class Work(Clock):
         progress: told of steps and bytes.
         cancel: set by the caller to stop; looked at between steps.
         started: see :class:`Clock`.
-        driver: the caller's, who closes it; None: one of its own, started at first use.
+        driver: the caller's, who closes it; None: one of its own, found or started at first use.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Work(Clock):
     def driver(self) -> gpu.Driver:
         """The client of the driver worker, which starts at first use."""
         if self._driver is None:
-            self._driver = gpu.Driver()
+            self._driver = drivers.driver()
         return self._driver
 
     def begin(self, header: Header, claim: Claim, check: Callable[[], None] = lambda: None) -> Journal:
@@ -210,7 +211,7 @@ class Work(Clock):
         self.push("claim", self._release)
         self.journal = Journal.create(header)
         # The worker may still be coming up: a job that CRIU alone works on need not stand in line for that.
-        self.driver.set_will(self._will(), wait=False)
+        self.driver.set_will(self._will(), wait=False, name=self.id)
         return self.journal
 
     def has_taken(self, gpus: Mapping[str, int]) -> None:
@@ -226,7 +227,7 @@ class Work(Clock):
         Raises:
             DriverHung: there is no worker that could undo for us.
         """
-        self.driver.set_will(self._will())
+        self.driver.set_will(self._will(), name=self.id)
 
     def _will(self) -> list[str]:
         return start.python("limosa.operation.orphan", self.id)
@@ -311,7 +312,7 @@ class Work(Clock):
                     self.journal.close()
                 if self._driver is not None:
                     with contextlib.suppress(DriverHung):
-                        self._driver.set_will(None)
+                        self._driver.set_will(None, name=self.id)
                 raise UndoFailed(
                     what=self.operation, detail=str(error), undo_detail=f"{name}: {undo_error}", job_state="unknown"
                 ) from undo_error
@@ -330,7 +331,7 @@ class Work(Clock):
         # does nothing. A worker that has died has no will any more.
         if self._driver is not None:
             with contextlib.suppress(DriverHung):
-                self._driver.set_will(None)
+                self._driver.set_will(None, name=self.id)
         self.timings["total"] = time.monotonic() - self.started
 
     def _doubt(self, error: BaseException) -> UndoFailed:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
@@ -110,7 +109,7 @@ class Moving(Beside[_Part]):
         for owner in {part.shim.owner for part in self._parts}:
             gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
             self._residents.mover(owner).prepare(sorted(gpus))
-        counted = gpu.inventory()
+        counted = self._work.driver.inventory()
         for part in self._parts:
             self._add(part, part.pieces())
             self._hold(part)

@@ -237,7 +237,7 @@ class Returning(Op):
             self.remade.undo()
 
     def _room_is_there(self) -> None:
-        short = idle.shortage(self.members, self.work.id) if self.members else ""
+        short = idle.shortage(self.work.driver, self.members, self.work.id) if self.members else ""
         if short:
             raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 

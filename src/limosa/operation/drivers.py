@@ -1,0 +1,49 @@
+"""The driver's worker for one command: the caller's that waits, where there is one, else a new one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from limosa import gpu
+from limosa.errors import LimosaError
+from limosa.gpu.worker_idle import end_all, start_in
+from limosa.process.places import own_folder
+
+KIND = "driver"
+"""The folder in which workers wait, in the caller's runtime folder."""
+
+
+def driver() -> gpu.Driver:
+    """Return a client of the driver's worker, which is found or started at the first call.
+
+    Close it: the worker waits for the next command then (:mod:`limosa.gpu.worker_idle`).
+    """
+    return gpu.Driver(start=start_in(_folder))
+
+
+@contextlib.contextmanager
+def using(given: gpu.Driver | None) -> Iterator[gpu.Driver]:
+    """Give the caller's client, or one for as long as this block runs."""
+    if given is not None:
+        yield given
+        return
+    with driver() as own:
+        yield own
+
+
+def end_waiting() -> list[int]:
+    """Have the caller's workers end that wait for a command; returns their pids.
+
+    Raises:
+        LimosaError: the caller has no runtime folder.
+    """
+    return end_all(own_folder(KIND))
+
+
+def _folder() -> Path | None:
+    try:
+        return own_folder(KIND)
+    except LimosaError:
+        return None  # one that ends with its command does as well

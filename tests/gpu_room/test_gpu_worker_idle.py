@@ -1,0 +1,314 @@
+"""A worker that waits for the next controller: who may have it, who not, when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from limosa.errors import DriverError, NoCudaState
+from limosa.gpu import Driver, worker_idle
+from limosa.gpu.worker_idle import end_all, next_controller, start_in
+from limosa.gpu.worker_loop import Left, serve
+from limosa.gpu.worker_process import Apart, Launched
+from limosa.ipc.frames import Reply, Request, Sender, frame
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+    return found
+
+
+WORKER = """
+import os, sys
+from limosa.gpu import worker_main
+def state(pid):
+    if pid == 13:
+        raise MemoryError("this driver is not well")
+    return "running"
+calls = {"available": lambda: None, "state": state, "inventory": lambda: os.environ.get("TZ", "")}
+worker_main.table = lambda: calls
+worker_main.main(sys.argv[1:])
+"""
+"""A real worker with a driver of three calls."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Iterator[Path]:
+    """A folder in which workers wait; those that do are ended afterwards."""
+
+    def launch(waits_at: str = "") -> Launched:
+        ours, theirs = socket.socketpair()
+        me = os.pidfd_open(os.getpid())
+        argv = [sys.executable, "-c", WORKER, str(theirs.fileno()), str(me), waits_at]
+        process = subprocess.Popen(argv, pass_fds=(theirs.fileno(), me), start_new_session=True)
+        theirs.close()
+        os.close(me)
+        if waits_at:
+            threading.Thread(target=process.wait, daemon=True).start()
+            return Launched(ours, Apart(), -1)
+        return Launched(ours, process, -1)
+
+    monkeypatch.setattr("limosa.gpu.worker_process.launch", launch)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    yield tmp_path
+    end_all(tmp_path)
+
+
+def client(place: Path | None) -> Driver:
+    return Driver(start=start_in(lambda: place))
+
+
+def used(place: Path, ask: int = 7) -> int:
+    """One command: returns the pid of the worker that it had."""
+    with client(place) as driver:
+        with contextlib.suppress(Exception):
+            driver.state(ask)
+        pid = driver.pid
+    assert pid
+    return pid
+
+
+def test_the_next_command_has_the_worker_of_the_one_before(place: Path):
+    first = used(place)
+    begun = time.monotonic()
+    assert used(place) == first
+    assert time.monotonic() - begun < 0.1
+    assert os.getsid(first) == first
+    assert Path(f"/proc/{first}/stat").read_text().rsplit(")", 1)[1].split()[1] != str(os.getpid()), "nobody's child"
+
+
+def test_two_at_once_have_two_and_one_waits_afterwards(place: Path):
+    first = used(place)
+    with client(place) as one, client(place) as two:
+        assert (one.state(7), two.state(7)) == ("running", "running")
+        assert one.pid == first != two.pid
+        second = two.pid
+    eventually(lambda: [Path(f"/proc/{pid}").exists() for pid in (first, second)].count(True) == 1)
+    assert used(place) in (first, second)
+
+
+def test_it_waits_no_longer_than_it_is_told(place: Path, monkeypatch):
+    monkeypatch.setenv("LIMOSA_DRIVER_IDLE", "0.2")
+    pid = used(place)
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert list(place.iterdir()) == []
+
+
+def test_one_is_ended_by_name(place: Path):
+    pid = used(place)
+    assert end_all(place) == [pid]
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert list(place.iterdir()) == []
+
+
+def test_one_that_was_killed_is_passed_over(place: Path):
+    first = used(place)
+    os.kill(first, signal.SIGKILL)
+    eventually(lambda: not Path(f"/proc/{first}").exists())
+    second = used(place)
+    assert second != first
+    assert used(place) == second
+
+
+def test_one_whose_driver_has_failed_does_not_wait(place: Path):
+    pid = used(place, ask=13)
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_one_that_was_never_asked_has_nothing_to_wait_with(place: Path):
+    with client(place) as driver:
+        driver.set_will(["/bin/true"])
+        pid = driver.pid
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_where_there_is_no_place_it_ends(place: Path):
+    with client(None) as driver:
+        assert driver.state(7) == "running"
+        pid = driver.pid
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_it_takes_the_environment_of_each_controller(place: Path, monkeypatch):
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    first = used(place)
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    with client(place) as driver:
+        worker = driver._current()
+        assert worker.pid == first
+        assert driver._value(worker, worker.submit("inventory", 0, []), 5, 5) == "Asia/Tokyo"
+
+
+def test_another_library_path_wants_another_worker(place: Path, monkeypatch):
+    first = used(place)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/lib")
+    assert used(place) != first
+
+
+def test_the_will_of_the_second_controller_runs(place: Path, tmp_path: Path):
+    first = used(place)
+    done = tmp_path / "done"
+    program = f"""
+import os, sys
+from pathlib import Path
+from limosa.gpu import Driver
+from limosa.gpu.worker_idle import start_in
+driver = Driver(start=start_in(lambda: Path({str(place)!r})))
+driver.state(7)
+for name in ("a", "b"):
+    driver.set_will(["/bin/sh", "-c", "echo $$ > {done}-" + name], name=name)
+print(driver.pid, flush=True)
+os._exit(0)
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=True)
+    assert int(said.stdout) == first
+    for name in ("a", "b"):
+        eventually(Path(f"{done}-{name}").exists)
+    eventually(lambda: Path(f"{done}-b").read_text().strip() == str(first))
+
+
+def test_a_will_is_cleared_by_its_name():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for number, args in enumerate([[["/a"], "a"], [["/b"], "b"], [["/c"]], [None, "a"], [None]]):
+            ours.sendall(frame(Request(number + 1, "set_will", args)))
+        ours.shutdown(socket.SHUT_WR)
+        assert serve(theirs, {}).wills == [["/b"]]
+
+
+def no_cuda(pid: int) -> str:
+    raise NoCudaState(call="x", pid=pid, result="X", code=3, meaning="none")
+
+
+def broken(pid: int) -> str:
+    raise DriverError(call="x", pid=pid, result="X", code=999, meaning="unknown")
+
+
+@pytest.mark.parametrize(
+    ("calls", "fit"),
+    [
+        (["available"], True),
+        (["available", "no_cuda"], True),
+        (["available", "broken"], False),
+        (["available", "leave"], False),
+        (["no_cuda"], False),
+        ([], False),
+    ],
+)
+def test_who_is_fit_to_wait(calls: list[str], fit: bool):
+    table = {"available": lambda: None, "no_cuda": lambda: no_cuda(7), "broken": lambda: broken(7)}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for number, call in enumerate(calls):
+            ours.sendall(frame(Request(number + 1, call, [])))
+        ours.shutdown(socket.SHUT_WR)
+        assert serve(theirs, table) == Left([], fit)
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(tmp_path: Path, monkeypatch) -> Iterator[tuple[str, list[Any]]]:
+    """A worker's wait, in a thread of this process: where, and what came of it."""
+    monkeypatch.setattr(worker_idle, "IDLE_SECONDS", 5.0)
+    monkeypatch.setattr(worker_idle, "_dress", lambda _: None)
+    monkeypatch.setattr(worker_idle, "ANSWER_SECONDS", 0.3)
+    path = str(tmp_path / "x")
+    last, other = socket.socketpair()
+    came: list[Any] = []
+    thread = threading.Thread(target=lambda: came.append(next_controller(path, last)), daemon=True)
+    thread.start()
+    eventually(lambda: Path(path).exists())
+    yield path, came
+    end_all(tmp_path)
+    thread.join(6)
+    other.close()
+    for found in came:
+        if found is not None:
+            found[0].close()
+            os.close(found[1])
+
+
+def says(path: str, data: bytes, fds: list[int]) -> bytes:
+    """What a stranger hears who says that."""
+    with socket.socket(socket.AF_UNIX) as mine:
+        mine.connect(path)
+        with contextlib.suppress(OSError):
+            socket.send_fds(mine, [data], fds)
+            mine.settimeout(2)
+            return mine.recv(100)
+    return b""
+
+
+def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waiting):
+    path, came = waiting
+    null = os.open("/dev/null", os.O_RDONLY)
+    child = subprocess.Popen(["/bin/sleep", "30"])
+    other = os.pidfd_open(child.pid)
+    take = frame(Request(0, "take", [{}]))
+    try:
+        for data, fds in (
+            (b"\xff" * 100, []),
+            (take, []),
+            (take, [null]),
+            (take, [other]),  # another process than the one that speaks
+            (take, [null, other]),
+            (take[:5], [null]),
+        ):
+            assert says(path, data, fds) == b""
+        assert not came
+        connection, pid = worker_idle._asked(path, "end", [])
+        assert connection is not None
+        connection.close()
+        assert pid == os.getpid()
+        eventually(lambda: came)
+        assert came == [None]
+    finally:
+        child.kill()
+        child.wait()
+        os.close(null)
+        os.close(other)
+
+
+def test_who_stands_elsewhere_does_not_get_it(waiting, monkeypatch):
+    """Fewer rights, another cgroup, other namespaces: what it says of itself in /proc counts."""
+    path, came = waiting
+    real = worker_idle.standing
+    monkeypatch.setattr(worker_idle, "standing", lambda pid="self": real() + ("less" if pid != "self" else ""))
+    assert worker_idle._asked(path, "take", [{}])[0] is None
+    assert not came
+    monkeypatch.setattr(worker_idle, "standing", real)
+
+
+def test_one_that_takes_it_is_alone_with_it(waiting):
+    path, came = waiting
+    answers = threading.Thread(target=lambda: (eventually(lambda: came), Sender(came[0][0]).send(Reply(0, 1))))
+    answers.start()
+    connection, _ = worker_idle._asked(path, "take", [{}])
+    answers.join(10)
+    assert connection is not None
+    connection.close()
+    assert not Path(path).exists()
+    assert worker_idle._asked(path, "take", [{}])[0] is None
+
+
+def test_what_is_no_socket_is_passed_over(place: Path):
+    Path(place, worker_idle.name()).write_text("a file")
+    first = used(place)
+    eventually(lambda: Path(place, worker_idle.name()).is_socket())
+    assert used(place) == first
