@@ -124,6 +124,20 @@ def test_the_software_gpu_is_taken_from_beside_this_limosa_and_only_where_the_sa
     assert said().startswith("ModuleNotFoundError")
 
 
+def test_the_software_gpu_beside_this_limosa_is_of_it_unless_another_user_put_it_there(tmp_path, monkeypatch):
+    """Its libraries are found by LD_LIBRARY_PATH: a checkout's folder may be one that others can change."""
+    beside = tmp_path / "open" / "limosa_softgpu"
+    (beside / "native").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    assert not start.trusted(beside / "native")
+    monkeypatch.setattr(start, "_SOFTGPU", beside)
+    monkeypatch.setattr(start, "installer", os.geteuid)
+    assert start.trusted(beside / "native")
+    if os.geteuid() == 0:
+        os.chown(beside, STRANGER, STRANGER)
+        assert not start.trusted(beside / "native")
+
+
 def test_dependencies_that_only_our_own_path_has_are_found(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def main(arguments):\n    print('found', arguments)\n    return 7\n")
     monkeypatch.syspath_prepend(tmp_path)
