@@ -20,16 +20,17 @@ except ImportError:  # run as a program, where hatchling need not be
     BuildHookInterface = None  # type: ignore[assignment,misc]
 
 ROOT = Path(__file__).resolve().parent
-NATIVE = ROOT / "src" / "limosa" / "native"
-sys.path.insert(0, str(NATIVE.parents[1]))  # nothing of Limosa is installed yet when it is built
+SOURCE = ROOT / "src"
+sys.path.insert(0, str(SOURCE))  # nothing of Limosa is installed yet when it is built
 try:
     from limosa.native import build as native
     from limosa.native import wheel_tag
+    from limosa_softgpu import build as softgpu
 finally:
     del sys.path[0]
 PARTS = (
     (native.build_plugin, native.CRIU, [native.PLUGIN], "jobs with forked GPU children cannot be checkpointed"),
-    (native.build_softgpu, native.SOFTGPU, native.LIBRARIES, "there are no software GPUs"),
+    (softgpu.build_softgpu, softgpu.SOFTGPU, softgpu.LIBRARIES, "there are no software GPUs"),
     (native.build_shim, native.SHIM, [native.SHIM_LIBRARY], "jobs move at the driver's speed"),
     (native.build_sight, native.SIGHT, [native.SIGHT_LIBRARY], "limosa run --gpus hides nothing"),
     (native.build_hash, native.HASH, [native.HASH_LIBRARY], "device memory is not copied while a job runs"),
@@ -78,7 +79,7 @@ def build() -> tuple[dict[Path, str], list[str]]:
             made.chmod(0o755)
         problem = compile_(made)
         if problem is None:
-            built |= {made / name: str((folder / name).relative_to(NATIVE.parents[1])) for name in libraries}
+            built |= {made / name: str((folder / name).relative_to(SOURCE)) for name in libraries}
         else:
             problems.append(f"{lacking} ({problem.splitlines()[0]})")
     return built, problems

@@ -45,8 +45,9 @@ def libraries(request: pytest.FixtureRequest) -> None:
     """Build what is in C where a test needs it and it is missing or older than its source."""
     if any(item.get_closest_marker("root") for item in request.session.items):
         from limosa.native import build
+        from limosa_softgpu.build import build_softgpu
 
-        for one in (build.build_softgpu, build.build_shim, build.build_sight, build.build_hash):
+        for one in (build_softgpu, build.build_shim, build.build_sight, build.build_hash):
             assert one() is None
 
 

@@ -7,7 +7,7 @@ Usage (the fixture ``node`` of ``tests/softgpu/conftest.py`` starts one and ends
         node.python("import pynvml; …")                # Python source
         node.limosa("gpus", "-o", "json").json         # the command line
         job = node.popen([sys.executable, "job.py"])   # a subprocess.Popen; ended with the node
-        node.switches.lose(1)                          # limosa.softgpu.faults.Switches
+        node.switches.lose(1)                          # limosa_softgpu.faults.Switches
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ import msgspec
 import pytest
 
 from limosa.cli.options import parse_size
-from limosa.softgpu.faults import Switches
-from limosa.softgpu.node import environment, join
-from limosa.softgpu.spec import NodeSpec, make_spec
-from limosa.softgpu.state import NODE_FOLDER
+from limosa_softgpu.faults import Switches
+from limosa_softgpu.node import environment, join
+from limosa_softgpu.spec import NodeSpec, make_spec
+from limosa_softgpu.state import NODE_FOLDER
 
 _HOLD = """
 import sys
-from limosa.softgpu import node
-from limosa.softgpu.spec import NodeSpec
+from limosa_softgpu import node
+from limosa_softgpu.spec import NodeSpec
 import msgspec
 node.enter(msgspec.json.decode(sys.argv[1], type=NodeSpec))
 print("ready", flush=True)

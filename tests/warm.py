@@ -175,7 +175,7 @@ def become(order: dict[str, Any], stdout: int, stderr: int) -> None:
 
     from limosa.cli.main import entry
     from limosa.gpu import worker, worker_process
-    from limosa.softgpu.node import join
+    from limosa_softgpu.node import join
 
     code: Any = 99
     try:

@@ -27,6 +27,7 @@ from typing import Any
 FOLDER = "/"
 SYSTEM = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _PACKAGE = Path(__file__).resolve().parent
+_SOFTGPU = _PACKAGE.with_name("limosa_softgpu")  # installed with it
 _BOOT = _PACKAGE / "boot.py"
 _FOLDERS = ("PATH", "LD_LIBRARY_PATH")
 _XDG = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR")
@@ -334,8 +335,17 @@ def _usable(path: str) -> bool:
 
 def _ours(path: str) -> bool:
     """Whether it is of this Limosa, or of the Python that runs it: code from there runs already."""
-    places = (os.fspath(_PACKAGE), os.path.normpath(sys.prefix), os.path.normpath(sys.base_prefix))
+    places = (*_packages(), os.path.normpath(sys.prefix), os.path.normpath(sys.base_prefix))
     return any(path == place or path.startswith(f"{place}/") for place in places if place not in ("/", "/usr"))
+
+
+def _packages() -> tuple[str, ...]:
+    """The folders of this Limosa's code; one beside it that somebody else has put there is not of it."""
+    try:
+        beside = os.lstat(_SOFTGPU).st_uid in {0, installer()}
+    except OSError:
+        beside = False
+    return (os.fspath(_PACKAGE), os.fspath(_SOFTGPU)) if beside else (os.fspath(_PACKAGE),)
 
 
 def _search_path() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from campaign.helpers import helper_pids
 from campaign.processes import REAL
 
-KIND_VMM = 3  # of cuMemCreate (native/softgpu/node.h)
+KIND_VMM = 3  # of cuMemCreate (limosa_softgpu/native/node.h)
 
 
 class Ground:
@@ -20,7 +20,7 @@ class Ground:
     gpus = 0
 
     def arm(self, rules: list[str]) -> None:
-        """Lets these rules hold (``native/softgpu/fault.h``)."""
+        """Lets these rules hold (``limosa_softgpu/native/fault.h``)."""
         assert not rules, "there is no driver here that can be told to fail"
 
     def disarm(self) -> None:
@@ -54,8 +54,8 @@ class Soft(Ground):
     name = "soft"
 
     def __init__(self) -> None:
-        from limosa.softgpu.faults import Switches
-        from limosa.softgpu.state import NODE_FOLDER, opened
+        from limosa_softgpu.faults import Switches
+        from limosa_softgpu.state import NODE_FOLDER, opened
 
         self.folder = Path(NODE_FOLDER)
         self.switches = Switches()
@@ -102,7 +102,7 @@ class Soft(Ground):
 
     def wait_for_memory(self, limit: float = 2.0) -> None:
         from limosa import gpu
-        from limosa.softgpu.state import opened
+        from limosa_softgpu.state import opened
 
         end = time.monotonic() + limit
         while time.monotonic() < end:
@@ -119,7 +119,7 @@ class Soft(Ground):
 
     def _movers(self) -> dict[int, int]:
         """Contexts of a mover, which stays: bytes by block. What it has made for a job is not its own."""
-        from limosa.softgpu.state import opened
+        from limosa_softgpu.state import opened
 
         mover = helper_pids().get("mover", -1)
         with opened() as state:
@@ -144,7 +144,7 @@ def here() -> Ground:
     """The ground that this process stands on."""
     if REAL:
         return Real()
-    from limosa.softgpu.state import NODE_FOLDER
+    from limosa_softgpu.state import NODE_FOLDER
 
     if os.path.exists(f"{NODE_FOLDER}/state"):
         return Soft()

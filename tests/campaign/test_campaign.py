@@ -17,7 +17,7 @@ from campaign import cases, hazards
 from campaign.__main__ import record, run, spread
 from campaign.summary import Summary, merged, names_in, replay
 from campaign.twice import ROOMS, part, run_and_replay
-from limosa.softgpu import faults
+from limosa_softgpu import faults
 
 RUNS = 420
 FOUND = (

@@ -10,9 +10,10 @@ import pytest
 
 PROJECT = Path(__file__).parents[2]
 SOURCE = PROJECT / "src/limosa"
+SOFTGPU = PROJECT / "src/limosa_softgpu"
 PAGE = (PROJECT / "docs/architecture.md").read_text()
 OF_THEIR_OWN = ("gpu", "process", "parking", "operation", "operation/steps", "operation/parked")  # each has a table
-IN_A_ROW = ("image", "softgpu", "cli", "process/hazards", "process/criu")
+IN_A_ROW = ("image", "cli", "process/hazards", "process/criu")
 
 
 def named(text: str) -> set[str]:
@@ -51,14 +52,20 @@ def test_every_module_above_the_rooms_is_named() -> None:
     assert {path.name for path in SOURCE.glob("*.py")} - {"__init__.py"} - named(PAGE) == set()
 
 
+def test_every_module_of_the_software_gpu_is_named() -> None:
+    table = PAGE.partition("\n`src/limosa_softgpu/`")[2].partition("\n## ")[0]
+    assert {path.name for path in SOFTGPU.glob("*.py")} - {"__init__.py"} == named(table)
+
+
 def test_what_is_named_is_there() -> None:
-    pages = PAGE + "".join(path.read_text() for path in SOURCE.glob("*/DESIGN.md"))
-    assert named(pages) - {path.name for path in SOURCE.rglob("*.py")} == set()
+    designs = [*SOURCE.glob("*/DESIGN.md"), SOFTGPU / "DESIGN.md"]
+    pages = PAGE + "".join(path.read_text() for path in designs)
+    assert named(pages) - {path.name for folder in (SOURCE, SOFTGPU) for path in folder.rglob("*.py")} == set()
 
 
 def test_the_levels_are_those_that_are_checked() -> None:
     contract = (PROJECT / "pyproject.toml").read_text().partition("layers = [")[2].partition("\n]")[0]
-    checked = [re.findall(r"limosa\.(\w+)", line) for line in re.findall(r'"(.*?)"', contract)]
+    checked = [re.findall(r"(?:limosa\.)?\b(\w+)\b(?!\.)", line) for line in re.findall(r'"(.*?)"', contract)]
     (levels,) = re.findall(r"The levels, from below:(.*?)\. Packages of", PAGE, re.S)
     assert [set(re.findall(r"`(\w+)`", level)) for level in levels.split("·")] == [
         set(level) for level in reversed(checked)

@@ -21,7 +21,7 @@ def required(key: str) -> set[str]:
 
 def imported() -> set[str]:
     found = set()
-    for path in (PROJECT / "src/limosa").rglob("*.py"):
+    for path in (PROJECT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}

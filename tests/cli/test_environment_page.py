@@ -23,8 +23,8 @@ INTERNAL = {
 def test_every_variable_is_documented() -> None:
     page = (PROJECT / "docs/environment.md").read_text()
     documented = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`(\w+)`", row)}
-    python = "\n".join(path.read_text() for path in (PROJECT / "src/limosa").rglob("*.py"))
-    native = "\n".join(path.read_text() for path in (PROJECT / "src/limosa/native").rglob("*.c"))
+    python = "\n".join(path.read_text() for path in (PROJECT / "src").rglob("*.py"))
+    native = "\n".join(path.read_text() for path in (PROJECT / "src").rglob("*.c"))
     read = {name for name in re.findall(r"""["'](LIMOSA_\w+)["']""", python) if not name.endswith("_")}
     read |= set(re.findall(r'getenv\("(LIMOSA_\w+)"', native))
     read |= set(re.findall(r"""(?:environ\.get|user_folder)\(["'](XDG_\w+)["']""", python))

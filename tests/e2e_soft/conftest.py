@@ -24,7 +24,7 @@ from soft_job import JOB, Job
 from soft_node import Answer, Node, several
 from support import Reaper
 
-from limosa.softgpu.state import opened
+from limosa_softgpu.state import opened
 
 
 def journalled() -> list[str]:

@@ -17,11 +17,15 @@ from typing import Any
 import pytest
 from soft_command import start
 
-from limosa.native.build import LIBRARIES, compilers
+from limosa.native.build import compilers
+from limosa_softgpu.build import LIBRARIES
 
 STRANGER = 4242
 LIMOSA = Path(sysconfig.get_path("scripts"), "limosa")
-MODULES = ("limosa", "msgspec", "click", "rich", "cuda", "pynvml", "json", "subprocess", "socket", "runpy", "importlib")
+MODULES = (
+    *("limosa", "limosa_softgpu", "msgspec", "click", "rich", "cuda", "pynvml"),
+    *("json", "subprocess", "socket", "runpy", "importlib"),
+)
 CUSTOM = ("sitecustomize", "usercustomize")
 PROGRAMS = (
     *("criu", "nft", "iptables-restore", "ip6tables-restore", "ip", "tar", "sh", "python", "python3", "env", "true"),

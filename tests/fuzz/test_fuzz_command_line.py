@@ -17,7 +17,7 @@ from fuzz.mutate import NUMBERS, TEXTS, mutated_words
 from limosa import start
 from limosa.cli import main
 from limosa.process import launch
-from limosa.softgpu import node
+from limosa_softgpu import node
 
 VERBS = (*main.VERBS, *main.ALIASES)
 NOT_HERE = ("demo", "wait", "stop", "logs")

@@ -9,7 +9,7 @@ import pytest
 from op_support import limits, on, reaped
 from soft_node import Node
 
-from limosa.native.build import build_softgpu
+from limosa_softgpu.build import build_softgpu
 
 pytestmark = [*limits, pytest.mark.gpu_core]
 

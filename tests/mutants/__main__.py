@@ -79,7 +79,7 @@ class Copy:
             ["git", "-C", str(PROJECT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
             capture_output=True, check=True, timeout=60,
         ).stdout.decode()  # fmt: skip
-        built = PROJECT.glob("src/limosa/native/*/*.so*")
+        built = PROJECT.glob("src/**/*.so*")
         for name in [*filter(None, listed.split("\0")), *(str(path.relative_to(PROJECT)) for path in built)]:
             if (PROJECT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)

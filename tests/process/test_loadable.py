@@ -13,7 +13,8 @@ from limosa.errors import GpuUnavailable
 from limosa.native import build, loads
 from limosa.operation import doctor
 from limosa.process.criu import program
-from limosa.softgpu import node
+from limosa_softgpu import node
+from limosa_softgpu.build import LIBRARIES
 
 job = importlib.import_module("limosa.job")
 
@@ -104,10 +105,10 @@ def test_doctor_fix_builds_anew_what_others_can_change(tmp_path):
 
 def test_no_program_of_roots_gets_a_driver_in_software_that_others_can_change(tmp_path):
     tmp_path.chmod(0o755)
-    for name in build.LIBRARIES:
+    for name in LIBRARIES:
         (tmp_path / name).write_bytes(b"")
         (tmp_path / name).chmod(0o755)
     node.check_libraries(tmp_path)
-    (tmp_path / build.LIBRARIES[0]).chmod(0o777)
+    (tmp_path / LIBRARIES[0]).chmod(0o777)
     with pytest.raises(GpuUnavailable, match="others can change"):
         node.check_libraries(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 from support import let_in_by_a_list
 
 import limosa
+import limosa_softgpu
 from limosa import start
 
-SOURCE = Path(limosa.__file__).parent
+SOURCE = Path(limosa.__file__).parents[1]
+PACKAGES = ("limosa", "limosa_softgpu")
 STRANGER = 4242
 STARTERS = {
     "subprocess": {"run", "Popen", "call", "check_call", "check_output", "getoutput", "getstatusoutput"},
@@ -26,13 +29,13 @@ STARTERS = {
     "runpy": {"run_path", "run_module"},
 }
 MAY = {
-    "start.py": "the one place",
-    "native/hash/make_ptx.py": "a tool of who works on Limosa: nvcc",
-    "process/launch.py": "posix_spawn of the trampoline: -I -S, an absolute path, start.environment()",
-    "process/trampoline.py": "becomes the job, with the environment and in the folder of who asked for it",
-    "gpu/worker_main.py": "becomes what start.python() has written",
-    "demo/train.py": "a job: its data workers",
-    "softgpu/node.py": "becomes the command that was asked for",
+    "limosa/start.py": "the one place",
+    "limosa/native/hash/make_ptx.py": "a tool of who works on Limosa: nvcc",
+    "limosa/process/launch.py": "posix_spawn of the trampoline: -I -S, an absolute path, start.environment()",
+    "limosa/process/trampoline.py": "becomes the job, with the environment and in the folder of who asked for it",
+    "limosa/gpu/worker_main.py": "becomes what start.python() has written",
+    "limosa/demo/train.py": "a job: its data workers",
+    "limosa_softgpu/node.py": "becomes the command that was asked for",
 }
 """Who starts something without :mod:`limosa.start`, and why that is right."""
 
@@ -58,7 +61,8 @@ def starters(path: Path) -> list[str]:
 
 
 def test_every_program_is_started_in_the_one_place():
-    found = {str(path.relative_to(SOURCE)): calls for path in SOURCE.rglob("*.py") if (calls := starters(path))}
+    modules = [path for package in PACKAGES for path in (SOURCE / package).rglob("*.py")]
+    found = {str(path.relative_to(SOURCE)): calls for path in modules if (calls := starters(path))}
     assert set(found) == set(MAY), {name: calls for name, calls in found.items() if name not in MAY}
 
 
@@ -74,8 +78,8 @@ def test_the_scan_finds_what_it_should(tmp_path):
 
 PROBE = """
 def main(arguments):
-    import limosa, msgspec
-    print(limosa.__file__, msgspec.__file__)
+    import limosa, limosa_softgpu, msgspec
+    print(limosa.__file__, limosa_softgpu.__file__, msgspec.__file__)
     return 7
 """
 
@@ -83,7 +87,7 @@ def main(arguments):
 def test_a_python_of_ours_loads_this_limosa_and_nothing_from_where_it_is(tmp_path, monkeypatch):
     for folder in ("here", "variable"):
         (tmp_path / folder).mkdir()
-        for name in ("limosa", "msgspec", "json", "sitecustomize", "usercustomize"):
+        for name in (*PACKAGES, "msgspec", "json", "sitecustomize", "usercustomize"):
             (tmp_path / folder / f"{name}.py").write_text("raise SystemExit('sprung')")
     (tmp_path / "probe_of_start.py").write_text(PROBE)
     monkeypatch.chdir(tmp_path / "here")
@@ -91,7 +95,47 @@ def test_a_python_of_ours_loads_this_limosa_and_nothing_from_where_it_is(tmp_pat
     monkeypatch.setattr(sys, "path", ["", str(tmp_path / "here"), *sys.path, str(tmp_path)])  # as of `python -m limosa`
     done = start.run(start.python("probe_of_start"), capture_output=True, timeout=30)
     assert (done.stderr, done.returncode) == (b"", 7)
-    assert done.stdout.decode().split() == [limosa.__file__, msgspec.__file__]
+    assert done.stdout.decode().split() == [limosa.__file__, limosa_softgpu.__file__, msgspec.__file__]
+
+
+def test_the_software_gpu_is_taken_from_beside_this_limosa_and_only_where_the_same_user_put_it(tmp_path):
+    """Not from where Python finds one; and the folder around ours may be one where everybody makes folders."""
+    for name in ("limosa", "elsewhere/limosa_softgpu", "limosa_softgpu"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "limosa" / "__init__.py").write_text("")
+    (tmp_path / "limosa" / "boot.py").write_text((SOURCE / "limosa/boot.py").read_text())
+    for place in ("elsewhere/", ""):
+        (tmp_path / f"{place}limosa_softgpu" / "__init__.py").write_text("")
+    (tmp_path / "limosa" / "probe.py").write_text(
+        "def main(arguments):\n    import limosa_softgpu\n    print(limosa_softgpu.__file__)\n"
+    )
+    argv = [sys.executable, "-I", str(tmp_path / "limosa/boot.py"), str(tmp_path / "elsewhere"), "limosa.probe"]
+
+    def said() -> str:
+        done = start.run(argv, capture_output=True, timeout=30)
+        return (done.stdout or done.stderr.splitlines()[-1]).decode().strip()
+
+    beside = tmp_path / "limosa_softgpu"
+    assert said() == str(beside / "__init__.py")
+    if os.geteuid() == 0:
+        os.chown(beside, STRANGER, STRANGER)
+        assert said().startswith("ModuleNotFoundError")
+    shutil.rmtree(beside)
+    assert said().startswith("ModuleNotFoundError")
+
+
+def test_the_software_gpu_beside_this_limosa_is_of_it_unless_another_user_put_it_there(tmp_path, monkeypatch):
+    """Its libraries are found by LD_LIBRARY_PATH: a checkout's folder may be one that others can change."""
+    beside = tmp_path / "open" / "limosa_softgpu"
+    (beside / "native").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    assert not start.trusted(beside / "native")
+    monkeypatch.setattr(start, "_SOFTGPU", beside)
+    monkeypatch.setattr(start, "installer", os.geteuid)
+    assert start.trusted(beside / "native")
+    if os.geteuid() == 0:
+        os.chown(beside, STRANGER, STRANGER)
+        assert not start.trusted(beside / "native")
 
 
 def test_dependencies_that_only_our_own_path_has_are_found(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from soft_node import Node
 from softgpu.far import Far
 
-from limosa.native.build import SHIM, SOFTGPU, compilers
+from limosa.native.build import DRIVER, SHIM, compilers
 from limosa.parking.protocol import Role
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -25,7 +25,7 @@ LISTED = re.compile(r"^FUNCTION\((\w+), \w+, \d+, [01], (\w+)\)", re.M)
 
 
 def roles() -> dict[str, Role]:
-    return {name: Role[role] for name, role in LISTED.findall((SOFTGPU / "functions.list").read_text())}
+    return {name: Role[role] for name, role in LISTED.findall((DRIVER / "functions.list").read_text())}
 
 
 def test_every_function_of_memory_has_a_role() -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from soft_node import Node
 
-from limosa.native.build import SHIM, SHIM_LIBRARY, SOFTGPU, build_shim, compilers
+from limosa.native import build
+from limosa.native.build import SHIM, SHIM_LIBRARY, build_shim, compilers
+from limosa_softgpu.build import SOFTGPU
 
 DRIVER = "libcuda.so.1"
 
@@ -120,7 +122,7 @@ def test_it_is_built_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_it_exports_is_the_driver_and_what_finds_it(library: Path) -> None:
     ran = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     names = {line.split()[-1] for line in ran.stdout.splitlines()}
-    lists = (SOFTGPU / "functions.list").read_text() + (SHIM / "newer.list").read_text()
+    lists = (build.DRIVER / "functions.list").read_text() + (SHIM / "newer.list").read_text()
     listed = set(re.findall(r"^FUNCTION\((\w+)", lists, flags=re.M))
     assert names - listed == {"dlsym", "dlvsym", "mmap", "mmap64"}
     assert listed - names == set()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from softgpu.far import Died, Far
 
-from limosa.softgpu.faults import HAZARDS
+from limosa_softgpu.faults import HAZARDS
 
 MIB = 1 << 20
 ONE_ALLOCATION = """

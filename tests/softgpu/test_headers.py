@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from limosa.native.build import SOFTGPU, compilers
+from limosa.native.build import DRIVER, compilers
+from limosa_softgpu.build import SOFTGPU
 
 REAL = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
 CUDA_HEADERS = sorted(SOFTGPU.glob("api/*.h"))
 NVML_HEADERS = [SOFTGPU / "nvml_api.h"]
 SOURCES = sorted(SOFTGPU.glob("*.c"))
+CUDA_FUNCTIONS, NVML_FUNCTIONS = DRIVER / "functions.list", SOFTGPU / "nvml_functions.list"
 LISTED = re.compile(r"^FUNCTION\((\w+), (\w+), (\d+), ([01]), \w+\)", re.M)
 
 
@@ -211,8 +213,8 @@ def declared(compiler: list[str], header: str, *defines: str) -> set[str]:
     return set(re.findall(rf"\b({prefix}[A-Z]\w*)\s*\((?!\s*\*)", text))
 
 
-def listed(name: str) -> set[str]:
-    return set(re.findall(r"^FUNCTION\((\w+)", (SOFTGPU / name).read_text(), flags=re.M))
+def listed(names: Path) -> set[str]:
+    return set(re.findall(r"^FUNCTION\((\w+)", names.read_text(), flags=re.M))
 
 
 def exported(library: Path) -> set[str]:
@@ -223,8 +225,8 @@ def exported(library: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("header", "names", "library", "defines", "least"),
     [
-        ("cuda.h", "functions.list", "libcuda.so.1", ["__CUDA_API_VERSION_INTERNAL"], 500),
-        ("nvml.h", "nvml_functions.list", "libnvidia-ml.so.1", ["NVML_NO_UNVERSIONED_FUNC_DEFS"], 390),
+        ("cuda.h", CUDA_FUNCTIONS, "libcuda.so.1", ["__CUDA_API_VERSION_INTERNAL"], 500),
+        ("nvml.h", NVML_FUNCTIONS, "libnvidia-ml.so.1", ["NVML_NO_UNVERSIONED_FUNC_DEFS"], 390),
     ],
 )
 def test_every_function_is_there_or_a_stub(libraries, compiler, header, names, library, defines, least):
@@ -239,11 +241,11 @@ def test_every_function_is_there_or_a_stub(libraries, compiler, header, names, l
 
 def test_nothing_is_listed_that_is_not_real(compiler):
     """A newer driver's function must be missing: programs ask for it to see how new the driver is."""
-    assert listed("nvml_functions.list") - declared(compiler, "nvml.h", "NVML_NO_UNVERSIONED_FUNC_DEFS") == set()
+    assert listed(NVML_FUNCTIONS) - declared(compiler, "nvml.h", "NVML_NO_UNVERSIONED_FUNC_DEFS") == set()
     real = declared(compiler, "cuda.h", "__CUDA_API_VERSION_INTERNAL")
     real |= declared(compiler, "cuda.h", "CUDA_API_PER_THREAD_DEFAULT_STREAM")  # …_ptds, …_ptsz
     profiler = {"cuProfilerInitialize", "cuProfilerStart", "cuProfilerStop"}  # of a header of its own, cudaProfiler.h
-    assert listed("functions.list") - real - profiler == set()
+    assert listed(CUDA_FUNCTIONS) - real - profiler == set()
 
 
 # --- what cuGetProcAddress finds, and by which version ---------------------------------------------------------------
@@ -252,7 +254,7 @@ def test_nothing_is_listed_that_is_not_real(compiler):
 def columns() -> list[tuple[str, str, str, str]]:
     """symbol, base name, version, suffix of the variant for per-thread streams; of every line of functions.list."""
     found = []
-    for symbol, base, version, per_thread in LISTED.findall((SOFTGPU / "functions.list").read_text()):
+    for symbol, base, version, per_thread in LISTED.findall(CUDA_FUNCTIONS.read_text()):
         suffix = re.search(r"_pt[sd][sz]$", symbol)
         assert bool(suffix) == (per_thread == "1"), symbol
         found.append((symbol, base, version, suffix[0] if suffix else ""))

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-from limosa.native import build
-from limosa.softgpu import loader
+from limosa_softgpu import build, loader
 
 LDCONFIG = "/sbin/ldconfig"
 OURS = {name: str(build.SOFTGPU / name) for name in build.LIBRARIES}
@@ -106,8 +105,8 @@ def test_the_drivers_of_the_machines_cache_are_covered(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     listing = {"libcuda.so.1": str(real.parent / "libcuda.so.1")}
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom limosa.native import build\n"
-        "from limosa.softgpu import kernel, loader, node\n"
+        "import os, sys\nfrom pathlib import Path\n"
+        "from limosa_softgpu import build, kernel, loader, node\n"
         "kernel.unshare(kernel.CLONE_NEWNS)\n"
         "kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)\n"
         "loader._machine = lambda path: b'all alike'\n"

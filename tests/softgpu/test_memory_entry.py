@@ -11,24 +11,23 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-from limosa.native.build import compilers
-from limosa.softgpu import node as softgpu_node
+from limosa.native.build import DRIVER, compilers
+from limosa_softgpu.build import SOFTGPU
 
 pytestmark = pytest.mark.timeout(60)
-FOLDER = Path(softgpu_node.__file__).parents[1] / "native" / "softgpu"
 LINE = re.compile(r"FUNCTION\((\w+), (\w+), (\d+), ([01]), \w+\)")
 
 
 def listed() -> list[tuple[str, str, int, bool]]:
     """symbol, base name, version, per-thread variant; of every function in functions.list."""
-    found = LINE.findall((FOLDER / "functions.list").read_text())
+    found = LINE.findall((DRIVER / "functions.list").read_text())
     return [(symbol, base, int(version), variant == "1") for symbol, base, version, variant in found]
 
 
 @pytest.fixture(scope="module")
 def exported(libraries: None) -> set[str]:
     told = subprocess.run(
-        ["nm", "-D", "--defined-only", str(FOLDER / "libcuda.so.1")],
+        ["nm", "-D", "--defined-only", str(SOFTGPU / "libcuda.so.1")],
         check=True, capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     return {line.split()[-1] for line in told.stdout.splitlines()}
@@ -210,7 +209,7 @@ def test_without_a_node_there_is_a_version_and_no_device() -> None:
         "print(lib.cuDriverGetVersion(ctypes.byref(v)), v.value, lib.cuInit(0), lib.cuDeviceGetCount(ctypes.byref(v)))"
     )
     told = subprocess.run(
-        [sys.executable, "-c", code % str(FOLDER / "libcuda.so.1")],
+        [sys.executable, "-c", code % str(SOFTGPU / "libcuda.so.1")],
         check=True, capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert told.stdout.split() == ["0", "13000", "100", "3"], told.stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from soft_node import ROOT, Node
 
-from limosa.softgpu.state import NODE_FOLDER
+from limosa_softgpu.state import NODE_FOLDER
 
 LIMOSA = [sys.executable, "-m", "limosa"]
 LOOK = """
@@ -192,7 +192,7 @@ def test_others_than_root_are_refused_with_words(libraries):
     )
     assert "Uid:\t65534" in ran.stdout
     code = (
-        "import os; from limosa.softgpu import node; from limosa.softgpu.spec import make_spec\n"
+        "import os; from limosa_softgpu import node; from limosa_softgpu.spec import make_spec\n"
         "from limosa.errors import LimosaError\n"
         "spec = make_spec(1, [1 << 30], ['H200'])\n"
         "os.setgid(65534); os.setuid(65534)\n"
@@ -218,7 +218,7 @@ def test_root_without_a_capability_is_refused_with_words(libraries, capability):
 
 
 def test_libraries_that_are_missing_are_built(tmp_path):
-    from limosa.softgpu.node import check_libraries
+    from limosa_softgpu.node import check_libraries
 
     check_libraries(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["libcuda.so.1", "libnvidia-ml.so.1"]
@@ -226,7 +226,7 @@ def test_libraries_that_are_missing_are_built(tmp_path):
 
 def test_libraries_that_cannot_be_built_are_told(tmp_path, monkeypatch):
     from limosa.errors import GpuUnavailable
-    from limosa.softgpu.node import check_libraries
+    from limosa_softgpu.node import check_libraries
 
     monkeypatch.setenv("CC", "false")
     with pytest.raises(GpuUnavailable, match="cannot be built") as caught:
@@ -287,7 +287,7 @@ def test_a_driver_of_the_machine_is_covered_in_the_node_alone(libraries, tmp_pat
     (folder / "libcuda.so.580.1").write_text("the real one")
     (folder / "libcuda.so.1").symlink_to("libcuda.so.580.1")
     code = (
-        "import os, sys\nfrom limosa.native import build\nfrom limosa.softgpu import kernel, node\n"
+        "import os, sys\nfrom limosa_softgpu import build, kernel, node\n"
         "kernel.unshare(kernel.CLONE_NEWNS)\n"
         "kernel.mount('none', '/', None, kernel.MS_REC | kernel.MS_PRIVATE)\n"
         "node._cover_driver([sys.argv[1] + '/lib/*-linux-gnu', sys.argv[1] + '/none'])\n"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import UsageError
-from limosa.softgpu import node as node_module
-from limosa.softgpu.state import NODE_FOLDER, opened
+from limosa_softgpu import node as node_module
+from limosa_softgpu.state import NODE_FOLDER, opened
 
 AS_NOBODY = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
 NVML = "import pynvml as n; n.nvmlInit(); n.nvmlShutdown()"
@@ -268,7 +268,7 @@ def test_a_command_of_a_node_works_in_the_folder_that_root_was_in(node, tmp_path
     monkeypatch.chdir(theirs / "deep")
     assert joined(node.pid, "pwd").stdout == f"{theirs}/deep\n"
     code = (
-        "import os, sys\nfrom limosa.errors import UsageError\nfrom limosa.softgpu import kernel, node\n"
+        "import os, sys\nfrom limosa.errors import UsageError\nfrom limosa_softgpu import kernel, node\n"
         "real, pid, new = kernel.setns, *sys.argv[1:]\n"
         "def setns(*what):\n"  # between the look at the name and its use
         "    kernel.setns = real\n"

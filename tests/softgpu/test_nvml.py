@@ -95,7 +95,7 @@ def test_it_must_be_initialised_as_often_as_it_is_shut_down(node):
 
 def test_without_a_node_there_is_no_driver(libraries):
     """The library itself, loaded outside of a node."""
-    from limosa.softgpu.node import environment
+    from limosa_softgpu.node import environment
 
     code = HEAD + "tell([error(n.nvmlInit)])"
     ran = subprocess.run(

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from limosa.native.build import SOFTGPU, compilers, sources_of
+from limosa.native.build import compilers
+from limosa_softgpu.build import SOFTGPU, sources_of
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(180)

@@ -13,10 +13,11 @@ import time
 import pytest
 
 from limosa.errors import UsageError
-from limosa.native.build import SOFTGPU, compilers
-from limosa.softgpu import faults, state
-from limosa.softgpu.faults import check_rule
-from limosa.softgpu.spec import CHIPS, make_spec
+from limosa.native.build import compilers
+from limosa_softgpu import faults, state
+from limosa_softgpu.build import SOFTGPU
+from limosa_softgpu.faults import check_rule
+from limosa_softgpu.spec import CHIPS, make_spec
 
 STRUCTURES = {
     "node_gpu": state.NodeGpu,
@@ -313,7 +314,7 @@ def test_memory_that_is_taken_away_comes_back(node):
 
 def test_memory_taken_away_by_a_process_comes_back_when_it_is_killed(node):
     code = (
-        "import sys, time\nfrom limosa.softgpu.faults import Switches\n"
+        "import sys, time\nfrom limosa_softgpu.faults import Switches\n"
         "kept = Switches().fill(1, leave=0)\nprint('up', flush=True)\ntime.sleep(60)"
     )
     job = node.popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -335,7 +336,7 @@ def test_gpus_that_are_not_there(node):
 def test_a_writer_that_is_killed_leaves_the_node_working(node):
     """The lock is the kernel's: it ends with its holder."""
     code = (
-        "import time\nfrom limosa.softgpu.state import locked\n"
+        "import time\nfrom limosa_softgpu.state import locked\n"
         "with locked():\n    print('locked', flush=True)\n    time.sleep(60)"
     )
     job = node.popen([sys.executable, "-c", code], stdout=subprocess.PIPE)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
-from limosa.softgpu.node import environment
-from limosa.softgpu.state import NODE_FOLDER
+from limosa_softgpu.node import environment
+from limosa_softgpu.state import NODE_FOLDER
 
 SEEN = "[bytes(ok(cu.cuDeviceGetUuid(i)).bytes).hex() for i in range(ok(cu.cuDeviceGetCount()))]"
 

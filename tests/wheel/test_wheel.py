@@ -19,11 +19,12 @@ from limosa.native import build, wheel_tag
 from limosa.native.loads import load_problems
 from limosa.operation import doctor
 from limosa.version import VERSION
+from limosa_softgpu.build import build_softgpu
 
 ROOT = Path(native_build.__file__).parent
 # The software GPU takes as long to compile as all others: a wheel is built with it once, below.
 ALL = bool(os.environ.get("LIMOSA_LONG_TESTS"))
-PARTS = [(make, names) for make, _, names, _ in native_build.PARTS if ALL or make is not build.build_softgpu]
+PARTS = [(make, names) for make, _, names, _ in native_build.PARTS if ALL or make is not build_softgpu]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ NOT_FOUND, NOT_STARTED = 127, 126  # as a shell has them
 def _change(add: Sequence[str], lift: Sequence[str], turn: Sequence[str]) -> None:
     """Change the node that this process is in."""
     from limosa.errors import UsageError
-    from limosa.softgpu.faults import Switches, check_rule
+    from limosa_softgpu.faults import Switches, check_rule
 
     node = Switches()
     for rule in add:
@@ -41,7 +41,7 @@ def _change(add: Sequence[str], lift: Sequence[str], turn: Sequence[str]) -> Non
 
 def _faults() -> dict[str, Any]:
     """Return the node's faults, each with how many calls it has met."""
-    from limosa.softgpu.faults import Switches
+    from limosa_softgpu.faults import Switches
 
     node = Switches()
     return {"faults": [{"name": n, "rule": rule, "calls": node.count(n)} for n, rule in node.rules().items()]}
@@ -105,8 +105,8 @@ def command(  # noqa: PLR0913 - what is typed
     Exit code: COMMAND's. 126, 127: it cannot be started.
     """
     from limosa.errors import GpuUnavailable, UsageError
-    from limosa.softgpu import node
-    from limosa.softgpu.spec import DRIVER_VERSION, make_spec
+    from limosa_softgpu import node
+    from limosa_softgpu.spec import DRIVER_VERSION, make_spec
 
     of_a_new_one = gpus is not None or memory or chip or like or rate or cost or driver or log
     if node.inside() and not command_line and not shell:
@@ -156,7 +156,7 @@ def command(  # noqa: PLR0913 - what is typed
 
 def _become(report: Any, argv: list[str]) -> None:
     """Replace this process by a command of the node."""
-    from limosa.softgpu import node
+    from limosa_softgpu import node
 
     try:
         node.run_here(argv)

@@ -31,8 +31,8 @@ def go_on_in_a_node(no_gpus: str, arguments: Sequence[str]) -> str:
     Returns:
         Why there is no node.
     """
-    from limosa.softgpu import node
-    from limosa.softgpu.spec import make_spec
+    from limosa_softgpu import node
+    from limosa_softgpu.spec import make_spec
 
     if WHY in os.environ:
         return f"there is a node of software GPUs and no GPU on it: {no_gpus}"

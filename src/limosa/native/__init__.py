@@ -1,1 +1,1 @@
-"""What is in C: CRIU's plugin, the software GPU, the shim and the hash of chunks, and what compiles them."""
+"""What is in C: CRIU's plugin, the shim, the hash of chunks; the list of the driver's functions; what compiles it."""

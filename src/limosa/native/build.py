@@ -1,7 +1,7 @@
 """Compiles what is in C. ``native_build.py`` does so when Limosa is installed or checked out.
 
-Where there was no compiler then, ``limosa doctor --fix`` and ``limosa softgpu`` do it later. Nothing that has to be
-installed is imported here: a build has nothing but Python and a C compiler.
+Where there was no compiler then, ``limosa doctor --fix`` does it later. Nothing that has to be installed is imported
+here: a build has nothing but Python and a C compiler. The software GPU is compiled by ``limosa_softgpu.build``.
 """
 
 from __future__ import annotations
@@ -16,26 +16,20 @@ from limosa import start
 
 CRIU = Path(__file__).resolve().parent / "criu"
 PLUGIN = "limosa_plugin.so"
-SOFTGPU = CRIU.with_name("softgpu")
+DRIVER = CRIU.with_name("driver")
 SHIM = CRIU.with_name("shim")
 SHIM_LIBRARY = "liblimosa_shim.so"
 SIGHT = CRIU.with_name("sight")
 SIGHT_LIBRARY = "liblimosa_sight.so"
 HASH = CRIU.with_name("hash")
 HASH_LIBRARY = "liblimosa_hash.so"
-LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
-NVML_ONLY = ("nvml.c", "nvml_stubs.c")
-NVML_SHARED = ("node.c", "fault.c")
-_FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
-_PLUGIN_FLAGS = [*_FLAGS, "-U_FORTIFY_SOURCE"]
-# A product and a sum are rounded each by itself on every machine: tests compare bits. cuGetProcAddress answers with the
-# library's own functions, whoever else has some of their names (-Bsymbolic-functions), as a driver does.
-_SOFTGPU_FLAGS = [*_FLAGS, "-pthread", "-ffp-contract=off", "-Wl,-Bsymbolic-functions"]
+_PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
 # Hooks hand on what they do not know: floating point registers must come through them untouched.
-_SHIM_FLAGS = [*(flag for flag in _FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
-_SIGHT_FLAGS = [*_FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
-_HASH_FLAGS = [*_FLAGS, "-O3", "-DHASH_LIBRARY"]
+_SHIM_FLAGS = [*(flag for flag in FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
+_SIGHT_FLAGS = [*FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
+_HASH_FLAGS = [*FLAGS, "-O3", "-DHASH_LIBRARY"]
 _RELEASE_HEADER = CRIU.with_name("old_glibc.h")
 # In a release the functions of threads are those that lie in libpthread and libdl on older systems.
 _RELEASE_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
@@ -66,27 +60,7 @@ def build_plugin(folder: Path = CRIU) -> str | None:
         None where it is there afterwards, else why not.
     """
     sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c", CRIU / "guard.c"]
-    return _compile(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
-
-
-def build_softgpu(folder: Path = SOFTGPU) -> str | None:
-    """Compile both libraries of the software GPU, each unless it is newer than its sources and all headers.
-
-    Args:
-        folder: where they are put, each whole or not at all.
-
-    Returns:
-        None where both are there afterwards, else why not.
-    """
-    headers = [*SOFTGPU.glob("*.h"), *SOFTGPU.glob("*.list"), *SOFTGPU.glob("api/*.h"), *HASH.glob("*.h")]
-    problems = []
-    for name in LIBRARIES:
-        sources = sources_of(name)
-        flags = [*_SOFTGPU_FLAGS, f"-Wl,-soname,{name}"]
-        problem = _compile(folder / name, sources, flags, [*sources, *headers], ["-ldl", "-lrt"])
-        if problem is not None:
-            problems.append(problem)
-    return "\n".join(problems) or None
+    return compile_library(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
 
 
 def build_shim(folder: Path = SHIM) -> str | None:
@@ -100,8 +74,9 @@ def build_shim(folder: Path = SHIM) -> str | None:
     """
     hooks = SHIM / _HOOKS
     sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
-    depends = [*sources, hooks, *SHIM.glob("*.h"), *SHIM.glob("*.list"), SOFTGPU / "functions.list"]
-    return _compile(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=[(hooks, _HOOKS_FLAGS)])
+    depends = [*sources, hooks, *SHIM.glob("*.h"), *SHIM.glob("*.list"), DRIVER / "functions.list"]
+    apart = [(hooks, _HOOKS_FLAGS)]
+    return compile_library(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=apart)
 
 
 def build_sight(folder: Path = SIGHT) -> str | None:
@@ -114,7 +89,7 @@ def build_sight(folder: Path = SIGHT) -> str | None:
         None where it is there afterwards, else why not.
     """
     source = SIGHT / "sight.c"
-    return _compile(folder / SIGHT_LIBRARY, [source], _SIGHT_FLAGS, [source])
+    return compile_library(folder / SIGHT_LIBRARY, [source], _SIGHT_FLAGS, [source])
 
 
 def build_hash(folder: Path = HASH) -> str | None:
@@ -127,18 +102,10 @@ def build_hash(folder: Path = HASH) -> str | None:
         None where it is there afterwards, else why not.
     """
     source = HASH / "chunk_hash.c"
-    return _compile(folder / HASH_LIBRARY, [source], _HASH_FLAGS, [source, *HASH.glob("*.h")])
+    return compile_library(folder / HASH_LIBRARY, [source], _HASH_FLAGS, [source, *HASH.glob("*.h")])
 
 
-def sources_of(library: str) -> list[Path]:
-    """Return the source files of one of the software GPU's libraries."""
-    if library == "libnvidia-ml.so.1":
-        return [SOFTGPU / name for name in NVML_ONLY + NVML_SHARED]
-    own = sorted(path for path in SOFTGPU.glob("*.c") if path.name not in NVML_ONLY)
-    return [*own, HASH / "chunk_hash.c"]  # a built-in kernel of it
-
-
-def _compile(
+def compile_library(
     library: Path,
     sources: Sequence[Path],
     flags: Sequence[str],

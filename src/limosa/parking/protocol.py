@@ -53,7 +53,7 @@ class Verb(enum.IntEnum):
 
 
 class Role(enum.IntEnum):
-    """What the shim knows of a function of the driver (``native/softgpu/functions.list``)."""
+    """What the shim knows of a function of the driver (``native/driver/functions.list``)."""
 
     UNKNOWN = 0
     PASS = 1

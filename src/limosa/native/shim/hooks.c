@@ -53,7 +53,7 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, struct en
 #define HOOK_OLD(symbol) HAND_ON(symbol, false)
 #define HOOK_OWN(symbol) extern word symbol(WORDS);
 #define FUNCTION(symbol, base, version, per_thread, what) HOOK_##what(symbol)
-#include "../softgpu/functions.list"
+#include "../driver/functions.list"
 #include "newer.list"
 #undef FUNCTION
 
@@ -78,7 +78,7 @@ SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
         HOOK_1(x##8) HOOK_1(x##9) HOOK_1(x##a) HOOK_1(x##b) HOOK_1(x##c) HOOK_1(x##d) HOOK_1(x##e) HOOK_1(x##f)
 struct entry entries[LISTED + SPARE] = {
 #define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)symbol, .role = ROLE_##what},
-#include "../softgpu/functions.list"
+#include "../driver/functions.list"
 #include "newer.list"
 #undef FUNCTION
     HOOK_16(0) HOOK_16(1) HOOK_16(2) HOOK_16(3) HOOK_16(4) HOOK_16(5) HOOK_16(6) HOOK_16(7) HOOK_16(8) HOOK_16(9)

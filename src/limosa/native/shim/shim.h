@@ -10,7 +10,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* What becomes of a function: ../softgpu/functions.list and newer.list say it of each. */
+/* What becomes of a function: ../driver/functions.list and newer.list say it of each. */
 enum role { ROLE_UNKNOWN, ROLE_PASS, ROLE_USES, ROLE_HOST, ROLE_OLD, ROLE_OWN, ROLE_COPY };
 
 /* An entry of the driver: what the application gets instead of it, and where the real one is. */
@@ -25,7 +25,7 @@ struct entry {
 
 enum { /* places in the table */
 #define FUNCTION(symbol, base, version, per_thread, what) AT_##symbol,
-#include "../softgpu/functions.list"
+#include "../driver/functions.list"
 #include "newer.list"
 #undef FUNCTION
        LISTED

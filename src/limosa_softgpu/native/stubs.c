@@ -15,12 +15,12 @@
         static atomic_bool noted;                                                                                      \
         return function_missing(#symbol, &noted);                                                                      \
     }
-#include "functions.list"
+#include "../../limosa/native/driver/functions.list"
 #undef FUNCTION
 
 const struct function functions[] = {
 #define FUNCTION(symbol, base, version, per_thread, role) {#base, version, per_thread, (void *)symbol},
-#include "functions.list"
+#include "../../limosa/native/driver/functions.list"
 #undef FUNCTION
 };
 const int n_functions = sizeof(functions) / sizeof(functions[0]);

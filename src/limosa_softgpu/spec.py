@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from limosa.errors import UsageError
-from limosa.softgpu.state import GRANULARITY, MAGIC, MAX_GPUS, NodeState
+from limosa_softgpu.state import GRANULARITY, MAGIC, MAX_GPUS, NodeState
 
 MIB = 1 << 20
 DRIVER_VERSION = "580.159.04"
@@ -110,7 +110,7 @@ class NodeSpec(msgspec.Struct, frozen=True, kw_only=True):
         cuda_version: 1000 × major + 10 × minor.
         rates: how long things take.
         idle_bytes: what an idle GPU shows as used.
-        faults: rules that hold from the start (``limosa.softgpu.faults``).
+        faults: rules that hold from the start (``limosa_softgpu.faults``).
         log: a file that its log is appended to; "" for one that is gone with the node.
     """
 
@@ -201,13 +201,13 @@ def make_spec(  # noqa: PLR0913 - options are keywords
         speeds: what is otherwise, as for :func:`paced`.
         costs: likewise.
         driver_version: "580.159.04".
-        faults: rules, checked by ``limosa.softgpu.faults``.
+        faults: rules, checked by ``limosa_softgpu.faults``.
         log: a file that the node's log is appended to.
 
     Raises:
         UsageError: there is no such node.
     """
-    from limosa.softgpu.faults import check_rule
+    from limosa_softgpu.faults import check_rule
 
     if not 1 <= gpus <= MAX_GPUS:
         raise UsageError(detail=f"--gpus {gpus}: a node has 1 to {MAX_GPUS} GPUs")

@@ -1,4 +1,4 @@
-"""``struct node_state`` of ``native/softgpu/node.h``, byte for byte, and the folder it lies in.
+"""``struct node_state`` of ``native/node.h``, byte for byte, and the folder it lies in.
 
 Everybody in a node may write into its folder, also where root works there. So what lies in it is opened below the
 folder's descriptor, and only where it is a file: a link would lead root to a file of the machine's, a pipe would have

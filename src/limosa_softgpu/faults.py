@@ -1,6 +1,6 @@
 """What a node is told to do wrong, and what is changed on it while it runs.
 
-Rules are as ``native/softgpu/fault.h`` has them: words separated by spaces, one rule a file. The other switches change
+Rules are as ``native/fault.h`` has them: words separated by spaces, one rule a file. The other switches change
 the node's state at once for all of its processes.
 
 Examples:
@@ -21,12 +21,13 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Any
 
 from limosa.errors import UsageError
+from limosa.native.build import DRIVER
 from limosa.process.openat import closing
-from limosa.softgpu.state import (
+from limosa_softgpu.build import SOFTGPU
+from limosa_softgpu.state import (
     GRANULARITY,
     KIND_RESERVED,
     MAX_BLOCKS,
@@ -131,7 +132,7 @@ EFFECTS = {
 """Words that only some functions heed: those are meant where a rule names none."""
 LONGEST = {"function": 255, "caller": 127, "target": 127, "hazard": 63, "lie": 63}
 CONDITIONS = {"function", "nth", "every", "caller", "target"}
-_NATIVE = Path(__file__).resolve().parents[1] / "native" / "softgpu"
+_LISTS = (DRIVER / "functions.list", SOFTGPU / "nvml_functions.list")
 _LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
 _VERSION = re.compile(r"(_v\d+)?(_pt[sd][sz])?$")
 _TURN = re.compile(r"((?P<gpu>\d+):)?(?P<what>lost|mig|persistence|mps)=(?P<how>on|off)")
@@ -245,11 +246,7 @@ def result_number(name: str) -> int | None:
 @functools.cache
 def functions() -> frozenset[str]:
     """Return the names that ``function=`` can mean: what the libraries export, the same without versions, the steps."""
-    listed = {
-        name
-        for path in ("functions.list", "nvml_functions.list")
-        for name in _LISTED.findall((_NATIVE / path).read_text(encoding="utf-8"))
-    }
+    listed = {name for path in _LISTS for name in _LISTED.findall(path.read_text(encoding="utf-8"))}
     return frozenset(listed | {_VERSION.sub("", name) for name in listed} | STEPS)
 
 

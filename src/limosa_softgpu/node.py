@@ -20,13 +20,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from limosa.errors import GpuUnavailable, NoSuchProcess, PermissionDenied, UsageError
-from limosa.native import build
 from limosa.process.launch import log_folder, log_place, refuse_other_names
 from limosa.process.openat import closing
-from limosa.softgpu import kernel, loader
-from limosa.softgpu.spec import NodeSpec
-from limosa.softgpu.state import NODE_FOLDER, NodeState, open_file, open_folder, opened
 from limosa.start import changeable
+from limosa_softgpu import build, kernel, loader
+from limosa_softgpu.spec import NodeSpec
+from limosa_softgpu.state import NODE_FOLDER, NodeState, open_file, open_folder, opened
 
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
@@ -309,7 +308,7 @@ def _make_folder(spec: NodeSpec, log: int) -> None:
     with opened() as state:
         spec.fill(state)
     if spec.faults:
-        from limosa.softgpu.faults import Switches
+        from limosa_softgpu.faults import Switches
 
         switches = Switches()
         for rule in spec.faults:

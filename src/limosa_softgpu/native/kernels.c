@@ -5,7 +5,7 @@
 #include "kernels.h"
 #include "queue.h"
 
-#include "../hash/chunk_hash.h"
+#include "../../limosa/native/hash/chunk_hash.h"
 
 #include <sched.h>
 #include <stdlib.h>
