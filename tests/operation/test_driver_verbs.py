@@ -458,15 +458,21 @@ def test_one_job_in_a_list_is_looked_at_once(
     assert (refused.pid, refused.error.exit_code, refused.error.job_state) == (pid, 14, "checkpointed")
 
 
-def test_several_jobs_are_planned_together_before_one_is_touched(gpu_like: GpuLike, double: DriverDouble) -> None:
+def test_of_several_jobs_those_move_that_fit_together(gpu_like: GpuLike, double: DriverDouble) -> None:
     a, b = gpu_like(on=0, size=6 * GB), gpu_like(on=0, size=3 * GB)
     double.others[double.uuids[1]] = 3 * GB
     plans = operation.move([a, b], to="1", dry_run=True)
     assert [o.plan.verdict for o in plans if o.plan] == ["ok", "refused"]  # each would fit alone
-    outcomes = operation.move([a, b], to="1")
-    assert outcomes[0].result is not None
-    assert outcomes[1].error is not None
-    assert outcomes[1].error.exit_code == 14
+    codes = [o.error.exit_code if o.error else 0 for o in operation.move([a, b], to="1")]
+    assert sorted(codes) == [0, 14], "side by side: whoever claims the room first"
+    assert [double.where(pid) for pid in (a, b)] == [[1] if code == 0 else [0] for code in codes]
+
+
+def test_one_by_one_the_first_of_several_jobs_has_the_room(gpu_like: GpuLike, double: DriverDouble) -> None:
+    a, b = gpu_like(on=0, size=6 * GB), gpu_like(on=0, size=3 * GB)
+    double.others[double.uuids[1]] = 3 * GB
+    outcomes = operation.move([a, b], to="1", one_by_one=True)
+    assert [o.error.exit_code if o.error else 0 for o in outcomes] == [0, 14]
     assert (double.where(a), double.where(b)) == ([1], [0])
 
 

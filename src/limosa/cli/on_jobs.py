@@ -11,6 +11,7 @@ from limosa.cli.signals import cancelling
 from limosa.errors import LimosaError, Reason, UsageError, worst
 
 if TYPE_CHECKING:
+    from limosa.gpu import Driver
     from limosa.operation.jobs import Job
     from limosa.operation.results import JobResult, Outcome, Plan
 
@@ -22,8 +23,8 @@ class Selection(NamedTuple):
     gpu: str | None = None
     every: bool = False
 
-    def resolve(self) -> list[Job]:
-        """The jobs.
+    def resolve(self, driver: Driver) -> list[Job]:
+        """The jobs; the driver is asked where no names are given.
 
         Raises:
             UsageError: none, or in two ways at once.
@@ -31,7 +32,7 @@ class Selection(NamedTuple):
         """
         from limosa.operation import resolve
 
-        return resolve(tuple(self.jobs or ()), on_gpu=self.gpu, everything=self.every)
+        return resolve(tuple(self.jobs or ()), on_gpu=self.gpu, everything=self.every, driver=driver)
 
     @property
     def pid(self) -> int:
@@ -52,6 +53,14 @@ def act(report: Report, verb: str, named: Selection, *, dry_run: bool = False, *
         dry_run: only say what would be done.
         **options: as the function of that name in ``limosa.operation`` takes them.
     """
+    from limosa.operation.drivers import driver as driver_of
+
+    with driver_of() as driver:
+        driver.warm()  # it comes up while the rest is loaded
+        _act(report, verb, named, driver, dry_run, options)
+
+
+def _act(report: Report, verb: str, named: Selection, driver: Driver, dry_run: bool, options: dict[str, Any]) -> None:
     from limosa import operation
 
     do: dict[str, Callable[..., list[Outcome]]] = {
@@ -61,14 +70,14 @@ def act(report: Report, verb: str, named: Selection, *, dry_run: bool = False, *
         "toggle": operation.toggle,
     }
     try:
-        jobs = named.resolve()
+        jobs = named.resolve(driver)
     except LimosaError as error:
         if not dry_run or error.id == UsageError.id:
             raise
         print_plans(report, [refused(verb, error, pid=named.pid)])
         return
     with cancelling(report) as cancel:
-        outcomes = do[verb](jobs, dry_run=dry_run, progress=report.progress, cancel=cancel, **options)
+        outcomes = do[verb](jobs, dry_run=dry_run, progress=report.progress, cancel=cancel, driver=driver, **options)
     if dry_run:
         print_plans(report, [_plan_of(verb, o) for o in outcomes])
     else:

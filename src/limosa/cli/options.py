@@ -48,6 +48,7 @@ ONE_JOB = Argument("job", metavar="JOB", shell_complete=names, help=JOB_HELP)
 ON_GPU = (
     option("--gpu", metavar="GPU", help="All jobs on this GPU instead of JOB."),
     flag("every", "--all", help="All jobs on all GPUs instead of JOB."),
+    flag("one_by_one", "--one-by-one", help="Of several jobs, begin the next when the one before is done."),
 )
 WHERE = (
     option("--to", metavar="GPU", help="Destination: index, GPU-<uuid> or PCI bus id."),
