@@ -17,6 +17,7 @@ from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
 from limosa.process.tree import group_by_topmost
+from limosa.terms import JobState
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -145,7 +146,7 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
             except (NoCudaState, NoSuchProcess):
                 continue
             except LimosaError:
-                found[pid] = "unknown"
+                found[pid] = JobState.UNKNOWN
     except GpuUnavailable:
         return {}
     finally:
