@@ -1,6 +1,6 @@
 """The parked way on two GPUs: every figure that Limosa promises, measured in one run, with the stock path beside it.
 
-    python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,cost] [--touch GIB] [--minutes 8]
+    python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB] [--minutes 8]
         [--out FOLDER]
 
 The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end

@@ -17,14 +17,14 @@ VICTIM = Path(__file__).with_name("victim.py")
 
 
 def end_helpers(runtime: str) -> None:
-    """Ends the vault and the mover of a runtime folder, which would live on for some minutes."""
+    """Ends vault, mover and workers of a runtime folder, which would live on for some minutes."""
     mark = b"LIMOSA_RUNTIME_DIR=" + runtime.encode()
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
             comm = Path(f"/proc/{name}/comm").read_text().strip()
-            if comm in ("limosa-vault", "limosa-mover") and mark in Path(f"/proc/{name}/environ").read_bytes():
+            if comm in ("limosa-vault", "limosa-mover", "limosa-worker") and mark in Path(f"/proc/{name}/environ").read_bytes():
                 os.kill(int(name), signal.SIGKILL)
         except OSError:
             continue

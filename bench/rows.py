@@ -95,6 +95,30 @@ LIMITS = {
         Limit("rate", "… the job's step rate while it is copied", ">", 90, 90, "%"),
         Limit("hash", "chunk hash on the GPU", ">", 1.5, 3, "TB/s"),
         Limit("restore", "restore of that image from the page cache, every byte verified", ">", 8, 20, "GB/s"),
+        Limit(
+            "command",
+            "`limosa move JOB --to GPU`, 4 GB, from the command to its exit, median of 5",
+            "<",
+            0.75,
+            0.55,
+            "s",
+        ),
+        Limit("call", "`limosa.move()` in a process that has Limosa loaded, 4 GB, median of 5", "<", 0.5, 0.42, "s"),
+        Limit(
+            "eight-move",
+            "`limosa move --gpu A --to B`, eight jobs of 0.5 GB (no pause > 1.5 × one alone)",
+            "<",
+            3.5,
+            2.5,
+            "s",
+        ),
+        Limit("eight-suspend", "`limosa suspend --all`, the same eight", "<", 3.5, 2.5, "s"),
+        Limit("eight-resume", "`limosa resume --all`, the same eight", "<", 3.5, 2.5, "s"),
+        Limit("ps", "`limosa ps`, eight jobs, median of 5", "<", 0.6, 0.3, "s"),
+        Limit("dump", "`limosa checkpoint` of a small CPU process, median of 5", "<", 0.25, 0.15, "s"),
+        Limit("undump", "`limosa restore` of it, median of 5", "<", 0.25, 0.15, "s"),
+        Limit("help", "`limosa move --help`, median of 5", "<", 0.12, 0.08, "s"),
+        Limit("version", "`limosa --version`, median of 5", "<", 0.12, 0.08, "s"),
         Limit("pair", "job of two processes, 16 GB each, swapped between two GPUs: pause", "<", 0.9, 0.5, "s"),
     )
 }
@@ -444,6 +468,116 @@ def by_the_driver(bench: Bench) -> Iterator[Row]:
     yield LIMITS["driver"].of(without / with_shim, text, steps=steps_of(runs["pool"]))
 
 
+def typed(*words: str) -> tuple[float, str]:
+    """Seconds from the start of a command line to its exit, and what it printed.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "limosa", *words], capture_output=True, text=True, timeout=100, check=False
+    )
+    took = time.monotonic() - begun
+    if done.returncode:
+        raise RuntimeError(f"limosa {' '.join(words)}: {(done.stderr or done.stdout).strip()[:500]}")
+    return took, done.stdout
+
+
+def commands(bench: Bench) -> Iterator[Row]:
+    """What somebody waits for who types a command: one job, eight jobs, and those that move nothing."""
+    for name in list(bench.jobs):
+        bench.end_job(name)  # what is on a GPU is moved with it
+    job = bench.job("shim")
+    job.hold(4)
+    typed("move", str(job.pid), "--to", "1")
+    spans, gaps = [], []
+    for turn in range(RUNS):
+        since = time.monotonic()
+        took, _ = typed("move", str(job.pid), "--to", str(turn % 2))
+        job.goes_on()
+        spans.append(took)
+        gaps.append(job.gap(since)[0])
+    alone = statistics.median(gaps)
+    bench.note(what="command", spans=spans, gaps=gaps)
+    took = statistics.median(spans)
+    yield LIMITS["command"].of(took, f"{took:.3f} s (pause {alone:.3f} s; {min(spans):.3f} to {max(spans):.3f} s)")
+    bench.at["shim"] = (RUNS - 1) % 2
+    runs = [bench.move("shim", "call", counts=turn > 0) for turn in range(RUNS + 1)][1:]
+    took = median(runs, "wall")
+    yield LIMITS["call"].of(took, f"{took:.3f} s (pause {median(runs, 'gap'):.3f} s)")
+    if bench.at["shim"]:
+        bench.move("shim", "back", counts=False)
+    yield from eight(bench)
+    spans = [typed("ps")[0] for _ in range(RUNS)]
+    bench.note(what="ps", spans=spans)
+    yield LIMITS["ps"].of(statistics.median(spans), f"{statistics.median(spans):.3f} s")
+    yield from small(bench)
+
+
+def eight(bench: Bench) -> Iterator[Row]:
+    """Eight jobs of 0.5 GB by one command: there, back, aside and back again."""
+    bench.end_job("shim")
+    names = [f"eight{n}" for n in range(8)]
+    bench.begin(*names)
+    for name in names:
+        bench.job(name).hold(0.5)
+    jobs = [bench.jobs[name] for name in names]
+
+    def all_of(what: str, *words: str) -> tuple[float, list[float]]:
+        since = time.monotonic()
+        took, _ = typed(*words)
+        for job in jobs:
+            job.goes_on()
+        gaps = [job.gap(since)[0] for job in jobs]
+        bench.note(what=what, wall=took, gaps=gaps)
+        return took, gaps
+
+    since = time.monotonic()
+    typed("move", str(jobs[0].pid), "--to", "1")
+    jobs[0].goes_on()
+    alone = jobs[0].gap(since)[0]
+    typed("move", str(jobs[0].pid), "--to", "0")
+    found = [all_of("eight", "move", "--gpu", str(n % 2), "--to", str(1 - n % 2)) for n in range(4)]
+    took, longest = statistics.median(t for t, _ in found), max(max(gaps) for _, gaps in found[1:])
+    in_turn, _ = all_of("eight in turn", "move", "--gpu", "0", "--to", "1", "--one-by-one")
+    text = f"{took:.2f} s, longest pause {longest:.3f} s, alone {alone:.3f} s; one by one {in_turn:.2f} s"
+    yield LIMITS["eight-move"].of(took, text, longest <= 1.5 * alone)
+    out, back = [], []
+    for _ in range(3):
+        out.append(typed("suspend", "--all")[0])
+        back.append(all_of("eight back", "resume", "--all")[0])
+    bench.note(what="eight out", spans=out)
+    for key, spans in (("eight-suspend", out), ("eight-resume", back)):
+        took = statistics.median(spans)
+        yield LIMITS[key].of(took, f"{took:.2f} s (first {spans[0]:.2f} s)")
+
+
+def small(bench: Bench) -> Iterator[Row]:
+    """A small CPU process to disk and back, and what moves nothing at all."""
+    base = Path(tempfile.mkdtemp(prefix="limosa-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    program = "import time\nwhile True: time.sleep(0.01)"
+    try:
+        _, said = typed("run", "-d", "-o", "json", "--log", str(base / "log"), "--", sys.executable, "-c", program)
+        pid, out, back = json.loads(said)["pid"], [], []
+        for n in range(RUNS + 1):
+            out.append(typed("checkpoint", str(pid), "--output", str(base / f"image{n}"))[0])
+            took, said = typed("restore", str(base / f"image{n}"), "-o", "json")
+            back.append(took)
+            pid = json.loads(said)["pid"]
+        bench.note(what="small", out=out, back=back)
+        typed("stop", str(pid))
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    spans = {"dump": out[1:], "undump": back[1:]}
+    for key, words in (("help", ("move", "--help")), ("version", ("--version",))):
+        spans[key] = [typed(*words)[0] for _ in range(RUNS)]
+        bench.note(what=key, spans=spans[key])
+    for key, taken in spans.items():
+        took = statistics.median(taken)
+        yield LIMITS[key].of(took, f"{took:.3f} s")
+
+
 def hash_rate(bench: Bench) -> Iterator[Row]:
     """The hash of 32 GB on a GPU, in a process of its own."""
     program = Path(__file__).with_name("hash_rate.py")
@@ -486,10 +620,11 @@ GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]]
     "disk": (to_disk, 75, ("disk",)),
     "driver": (by_the_driver, 60, ("pool", "pool-plain")),
     "hash": (hash_rate, 20, ()),
+    "commands": (commands, 90, ()),
     "cost": (cost, 90, ()),
 }
 """Name → what measures it, seconds that it may need, the jobs that it uses."""
-TWO_GPUS = ("move", "halves", "pair", "driver")
+TWO_GPUS = ("move", "halves", "pair", "driver", "commands")
 """What moves from one GPU to another."""
 ROWS = {
     "move": ("move", "size", "copy"),
@@ -500,6 +635,10 @@ ROWS = {
     "disk": ("checkpoint", "rate", "restore"),
     "driver": ("driver",),
     "hash": ("hash",),
+    "commands": (
+        *("command", "call", "eight-move", "eight-suspend", "eight-resume"),
+        *("ps", "dump", "undump", "help", "version"),
+    ),
     "cost": (),
 }
 """The rows that a group owes."""

@@ -116,15 +116,15 @@ UNDO = (
     Mutant(
         "half-a-job-goes-on",
         _OPERATION + "driver_steps.py",
-        'whole = member.was == "running" and member.root not in broken',
-        'whole = member.was == "running"',
+        "whole = member.was == gpu.State.RUNNING and member.root not in broken",
+        "whole = member.was == gpu.State.RUNNING",
         "one process of a job is lost, the others run on without it",
         OPERATION,
     ),
     Mutant(
         "where-it-is-not-asked",
         _OPERATION + "driver_steps.py",
-        '        away = open_step == "restore"\n',
+        "        away = open_step == Noted.RESTORE\n",
         "        pass\n",
         "a restore that was given up on and done later is not seen: the job is looked for on the wrong GPU",
         OPERATION,
@@ -585,7 +585,7 @@ WILL = (
     Mutant(
         "no-will",
         _OPERATION + "work.py",
-        "        self.driver.set_will(self._will(), wait=False)\n",
+        "        self.driver.set_will(self._will(), wait=False, name=self.id)\n",
         "",
         "limosa is killed, and the job stays locked until somebody calls recover",
         ("tests/operation/test_driver_verbs.py",),

@@ -13,6 +13,7 @@ from limosa.cli.options import CRIU, CRIU_PATH, HOW, ONE_JOB, PRINT_STATS, check
 from limosa.cli.output import Report
 from limosa.cli.verb import flag, option, verb
 from limosa.errors import LimosaError, UsageError
+from limosa.terms import JobState
 
 if TYPE_CHECKING:
     from limosa.operation.results import CheckpointResult
@@ -105,7 +106,7 @@ def command(  # noqa: PLR0913 - what is typed
 
 def _text(done: CheckpointResult, stats: bool) -> str:
     who = words.job(done.name, done.pid)
-    asleep = done.state == "checkpointed"
+    asleep = done.state == JobState.CHECKPOINTED
     became = "is suspended, as before" if asleep else "runs on" if done.left_running else "has ended"
     pause = done.timings.get("pause_seconds")
     if done.left_running and pause is not None:

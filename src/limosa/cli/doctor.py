@@ -44,6 +44,8 @@ def _draw(console: Console, found: Diagnosis, verbose: int = 0) -> None:
     """A line a check, and its way out below; with ``-v`` what is known beyond that."""
     from rich.text import Text
 
+    from limosa.operation.doctor_gpu import Status
+
     width = max(len(c.name) for c in found.checks)
     for check in found.checks:
         line = Text(f"{check.status:<5}", style=_STYLE[check.status])
@@ -51,6 +53,6 @@ def _draw(console: Console, found: Diagnosis, verbose: int = 0) -> None:
         console.print(line, soft_wrap=True)
         if check.more and verbose:
             console.print(Text(f"{'':<5}{'':<{width}}  {words.clean(check.more)}"), soft_wrap=True)
-        if check.fix and check.status != "ok":
+        if check.fix and check.status != Status.OK:
             console.print(Text(f"{'':<5}{'':<{width}}  → {words.clean(check.fix)}"), soft_wrap=True)
     console.print("all that this machine needs works" if found.ok else "not everything that is needed works")

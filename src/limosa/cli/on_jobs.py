@@ -9,6 +9,7 @@ from limosa.cli import words
 from limosa.cli.output import Report, error_object, plain
 from limosa.cli.signals import cancelling
 from limosa.errors import LimosaError, Reason, UsageError, worst
+from limosa.terms import JobState, Route, Verdict
 
 if TYPE_CHECKING:
     from limosa.gpu import Driver
@@ -128,19 +129,26 @@ def _line(result: JobResult, verbose: int = 0) -> str:
     if result.already:
         return f"{who} {_is_so(result, state)} already"
     pause = result.timings.get("pause_seconds")
-    how = "brought back in" if result.operation == "resume" else "stood still for"
-    stood = f", {how} {words.seconds(pause)}" if pause is not None and state == "running" else ""
+    how = "brought back in" if _came_back(result) else "stood still for"
+    stood = f", {how} {words.seconds(pause)}" if pause is not None and state == JobState.RUNNING else ""
     moved = words.moves(result.map, result.gpus)
     onto = f" ({moved})" if moved else ""
     return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result) if verbose else ''}"
 
 
+def _came_back(result: JobResult) -> bool:
+    """Whether it is the result of a resume."""
+    from limosa.operation.verbs import RESUME
+
+    return result.operation == RESUME.name
+
+
 def _is_so(result: JobResult, state: str) -> str:
     """What a job is that nothing had to be done to: where it is asked to be."""
     where = words.places(result.gpus)
-    if state != "running":
+    if state != JobState.RUNNING:
         return f"is {state}"
-    if result.operation == "resume":
+    if _came_back(result):
         return f"runs on {where}" if where else "runs"
     return f"is on {where}" if where else "is there"
 
@@ -150,7 +158,7 @@ def _by(result: JobResult) -> str:
     if result.other is None:
         return ""
     other = words.seconds(result.other.pause_seconds or result.other.seconds)
-    if result.way == "parked":
+    if result.way == Route.PARKED:
         return f" (parked; by the driver alone {other} were estimated)"
     return f" (by the driver alone; with the library of limosa run {other} were estimated)"
 
@@ -171,7 +179,7 @@ def refused(verb: str, error: LimosaError, pid: int = 0, name: str = "") -> Plan
     reasons = getattr(error, "reasons", None) or [
         Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint=error.hint, pid=pid)
     ]
-    return Plan(operation=verb, pid=pid, name=name, verdict="refused", reasons=list(reasons))
+    return Plan(operation=verb, pid=pid, name=name, verdict=Verdict.REFUSED, reasons=list(reasons))
 
 
 def print_plans(report: Report, plans: Sequence[Plan]) -> None:
@@ -189,7 +197,7 @@ def _plan_text(plan: Plan, verbose: int = 0) -> str:
     lines = [f"{plan.operation}{who}: {plan.verdict}", *words.reason_lines(plan.reasons)]
     if plan.already:
         lines.append("  nothing to do: it is so already")
-    elif plan.verdict == "ok":
+    elif plan.verdict == Verdict.OK:
         pause = plan.estimate.pause_seconds
         if pause is not None:
             lines.append(f"  the job would stand still for about {words.seconds(pause)}")

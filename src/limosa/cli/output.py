@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from limosa.cli.words import clean
+from limosa.terms import JobState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -172,12 +173,17 @@ class Report:
     def problem(self, error: LimosaError, about: str = "") -> None:
         """Say an error on stderr: what happened, what state the job is in, what to type next."""
         self._say(f"{about}{error.message}")
-        if error.job_state == "gone" and self.verb == "restore":  # as it was before
+        if error.job_state == JobState.GONE and self._brings_job():  # as it was before
             self._say("nothing of the job runs; the image is as it was")
         elif error.job_state:
             self._say(f"the job's state now: {error.job_state}")
         if error.hint:
             self._say(f"hint: {error.hint}")
+
+    def _brings_job(self) -> bool:
+        from limosa.operation.verbs import RESTORE
+
+        return self.verb == RESTORE.name
 
     def interrupted(self) -> int:
         """Ctrl-C outside of an operation: 22 where no job was touched, else 1 with what is where."""

@@ -11,6 +11,7 @@ from limosa.cli.output import Report, console
 from limosa.cli.table import table
 from limosa.cli.verb import flag, verb
 from limosa.errors import UsageError
+from limosa.terms import Route
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,7 +101,7 @@ def _moves(job: Ps) -> str:
     if not job.movable:
         # Without CUDA state there is nothing to move.
         return "no" if job.way or any(reason.refuses for reason in job.reasons) else "-"
-    return "fast" if job.way == "parked" else "slow"
+    return "fast" if job.way == Route.PARKED else "slow"
 
 
 def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:

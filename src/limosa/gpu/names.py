@@ -6,14 +6,15 @@ reports is kept, not refused.
 
 from __future__ import annotations
 
-import enum
 import re
+
+from limosa.terms import Term
 
 _UUID = re.compile(r"^(?:GPU-)?([0-9a-f]{8})-?([0-9a-f]{4})-?([0-9a-f]{4})-?([0-9a-f]{4})-?([0-9a-f]{12})$", re.I)
 _PCI = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.I)
 
 
-class State(str, enum.Enum):
+class State(Term):
     """The checkpoint state of a process as the driver tells it (``CUprocessState``).
 
     A member is also its text (``State.RUNNING == "running"``) and travels as that text in JSON. A number that is not
@@ -56,24 +57,15 @@ class State(str, enum.Enum):
         """False for a number that Limosa has no word for."""
         return self in _BY_CODE
 
-    def __str__(self) -> str:
-        return self.value
-
-    def __format__(self, spec: str) -> str:
-        return format(self.value, spec)
-
 
 _BY_CODE = (State.RUNNING, State.LOCKED, State.CHECKPOINTED, State.FAILED, State.CHECKPOINTING, State.RESTORING)
 
 
-class LockResult(str, enum.Enum):
+class LockResult(Term):
     """What became of an attempt to lock a process."""
 
     LOCKED = "locked"
     TIMED_OUT = "timed_out"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def normal_uuid(text: str) -> str | None:

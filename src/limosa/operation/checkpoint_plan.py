@@ -97,7 +97,7 @@ def _destination_reasons(options: Options, prepared: Prepared) -> list[Reason]:
     if problem:
         text = f"an image there could not be restored later: {problem}"
         reasons.append(Reason(id="untrusted-place", text=text))
-    need = prepared.host_bytes + device_bytes([m for m in prepared.members if m.was != "checkpointed"])
+    need = prepared.host_bytes + device_bytes([m for m in prepared.members if m.was != gpu.State.CHECKPOINTED])
     need += 16 << 20  # CRIU's tables
     free = free_bytes(output)
     if free < need:

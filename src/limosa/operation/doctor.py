@@ -18,7 +18,7 @@ import msgspec
 
 from limosa import start
 from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
-from limosa.operation.doctor_gpu import Check, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
+from limosa.operation.doctor_gpu import Check, Status, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process import places
 from limosa.process.memory import gib
 from limosa.process.status import effective_capabilities
@@ -50,7 +50,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
     @property
     def exit_code(self) -> int:
         """0, or 24 (no working CRIU), 12 (driver), 11 (permission), the first of them that applies."""
-        codes = [c.exit_code for c in self.checks if c.status == "fail"]
+        codes = [c.exit_code for c in self.checks if c.status == Status.FAIL]
         return next((c for c in (24, 12, 11) if c in codes), codes[0] if codes else 0)
 
 
@@ -72,7 +72,7 @@ def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: N
     checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log)]
     checks += [rights, _ptrace_scope(), _nftables(works)]
     checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _parking(), _stale(), _runtime_dir()]
-    return Diagnosis(ok=not any(c.status == "fail" for c in checks), checks=checks)
+    return Diagnosis(ok=not any(c.status == Status.FAIL for c in checks), checks=checks)
 
 
 # --- the host's side -----------------------------------------------------------------------------------------
@@ -94,14 +94,14 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
     except LimosaError as error:
         if isinstance(error, CriuNotPermitted):
             return None, fail("criu", 11, error.message, error.hint)
-        if rights.status == "fail":  # nothing would pass: what is missing is the right, not the program
+        if rights.status == Status.FAIL:  # nothing would pass: what is missing is the right, not the program
             return None, fail("criu", 11, f"{error.message}; {rights.detail}", rights.fix)
         return None, fail("criu", 24, error.message, error.hint or "limosa doctor --fix")
     except Exception as error:
         return None, fail("criu", 24, f"looking for CRIU failed: {error}", "limosa doctor --fix")
     where = "private" if found.private else "the system's"
     return found, Check(
-        name="criu", status="ok", detail=f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial"
+        name="criu", status=Status.OK, detail=f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial"
     )
 
 

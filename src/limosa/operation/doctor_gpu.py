@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from limosa.errors import LimosaError
+from limosa.terms import Term
 
 if TYPE_CHECKING:
     from limosa.gpu import DriverFacts
+
+
+class Status(Term):
+    """What a check comes to."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
 
 
 class Check(msgspec.Struct, kw_only=True):
@@ -28,7 +37,7 @@ class Check(msgspec.Struct, kw_only=True):
     """
 
     name: str
-    status: str
+    status: Status
     detail: str
     fix: str = ""
     exit_code: int = 0
@@ -37,17 +46,17 @@ class Check(msgspec.Struct, kw_only=True):
 
 def ok(name: str, detail: str, more: str = "") -> Check:
     """A check that found all well."""
-    return Check(name=name, status="ok", detail=detail, more=more)
+    return Check(name=name, status=Status.OK, detail=detail, more=more)
 
 
 def warn(name: str, detail: str, fix: str = "") -> Check:
     """A check that found what is slower, or not possible, and not needed by all."""
-    return Check(name=name, status="warn", detail=detail, fix=fix)
+    return Check(name=name, status=Status.WARN, detail=detail, fix=fix)
 
 
 def fail(name: str, exit_code: int, detail: str, fix: str = "") -> Check:
     """A check that found what is needed and does not work."""
-    return Check(name=name, status="fail", detail=detail, fix=fix, exit_code=exit_code)
+    return Check(name=name, status=Status.FAIL, detail=detail, fix=fix, exit_code=exit_code)
 
 
 def gpu_present(sys_bus: Path = Path("/sys/bus/pci/devices"), dev: Path = Path("/dev")) -> bool:

@@ -30,13 +30,14 @@ from limosa.errors import (
 from limosa.operation import room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.jobs import user_of
-from limosa.operation.journal import Journal, Member, added_up
+from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
 from limosa.process import device_nodes
 from limosa.process.identity import Handle, Identity, ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
+from limosa.terms import JobState, Release
 
 LOCK_SECONDS = 10.0
 """How long a lock may take by default: a process at work is locked in milliseconds, one in a collective never."""
@@ -76,7 +77,7 @@ def lock(work: Work, members: Sequence[Member]) -> None:
         DriverError: the driver refused.
     """
     for member in members:
-        if member.was != "running":
+        if member.was != gpu.State.RUNNING:
             continue
         work.check()
         member.identity.check()
@@ -103,7 +104,7 @@ def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> boo
 def checkpoint(work: Work, members: Sequence[Member]) -> None:
     """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
     total = device_bytes(members)
-    todo = [m for m in members if m.was != "checkpointed"]
+    todo = [m for m in members if m.was != gpu.State.CHECKPOINTED]
     _parallel(
         work,
         "checkpoint",
@@ -146,7 +147,7 @@ def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool
     if error.result == _REFUSED_MAP and member.changes_gpu:
         return False
     try:
-        return settled_state(driver, member.pid) == "checkpointed"
+        return settled_state(driver, member.pid) == gpu.State.CHECKPOINTED
     except LimosaError:
         return True
 
@@ -222,14 +223,14 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
             state = driver.state(pid, timeout=min(5.0, max(0.01, deadline - time.monotonic())))
         except NoCudaState:
             if _has_gone(pid):
-                return "gone"
+                return JobState.GONE
             # It is asked about processes that had some: one such answer would leave them locked for good.
             if none_before:
                 return ""
             none_before = True
             continue
         except NoSuchProcess:
-            return "gone"
+            return JobState.GONE
         except DriverHung:
             if time.monotonic() > deadline:
                 raise
@@ -237,9 +238,9 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
             continue
         except DriverError:
             if _has_gone(pid):
-                return "gone"
+                return JobState.GONE
             raise
-        if str(state) in ("checkpointing", "restoring"):
+        if state in (gpu.State.CHECKPOINTING, gpu.State.RESTORING):
             time.sleep(0.05)
             continue
         return str(state)
@@ -277,19 +278,24 @@ def bring_back(
         # A call that was given up on may still be taken: a lock that comes after this would be nobody's to undo.
         if not driver.wait_under_way(member.pid, _PATIENCE):
             told = f"a {driver.under_way(member.pid)} of process {member.pid} is still under way in the driver"
-            raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
+            raise UndoFailed(
+                what="bringing the job back", detail="see above", undo_detail=told, job_state=JobState.UNKNOWN
+            )
     states = {m.pid: settled_state(driver, m.pid, progress) for m in alive}
-    alive = [m for m in alive if states[m.pid] not in ("gone", "")]
+    alive = [m for m in alive if states[m.pid] not in (JobState.GONE, "")]
     away = [m for m in alive if is_away(m, states[m.pid], journal)]
 
-    again = [m for m in alive if states[m.pid] != "checkpointed" and (m in away or m.was == "checkpointed")]
+    again = [
+        m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED and (m in away or m.was == gpu.State.CHECKPOINTED)
+    ]
     hold(driver, again, states)
-    back = [m for m in alive if states[m.pid] == "checkpointed" and m.was != "checkpointed"]
+    back = [m for m in alive if states[m.pid] == gpu.State.CHECKPOINTED and m.was != gpu.State.CHECKPOINTED]
     short = room.shortage(gpu.inventory(), back, operation_id, home=True) if back else ""
     if short:
-        hold(driver, [m for m in alive if states[m.pid] == "locked"], states)  # suspended as a whole, or not at all
+        # Suspended as a whole, or not at all.
+        hold(driver, [m for m in alive if states[m.pid] == gpu.State.LOCKED], states)
         leave_suspended(alive, away)
-        raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state="checkpointed")
+        raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state=JobState.CHECKPOINTED)
     for member in back:
         if journal is not None:
             journal.try_note("restore-home", "begin", member.pid)
@@ -302,11 +308,11 @@ def bring_back(
     # Of a job that is not whole nothing goes on; another job of the same operation has nothing to do with that.
     broken = {m.root for m in back if m.pid in failed}
     for member in alive:
-        whole = member.was == "running" and member.root not in broken
-        if whole and settled_state(driver, member.pid, progress) == "locked":
+        whole = member.was == gpu.State.RUNNING and member.root not in broken
+        if whole and settled_state(driver, member.pid, progress) == gpu.State.LOCKED:
             driver.unlock(member.pid, limit=CALL_SECONDS)
-    show_where_it_is([m for m in alive if m.was == "checkpointed"], away)
-    still = [m for m in away if m.was == "checkpointed"]
+    show_where_it_is([m for m in alive if m.was == gpu.State.CHECKPOINTED], away)
+    still = [m for m in away if m.was == gpu.State.CHECKPOINTED]
     if still:  # suspended as before, on the GPU that it was being resumed on: the driver knows it there now
         leave_suspended(alive, still)
     for error in failed.values():
@@ -314,20 +320,20 @@ def bring_back(
     wrong = {
         m.pid: now
         for m in alive
-        if m.identity.alive() and (now := settled_state(driver, m.pid, progress)) not in (m.was, "gone")
+        if m.identity.alive() and (now := settled_state(driver, m.pid, progress)) not in (m.was, JobState.GONE)
     }
     if wrong:
         told = ", ".join(f"process {pid} is {state}" for pid, state in wrong.items())
-        raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state="unknown")
+        raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state=JobState.UNKNOWN)
 
 
 def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) -> None:
     """Brings members that run or are locked to "checkpointed"."""
     for member in members:
-        if states[member.pid] == "running" and not _lock_one(driver, member.pid):
+        if states[member.pid] == gpu.State.RUNNING and not _lock_one(driver, member.pid):
             raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
     _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
-    states.update({m.pid: "checkpointed" for m in members})
+    states.update({m.pid: gpu.State.CHECKPOINTED for m in members})
 
 
 def is_away(member: Member, state: str, journal: Journal | None) -> bool:
@@ -336,14 +342,14 @@ def is_away(member: Member, state: str, journal: Journal | None) -> bool:
         return False
     away, open_step = False, ""
     for record in journal.records:
-        if record.pid != member.pid or record.step not in ("restore", "restore-home"):
+        if record.pid != member.pid or record.step not in (Noted.RESTORE, Noted.RESTORE_HOME):
             continue
-        if record.phase == "done":
-            away, open_step = record.step == "restore", ""
+        if record.phase == Phase.DONE:
+            away, open_step = record.step == Noted.RESTORE, ""
         else:  # begun, or failed: a call that was given up on may have been done later
             open_step = record.step
-    if open_step and state in ("locked", "running"):
-        away = open_step == "restore"
+    if open_step and state in (gpu.State.LOCKED, gpu.State.RUNNING):
+        away = open_step == Noted.RESTORE
         journal.try_note(open_step, "done", member.pid)
     return away
 
@@ -410,7 +416,7 @@ def _moved(member: Member) -> dict[str, str]:
     return {a: member.map.get(b, b) for a, b in before.items() if member.map.get(b, b) != a}
 
 
-def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: str = "all") -> None:
+def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: Release = Release.ALL) -> None:
     """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
 
     Args:

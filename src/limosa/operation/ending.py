@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from limosa import gpu
 from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, Zombie
 from limosa.operation import claims, drivers
 from limosa.operation.jobs import JobLike, job, rfc3339
@@ -19,6 +20,7 @@ from limosa.process.exit_code import exit_code
 from limosa.process.identity import Handle, Identity, read_stat, refuse_ancestor
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
+from limosa.terms import Release
 
 _STEP = 0.1  # seconds between looks
 _KILLED_SECONDS = 30.0  # a process with a GPU takes up to seconds to end
@@ -123,7 +125,7 @@ def stop(
 
 def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> None:
     record = records.SuspendRecord.of(root)
-    if record is not None and record.release != "all":  # the driver does not know of it
+    if record is not None and record.release != Release.ALL:  # the driver does not know of it
         raise JobSuspended(pid=root.pid, job=name or root.pid)
     pids = [one.pid for one in tree if may_use_cuda(one.pid)]
     if not pids:
@@ -141,7 +143,7 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
     # Of those that were suspended. Others (workers that have only loaded the driver's library) have no state to tell.
     members = [] if record is None else [one.pid for one in record.members] or pids
     untold = any(pid in states and not isinstance(states[pid], str) for pid in members)
-    if untold or "locked" in known or "checkpointed" in known:
+    if untold or gpu.State.LOCKED in known or gpu.State.CHECKPOINTED in known:
         raise JobSuspended(pid=root.pid, job=name or root.pid)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from limosa.gpu import State
 from limosa.operation.journal import Member
 
 CHECKPOINT_FIXED, CHECKPOINT_RATE = 0.45, 2.4e9
@@ -31,7 +32,7 @@ CHUNKS_IN_RATE = 10e9
 
 def checkpoint_seconds(members: Sequence[Member]) -> float:
     """The driver's checkpoint of all members at once: the largest decides."""
-    todo = [m for m in members if m.was != "checkpointed"]
+    todo = [m for m in members if m.was != State.CHECKPOINTED]
     return max((CHECKPOINT_FIXED + beside_context(m) / CHECKPOINT_RATE for m in todo), default=0.0)
 
 

@@ -18,6 +18,7 @@ from limosa.operation.work import Clock
 from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation, observe
 from limosa.process.tree import job_tree
+from limosa.terms import Release
 
 
 class Ask(msgspec.Struct, kw_only=True, frozen=True):
@@ -37,7 +38,7 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
 
     verb: Verb
     where: Where = Where()
-    release: str = "all"
+    release: Release = Release.ALL
     leave_running: bool = False
     force: Collection[str] = ()
     check_room: bool = True
@@ -107,7 +108,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
         if not facts.busy:  # its shims listen to whoever works on it
             facts.parked = parkable.ask(members, software=facts.inventory.software)
-            facts.arena = aside.ask(verb.name, members, ask.release)
+            facts.arena = aside.ask(verb, members, ask.release)
     except (GpuUnavailable, InvalidMap, UsageError) as error:
         facts.nowhere = error
     return facts

@@ -63,7 +63,7 @@ def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
             if state != member.was:
                 raise Grew(pids=str(member.pid))
             if (
-                member.was == "checkpointed"
+                member.was == gpu.State.CHECKPOINTED
                 and record is not None
                 and record.held.get(str(member.pid), {}) != member.held
             ):
@@ -100,7 +100,7 @@ def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
     """
     inventory = work.driver.inventory()
     for member in members:
-        if member.was != "checkpointed":
+        if member.was != gpu.State.CHECKPOINTED:
             member.identity.check()  # one that has ended holds nothing, which is no change of GPUs
             held = inventory.held({member.pid})
             if set(held) != set(member.held):

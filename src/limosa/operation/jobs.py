@@ -18,6 +18,7 @@ from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
 from limosa.process.tree import group_by_topmost
+from limosa.terms import JobState
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -151,7 +152,7 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
             return {}
     for pid, state in states.items():
         if not isinstance(state, (NoCudaState, NoSuchProcess)):
-            found[pid] = "unknown" if isinstance(state, LimosaError) else str(state)
+            found[pid] = JobState.UNKNOWN if isinstance(state, LimosaError) else str(state)
     return found
 
 

@@ -21,15 +21,37 @@ from typing import Any
 import msgspec
 
 from limosa.errors import FailedUndone
+from limosa.gpu import State
 from limosa.process import belief
 from limosa.process.identity import Identity, boot_id
 from limosa.process.openat import nothing_there
 from limosa.process.places import if_there, own_folder
 from limosa.process.runtime import remove_emptied, sync_folder, unless_taken
+from limosa.terms import JobState, Term
 
 KIND = "journals"
 _LIMIT = 16 << 20  # bytes of a journal that are read
 _MOST_TOLD = 100  # jobs of one operation that a summary names
+
+
+class Phase(Term):
+    """What a record says of its step."""
+
+    BEGIN = "begin"
+    DONE = "done"
+    FAILED = "failed"
+    NOTE = "note"
+
+
+class Noted(Term):
+    """The steps that ``recover`` looks for among the records."""
+
+    RESTORE = "restore"
+    RESTORE_HOME = "restore-home"
+    CRIU_RESTORE = "criu-restore"
+    REWIND = "rewind"
+    NAMES = "names"
+    UNDO = "undo"
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -37,7 +59,7 @@ class Member(msgspec.Struct, kw_only=True):
 
     Attributes:
         identity: pid and start time.
-        was: its state before the operation: "running", "locked" or "checkpointed".
+        was: its state before the operation (:class:`limosa.gpu.State`): "running", "locked" or "checkpointed".
         home: the full identity map over the GPUs it can open (UUID → the same UUID).
         map: the full map it is to be restored with; equal to ``home`` where nothing changes.
         held: device memory in bytes by GPU UUID (context included), as NVML saw it.
@@ -85,10 +107,10 @@ def common_state(members: Iterable[Member]) -> str:
     "parked": the memory of some is suspended, and the driver calls all of them "running".
     """
     members = list(members)
-    states = {m.was for m in members} or {"running"}
-    if states == {"running"} and any(m.away for m in members):
-        return "parked"
-    return states.pop() if len(states) == 1 else "mixed"
+    states = {m.was for m in members} or {str(State.RUNNING)}
+    if states == {State.RUNNING} and any(m.away for m in members):
+        return JobState.PARKED
+    return states.pop() if len(states) == 1 else JobState.MIXED
 
 
 def added_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -135,7 +157,7 @@ class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         step: "lock", "checkpoint", "criu-dump", "commit", "criu-restore", "restore", "unlock", "undo" …
-        phase: "begin", "done", "failed" or "note".
+        phase: a :class:`Phase`: "begin", "done", "failed" or "note".
         pid: the process, or 0 for the whole job.
         data: what recover needs to know ("criu": its identity, "nft_table", "image_id" …).
     """

@@ -75,7 +75,7 @@ def find_members(
                 )
             )
             continue
-        if state not in ("running", "locked", "checkpointed"):
+        if state not in (gpu.State.RUNNING, gpu.State.LOCKED, gpu.State.CHECKPOINTED):
             reasons.append(
                 Reason(
                     id="state",
@@ -159,10 +159,10 @@ def place(
         openable = openable_by(member, inventory)
         member.held = inventory.held({member.pid})
         member.home = {g.uuid: g.uuid for g in openable}
-        if member.was == "checkpointed" and record is not None:
+        if member.was == gpu.State.CHECKPOINTED and record is not None:
             member.held = dict(record.held.get(str(member.pid), {}))
             member.moved = dict(record.moved.get(str(member.pid), {}))
-        elif member.was == "checkpointed":
+        elif member.was == gpu.State.CHECKPOINTED:
             unknown.append(_unknown_size(member))
         member.map = dict(member.home)
     job_held = added_up(m.held for m in members)

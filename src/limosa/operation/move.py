@@ -32,8 +32,7 @@ from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import added_up
 from limosa.operation.members import Where
 from limosa.operation.move_plan import is_done, look_at, note_full
-from limosa.operation.options import Release
-from limosa.operation.parked.aside import MEMORY_ONLY
+from limosa.operation.options import ReleaseLike, release_of
 from limosa.operation.planned import plan_of
 from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
@@ -43,6 +42,7 @@ from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
+from limosa.terms import Verdict
 
 AT_ONCE = 4
 """How many of several jobs are worked on at once."""
@@ -125,7 +125,7 @@ def move(  # noqa: PLR0913 - options are keywords
 def suspend(  # noqa: PLR0913 - options are keywords
     jobs: JobLike | Sequence[JobLike],
     *,
-    release: Release = "all",
+    release: ReleaseLike = "all",
     max_pause: float | None = None,
     force: Collection[str] = (),
     dry_run: bool = False,
@@ -143,9 +143,7 @@ def suspend(  # noqa: PLR0913 - options are keywords
     look after; giving the memory back and taking it again takes milliseconds, and it is resumed on that GPU only. For
     jobs started by ``limosa run``.
     """
-    if release not in ("all", MEMORY_ONLY):
-        raise UsageError(detail=f"release={release!r}: all or {MEMORY_ONLY}")
-    ask = Ask(verb=SUSPEND, release=release, force=force)
+    ask = Ask(verb=SUSPEND, release=release_of(release), force=force)
     return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
 
 
@@ -264,12 +262,12 @@ def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outc
             ask = msgspec.structs.replace(how.ask, freed=freed)
             prepared = look_at(ask, which, driver, max_pause=how.max_pause, clock=clock)
         except LimosaError as error:
-            refused = Plan(operation=verb, pid=pid, verdict="refused", reasons=[as_reason(error)])
+            refused = Plan(operation=verb, pid=pid, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
             outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
             continue
         plan = plan_of(prepared)
         outcomes.append(Outcome(pid=pid, plan=plan))
-        if plan.verdict == "ok" and not is_done(prepared):
+        if plan.verdict == Verdict.OK and not is_done(prepared):
             parts = [room.held_now(prepared.members)]
             if prepared.verb.comes:
                 parts.append({uuid: -size for uuid, size in room.needs(prepared.members).items()})

@@ -19,6 +19,7 @@ from limosa.operation.rules import apply_force
 from limosa.operation.step import Verb
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock
+from limosa.terms import Release
 
 
 def look_at(
@@ -41,7 +42,7 @@ def look_at(
     if ask.verb is TOGGLE:
         prepared = _either(prepared, again)
     if ask.verb is MOVE and not prepared.busy and any_shut(prepared.members) and not _unasked(prepared):
-        if prepared.states == {"checkpointed"} and ask.check_room:
+        if prepared.states == {gpu.State.CHECKPOINTED} and ask.check_room:
             prepared = again(RESUME)
         else:
             prepared.reasons.append(_first_resume(prepared))
@@ -54,7 +55,7 @@ def look_at(
         hint = "limosa checkpoint writes it to disk"
         extra.append(Reason(id="no-cuda-state", text=text, exit_code=13, hint=hint, pid=which.root.pid))
     for member in prepared.members:
-        if member.was == "locked":
+        if member.was == gpu.State.LOCKED:
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
     cost = verb.estimate(prepared.shape)
@@ -108,7 +109,7 @@ def _either(prepared: Prepared, again: Callable[[Verb], Prepared]) -> Prepared:
 
 
 def _toggled(prepared: Prepared) -> Verb:
-    suspended = prepared.states == {"checkpointed"} or any(m.away for m in prepared.members)
+    suspended = prepared.states == {gpu.State.CHECKPOINTED} or any(m.away for m in prepared.members)
     return RESUME if suspended else SUSPEND
 
 
@@ -130,14 +131,14 @@ def is_done(prepared: Prepared) -> bool:
         return False
     away = any(m.away for m in prepared.members)
     if prepared.verb is SUSPEND:
-        return prepared.states == {"checkpointed"} or (away and prepared.release != "all")
+        return prepared.states == {gpu.State.CHECKPOINTED} or (away and prepared.release != Release.ALL)
     if away:
         return False
     if prepared.inventory is None or prepared.nowhere:
         return False  # where it is, or is to be, cannot be told
     if prepared.verb is RESUME:
-        return prepared.states == {"running"} and not any(m.changes_gpu for m in prepared.members)
-    return prepared.states == {"running"} and not any(_leaves(m) for m in prepared.members)
+        return prepared.states == {gpu.State.RUNNING} and not any(m.changes_gpu for m in prepared.members)
+    return prepared.states == {gpu.State.RUNNING} and not any(_leaves(m) for m in prepared.members)
 
 
 def _leaves(member: Member) -> bool:

@@ -10,7 +10,23 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Literal, TypedDict
 
-Release = Literal["all", "memory-only"]
+from limosa.errors import UsageError
+from limosa.terms import Release
+
+ReleaseLike = Release | Literal["all", "memory-only"]
+"""What callers may say: the word, or its text."""
+
+
+def release_of(said: ReleaseLike) -> Release:
+    """The word for what a caller said.
+
+    Raises:
+        UsageError: there is no such word.
+    """
+    try:
+        return Release(said)
+    except ValueError:
+        raise UsageError(detail=f"release={said!r}: {' or '.join(Release)}") from None
 
 
 class ForceOptions(TypedDict, total=False):
@@ -40,7 +56,7 @@ class SuspendOptions(ToggleOptions, total=False):
         release: "all", or "memory-only": the job's context stays on its GPU.
     """
 
-    release: Release
+    release: ReleaseLike
 
 
 class WhereOptions(TypedDict, total=False):

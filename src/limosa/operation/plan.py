@@ -18,10 +18,12 @@ from limosa.operation.options import (
     RestoreOptions,
     SuspendOptions,
     ToggleOptions,
+    release_of,
 )
 from limosa.operation.planned import plan_of
 from limosa.operation.results import Plan
-from limosa.operation.verbs import verb_of
+from limosa.operation.verbs import CHECKPOINT, verb_of
+from limosa.terms import Release
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -63,15 +65,14 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     which = job(like)
     driver = drivers.driver()
     try:
-        if verb == "checkpoint":
+        if verb == CHECKPOINT.name:
             if "output" not in options:
                 raise UsageError(detail="checkpoint needs output: the image's folder")
             chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
             return plan_of(checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)))
         where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
-        ask = Ask(
-            verb=verb_of(verb), where=where, force=options.get("force", ()), release=options.get("release", "all")
-        )
+        release = release_of(options.get("release", Release.ALL))
+        ask = Ask(verb=verb_of(verb), where=where, force=options.get("force", ()), release=release)
         prepared = move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause"))
         return plan_of(prepared)
     finally:

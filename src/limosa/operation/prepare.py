@@ -22,6 +22,7 @@ from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.observe import JobObservation
+from limosa.terms import Release
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -37,7 +38,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     host_bytes: int = 0
     leave_running: bool = False
     parked: int = 0  # bytes that the shim looks after
-    release: str = "all"  # what a suspend gives back
+    release: Release = Release.ALL  # what a suspend gives back
     rate: float | None = None  # bytes a second of a checkpoint, while the job runs
     output: str = ""  # of a checkpoint, as it was named
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver

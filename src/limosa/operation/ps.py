@@ -21,6 +21,7 @@ from limosa.operation.ways import way_of
 from limosa.process import records
 from limosa.process.candidates import is_own, may_be_seen, may_use_cuda
 from limosa.process.tree import job_tree
+from limosa.terms import JobState, Release, Route
 
 
 def ps(driver: gpu.Driver | None = None) -> list[Ps]:
@@ -59,7 +60,9 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
 def _unreadable(pid: int, error: LimosaError) -> Ps:
     """A job that is there and cannot be looked at."""
     reason = Reason(id=error.id, text=error.message, exit_code=error.exit_code or 1, hint=error.hint, pid=pid)
-    return Ps(pid=pid, user=user_of(pid), command=command_of(pid), state="unknown", movable=False, reasons=[reason])
+    return Ps(
+        pid=pid, user=user_of(pid), command=command_of(pid), state=JobState.UNKNOWN, movable=False, reasons=[reason]
+    )
 
 
 def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
@@ -75,7 +78,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     index = {g.uuid: g.index for g in (inventory.gpus if inventory else [])}
     record = records.SuspendRecord.of(which.root)
     in_tree = [states[p] for p in pids if p in states]
-    suspended = bool(in_tree) and all(s == "checkpointed" for s in in_tree)
+    suspended = bool(in_tree) and all(s == gpu.State.CHECKPOINTED for s in in_tree)
     other = claims.on(tree.values())
     under_way: dict[str, Any] | None = None
     if other is not None:
@@ -101,15 +104,15 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     elif unseen := [p for p in pids if not may_be_seen(p)]:
         text = f"process {unseen[0]} is {user_of(unseen[0])}'s: what it holds on a GPU cannot be looked at"
         reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
-        in_tree = ["unknown"]
+        in_tree = [JobState.UNKNOWN]
     elif any(may_use_cuda(p) for p in pids) and (why := _why_not(driver)):
         text = (
             f"no driver can be asked here ({why}); where it is in a container, or a node of software GPUs, look there"
         )
         reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, hint="limosa doctor", pid=which.root.pid)]
-        parked = record is not None and record.release != "all"
+        parked = record is not None and record.release != Release.ALL
         suspended = record is not None and not parked
-        in_tree = ["checkpointed" if suspended else "unknown"]
+        in_tree = [JobState.CHECKPOINTED if suspended else JobState.UNKNOWN]
     else:
         reasons = [Reason(id="no-cuda-state", text="holds no CUDA state: nothing to move, can be checkpointed")]
     bytes_of = added_up({uuid: size} for (uuid, _), size in held.items())
@@ -132,7 +135,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         name=which.name,
         user=user_of(which.root.pid),
         command=command_of(which.root.pid),
-        state="parked" if parked else _overall(in_tree),
+        state=JobState.PARKED if parked else _overall(in_tree),
         gpus=[{"index": index.get(u, -1), "uuid": u, "memory_used": size} for u, size in sorted(bytes_of.items())],
         processes=processes,
         movable=bool(in_tree) and not any(r.refuses for r in reasons),
@@ -140,7 +143,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         suspended=told if (suspended or parked) and record else None,
         under_way=under_way,
         started_by_run=by_run,
-        way="" if not ways else "parked" if all(w.way == "parked" for w in ways.values()) else "driver",
+        way="" if not ways else Route.PARKED if all(w.way == Route.PARKED for w in ways.values()) else Route.DRIVER,
         parkable=sum(w.parkable for w in ways.values()),
     )
 
@@ -158,9 +161,9 @@ def _overall(states: list[str]) -> str:
     """One word for a tree: the state they share, else the one that needs looking at most."""
     if not states:
         return "running"
-    for state in ("failed", "unknown", "locked"):
+    for state in (JobState.FAILED, JobState.UNKNOWN, JobState.LOCKED):
         if state in states:
             return state
     if len(set(states)) == 1:
         return states[0]
-    return "checkpointed" if "running" not in states else "mixed"
+    return JobState.CHECKPOINTED if gpu.State.RUNNING not in states else JobState.MIXED

@@ -19,7 +19,7 @@ from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import open_named
 from limosa.operation import driver_steps, room, shm
-from limosa.operation.journal import Journal, Member
+from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.leftovers import end_rest, let_go_on, release_network
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
@@ -100,7 +100,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     else:
         did += remove_drafts(dead)
     state = "running" if job_lives else "gone"
-    if job_lives and header.members and all(m.was == "checkpointed" for m in header.members):
+    if job_lives and header.members and all(m.was == gpu.State.CHECKPOINTED for m in header.members):
         state = "checkpointed"
     return entry_of(dead, did="; ".join(did), state=state)
 
@@ -171,7 +171,7 @@ def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
     deadline = time.monotonic() + CRIU_PATIENCE
     standstill = leftovers.Standstill(who.pid, began=True)
     while who.alive():
-        if step == "criu-restore" and standstill():
+        if step == Noted.CRIU_RESTORE and standstill():
             with contextlib.suppress(LimosaError), Handle(who) as handle:
                 handle.signal(signal.SIGKILL)
         if time.monotonic() > deadline:
@@ -235,7 +235,7 @@ def _still_an_image(dead: Journal) -> None:
 
 def _end_half_made(dead: Journal) -> None:
     """Ends what a CRIU that was killed has left half-made under the image's pids."""
-    notes = [r for r in dead.records if r.step == "criu-restore" and r.data.get("criu")]
+    notes = [r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.data.get("criu")]
     if not notes:
         return
     pids: list[int] = []
@@ -254,7 +254,7 @@ def _restored_root(dead: Journal) -> Identity | None:
     """
     if dead.header.roots:
         return dead.header.roots[0] if dead.header.roots[0].alive() else None
-    first = next((r for r in dead.records if r.step == "criu-restore" and r.phase == "begin"), None)
+    first = next((r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.phase == Phase.BEGIN), None)
     if first is None:
         return None
     try:
@@ -268,7 +268,7 @@ def _restored_root(dead: Journal) -> Identity | None:
 
 def _criu_was_done(dead: Journal) -> bool:
     """Whether CRIU had let the tree go: it says so last of all, and before that whatever is there is a half."""
-    if any(r.step == "criu-restore" and r.phase == "done" for r in dead.records):
+    if any(r.step == Noted.CRIU_RESTORE and r.phase == Phase.DONE for r in dead.records):
         return True
     with contextlib.suppress(OSError), open(Path(dead.header.image, LOG_NAME, RESTORE_LOG), "rb") as log:
         if os.fstat(log.fileno()).st_mtime >= dead.header.since:
@@ -291,13 +291,13 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
         member.identity = pids[member.pid]
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in members}
     closed = _closed(members)
-    asleep = [m for m in members if states[m.pid] == "checkpointed"]
+    asleep = [m for m in members if states[m.pid] == gpu.State.CHECKPOINTED]
     if asleep:
         room.check(gpu.inventory(), asleep, dead.header.id)
         for member in asleep:
             driver_steps.restore_one(driver, member, member.map)
     for member in members:
-        if driver_steps.settled_state(driver, member.pid, progress) == "locked":
+        if driver_steps.settled_state(driver, member.pid, progress) == gpu.State.LOCKED:
             driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
     with contextlib.ExitStack() as stack:
         for shim in closed:
@@ -339,7 +339,7 @@ def _undo_files(dead: Journal) -> str:
     """Gives files their tails back. What their owner has exchanged since is told once, and not tried for ever."""
     said = ""
     for record in reversed(dead.records):
-        if record.step == "rewind" and record.phase == "begin":
+        if record.step == Noted.REWIND and record.phase == Phase.BEGIN:
             try:
                 msgspec.convert(record.data, Rewind).undo()
             except FailedUndone as error:
@@ -351,7 +351,7 @@ def _undo_files(dead: Journal) -> str:
 def _take_names_away(dead: Journal, *kinds: str) -> None:
     """Removes the names of semaphores that were there for CRIU alone ("lost"), or for a job that did not come back."""
     for record in dead.records:
-        if record.step == "names" and record.phase == "begin":
+        if record.step == Noted.NAMES and record.phase == Phase.BEGIN:
             for kind in kinds:
                 made = msgspec.convert(record.data.get(kind, {}), shm.Made)
                 shm.take_away(shm.of_note(made))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from limosa.errors import Reason
-from limosa.gpu import Gpu, Inventory
+from limosa.gpu import Gpu, Inventory, State
 from limosa.operation.journal import Member
 
 SUSPEND_DRIVER, MOVE_DRIVER = 570, 580
@@ -73,7 +73,7 @@ def _mig(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Reas
 
 def _may_have_peers(member: Member) -> bool:
     largest = max(member.held.values(), default=0)
-    return member.was != "checkpointed" and len(member.held) > 1 and largest >= PEER_BYTES
+    return member.was != State.CHECKPOINTED and len(member.held) > 1 and largest >= PEER_BYTES
 
 
 def _peer_access(member: Member) -> Reason:

@@ -54,7 +54,7 @@ def restore(
     chosen = Options(**options)
     refuse_no_text(image)
     with (
-        Work("restore", timeout=timeout, progress=progress, cancel=cancel) as work,
+        Work(RESTORE.name, timeout=timeout, progress=progress, cancel=cancel, brings_job=True) as work,
         open_image(image) as opened,
         Checked(work, opened, chosen.verify) as checked,
     ):

@@ -33,6 +33,7 @@ from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
 from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory, two
+from limosa.terms import Route, Verdict
 
 _PID_SECONDS = 10.0
 
@@ -50,19 +51,19 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
     except LimosaError as error:
         if error.exit_code not in (11, 16):
             raise
-        return Plan(operation="restore", pid=0, verdict="refused", reasons=[as_reason(error)])
+        return Plan(operation="restore", pid=0, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
     shape = shape_of(facts, manifest, options)
     return Plan(
         operation="restore",
         pid=manifest.job.pid,
         name=manifest.job.name,
-        verdict="refused" if any(r.refuses for r in facts.reasons) else "ok",
+        verdict=Verdict.REFUSED if any(r.refuses for r in facts.reasons) else Verdict.OK,
         reasons=sorted(facts.reasons, key=lambda r: not r.refuses),
         steps=RESTORE.words(shape),
         estimate=RESTORE.estimate(shape),
         map={a: b for m in facts.members for a, b in m.map.items()},
         gpus=room.places(facts.members),
-        way="parked" if manifest.device else "driver" if facts.members else "host",
+        way=Route.PARKED if manifest.device else Route.DRIVER if facts.members else Route.HOST,
         other=RESTORE.other_way(shape),
     )
 

@@ -73,8 +73,8 @@ def end_tree(
     tree = job_tree(found)
     answering = [m for m in members if m.identity.start_time and m.identity.alive() and not _stopped(m.pid)]
     states = {m.pid: driver_steps.settled_state(driver, m.pid) for m in answering}
-    _unmap([m for m in answering if states[m.pid] == "running"])
-    driver_steps.hold(driver, [m for m in answering if states[m.pid] in ("running", "locked")], states)
+    _unmap([m for m in answering if states[m.pid] == gpu.State.RUNNING])
+    driver_steps.hold(driver, [m for m in answering if states[m.pid] in (gpu.State.RUNNING, gpu.State.LOCKED)], states)
     for identity in tree:
         with contextlib.suppress(LimosaError), Handle(identity) as handle:
             handle.signal(9)

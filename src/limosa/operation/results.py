@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from limosa.errors import LimosaError, Reason
+from limosa.terms import Route, Verdict
 
 
 class Estimate(msgspec.Struct, kw_only=True):
@@ -31,7 +32,7 @@ class OtherWay(msgspec.Struct, kw_only=True):
         pause_seconds, seconds: as in :class:`Estimate`.
     """
 
-    way: str
+    way: Route
     pause_seconds: float | None = None
     seconds: float = 0.0
 
@@ -55,13 +56,13 @@ class Plan(msgspec.Struct, kw_only=True):
     operation: str
     pid: int
     name: str = ""
-    verdict: str = "ok"
+    verdict: Verdict = Verdict.OK
     reasons: list[Reason] = []
     steps: list[str] = []
     estimate: Estimate = msgspec.field(default_factory=Estimate)
     map: dict[str, str] = {}
     gpus: list[str] = []
-    way: str = "driver"
+    way: Route = Route.DRIVER
     other: OtherWay | None = None
     already: bool = False
 
@@ -96,7 +97,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}
     bytes: int = 0
     already: bool = False
-    way: str = "driver"
+    way: Route = Route.DRIVER
     other: OtherWay | None = None
     release: str = ""
     warnings: list[Reason] = []
@@ -140,7 +141,7 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
     bytes: int
     pid: int
     name: str = ""
-    way: str = "driver"
+    way: Route = Route.DRIVER
     other: OtherWay | None = None
     device_bytes: int = 0
     rounds: list[Round] = []
@@ -172,7 +173,7 @@ class RestoreResult(msgspec.Struct, kw_only=True):
     image: str = ""
     name: str = ""
     log: str = ""
-    way: str = "driver"
+    way: Route = Route.DRIVER
     other: OtherWay | None = None
     device_bytes: int = 0
     map: dict[str, str] = {}

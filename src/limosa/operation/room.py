@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from limosa.errors import NoRoomOnGpu
-from limosa.gpu import Gpu, Inventory
+from limosa.gpu import Gpu, Inventory, State
 from limosa.operation import claims
 from limosa.operation.journal import Member, added_up
 from limosa.process import memory
@@ -146,4 +146,4 @@ def check(
 
 def held_now(members: Sequence[Member]) -> dict[str, int]:
     """Bytes by GPU UUID that members still on the GPUs will let go of."""
-    return added_up(m.held for m in members if m.was != "checkpointed" and not m.away)
+    return added_up(m.held for m in members if m.was != State.CHECKPOINTED and not m.away)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 from limosa.errors import LimosaError, Reason, UsageError
+from limosa.gpu import State
 from limosa.operation import claims, idle, room
 from limosa.operation.facts import Ask, Facts
 from limosa.operation.journal import added_up
@@ -21,6 +22,7 @@ from limosa.operation.refusals import gpu_refusals
 from limosa.operation.work import Clock
 from limosa.process import device_nodes, hazards
 from limosa.process.memory import grow_host_memory
+from limosa.terms import Release
 
 Rule: TypeAlias = Callable[[Facts, Ask, Clock], Sequence[Reason]]
 
@@ -57,7 +59,7 @@ def what_it_sees(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 
 def what_shims_say(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """Memory of which the library in the job knows that the driver could not bring it back."""
-    by_driver = ask.verb.goes and ask.release == "all"  # else the driver checkpoints nothing
+    by_driver = ask.verb.goes and ask.release == Release.ALL  # else the driver checkpoints nothing
     return [r for r in facts.parked.reasons if by_driver or r.id != "given-up"]
 
 
@@ -86,7 +88,7 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     members, known = facts.members, facts.parked.known
     calm = [pid for pid, size in facts.parked.bytes.items() if size]
     if not ask.verb.image:  # who is checkpointed has been at risk until now, and is after a resume no more
-        calm += [m.pid for m in members if m.was == "checkpointed"]
+        calm += [m.pid for m in members if m.was == State.CHECKPOINTED]
     branch = facts.inventory.driver_major if facts.inventory is not None else None
     pids = [m.pid for m in members]
     found = hazards.cuda_hazards(facts.observation, cuda_pids=pids, driver_branch=branch, calm=calm)
@@ -113,7 +115,7 @@ def host_memory(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 def by_driver(facts: Facts, ask: Ask) -> dict[int, int]:
     """By pid, the bytes that the driver saves in host memory."""
     needed = all_by_driver(facts)
-    if ask.release == aside.MEMORY_ONLY:
+    if ask.release == Release.MEMORY_ONLY:
         return dict.fromkeys(needed, 0)
     if ask.verb.image:  # what goes into the image as chunks does not go by the job's host memory
         return {m.pid: sum((m.held | m.beside).values()) for m in facts.members if m.pid in needed}
@@ -125,7 +127,7 @@ def by_driver(facts: Facts, ask: Ask) -> dict[int, int]:
 
 def all_by_driver(facts: Facts) -> dict[int, int]:
     """The same, where the driver carries everything."""
-    return {m.pid: m.bytes for m in facts.members if m.was != "checkpointed" and not m.away}
+    return {m.pid: m.bytes for m in facts.members if m.was != State.CHECKPOINTED and not m.away}
 
 
 def driver_fits(facts: Facts, ask: Ask) -> bool:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from limosa.gpu import State
 from limosa.operation.estimate import beside_context, device_bytes
 from limosa.operation.journal import Journal, Member
 from limosa.operation.results import Estimate, OtherWay
 from limosa.operation.work import Work
+from limosa.terms import Release, Route
 
 if TYPE_CHECKING:
     from limosa import gpu
@@ -30,7 +32,7 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         members: the processes that hold CUDA state.
         parked: bytes that the shim looks after, or that an image holds as chunks; 0: the driver carries everything.
-        release: what a suspend gives back: "all" or "memory-only".
+        release: what a suspend gives back: all, or the memory alone.
         host_bytes: memory of all processes that an image takes, device memory excluded.
         leave_running: a checkpoint's option.
         rate: bytes a second at most for what a checkpoint copies while the job runs.
@@ -43,7 +45,7 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
 
     members: Sequence[Member] = ()
     parked: int = 0
-    release: str = "all"
+    release: Release = Release.ALL
     host_bytes: int = 0
     leave_running: bool = False
     rate: float | None = None
@@ -71,12 +73,12 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def alone(self) -> bool:
         """Whether the memory goes, or comes back, without the driver's steps."""
-        return self.release != "all" or bool(self.away)
+        return self.release != Release.ALL or bool(self.away)
 
     @property
     def awake(self) -> list[Member]:
         """The members that are not suspended."""
-        return [m for m in self.members if m.was != "checkpointed"]
+        return [m for m in self.members if m.was != State.CHECKPOINTED]
 
 
 class Left(msgspec.Struct, kw_only=True):
@@ -118,7 +120,7 @@ class Op:
     @property
     def pauses(self) -> bool:
         """Whether the job stands still for it: one that was suspended before stands still for somebody else."""
-        return any(m.was != "checkpointed" for m in self.members)
+        return any(m.was != State.CHECKPOINTED for m in self.members)
 
 
 O = TypeVar("O", bound=Op)  # noqa: E741 - of a step
@@ -230,6 +232,16 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     comes: bool = False
     ends: bool = False
 
+    @property
+    def sets_aside(self) -> bool:
+        """Whether device memory goes to host memory and stays there: a suspend."""
+        return self.goes and not self.comes and not self.image
+
+    @property
+    def takes_back(self) -> bool:
+        """Whether what was set aside comes back from there: a resume."""
+        return self.comes and not self.goes and not self.image
+
     def words(self, shape: Shape) -> list[str]:
         """The steps in words, for ``plan``."""
         return [words for step in self.steps if (words := step.words(shape))]
@@ -250,9 +262,9 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         """What the way that is not taken would cost; None where there is but one (memory alone is parked)."""
         if not shape.members or shape.away:
             return None
-        way = "driver" if shape.parked else "parked"
+        way = Route.DRIVER if shape.parked else Route.PARKED
         could = 0 if shape.parked else int(sum(map(beside_context, shape.members)))
-        cost = self.estimate(msgspec.structs.replace(shape, parked=could, release="all"))
+        cost = self.estimate(msgspec.structs.replace(shape, parked=could, release=Release.ALL))
         return OtherWay(way=way, pause_seconds=cost.pause_seconds, seconds=cost.seconds)
 
     def by_the_driver(self, members: Sequence[Member], parked: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.errors import NoRoomOnGpu
+from limosa.gpu import State
 from limosa.operation import idle, room
 from limosa.operation.claims import Claim
 from limosa.operation.estimate import device_bytes
@@ -17,6 +18,7 @@ from limosa.operation.results import JobResult
 from limosa.operation.step import Verb, run
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.work import Work, myself
+from limosa.terms import JobState, Release, Route
 
 
 def transfer(work: Work, prepared: Sequence[Prepared]) -> None:
@@ -77,7 +79,7 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: 
         timings=work.timings,
         bytes=0 if already else max(parked, device_bytes(prepared.members)),
         already=already,
-        way="parked" if parked and not already else "driver",
+        way=Route.PARKED if parked and not already else Route.DRIVER,
         other=None if already else verb.other_way(msgspec.structs.replace(prepared.shape, parked=parked)),
         release="" if verb.comes else prepared.release,
         warnings=[*work.warnings, *prepared.warnings()],
@@ -86,5 +88,9 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: 
 
 def _state_after(prepared: Prepared) -> str:
     if prepared.verb.comes:
-        return "running"
-    return "checkpointed" if prepared.states == {"checkpointed"} or prepared.release == "all" else "parked"
+        return JobState.RUNNING
+    return (
+        JobState.CHECKPOINTED
+        if prepared.states == {State.CHECKPOINTED} or prepared.release == Release.ALL
+        else JobState.PARKED
+    )

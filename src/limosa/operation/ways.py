@@ -9,6 +9,7 @@ from limosa.parking import LIBRARY
 from limosa.parking.protocol import Role
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.identity import Identity
+from limosa.terms import Route
 
 ANSWER_SECONDS = 1.0
 """Somebody who only looks does not wait until an operation under way lets go of a process."""
@@ -26,7 +27,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
         unknown: functions of the driver that were called and that the shim's list does not have.
     """
 
-    way: str = "driver"
+    way: Route = Route.DRIVER
     why: str = ""
     parkable: int = 0
     left: dict[str, int] = {}
@@ -44,7 +45,7 @@ def way_of(identity: Identity, worker: str = "") -> Way:
     if not under_shim(identity.pid):
         return Way(why=f"without {LIBRARY.name}: not started by limosa run, or with --no-shim, or linked statically")
     if worker:
-        return Way(way="parked", why=f"its library is not asked while a {worker} is under way")
+        return Way(way=Route.PARKED, why=f"its library is not asked while a {worker} is under way")
     try:
         with Shim.to_look(identity, ANSWER_SECONDS, 0.0) as shim:
             pieces, counts, called = shim.memories(), shim.counts(), shim.called()
@@ -52,9 +53,9 @@ def way_of(identity: Identity, worker: str = "") -> Way:
         if "refused" in str(error):
             why = "the library in it looks after nothing: switched off (LIMOSA_SHIM), or the driver is too old for it"
             return Way(why=why)
-        return Way(way="parked", why=f"its library did not answer: {error}")
+        return Way(way=Route.PARKED, why=f"its library did not answer: {error}")
     return Way(
-        way="parked",
+        way=Route.PARKED,
         parkable=sum(m.bytes for m in pieces if not m.shared and not m.owner),
         left={cause: size for cause, (_, size) in counts.items() if size},
         calls={cause: n for cause, (n, size) in counts.items() if n and not size},

@@ -41,6 +41,7 @@ from limosa.operation.journal import Header, Journal, Member, common_state
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
+from limosa.terms import JobState
 
 _NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
 
@@ -112,9 +113,10 @@ class Work(Clock):
         cancel: set by the caller to stop; looked at between steps.
         started: see :class:`Clock`.
         driver: the caller's, who closes it; None: one of its own, found or started at first use.
+        brings_job: there is no job before it (a restore).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options are keywords
         self,
         operation: str,
         *,
@@ -124,10 +126,12 @@ class Work(Clock):
         cancel: threading.Event | None = None,
         started: float | None = None,
         driver: gpu.Driver | None = None,
+        brings_job: bool = False,
     ):
         super().__init__(operation, timeout=timeout, cancel=cancel, started=started)
         self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
         self.max_pause = max_pause
+        self.brings_job = brings_job
         self.progress = _harmless(progress)
         self.timings: dict[str, float] = {}
         self.warnings: list[Reason] = []
@@ -206,7 +210,7 @@ class Work(Clock):
         Raises:
             Busy: somebody else works on the job.
         """
-        self.state_before = "gone" if header.operation == "restore" else common_state(header.members)
+        self.state_before = JobState.GONE if self.brings_job else common_state(header.members)
         self.claim = make(claim, check)
         self.push("claim", self._release)
         self.journal = Journal.create(header)
@@ -279,12 +283,12 @@ class Work(Clock):
                 self._unwind(error)
             self._end()
             raised = self.translated(error)
-            if self.doubtful and self.state_before != "running" and self.operation != "restore":
+            if self.doubtful and self.state_before != JobState.RUNNING and not self.brings_job:
                 raised = self._doubt(error)
-            if touched and roots and self.operation != "restore" and not any(r.alive() for r in roots):
+            if touched and roots and not self.brings_job and not any(r.alive() for r in roots):
                 gone = ", ".join(str(r.pid) for r in roots)
                 raised = NoSuchProcess(f"process {gone} has ended in the middle: {error}", pid=roots[0].pid)
-                raised.job_state = "gone"
+                raised.job_state = JobState.GONE
             elif touched and isinstance(raised, LimosaError) and raised.exit_code in (10, 12, 20, 21):
                 raised = self._without_a_member(members, raised)
             if touched and isinstance(raised, LimosaError) and not raised.job_state:
@@ -314,7 +318,10 @@ class Work(Clock):
                     with contextlib.suppress(DriverHung):
                         self._driver.set_will(None, name=self.id)
                 raise UndoFailed(
-                    what=self.operation, detail=str(error), undo_detail=f"{name}: {undo_error}", job_state="unknown"
+                    what=self.operation,
+                    detail=str(error),
+                    undo_detail=f"{name}: {undo_error}",
+                    job_state=JobState.UNKNOWN,
                 ) from undo_error
         if suspended is not None:
             self._end()
@@ -345,12 +352,12 @@ class Work(Clock):
             "a process for ever once its restore had failed",
             hint=f"try again, when there is room: limosa resume {pids}. Its host memory holds all there is of it: do "
             "not end it",
-            job_state="checkpointed",
+            job_state=JobState.CHECKPOINTED,
         )
 
     def _without_a_member(self, members: Sequence[Member], error: LimosaError) -> LimosaError:
         """One answer to the end of one process of several, whichever step was the first to notice: the rest runs on."""
-        ended = [m.pid for m in members if self.operation != "restore" and not m.identity.alive()]
+        ended = [m.pid for m in members if not self.brings_job and not m.identity.alive()]
         if not ended or isinstance(error, UndoFailed):
             return error
         told = ", ".join(map(str, ended))

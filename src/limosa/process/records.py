@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from limosa.process.belief import PathText, Processes, Sizes, Text, Time
 from limosa.process.identity import Identity, boot_id
 from limosa.process.places import own_folder
 from limosa.process.runtime import write_atomic
+from limosa.terms import Release
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9._-]{0,63}", re.ASCII)
 _MOST_COMMAND = 64 << 10  # bytes of a command that are remembered
@@ -200,7 +201,7 @@ class SuspendRecord(Record, kw_only=True):
     members: list[Identity] = []
     held: dict[Text, Sizes] = {}
     moved: dict[Text, Annotated[dict[Text, Text], msgspec.Meta(max_length=1024)]] = {}
-    release: Literal["all", "memory-only"] = "all"
+    release: Release = Release.ALL
 
     def believed(self, owner: int, processes: Processes) -> bool:
         """As every record; of its members those count for which its writer may speak.

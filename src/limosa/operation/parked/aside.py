@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from limosa.errors import CannotBeMoved, LimosaError, Reason
-from limosa.gpu import Inventory
+from limosa.gpu import Inventory, State
 from limosa.ipc.messages import Count, Word, Words
 from limosa.ipc.sealed import is_sealed
 from limosa.operation.arena import refusals
@@ -24,16 +24,16 @@ from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.holders import aside_key
 from limosa.operation.parked.left_closed import closed_reason
+from limosa.operation.step import Verb
 from limosa.operation.work import Work
 from limosa.parking.answers import MOST_BYTES
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
 from limosa.parking.segments import LARGE, is_segment, room_for
 from limosa.parking.shim import MOST_PIECES, Shim, under_shim
+from limosa.terms import Release
 
 _MOST_LAYOUT = 32 << 20
-MEMORY_ONLY = "memory-only"
-"""What ``suspend`` gives back where the context is to stay: the gate stays closed, and a resume takes milliseconds."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -89,11 +89,11 @@ class InArena(msgspec.Struct):
     reasons: list[Reason] = []
 
 
-def ask(operation: str, members: Sequence[Member], release: str) -> InArena:
+def ask(verb: Verb, members: Sequence[Member], release: Release) -> InArena:
     """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
 
     Args:
-        operation: the verb.
+        verb: what is to be done.
         members: the job's; of those whose memory alone is suspended ``away`` and ``held`` are filled in.
         release: what a suspend is to give back.
     """
@@ -101,7 +101,7 @@ def ask(operation: str, members: Sequence[Member], release: str) -> InArena:
     wanted: dict[int, int] = {}
     found: list[Reason] = []
     for member in members:
-        if member.was != "running":
+        if member.was != State.RUNNING:
             continue
         try:
             with Shim.to_look(member.identity) as shim:
@@ -112,23 +112,23 @@ def ask(operation: str, members: Sequence[Member], release: str) -> InArena:
         if stand is Stand.AWAY:
             member.away = True
             member.held = added_up({devices[m.device]: m.bytes} for m in pieces)
-        elif operation == "suspend" and pieces:
+        elif verb.sets_aside and pieces:
             going[member.pid] = sum(m.bytes for m in pieces)
             wanted[shim.owner] = wanted.get(shim.owner, 0) + room_for(going[member.pid])
         if stand is Stand.CLOSED:  # the driver alone would do it all, and leave it standing
             found.append(closed_reason(member.pid))
-    if operation == "suspend":
+    if verb.sets_aside:
         found += _into_arena(members, going, release)
         found += refusals(wanted)
     else:
-        found += _out_of_arena(members, operation)
+        found += _out_of_arena(members, verb)
     return InArena(going, found)
 
 
-def _out_of_arena(members: Sequence[Member], operation: str) -> list[Reason]:
+def _out_of_arena(members: Sequence[Member], verb: Verb) -> list[Reason]:
     """What stands against a verb of which a suspended memory is to come back, or is in the way."""
     away = [m for m in members if m.away]
-    if away and operation != "resume":
+    if away and not verb.takes_back:
         return [parked_reason(away)]
     if any(m.changes_gpu for m in away):
         text = f"only the memory of process {away[0].pid} is suspended: its context is where it was"
@@ -137,10 +137,10 @@ def _out_of_arena(members: Sequence[Member], operation: str) -> list[Reason]:
     return []
 
 
-def _into_arena(members: Sequence[Member], going: Mapping[int, int], release: str) -> list[Reason]:
+def _into_arena(members: Sequence[Member], going: Mapping[int, int], release: Release) -> list[Reason]:
     """What stands against a suspend: it cannot be suspended further, or there is nothing that could go alone."""
-    away, awake = [m for m in members if m.away], [m for m in members if m.was == "running" and not m.away]
-    if release != MEMORY_ONLY:
+    away, awake = [m for m in members if m.away], [m for m in members if m.was == State.RUNNING and not m.away]
+    if release != Release.MEMORY_ONLY:
         return [parked_reason(away)] if away else []
     if awake and not going and not away:
         text = (

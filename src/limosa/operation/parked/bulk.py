@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from limosa.errors import LimosaError
+from limosa.gpu import State
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import together
 from limosa.parking.protocol import Stand
@@ -75,7 +76,7 @@ class Bulk:
     def _shim(self, member: Member) -> Shim | None:
         if member.pid in self._parked:
             return self._parked[member.pid]
-        if member.was != "running" or not under_shim(member.pid):
+        if member.was != State.RUNNING or not under_shim(member.pid):
             return None
         with contextlib.suppress(LimosaError):
             shim = Shim(member.identity)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
 
 from limosa.errors import FailedUndone
+from limosa.gpu import State
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
@@ -149,7 +150,7 @@ class Beside(Carrier, Generic[P]):
             return True
         stand = shim.hello().stand
         if stand is Stand.AWAY:
-            if driver_steps.settled_state(self._work.driver, member.pid) == "checkpointed":
+            if driver_steps.settled_state(self._work.driver, member.pid) == State.CHECKPOINTED:
                 away = driver_steps.is_away(member, "checkpointed", self._work.journal)
                 strand(member, shim, pieces, fds, away=away, operation=self._work.id)
                 return False

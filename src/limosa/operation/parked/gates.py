@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
+from limosa.gpu import State
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import each, together
 from limosa.operation.work import Clock, Work
@@ -114,7 +115,7 @@ def any_shut(members: Sequence[Member]) -> bool:
     One whose shim does not answer may be: a resume says so before anything is touched.
     """
     for member in members:
-        if member.was == "checkpointed" and under_shim(member.pid):
+        if member.was == State.CHECKPOINTED and under_shim(member.pid):
             try:
                 with Shim.to_look(member.identity) as shim:
                     if shim.hello().stand is not Stand.OPEN:

@@ -102,7 +102,7 @@ def ask(members: Sequence[Member], *, software: bool) -> Parkable:
         shims: dict[int, Shim] = {}
         all_of: dict[int, list[Memory]] = {}
         for member in members:
-            if member.was != "running":
+            if member.was != gpu.State.RUNNING:
                 continue
             with contextlib.suppress(LimosaError):
                 shim = stack.enter_context(Shim.to_look(member.identity))
@@ -141,7 +141,7 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     seen: set[int] = set()
     imported = False
     for member in members:
-        if member.was != "running" or not member.changes_gpu:
+        if member.was != gpu.State.RUNNING or not member.changes_gpu:
             continue
         with contextlib.suppress(LimosaError), Shim.to_look(member.identity) as shim:
             devices = shim.devices()
@@ -166,7 +166,7 @@ def _aside(members: Sequence[Member]) -> dict[int, list[Memory]]:
     """The memory of those that are suspended, by pid, where it is aside: their shims tell it without the driver."""
     found = {}
     for member in members:
-        if member.was != "running":
+        if member.was != gpu.State.RUNNING:
             with contextlib.suppress(LimosaError), Shim.to_look(member.identity) as shim:
                 if shim.hello().stand is Stand.AWAY:
                     found[member.pid] = shim.memories()

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError
+from limosa.gpu import State
 from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
-from limosa.operation.journal import Journal, Member
+from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.parked import holders
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.gates import any_waits, leave, stand_of
@@ -18,6 +19,7 @@ from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.records import SuspendRecord
+from limosa.terms import Release
 
 _DRIVER = "driver"
 """The undo that comes after what was mapped there was taken away, and before any gate opens."""
@@ -61,7 +63,7 @@ def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     except LeftSuspended as error:
         left = error
     # What was suspended before lies in its arena, and stays there.
-    mine = [m for m in members if m.was == "running" and not m.away]
+    mine = [m for m in members if m.was == State.RUNNING and not m.away]
     each([(m, partial(_give_back, dead, m, stays=left is not None)) for m in mine])
     _refuse_lost(dead, mine)
     holders.forget(dead.header.id, but=holders.ARENA)
@@ -73,7 +75,7 @@ def is_suspended(operation: str, record: SuspendRecord, alive: Sequence[Member],
     """Whether all is as the record says, which is written last: when vault and job have the arena."""
     if not all_in_arenas(operation, alive):
         return False
-    return any_waits(alive) if record.release != "all" else all(s == "checkpointed" for s in states.values())
+    return any_waits(alive) if record.release != Release.ALL else all(s == State.CHECKPOINTED for s in states.values())
 
 
 def _parked(dead: Journal) -> list[Member]:
@@ -105,7 +107,7 @@ def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
     """
     for member in members:
         if under_shim(member.pid):
-            before = member.was != "running" or member.away
+            before = member.was != State.RUNNING or member.away
             with Shim(member.identity) as shim:
                 stand = shim.hello().stand
                 if stand is not Stand.OPEN and not has_arena(shim, "" if before else operation):
@@ -115,7 +117,7 @@ def all_in_arenas(operation: str, members: Sequence[Member]) -> bool:
 
 def _undone(dead: Journal) -> bool:
     """Whether an undo was past taking away what had been mapped there."""
-    return any(r.step == "undo" and r.phase == "begin" and r.data.get("name") == _DRIVER for r in dead.records)
+    return any(r.step == Noted.UNDO and r.phase == Phase.BEGIN and r.data.get("name") == _DRIVER for r in dead.records)
 
 
 def _runs(member: Member) -> bool:

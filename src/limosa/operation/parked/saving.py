@@ -59,7 +59,7 @@ class _Part:
         self.shim: Shim | None = shim
         self.saw = shim.saw()
         # The driver is not asked where it has put the process aside.
-        self.devices = shim.devices() if member.was == "running" else []
+        self.devices = shim.devices() if member.was == gpu.State.RUNNING else []
         self.source: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
@@ -381,7 +381,7 @@ class Saving(Carrier):
         if stand is Stand.AWAY:
             pieces = [Held(i, part.bytes[i], part.gpus[i]) for i in part.source]
             fds = list(part.source.values())
-            if driver_steps.settled_state(self._work.driver, part.pid) == "checkpointed":
+            if driver_steps.settled_state(self._work.driver, part.pid) == gpu.State.CHECKPOINTED:
                 strand(part.member, shim, pieces, fds, away=False, operation=self._work.id)
                 return
             stand = put_back(shim, pieces, fds)
@@ -438,10 +438,10 @@ def look_for(members: Sequence[Member]) -> Saveable:
             if answer is None:
                 continue
             shim, hello = answer
-            if hello.stand is Stand.AWAY and member.was == "checkpointed":
+            if hello.stand is Stand.AWAY and member.was == gpu.State.CHECKPOINTED:
                 found.asleep.append((member, shim))
                 found.only_so = True
-            elif hello.stand is Stand.OPEN and hello.bytes and member.was == "running":
+            elif hello.stand is Stand.OPEN and hello.bytes and member.was == gpu.State.RUNNING:
                 found.awake.append((member, shim))
                 found.only_so |= any(piece.imported for piece in shim.memories())
             else:

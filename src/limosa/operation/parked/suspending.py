@@ -14,7 +14,7 @@ from limosa.operation import counting
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.aside import MEMORY_ONLY, Copy, Layout, Placed, copy_all
+from limosa.operation.parked.aside import Copy, Layout, Placed, copy_all
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.carrier import Beside
 from limosa.operation.parked.holders import Held, aside_key, key_of, note_of
@@ -25,6 +25,7 @@ from limosa.parking.answers import Memory
 from limosa.parking.protocol import Stand
 from limosa.parking.segments import layout_file, sizes_for
 from limosa.parking.shim import Shim
+from limosa.terms import Release
 
 
 class _Going:
@@ -55,9 +56,9 @@ class _Going:
 class Suspending(Beside[_Going]):
     """The parked part of one suspend: what arrives is in the arena."""
 
-    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: str = "all"):
+    def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim], release: Release = Release.ALL):
         super().__init__(work)
-        self._alone = release == MEMORY_ONLY
+        self._alone = release == Release.MEMORY_ONLY
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
 
     def prepare(self) -> None:

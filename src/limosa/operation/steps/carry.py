@@ -10,6 +10,7 @@ from limosa.errors import (
     NoSuchProcess,
     Reason,
 )
+from limosa.gpu import State
 from limosa.operation import estimate
 from limosa.operation.holding import Grew, refuse_growth
 from limosa.operation.parked import recovering
@@ -25,6 +26,7 @@ from limosa.parking.shim import Shim
 from limosa.process.identity import ending
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress
+from limosa.terms import Release
 
 
 class _Carried(Step[OnGpus], abstract=True):
@@ -128,7 +130,7 @@ class Hold(_Carried):
         self.goes = goes
 
     def words(self, shape: Shape) -> str:
-        if shape.release != "all":
+        if shape.release != Release.ALL:
             return "hold the job still; device memory → host memory; its context stays"
         return f"hold {pids(shape.awake)} still; {self.goes}" if shape.parked and shape.awake else ""
 
@@ -223,5 +225,5 @@ class Open(_Carried):
 def _shims(op: OnGpus) -> dict[int, Shim]:
     """Connections to those whose memory is carried, by pid; the caller closes them."""
     if op.resumes:
-        return aside_shims([m for m in op.members if m.was == "checkpointed" or m.away])
-    return shims_of([m for m in op.members if m.was == "running" and (op.suspends or m.changes_gpu)])
+        return aside_shims([m for m in op.members if m.was == State.CHECKPOINTED or m.away])
+    return shims_of([m for m in op.members if m.was == State.RUNNING and (op.suspends or m.changes_gpu)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from limosa.gpu import State
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.holding import refuse_growth, weigh_again
 from limosa.operation.journal import Member
@@ -13,6 +14,7 @@ from limosa.operation.parked.recovering import is_suspended
 from limosa.operation.step import HOME, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.process.records import SuspendRecord
+from limosa.terms import JobState, Release
 
 
 class ReadyMemory(Step[OnGpus]):
@@ -154,10 +156,10 @@ class Restore(_DriverStep):
         dead = left.dead
         if left.parked or dead.began("undo"):
             return None
-        if not all(s in ("locked", "running") and dead.began("restore", pid) for pid, s in left.states.items()):
+        if not all(s in (State.LOCKED, State.RUNNING) and dead.began("restore", pid) for pid, s in left.states.items()):
             return None
         for member in left.alive:
-            if left.states[member.pid] == "locked":
+            if left.states[member.pid] == State.LOCKED:
                 left.driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
         for root in dead.header.roots:
             SuspendRecord(root=root).forget()
@@ -228,7 +230,9 @@ class StaySuspended(Step[OnGpus]):
             return None
         if not is_suspended(header.id, record, left.alive, left.states):
             return None
-        return Finished("it was suspended: finished", "checkpointed" if record.release == "all" else "parked")
+        return Finished(
+            "it was suspended: finished", JobState.CHECKPOINTED if record.release == Release.ALL else JobState.PARKED
+        )
 
 
 def less_parked(shape: Shape, seconds: float, rate: float, fixed: float, copies: float = 0.0) -> float:

@@ -72,6 +72,7 @@ from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress
+from limosa.terms import Route
 
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
@@ -112,7 +113,7 @@ class Dumping(OnGpus):
     @property
     def asleep(self) -> list[Member]:
         """Those that the driver is to restore: of a job that runs on, all that were not suspended before."""
-        return [m for m in self.members if m.was != "checkpointed"] if self.leave_running else []
+        return [m for m in self.members if m.was != gpu.State.CHECKPOINTED] if self.leave_running else []
 
     @property
     def locked(self) -> list[Member]:
@@ -557,7 +558,7 @@ class Dumping(OnGpus):
 
     def _result(self, image: Image) -> CheckpointResult:
         state = "running" if self.options.leave_running else "ended"
-        if self.options.leave_running and self.job.states == {"checkpointed"}:
+        if self.options.leave_running and self.job.states == {gpu.State.CHECKPOINTED}:
             state = "checkpointed"
         self.work.progress(Progress("done", message=f"image {self.dest}"))
         return CheckpointResult(
@@ -566,7 +567,7 @@ class Dumping(OnGpus):
             bytes=image.manifest.bytes,
             pid=self.root.pid,
             name=self.job.job.name,
-            way="parked" if self.saving is not None else "driver" if self.members else "host",
+            way=Route.PARKED if self.saving is not None else Route.DRIVER if self.members else Route.HOST,
             other=self.verb.other_way(self.job.shape),
             device_bytes=image.manifest.device_bytes,
             rounds=self.saving.rounds if self.saving is not None else [],

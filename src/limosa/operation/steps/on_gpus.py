@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from limosa.gpu import State
 from limosa.operation.journal import Member
 from limosa.operation.parked.bulk import Bulk
 from limosa.operation.parked.carrier import Carrier
 from limosa.operation.prepare import Prepared
 from limosa.operation.step import Op, Verb
 from limosa.operation.work import Work
+from limosa.terms import Release
 
 
 class OnGpus(Op):
@@ -47,15 +49,15 @@ class OnGpus(Op):
     @property
     def by_driver(self) -> bool:
         """Whether the driver has a part in it: none where memory alone is suspended, or there is no CUDA state."""
-        return self.release == "all" and bool(self.members)
+        return self.release == Release.ALL and bool(self.members)
 
     @property
     def asleep(self) -> list[Member]:
         """Those that the driver is to restore."""
-        return [m for m in self.members if not self.resumes or m.was == "checkpointed"]
+        return [m for m in self.members if not self.resumes or m.was == State.CHECKPOINTED]
 
     @property
     def locked(self) -> list[Member]:
         """Those that are to be unlocked at the end."""
         asleep = self.asleep
-        return [m for m in self.members if m in asleep or m.was == "locked"]
+        return [m for m in self.members if m in asleep or m.was == State.LOCKED]

@@ -48,6 +48,7 @@ from limosa.process.criu.stats import restore_stats
 from limosa.process.identity import Identity
 from limosa.process.records import RunRecord
 from limosa.process.tree import job_tree
+from limosa.terms import Route
 
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -146,7 +147,7 @@ class Returning(Op):
             image=str(self.image.path),
             name=name,
             log=self.manifest.job.log or "",
-            way="parked" if self.loading is not None else "driver" if self.members else "host",
+            way=Route.PARKED if self.loading is not None else Route.DRIVER if self.members else Route.HOST,
             other=self.verb.other_way(shape_of(self.facts, self.manifest, self.options)),
             device_bytes=self.manifest.device_bytes,
             map={a: b for m in self.members for a, b in m.map.items()},
@@ -350,7 +351,7 @@ class Returning(Op):
         """Has the driver restore what it carries, once all came back as they should."""
         for member in self.members:
             state = driver_steps.settled_state(self.work.driver, member.pid, self.work.progress)
-            if state != "checkpointed":
+            if state != gpu.State.CHECKPOINTED:
                 raise FailedUndone(what="restore", detail=f"process {member.pid} came back {state or 'without CUDA'}")
         self.work.check()
         if self.loading is not None:
