@@ -1,7 +1,7 @@
 """The parked way on two GPUs: every figure that Limosa promises, measured in one run, with the stock path beside it.
 
-    python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB] [--minutes 8]
-        [--out FOLDER]
+    python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB]
+        [--minutes 8] [--out FOLDER]
 
 The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end
 (``victim.py``); pauses are by their own clock. All host memory is touched beforehand. A table, a picture and the raw

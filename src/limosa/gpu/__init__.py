@@ -5,8 +5,9 @@ Importing it loads neither libcuda nor NVML, nor the modules behind the names un
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from limosa.on_demand import on_demand
 
 if TYPE_CHECKING:
     from limosa.gpu.access import openable as openable
@@ -49,15 +50,4 @@ _WHERE = {
 
 __all__ = list(_WHERE)
 
-
-def __getattr__(name: str) -> Any:
-    """Load a name when it is first asked for."""
-    if name not in _WHERE:
-        raise AttributeError(f"module 'limosa.gpu' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"limosa.gpu.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+on_demand(__name__)

@@ -5,6 +5,7 @@ lock → checkpoint → criu dump; for jobs under the shim beside it ``saving.py
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -67,7 +68,8 @@ def checkpoint(
 def _try(work: Work, which: Job, chosen: Options) -> CheckpointResult:
     work.driver.start()  # it comes up while we look; the will needs it in any case
     with work.timed("plan", "looking"):
-        prepared = look_at(which, work.driver, chosen, work)
+        find = functools.cache(find_criu)  # asked for twice
+        prepared = look_at(which, work.driver, chosen, work, find)
         prepared.refuse()
-        program = find_criu(chosen.criu)
+        program = find(chosen.criu)
     return Dumping(work, CHECKPOINT, prepared, chosen, program).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from limosa import gpu
@@ -22,18 +22,25 @@ from limosa.operation.verbs import CHECKPOINT
 from limosa.operation.work import Clock
 from limosa.process import hazards, sizes
 from limosa.process.criu.find import find as find_criu
+from limosa.process.criu.program import Criu
 from limosa.process.memory import two
 from limosa.process.observe import JobObservation
 
 
-def look_at(which: Job, driver: gpu.Driver, options: Options, clock: Clock | None = None) -> Prepared:
+def look_at(
+    which: Job,
+    driver: gpu.Driver,
+    options: Options,
+    clock: Clock | None = None,
+    find: Callable[[str | None], Criu] = find_criu,
+) -> Prepared:
     """Plans a checkpoint, within the time that ``clock`` gives."""
 
     def more(observation: JobObservation, members: Sequence[Member]) -> list[Reason]:
         found: list[Reason] = []
         plugin = True  # without CRIU the plugin is no question
         try:
-            plugin = find_criu(options.criu).plugin_dir is not None
+            plugin = find(options.criu).plugin_dir is not None
         except NoWorkingCriu as error:
             found.append(as_reason(error))
         found += sizes.checkpoint_sizes(observation)

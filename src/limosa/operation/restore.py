@@ -67,7 +67,7 @@ def restore(
             if any(r.refuses for r in facts.reasons):
                 checked.wait()  # a damaged image is the first thing to be told
                 raise Refused(facts.reasons)
-            program = find_criu(chosen.criu)
+            program = facts.program or find_criu(chosen.criu)
         ports.free(work, opened.criu_fd)
         if not opened.manifest.device:
             checked.wait()

@@ -13,6 +13,7 @@ from limosa.operation.estimate import device_bytes
 from limosa.operation.journal import Member
 from limosa.operation.rewind import Rewind
 from limosa.operation.step import Shape
+from limosa.process.criu.program import Criu
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,6 +54,7 @@ class ImageFacts(msgspec.Struct, kw_only=True):
     inventory: gpu.Inventory | None = None
     reasons: list[Reason] = []
     rewind: list[Rewind] = []
+    program: Criu | None = None
 
 
 def shape_of(facts: ImageFacts, manifest: Manifest, options: Options) -> Shape:

@@ -87,7 +87,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     changed, facts.rewind = changed_files(manifest, options.rewind_files, comes_anew)
     reasons += changed
     reasons += locks.in_the_way(manifest)
-    reasons += _host_reasons(manifest, options)
+    reasons += _host_reasons(facts, options)
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(facts, options)
@@ -115,8 +115,9 @@ def _border(manifest: Manifest) -> Reason | None:
     return None
 
 
-def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
+def _host_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     """Kernel, machine, CRIU, cgroup."""
+    manifest = facts.manifest
     found: list[Reason] = []
     if manifest.machine and manifest.machine != platform.machine():
         text = f"the image is from a {manifest.machine} machine, this is {platform.machine()}"
@@ -125,7 +126,7 @@ def _host_reasons(manifest: Manifest, options: Options) -> list[Reason]:
         text = f"the image was made on kernel {manifest.kernel}, this is {platform.release()}"
         found.append(Reason(id="kernel", text=text))
     try:
-        program = find_criu(options.criu)
+        program = facts.program = find_criu(options.criu)
         if _version(program.version) < _version(manifest.criu):
             text = f"the image was made by CRIU {manifest.criu}, here is the older {program.version}"
             hint = "limosa doctor --fix, or --criu"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from limosa.operation import estimate
 from limosa.operation.step import NOTHING, Shape, Step, free, unsaid
 from limosa.operation.steps.driver import less_parked, pids
-from limosa.operation.steps.returning import Returning
+
+if TYPE_CHECKING:
+    from limosa.operation.steps.returning import Returning
 
 TREE = "tree"
 """What the end of a half-restored job is called in journals."""
@@ -13,7 +17,7 @@ TREE = "tree"
 _RECOVERED = "finished where CRIU was done and everything fits; else ended: the image is the copy"
 
 
-class _Returned(Step[Returning], abstract=True):
+class _Returned(Step["Returning"], abstract=True):
     """Undone by ending the tree: the image is the copy."""
 
     undone, left = TREE, _RECOVERED

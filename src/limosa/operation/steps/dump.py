@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from limosa.operation import estimate, room
 from limosa.operation.step import BACK, NOTHING, Shape, Step, free, unsaid
 from limosa.operation.steps.carry import Hold
 from limosa.operation.steps.driver import Restore, Unlock, pids
-from limosa.operation.steps.dumping import Dumping
+
+if TYPE_CHECKING:
+    from limosa.operation.steps.dumping import Dumping
 
 _RECOVERED = "the job is brought back to running where it lives; a whole image is kept, an unfinished one removed"
 
 
-class Save(Step[Dumping]):
+class Save(Step["Dumping"]):
     """Device memory is copied into the image while the job runs, round after round."""
 
     name, still, undone = "save", False, BACK
@@ -48,7 +52,7 @@ class HoldForImage(Hold):
         return "hold the job still" if shape.parked and shape.awake else ""
 
 
-class Leave(Step[Dumping]):
+class Leave(Step["Dumping"]):
     """All connections to the job are closed: CRIU would meet them. What a suspended job holds of ours it lets go of."""
 
     name, still, undone = "leave", True, BACK
@@ -66,7 +70,7 @@ class Leave(Step[Dumping]):
         op.not_saved()
 
 
-class Dump(Step[Dumping]):
+class Dump(Step["Dumping"]):
     """CRIU writes the job. Where it is to end, the image is committed while CRIU holds it frozen, before it ends."""
 
     name, still, tells, stops = "dump", True, "criu dump", True
@@ -107,7 +111,7 @@ class UnlockAgain(Unlock):
         return super().words(shape) if shape.leave_running and shape.awake else ""
 
 
-class GoOn(Step[Dumping]):
+class GoOn(Step["Dumping"]):
     """A job that runs on has its memory mapped where it was, and its gates are opened."""
 
     name, still, tells, after, undone = "map", True, "memory back", "running", BACK
@@ -129,7 +133,7 @@ class GoOn(Step[Dumping]):
         op.not_saved()
 
 
-class Commit(Step[Dumping]):
+class Commit(Step["Dumping"]):
     """The image is hashed, synced and renamed: from then on it counts. Of a job that ends this was done in its dump."""
 
     name, still, tells, undone = "commit", False, "hash and sync", NOTHING
@@ -148,7 +152,7 @@ class Commit(Step[Dumping]):
         op.commit()
 
 
-class SeeOff(Step[Dumping]):
+class SeeOff(Step["Dumping"]):
     """A job that ends is gone: its pids are free for a restore."""
 
     name, still, tells, undone = "reap", False, "waiting until the pids are free", NOTHING
