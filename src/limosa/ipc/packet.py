@@ -198,6 +198,8 @@ def _is_ours(uid: int) -> bool:
 def text(raw: bytes, most: int = _SPACES) -> str:
     """Return what was said as text that can be printed, cut where it is too long."""
     found = raw[:most].decode("utf-8", "backslashreplace")
+    if found.isprintable():
+        return found
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
 
 

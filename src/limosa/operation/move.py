@@ -38,14 +38,15 @@ from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
 from limosa.operation.transfer import result_of, transfer
+from limosa.operation.turns import Turns
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 from limosa.terms import Verdict
 
-AT_ONCE = 4
-"""How many of several jobs are worked on at once."""
+AT_ONCE = 3
+"""How many of several jobs are worked on at once: one goes, one comes, one is looked at and made ready."""
 
 
 class _How(NamedTuple):
@@ -59,6 +60,7 @@ class _How(NamedTuple):
     cancel: threading.Event | None
     driver: gpu.Driver | None = None
     one_by_one: bool = False
+    turns: Turns | None = None
 
     def work(self, started: float) -> Work:
         return Work(
@@ -69,6 +71,7 @@ class _How(NamedTuple):
             cancel=self.cancel,
             started=started,
             driver=self.driver,
+            turn=self.turns.of_one() if self.turns is not None else None,
         )
 
 
@@ -214,7 +217,7 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
 def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
     """Does it to several jobs at once; each looks for itself, is refused for itself and fails alone."""
     cancel = how.cancel or threading.Event()
-    how = how._replace(cancel=cancel)
+    how = how._replace(cancel=cancel, turns=Turns())
     at_once = 1 if how.one_by_one else AT_ONCE
     with ThreadPoolExecutor(at_once, thread_name_prefix="limosa-job") as pool:
         begun = [pool.submit(_doing, like, how._replace(progress=_about(like, how.progress))) for like in likes]

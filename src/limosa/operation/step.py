@@ -156,6 +156,7 @@ class Step(abc.ABC, Generic[O]):
             ready before the first of them. ``NOTHING``, where there is nothing to undo.
         left: what ``recover`` makes of an operation that died in it or after it, in words.
         stops: whether the operation may be cancelled before it.
+        turn: what it waits for where several jobs are worked on side by side (``turns.py``); "": nothing.
     """
 
     name: ClassVar[str]
@@ -166,6 +167,7 @@ class Step(abc.ABC, Generic[O]):
     undone: ClassVar[str]
     left: ClassVar[str]
     stops: bool = False
+    turn: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
         super().__init_subclass__()
@@ -286,6 +288,8 @@ def run(verb: Verb, op: O) -> None:
             continue
         if step.stops:
             work.check()
+        if step.turn and work.turn is not None:
+            work.turn.take(step.turn, work.check)
         if step.still and op.pauses and work.paused_at is None:
             work.pause_begins()
         if step.undone != NOTHING and step.undone not in ready:
@@ -295,6 +299,8 @@ def run(verb: Verb, op: O) -> None:
             step.do(op)
         if not any(later.still and later.applies(op) for later in verb.steps[i + 1 :]):
             work.pause_ends()
+            if work.turn is not None:
+                work.turn.end()
     for name in reversed(ready):
         work.drop(name)
     with contextlib.ExitStack() as releases:  # the newest first; one that fails keeps no other from it

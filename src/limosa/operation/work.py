@@ -38,6 +38,7 @@ from limosa.errors import (
 from limosa.operation import drivers
 from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, common_state
+from limosa.operation.turns import Turn
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
@@ -114,6 +115,7 @@ class Work(Clock):
         started: see :class:`Clock`.
         driver: the caller's, who closes it; None: one of its own, found or started at first use.
         brings_job: there is no job before it (a restore).
+        turn: its turns among several jobs that are worked on side by side; None: it is alone.
     """
 
     def __init__(  # noqa: PLR0913 - options are keywords
@@ -127,6 +129,7 @@ class Work(Clock):
         started: float | None = None,
         driver: gpu.Driver | None = None,
         brings_job: bool = False,
+        turn: Turn | None = None,
     ):
         super().__init__(operation, timeout=timeout, cancel=cancel, started=started)
         self.id = f"{operation}-{os.getpid()}-{time.time_ns():x}"
@@ -144,6 +147,7 @@ class Work(Clock):
         self.made: dict[str, int] = {}  # bytes by GPU that are there already for what is to be restored
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver, self._is_ours = driver, driver is None
+        self.turn = turn
         self._limits = contextlib.ExitStack()
 
     # -- time --------------------------------------------------------------------------------------------------
@@ -296,6 +300,8 @@ class Work(Clock):
             if raised is not error:
                 raise raised from error
         finally:
+            if self.turn is not None:
+                self.turn.end()
             self._limits.close()
             if self._driver is not None and self._is_ours:
                 self._driver.close()

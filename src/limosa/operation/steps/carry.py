@@ -22,6 +22,7 @@ from limosa.operation.parked.suspending import Suspending
 from limosa.operation.step import BACK, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.driver import pids
 from limosa.operation.steps.on_gpus import OnGpus
+from limosa.operation.turns import COME, GO
 from limosa.parking.shim import Shim
 from limosa.process.identity import ending
 from limosa.process.records import SuspendRecord
@@ -124,7 +125,7 @@ class Hold(_Carried):
         goes: what becomes of the memory, in words.
     """
 
-    name, still = "park", True
+    name, still, turn = "park", True, GO
 
     def __init__(self, goes: str):
         self.goes = goes
@@ -146,7 +147,7 @@ class Hold(_Carried):
 class Fetch(_Carried):
     """The copy back from the arena begins; the driver does its part meanwhile."""
 
-    name, still = "fetch", True
+    name, still, turn = "fetch", True, COME
 
     def words(self, shape: Shape) -> str:
         return "hold the job still; host memory → device memory; its context stays" if shape.away else ""

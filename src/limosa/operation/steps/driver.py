@@ -13,6 +13,7 @@ from limosa.operation.parked.gates import refuse_shut
 from limosa.operation.parked.recovering import is_suspended
 from limosa.operation.step import HOME, NOTHING, Finished, Left, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
+from limosa.operation.turns import COME, GO
 from limosa.process.records import SuspendRecord
 from limosa.terms import JobState, Release
 
@@ -54,7 +55,7 @@ class _DriverStep(Step[OnGpus], abstract=True):
 class Lock(_DriverStep):
     """All are locked, in order; then it is looked whether the job has grown meanwhile. A locked one cannot grow."""
 
-    name, still, tells, after, stops = "lock", True, "locking", "locked", False
+    name, still, tells, after, stops, turn = "lock", True, "locking", "locked", False, GO
     left = "undone: every process is led back to the state and the GPU that it had"
 
     def applies(self, op: OnGpus) -> bool:
@@ -121,7 +122,7 @@ class Restore(_DriverStep):
         copies: bytes a second of a copy that is made beside it, or 0.
     """
 
-    name, still, tells, after, stops = "restore", True, "host memory → device memory", "locked", True
+    name, still, tells, after, stops, turn = "restore", True, "host memory → device memory", "locked", True, COME
     left = "finished, where no memory is parked and every process was restored: unlocked. Else undone"
 
     def __init__(self, copies: float = 0.0):
