@@ -480,8 +480,9 @@ def typed(*words: str) -> tuple[float, str]:
     """
     begun = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "limosa", *words], capture_output=True, text=True, timeout=100, check=False
-    )
+        [sys.executable, "-m", "limosa", *words],
+        capture_output=True, text=True, timeout=100, check=False, cwd="/",
+    )  # fmt: skip
     took = time.monotonic() - begun
     if done.returncode:
         raise RuntimeError(f"limosa {' '.join(words)}: {(done.stderr or done.stdout).strip()[:500]}")

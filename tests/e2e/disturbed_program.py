@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
 import os
 import signal
@@ -41,7 +42,7 @@ from limosa.process import records, runtime
 from limosa.process.criu import run as criu_run
 from limosa.process.identity import read_stat
 
-restore_module = sys.modules["limosa.operation.steps.returning"]
+restore_module = importlib.import_module("limosa.operation.steps.returning")
 
 
 class Disturber:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_a_checkpoint_that_fails_when_its_image_is_committed_leaves_none(
     start: Callable[..., Any], tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CRIU is killed when the image is there and the tree has not ended: the job runs on, and the image is named."""
-    module = sys.modules["limosa.operation.steps.dumping"]
+    module = importlib.import_module("limosa.operation.steps.dumping")
     real = module.dump
 
     def killed(*arguments: Any, on_action: Any, on_start: Any, **options: Any) -> Any:

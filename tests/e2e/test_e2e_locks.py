@@ -6,6 +6,7 @@ Without the plugin CRIU loses the POSIX locks on files that are mapped as well. 
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -67,7 +68,7 @@ def no_plugin(monkeypatch) -> None:
     """A Limosa whose plugin could not be compiled."""
     program = msgspec.structs.replace(find(), plugin_dir=None)
     monkeypatch.setattr(checkpoint_plan, "find_criu", lambda *_: program)
-    monkeypatch.setattr(sys.modules["limosa.operation.restore"], "find_criu", lambda *_: program)
+    monkeypatch.setattr(importlib.import_module("limosa.operation.restore"), "find_criu", lambda *_: program)
 
 
 def test_a_job_whose_locks_are_lost_is_ended_before_it_runs(ended, limosa, no_plugin) -> None:

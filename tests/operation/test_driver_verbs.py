@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver_double import GB, DriverDouble, failure
@@ -77,13 +78,21 @@ def test_several_jobs_are_looked_at_and_moved_by_one_worker(
     assert nothing_left()
 
 
-def test_several_jobs_are_moved_side_by_side_and_one_that_fails_fails_alone(
-    gpu_like: GpuLike, double: DriverDouble
+def test_of_several_jobs_one_goes_while_another_comes_and_one_that_fails_fails_alone(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pids = [gpu_like(on=0, size=GB) for _ in range(AT_ONCE)]
-    together = threading.Barrier(len(pids))  # breaks, and fails them all, unless all are there at once
-    double.after_checkpoint = lambda: (together.wait(10), None)[1]
-    double.faults["restore", 1] = failure("restore", 0)
+    real, first = double.restore, threading.Lock()
+    next_has_gone = threading.Event()
+    double.after_checkpoint = lambda: next_has_gone.set() if first.locked() else None
+
+    def restore(pid: int, mapping: Any = None, limit: float | None = None) -> None:
+        if first.acquire(blocking=False):
+            assert next_has_gone.wait(10), "nobody went off its GPU while this one came onto its own"
+        real(pid, mapping, limit)
+
+    monkeypatch.setattr(double, "restore", restore)
+    double.faults["unlock", 1] = failure("unlock", 0)
     told: list[str] = []
     outcomes = operation.move(pids, to="1", progress=lambda event: told.append(event.step))
     assert sorted(o.error is None for o in outcomes) == [False, *([True] * (len(pids) - 1))]
@@ -445,7 +454,7 @@ def test_one_job_in_a_list_is_looked_at_once(
 ) -> None:
     """A second look costs a second worker: as long again."""
     looks = []
-    module = sys.modules["limosa.operation.move"]  # there is a function of that name
+    module = importlib.import_module("limosa.operation.move")  # there is a function of that name
     look = module.look_at
     monkeypatch.setattr(module, "look_at", lambda *a, **o: looks.append(a) or look(*a, **o))
     pid = gpu_like(on=0)

@@ -7,10 +7,10 @@ hands of ``recover``.
 from __future__ import annotations
 
 import getpass
+import importlib
 import os
 import pwd
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def dead_journal(name: str) -> None:
 
 def before_claim(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Lets something happen once, between an operation's look at the job and its claim."""
-    module = sys.modules[TRANSFER]
+    module = importlib.import_module(TRANSFER)
     real = module._begin
     todo = [happens]
 
@@ -196,7 +196,7 @@ def test_a_suspended_job_taken_elsewhere_and_suspended_again_before_the_claim_is
 def test_a_process_of_the_tree_that_begins_to_use_cuda_before_the_lock_is_taken_along(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    holding, facts = (sys.modules[f"limosa.operation.{name}"] for name in ("holding", "facts"))
+    holding, facts = (importlib.import_module(f"limosa.operation.{name}") for name in ("holding", "facts"))
     pid, late = gpu_like(on=0), gpu_like(on=0)
     del double.states[late]
     held = double.held.pop(late)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from limosa.operation.work import Clock, Work
 GpuLike = Callable[..., int]
 
 # The modules: the names in the package are the verbs.
-STEPS, CHECKPOINT = (sys.modules[f"limosa.operation.{name}"] for name in ("steps.driver", "checkpoint"))
+STEPS, CHECKPOINT = (importlib.import_module(f"limosa.operation.{name}") for name in ("steps.driver", "checkpoint"))
 
 
 def test_tries_of_a_job_that_grows_share_one_limit(

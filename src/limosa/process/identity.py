@@ -19,6 +19,7 @@ from limosa.process.slurp import slurp
 from limosa.process.status import status_of
 
 _PF_EXITING = 0x4  # include/linux/sched.h, in the flags of /proc/PID/stat
+_PF_KTHREAD = 0x00200000
 _PENDING = ("SigPnd", "ShdPnd")
 _LONGEST_PID = 10  # digits of a pid_t
 
@@ -35,6 +36,7 @@ class Stat(msgspec.Struct, frozen=True):
     tty_nr: int
     n_threads: int
     start_time: int
+    kernel: bool = False
 
     @property
     def ended(self) -> bool:
@@ -79,6 +81,7 @@ def read_stat(pid: int) -> Stat:
         tty_nr=int(rest[4]),
         n_threads=int(rest[17]),
         start_time=int(rest[19]),
+        kernel=bool(int(rest[6]) & _PF_KTHREAD),
     )
 
 

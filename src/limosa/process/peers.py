@@ -14,6 +14,7 @@ from limosa.ipc.packet import inode_at
 from limosa.process.identity import read_stat
 from limosa.process.observation import Peer
 from limosa.process.slurp import slurp
+from limosa.process.tree import pids
 
 # A semaphore that one has by a name that is gone others have by its own.
 _SHARED_LINE = re.compile(
@@ -170,7 +171,7 @@ def look(wanted: Wanted, tree: Iterable[int]) -> Found:
     """
     search = _Search(wanted, set(tree))
     if not wanted.empty:
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) not in search.inside:
-                search.process(int(name))
+        for pid in pids():
+            if pid not in search.inside:
+                search.process(pid)
     return search.found

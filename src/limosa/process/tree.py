@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 
 from limosa.errors import NoSuchProcess, PermissionDenied
 from limosa.process.identity import Identity, Stat, read_stat
 
 _TRIES = 5
+_KNOWN_SECONDS = 1.0
+_kernels: dict[int, float] = {}
+"""The kernel's own threads, and when each was seen."""
+
+
+def pids() -> list[int]:
+    """Return the pids of all processes, without those that were seen to be the kernel's own just now.
+
+    Of these there are hundreds on a machine of many cores, and a look at a job goes through all processes six times. No
+    pid of theirs is another's so soon.
+    """
+    now = time.monotonic()
+    known = {pid for pid, seen in _kernels.items() if now - seen < _KNOWN_SECONDS}
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in known]
 
 
 def snapshot() -> dict[int, Stat]:
-    """Return ``/proc/PID/stat`` of every process that can be seen and has not ended, by pid."""
+    """Return ``/proc/PID/stat`` of every process but the kernel's own that can be seen and has not ended, by pid."""
     found: dict[int, Stat] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                stat = read_stat(int(name))
-            except (NoSuchProcess, PermissionDenied):
-                continue  # ended while we looked, or hidden: either way not ours to move
-            if not stat.ended:
-                found[stat.pid] = stat
+    now = time.monotonic()
+    for pid in pids():
+        try:
+            stat = read_stat(pid)
+        except (NoSuchProcess, PermissionDenied):
+            continue  # ended while we looked, or hidden: either way not ours to move
+        if stat.kernel:
+            _kernels[pid] = now
+        elif not stat.ended:
+            found[stat.pid] = stat
     return found
 
 
