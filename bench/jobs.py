@@ -24,7 +24,10 @@ def end_helpers(runtime: str) -> None:
             continue
         try:
             comm = Path(f"/proc/{name}/comm").read_text().strip()
-            if comm in ("limosa-vault", "limosa-mover", "limosa-worker") and mark in Path(f"/proc/{name}/environ").read_bytes():
+            if (
+                comm in ("limosa-vault", "limosa-mover", "limosa-worker")
+                and mark in Path(f"/proc/{name}/environ").read_bytes()
+            ):
                 os.kill(int(name), signal.SIGKILL)
         except OSError:
             continue

@@ -19,6 +19,7 @@ import pwd
 import stat
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,9 @@ _KEPT_FOR_USERS = frozenset({"LANG"})
 _MOST_LINKS = 40
 _SYSTEM_GROUPS = 100  # below that are groups like Debian's staff, whose members are as good as root
 _KEPT_BEGINNINGS = ("LC_", "LIMOSA_")
+_LOOKED_SECONDS = 0.5
+_looked: dict[tuple[int, str], tuple[float, list[str]]] = {}
+"""Which folders of such a value may be used, and when that was looked at: an operation asks ten times."""
 
 
 def python(module: str, *arguments: str) -> list[str]:
@@ -76,7 +80,12 @@ def environment(more: Mapping[str, str] | None = None, *, for_user: bool = False
 
 def folders(variable: str) -> list[str]:
     """Return the folders that a variable of ours names, with colons, and from which programs may be started."""
-    return [entry for entry in os.environ.get(variable, "").split(":") if os.path.isabs(entry) and _usable(entry)]
+    value, now = os.environ.get(variable, ""), time.monotonic()
+    since, found = _looked.get((os.geteuid(), value), (0.0, []))
+    if now - since > _LOOKED_SECONDS:
+        found = [entry for entry in value.split(":") if os.path.isabs(entry) and _usable(entry)]
+        _looked[os.geteuid(), value] = now, found
+    return list(found)
 
 
 def clean(variable: str) -> bool:

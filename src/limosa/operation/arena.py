@@ -181,7 +181,7 @@ def refusals(wanted: Mapping[int, int]) -> list[Reason]:
     found = []
     cap = arena_cap()
     for uid, size in wanted.items():
-        there = shown(uid)
+        there = _held(uid)
         if there.used + size > cap:
             error = no_room(size, there.used, cap)
             found.append(Reason(id="arena", text=error.message, exit_code=15, hint=error.hint))
@@ -195,6 +195,19 @@ def refusals(wanted: Mapping[int, int]) -> list[Reason]:
 
 def shown(uid: int) -> Arena:
     """What there is of a user's arena, and who looks after it; starts nothing."""
+    found = _held(uid)
+    with contextlib.suppress(LimosaError):
+        one = look_for("mover", uid, replaces=False)
+        if one is not None:
+            with Mover(uid, found=one) as mover:
+                found.pinned = mover.pinned()
+            found.mover, found.mover_ends_in = one.identity.pid, one.said.ends_in
+            found.mover_memory = gpu.inventory().held({one.identity.pid})
+    return found
+
+
+def _held(uid: int) -> Arena:
+    """What there is of a user's arena, as the vault says."""
     cap = arena_cap()
     found = Arena(cap=None if cap == 1 << 62 else cap)
     with contextlib.suppress(LimosaError):
@@ -206,13 +219,6 @@ def shown(uid: int) -> Arena:
             found.used, found.free = said.used, said.free
             found.reserved, found.seconds = said.reserved, said.seconds
             found.held_by = {Identity.from_str(key.rpartition("/")[2]).pid: n for key, n in said.by.items()}
-    with contextlib.suppress(LimosaError):
-        one = look_for("mover", uid, replaces=False)
-        if one is not None:
-            with Mover(uid, found=one) as mover:
-                found.pinned = mover.pinned()
-            found.mover, found.mover_ends_in = one.identity.pid, one.said.ends_in
-            found.mover_memory = gpu.inventory().held({one.identity.pid})
     return found
 
 

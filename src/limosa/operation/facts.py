@@ -33,6 +33,7 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
         check_room: False where several jobs change places and room is looked at for all of them together.
         freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
         probe_memory: where host memory looks short, touch and free what is missing and look again.
+        inventory: what NVML says, where it was asked just now; None: it is asked.
         more: further reasons from the observation and the members (an image's).
     """
 
@@ -44,6 +45,7 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
     check_room: bool = True
     freed: Mapping[str, int] = {}
     probe_memory: bool = True
+    inventory: gpu.Inventory | None = None
     more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: ()
 
 
@@ -103,7 +105,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         return facts
     verb, members = ask.verb, facts.members
     try:
-        facts.inventory = driver.inventory()
+        facts.inventory = ask.inventory or driver.inventory()
         only_back = verb.comes and not verb.goes
         facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
         if not facts.busy:  # its shims listen to whoever works on it

@@ -45,8 +45,8 @@ from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 from limosa.terms import Verdict
 
-AT_ONCE = 3
-"""How many of several jobs are worked on at once: one goes, one comes, one is looked at and made ready."""
+AT_ONCE = 2
+"""How many of several jobs are worked on at once: with three and four it took longer, and so did their pauses."""
 
 
 class _How(NamedTuple):

@@ -88,9 +88,11 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     parked = False
     reasons: list[Reason]
     if in_tree:
-        prepared = look(which, Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False), driver)
+        prepared = look(
+            which, Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory), driver
+        )
         if any(m.away for m in prepared.members):
-            parked, prepared = True, look(which, Ask(verb=RESUME, probe_memory=False), driver)
+            parked, prepared = True, look(which, Ask(verb=RESUME, probe_memory=False, inventory=inventory), driver)
         reasons = prepared.reasons
         # What NVML does not count of those under the shim; of what is away it counts what has stayed.
         held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}

@@ -19,6 +19,7 @@ from limosa.gpu import State
 from limosa.operation.estimate import beside_context, device_bytes
 from limosa.operation.journal import Journal, Member
 from limosa.operation.results import Estimate, OtherWay
+from limosa.operation.turns import COME
 from limosa.operation.work import Work
 from limosa.terms import Release, Route
 
@@ -297,6 +298,8 @@ def run(verb: Verb, op: O) -> None:
             work.push(step.undone, partial(step.undo, op))
         with work.timed(step.name, step.tells, step.size(op) or None) if step.tells else work.spent(step.name):
             step.do(op)
+        if step.turn == COME and work.turn is not None:
+            work.turn.end()
         if not any(later.still and later.applies(op) for later in verb.steps[i + 1 :]):
             work.pause_ends()
             if work.turn is not None:

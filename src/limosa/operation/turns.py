@@ -1,8 +1,8 @@
 """Turns of several jobs that are worked on side by side: one goes off its GPU while another comes onto its own.
 
 The driver does what it does for one process after another, whoever asks: jobs that are held still together stand still
-for each other. With turns each stands still for hardly longer than alone, and the driver is never without work
-(measured: docs/results).
+for each other. With turns each stands still for not much longer than alone, and the driver is never without work
+(measured: docs/results). A job goes from when it is held still until it comes; it comes while the driver restores it.
 """
 
 from __future__ import annotations

@@ -102,6 +102,7 @@ class _Search:
 
     def __init__(self, wanted: Wanted, inside: set[int]):
         self.wanted, self.inside, self.found = wanted, inside, Found()
+        self.inodes = {b" %d " % inode for _, inode in wanted.memory}
 
     def process(self, pid: int) -> None:
         """Look at one process's descriptors, and at its mappings where memory is looked for."""
@@ -149,6 +150,8 @@ class _Search:
             data = slurp(f"/proc/{pid}/maps", 1 << 16)
         except OSError:
             return
+        if not any(inode in data for inode in self.inodes):
+            return  # quick: most processes have none of them
         seen = set()
         for match in _SHARED_LINE.finditer(data):
             major, _, minor = match[2].partition(b":")

@@ -13,13 +13,14 @@ import os
 import resource
 import stat
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import msgspec
 
 from limosa import start
-from limosa.errors import CriuNotPermitted, NoWorkingCriu
+from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
@@ -77,6 +78,20 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
     if lacks or not permitted:  # no CRIU would pass: what is missing is the right, not the program
         raise CriuNotPermitted(detail=lacks or "; ".join(reasons))
     raise NoWorkingCriu(detail="; ".join(reasons))
+
+
+def warm(explicit: str | None = None) -> None:
+    """Begin to look for a CRIU without waiting for it: it has to be started once to be asked which it is.
+
+    Args:
+        explicit: as for :func:`find`, which says later what is wrong.
+    """
+
+    def look() -> None:
+        with contextlib.suppress(LimosaError, OSError):
+            find(explicit)
+
+    threading.Thread(target=look, name="limosa-criu", daemon=True).start()
 
 
 def _candidates(explicit: str | None) -> list[tuple[str, Path]]:

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 
 import msgspec
@@ -137,7 +138,11 @@ def _version(argv: list[str]) -> str:
         info = os.stat(argv[-1])
     except OSError as error:
         raise NoWorkingCriu(detail=f"{argv[-1]} cannot be started: {error}") from None
-    return _asked_version(tuple(argv), (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
+    with _asking:  # who comes meanwhile has the answer of the one before
+        return _asked_version(tuple(argv), (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
+
+
+_asking = threading.Lock()
 
 
 @functools.lru_cache(maxsize=16)
