@@ -1,12 +1,12 @@
 """Whether CRIU has opened the files that were looked at, and no others.
 
 CRIU opens by name what a job had open, as root, while its user may put another file, or a link, under that name. The
-guard in our plugin keeps it from links of his (``native/criu/guard.c``), and not from all else. So
-each name of the image is looked at right before, by a descriptor and without following links, and when CRIU has built
-all and nothing runs yet ("post-restore") every descriptor, mapping, folder and program of every process is compared
-with what was seen: device, inode and kind. Anything else: the tree is ended, the image is the copy.
+guard in our plugin protects it from his links (``native/criu/guard.c``), but not from everything else. So Limosa looks
+at each name of the image right before, by a descriptor and without following links. When CRIU has built everything and
+nothing runs yet ("post-restore"), Limosa compares every descriptor, mapping, folder and program of every process with
+what it saw: device, inode and kind. If one differs, the tree is ended, and the image is the copy.
 
-What was looked at is itself a file that the job may have: the inode that it had, or one that its user may open.
+A file that was looked at must be one that the job may have: the inode that it had, or one that its user may open.
 """
 
 from __future__ import annotations

@@ -145,10 +145,10 @@ def give_back(lost: Made) -> Made:
 
 
 def take_away(made: Made) -> None:
-    """Removes names, those that are still of the inode that they were given to.
+    """Removes those names that still lead to the inode that they were given to.
 
-    Whoever has it mapped by a name that was there for CRIU has lost the same name then as before: a file that is
-    renamed is so for those who have it, too.
+    A process that mapped it by a name that was there for CRIU then lacks the same name as before: a renamed file is
+    renamed for its holders, too.
     """
     for name, inode in made.items():
         with contextlib.suppress(OSError):

@@ -114,7 +114,7 @@ def _can_open_nothing() -> bool:
 
 
 def only_by(found: os.stat_result, uid: int) -> bool:
-    """Whether it is a folder of that user that nobody else may write to."""
+    """Whether it is a folder of that user, and nobody else may write to it."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
 
 

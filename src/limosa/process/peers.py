@@ -1,4 +1,4 @@
-"""Who else holds what the job holds: one pass over every other process's descriptors, and mappings where needed."""
+"""Which other processes hold what the job holds: one pass over their descriptors, and mappings where needed."""
 
 from __future__ import annotations
 

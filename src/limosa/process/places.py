@@ -1,17 +1,17 @@
-"""Where Limosa keeps what it remembers: root in ``/run/limosa/0``, a user in ``/tmp/limosa-UID``.
+"""The folders of Limosa's records: ``/run/limosa/0`` for root, ``/tmp/limosa-UID`` for a user.
 
 Nobody but root writes below ``/run/limosa`` (0755), so nobody can fill it, take a name there or hold a lock of
 root's. A user's folder lies where everybody may make files anyway, and outlives his logout, as a suspended job does.
-Each user writes into his own folder only, also about others' jobs: root that suspends a user's job writes into root's.
+Each user writes only into his own folder, even about others' jobs: root writes a record of a user's job into root's.
 
 Somebody else may have made ``/tmp/limosa-1001`` before uid 1001 did. That user's Limosa makes and uses
 ``/tmp/limosa-1001.RANDOM`` then, and finds it again by listing. Others find users' folders by the same listing: names
 of that one form whose folder belongs to that very uid and is written by nobody else. Names that are somebody else's
-cost time and hide nothing. A listing is cut off at a size that no machine has by itself: where it must be known what is
-there, that is an error; else the folders of the users that have processes now are looked for.
+cost time and hide nothing. A listing is cut off at a size that no machine reaches by itself. If the caller must know
+what is there, that is an error. Otherwise the folders of users who have processes now are looked for.
 
 ``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
-``/tmp`` is. Root believes D only where nobody else can have put another folder there.
+``/tmp`` is. Root believes D only if nobody else can have put another folder there.
 """
 
 from __future__ import annotations
@@ -405,7 +405,7 @@ def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[
 
 
 def _is_of(users: int, place: Path, name: str, owner: int, sure: bool) -> bool:
-    """Whether it is a folder of that user's that nobody else may write to; no file system is entered or asked."""
+    """Whether it is that user's folder and nobody else may write to it; no file system is entered or asked."""
     try:
         fd = open_in(users, name, os.O_PATH)
     except OSError:
