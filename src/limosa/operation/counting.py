@@ -37,8 +37,8 @@ def held(counted: int, own: int, imported: int, *, software: bool) -> int:
 
     Args:
         counted: what NVML says.
-        own: bytes that the shim looks after and that the process has made.
-        imported: those that somebody else has made, or that went out of it and came back.
+        own: bytes that the shim manages and the process has made.
+        imported: bytes that somebody else has made, or that left the process and came back.
         software: whether it is a software GPU.
     """
     counts_all = software and counted >= own + imported

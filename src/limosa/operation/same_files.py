@@ -287,8 +287,8 @@ def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
 def _look_at_socket(found: Socket, uid: int, gid: int) -> None:
     """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
 
-    A name says nothing of where the socket was: in a root folder or a namespace of his own a user gives it any name at
-    all. So it is made where its owner could make it; one outside of the job is connected to where its user could.
+    A name does not say where the socket was: in a root folder or a namespace of his own, a user gives it any name. So
+    it is made only if its owner could make it there, and the job is connected to one outside only if its user could.
 
     Raises:
         Refused: it leads somewhere else, or somebody else has it now, or may have it.

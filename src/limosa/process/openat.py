@@ -99,8 +99,8 @@ def nothing_there(error: OSError, trusted: bool) -> bool:
 
     Args:
         error: why it was not opened.
-        trusted: whether nobody but root and the caller can have made it so. Of another user's file system any error
-            may come, so his count for nothing, unless we really can open nothing.
+        trusted: whether only root and the caller can have caused it. Another user's file system may return any error,
+            so his errors do not count, unless we really can open nothing.
     """
     return error.errno in _NOTHING or not (trusted or _can_open_nothing())
 

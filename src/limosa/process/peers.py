@@ -35,11 +35,11 @@ class Wanted(msgspec.Struct):
 
 
 class Found(msgspec.Struct):
-    """Who was found, under the same keys.
+    """The processes found, under the same keys.
 
     Attributes:
         hidden: processes whose descriptors could not be read.
-        newborn: a process was left out that was born into the tree since that was read, or has ended meanwhile.
+        newborn: a process was left out because it joined the tree after that was read, or has ended meanwhile.
     """
 
     targets: dict[str, list[Peer]] = msgspec.field(default_factory=dict)

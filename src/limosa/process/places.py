@@ -292,13 +292,13 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
     Args:
         kind: ``jobs``, ``claims``, ``vault`` …
-        uid: only this user's (he may have several where somebody took his name).
-        whole: whether that something is not there will be believed, and a job's last copy given up, say.
+        uid: only this user's (he may have several if somebody took his name).
+        whole: whether the caller relies on something being missing, to give up a job's last copy, for example.
 
     Raises:
-        FailedUndone: with ``whole``: nobody can say what is there, this process can open no file more, say. Of other
-            users' folders only where one is asked for (all of them together are as many as they like to make). Also
-            where that one has not the plain name, and there are more names than are looked at.
+        FailedUndone: with ``whole``: nobody can say what is there, because this process can open no more files, for
+            example. For other users' folders only if one user is asked for (all users can make as many as they like).
+            Also if that user has no folder with the plain name, and there are more names than are looked at.
     """
     caller, found = os.geteuid(), []
     with many_descriptors():
@@ -314,12 +314,12 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def if_there(path: Path, uid: int, whole: bool) -> Iterator[None]:
-    """Passes over what is not there, may not be read, or is something else than what counts.
+    """Ignores what is not there, may not be read, or does not count.
 
     Args:
-        path: where one looks, to be told.
+        path: the place, for messages.
         uid: the user who alone may write there.
-        whole: whether it has to be known that it is not there.
+        whole: whether the caller must know that it is not there.
 
     Raises:
         FailedUndone: with ``whole``: nobody can say whether it is there.
@@ -362,7 +362,7 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
 
 
 def _of_one(users: int, place: Path, uid: int, whole: bool) -> Iterator[Folder]:
-    """A user's folders, open. Whoever has the plain name has no other: nothing need be listed."""
+    """A user's folders, open. A user who has the plain name has no other folder, so nothing need be listed."""
     own = list(_believed(users, {f"limosa-{uid}"} | _found.get((place, uid), set()), place, uid, whole))
     if not own:
         names, complete = _listed(users, place, uid, whole)

@@ -80,7 +80,7 @@ def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> l
 
 
 def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
-    """Makes one of what several processes have, where each has been given memory of its own with the same contents.
+    """Makes one memory again of what several processes share, after each got memory of its own with the same contents.
 
     Args:
         parts: processes that come back, and the descriptors that they are to map, by their memory's numbers. Of shared
