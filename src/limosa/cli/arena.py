@@ -18,22 +18,21 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 @verb(
-    Argument("size", metavar="[SIZE]", required=False, help="How large it is to be: 32G."),
-    option("--keep", metavar="TIME", help="For how long: 30m, 8h (1h)."),
-    flag("--end", help="Give back what is not used; end the mover and what waits with the driver."),
+    Argument("size", metavar="[SIZE]", required=False, help="Its total size: 32G."),
+    option("--keep", metavar="TIME", help="How long to keep it ready: 30m, 8h (default: 1h)."),
+    flag("--end", help="Give back what no job uses; end Limosa's mover and driver worker."),
 )
 def command(report: Report, *, size: str | None, keep: str | None, end: bool) -> None:
     """Have host memory ready for the next suspend, show it, give it back.
 
     limosa arena 32G --keep 8h
 
-    Jobs started by limosa run are suspended into pinned host memory.
-    Pinning it takes seconds (5.6 GiB/s were measured), which a suspend has to
-    wait for where it is not ready; the job runs meanwhile. SIZE is all of
-    it, in use and free together; a suspend that needs more has more made,
-    which is kept for ten minutes after use. Without SIZE: what there is (as
-    root: everybody's). limosa arena 0 gives back what no job uses, and says
-    whose the rest is.
+    Jobs started by limosa run are suspended into pinned host memory, the
+    arena. Pinning takes time (5.6 GiB/s were measured). A suspend that needs
+    more than is ready makes more first, while the job runs; that is kept for
+    ten minutes after use. SIZE is the total, in use and free. Without SIZE
+    the arena is shown (as root: everybody's). limosa arena 0 gives back what
+    no job uses and says who uses the rest.
     """
     from limosa.operation.arena import arena
 

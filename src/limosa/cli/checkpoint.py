@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 @verb(
     ONE_JOB,
-    option("--output", metavar="DIR", type=folder(), required=True, help="The image's folder; made, or empty."),
+    option("--output", metavar="DIR", type=folder(), required=True, help="The image's folder: a new or an empty one."),
     flag("--leave-running", "-R", help="Let the job run on."),
     *CRIU,
-    option("--ghost-limit", metavar="SIZE", help="Refuse where a deleted file is larger (64M)."),
-    flag("--link-remap", help="Files that lost one of their names get one, for one restore."),
-    flag("--skip-in-flight", help="Leave out TCP connections that were not accepted yet."),
-    flag("--ext-unix-sk", help="Connect datagram unix sockets anew to a name outside (/dev/log)."),
-    option("--rate", metavar="SIZE", help="Copy at most so much a second (2G) while the job runs."),
+    option("--ghost-limit", metavar="SIZE", help="Refuse if a deleted open file is larger (such as 64M)."),
+    flag("--link-remap", help="Name open files whose name was deleted; allows one restore."),
+    flag("--skip-in-flight", help="Leave out TCP connections not accepted yet."),
+    flag("--ext-unix-sk", help="Reconnect datagram unix sockets to outside names (/dev/log)."),
+    option("--rate", metavar="SIZE", help="Copy at most this much a second while the job runs (such as 2G)."),
     option(
         "--rounds",
         metavar="N",
         type=click.IntRange(min=0),
-        help="Copy what changes so often, at most, before the pause.",
+        help="Copy what changed at most N times before the pause.",
     ),
     option(
         "--chunk",
         metavar="SIZE",
         default="16M",
         show_default=True,
-        help="Cut device memory into pieces of so much (4M to 64M).",
+        help="Size of the pieces of device memory in the image (4M to 64M).",
     ),
     PRINT_STATS,
     CRIU_PATH,
@@ -66,11 +66,12 @@ def command(  # noqa: PLR0913 - what is typed
 
     limosa checkpoint 4711 --output /data/copy --leave-running
 
-    Device memory of a job started by limosa run is copied while it computes
-    (--rate, --rounds); it stands still for what has changed until then.
+    A job started by limosa run computes on while its device memory is copied
+    (--rate, --rounds), and stands still only for what changed meanwhile.
 
-    The job is ended only after the image is whole and on disk. If anything
-    fails before, it runs on. limosa restore DIR brings it back.
+    The job is ended only when the image is whole and on disk. If anything
+    fails before that, it runs on. limosa restore DIR brings it back. Needs
+    root or capabilities, which limosa doctor names.
     """
     if more["tcp_established"] and more["tcp_close"]:
         raise UsageError(detail="--tcp-established or --tcp-close, not both")

@@ -20,16 +20,16 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @verb(
-    flag("--fix", help="Fetch a CRIU that works and build the plugin."),
+    flag("--fix", help="Fetch a CRIU that works and build what is missing; needs no root."),
     CRIU_PATH,
 )
 def command(report: Report, *, fix: bool, criu: Path | None) -> None:
     """Say what works on this machine, what does not, and what to do about it.
 
-    CRIU is tried: a small process is dumped and restored. -v tells more.
+    It tries CRIU: it dumps and restores a small process. -v tells more.
 
     Exit code 0: all that this machine needs works. 24: no working CRIU.
-    12: a GPU whose driver does not do it. 11: not permitted.
+    12: a GPU or its driver cannot do it. 11: not permitted.
     """
     from limosa.operation.doctor import doctor
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 def command(report: Report) -> None:
     """List the GPUs of this machine and who holds memory on them.
 
-    A process is shown with its job's name, or its command; what Limosa keeps
-    there itself is called so. Suspended jobs hold nothing on a GPU, or with
-    --release=memory-only their context: limosa ps shows them. With
-    CUDA_VISIBLE_DEVICES set, all GPUs are listed all the same.
+    Each process is shown with its job's name or its command. "Limosa's own"
+    is a helper process of Limosa. Suspended jobs hold no memory on a GPU
+    (after suspend --release=memory-only, only their context): limosa ps
+    lists them. CUDA_VISIBLE_DEVICES does not hide GPUs from this list.
     """
     from limosa.gpu import inventory
     from limosa.operation.counting import completed

@@ -20,15 +20,17 @@ if TYPE_CHECKING:
 
 
 @verb(
-    Argument("folder", metavar="[DIR]", type=path(), default=".", help="A folder with images in it."),
+    Argument(
+        "folder", metavar="[DIR]", type=path(), default=".", help="A folder with images in it (default: this one)."
+    ),
 )
 def command(report: Report, *, folder: Path) -> None:
     """List the images in a folder: whose job, how large, how old.
 
     limosa images /data
 
-    Only manifests are read: limosa verify DIR reads every byte of one. What
-    a checkpoint that was killed has left is listed, too.
+    Only manifests are read; limosa verify DIR reads every byte of an image.
+    Unfinished images that killed checkpoints left are listed, too.
     """
     from limosa.image import images
 

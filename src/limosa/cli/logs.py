@@ -26,16 +26,23 @@ _CONTROLS = re.compile(rb"[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f]|\xc2[\x80-\x9f]")  #
 
 @verb(
     ONE_JOB,
-    flag("--follow", "-f", help="Show what comes until the job ends."),
-    option("last", "--lines", "-n", metavar="N", type=click.IntRange(min=0), help="Begin with the last N lines."),
+    flag("--follow", "-f", help="Show new output until the job ends."),
+    option(
+        "last",
+        "--lines",
+        "-n",
+        metavar="N",
+        type=click.IntRange(min=0),
+        help="Show only the last N lines, and what follows with -f.",
+    ),
 )
 def command(report: Report, *, job: str, follow: bool, last: int | None) -> None:
     """Show the output of a job that limosa run started.
 
     limosa logs train -n 20 -f
 
-    It is a file: limosa logs train -o json says which. Ctrl-C ends -f and
-    leaves the job alone.
+    The output is in a file; limosa logs train -o json names it. Once the
+    job has ended, read that file. Ctrl-C ends -f and leaves the job alone.
     """
     from limosa.operation import resolve
     from limosa.process.follow import Tail, last_lines

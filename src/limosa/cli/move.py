@@ -41,8 +41,8 @@ def command(  # noqa: PLR0913 - what is typed
 
     limosa move --gpu 3 --to 5    everything on GPU 3
 
-    A job that is suspended is resumed there. If anything fails, each job is
-    as it was.
+    The job stands still meanwhile; limosa plan move says for how long. A
+    suspended job is resumed there. If anything fails, each job is as it was.
     """
     from limosa.cli.on_jobs import Selection, act
 

@@ -52,15 +52,15 @@ ON_GPU = (
 )
 WHERE = (
     option("--to", metavar="GPU", help="Destination: index, GPU-<uuid> or PCI bus id."),
-    option("source", "--from", metavar="GPU", help="What to move, where a job has several GPUs."),
-    option("gpu_map", "--map", metavar="A=B,...", help="Which GPU becomes which; the rest is filled in."),
+    option("source", "--from", metavar="GPU", help="The GPU to leave, if a job uses several."),
+    option("gpu_map", "--map", metavar="A=B,...", help="Which GPU becomes which; Limosa fills in the rest."),
 )
-TIMEOUT = option("--timeout", metavar="SECONDS", type=Seconds(), help="Undo and give up after this long.")
+TIMEOUT = option("--timeout", metavar="SECONDS", type=Seconds(), help="After this long, undo everything and give up.")
 MAX_PAUSE = option(
-    "--max-pause", metavar="SECONDS", type=Seconds(), help="Refuse where the job would stand still longer."
+    "--max-pause", metavar="SECONDS", type=Seconds(), help="Refuse if the job would stand still for longer."
 )
 FORCE = option(
-    "--force", metavar="ID", multiple=True, help="Turn the refusal of this id into a warning; may be repeated."
+    "--force", metavar="ID", multiple=True, help="Turn the refusal with this id into a warning; may be repeated."
 )
 DRY_RUN = flag("--dry-run", help="Say what would be done, and touch nothing.")
 HOW = (MAX_PAUSE, TIMEOUT, FORCE, DRY_RUN)

@@ -20,7 +20,7 @@ def _verbs(ctx: Any, param: Any, incomplete: str) -> list[str]:
 
 @verb(
     Argument("verb", metavar="VERB", shell_complete=_verbs, help=", ".join(VERBS)),
-    Argument("arguments", metavar="[...]", nargs=-1, shell_complete=names, help="As for that verb."),
+    Argument("arguments", metavar="[...]", nargs=-1, shell_complete=names, help="The arguments of that verb."),
     settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
 def command(report: Report, *, verb: str, arguments: Sequence[str]) -> None:
@@ -30,7 +30,8 @@ def command(report: Report, *, verb: str, arguments: Sequence[str]) -> None:
 
     limosa plan checkpoint train --output /data/train-1
 
-    Exit code 0: it would be done, or is so already. Else the first refusal's.
+    Exit code 0: the verb would succeed, or there is nothing to do. Else: the
+    code of the first refusal.
     """
     from limosa.cli import main
 

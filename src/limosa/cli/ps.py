@@ -30,12 +30,12 @@ _SECONDS = 2.0  # between two looks of --watch
 def command(report: Report, *, watch: bool) -> None:
     """List jobs: what they hold, what state they are in, and whether they can be moved.
 
-    A job is a process that uses CUDA, or was started by limosa run, with its
-    children. -v says why one cannot be moved, and lists its processes.
+    A job is a process that uses CUDA, or that limosa run started, with its
+    children. -v says why a job cannot be moved, and lists its processes.
 
-    MOVES: fast (limosa run started it: most of its memory goes from GPU to
+    MOVES: fast (limosa run started it; most of its memory goes from GPU to
     GPU), slow (the driver copies its memory through the host), no (-v says
-    why), or - where it has nothing on a GPU.
+    why), or - (it has nothing on a GPU).
     """
     from limosa.operation import ps
 

@@ -27,12 +27,13 @@ def command(report: Report, *, folders: Sequence[Path], dry_run: bool) -> None:
     """Finish or undo what a killed limosa left, and clean up after it.
 
     Jobs left locked or half-way run on where they were; suspended ones stay
-    suspended. Whole images are kept, unfinished ones removed. Your own
-    operations; as root, users' own limosa is started for theirs, and what
-    they come to is told but is not in the exit code.
+    suspended. Whole images are kept, unfinished ones removed. It works on
+    your own operations. Root also starts recover for every other user, as
+    that user; those results are shown but do not count in the exit code.
 
     Exit code 0: nothing is left. 2, 11: DIR is no folder, or may not be read.
-    40: look. 41: a job had to stay suspended.
+    40: something is left, and the message says what to do. 41: a job had to
+    stay suspended.
     """
     from limosa.cli.signals import cancelling
     from limosa.operation import recover

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 @verb(
     IMAGE,
     *WHERE,
-    flag("--attach", help="Show its output and pass signals on, as limosa run does."),
+    flag("--attach", help="Show its output, pass signals on and exit as it does, like limosa run."),
     flag("--no-verify", help="Do not check the hashes first."),
-    flag("--rewind-files", help="Cut files back that have grown; keep their tails beside them."),
+    flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
     *CRIU,
     PRINT_STATS,
@@ -48,8 +48,9 @@ def command(  # noqa: PLR0913 - what is typed
 
     limosa restore /data/train-1 --to 5 --attach
 
-    The image is verified first, and everything is looked at before anything
-    is started. It stays as it is and can be restored again.
+    Limosa verifies the image and checks everything else before it starts
+    anything. The image stays and can be restored again. Needs root or
+    capabilities, which limosa doctor names.
     """
     if more["to"] is not None and more["gpu_map"] is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")

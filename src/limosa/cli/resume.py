@@ -34,7 +34,7 @@ def command(
 
     limosa resume train --to 5
 
-    Free memory is looked at first: where it does not fit, the job stays
+    Limosa checks free memory first. If there is too little, the job stays
     suspended. Resuming a running job succeeds.
     """
     from limosa.cli.on_jobs import Selection, act

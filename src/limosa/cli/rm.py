@@ -21,13 +21,13 @@ from limosa.errors import CancelledUndone, LimosaError, worst
         type=folder(),
         nargs=-1,
         required=True,
-        help="An image, or what an unfinished one left.",
+        help="An image, whole or unfinished.",
     ),
 )
 def command(report: Report, *, images: Sequence[Path]) -> None:
     """Remove images, and the nftables tables that belong to them.
 
-    Only what is an image, or what an unfinished checkpoint left, is removed;
+    It removes whole and unfinished images, without asking, and nothing else:
     a folder with anything else in it is refused. The disk is not overwritten.
     """
     from limosa.cli.signals import cancelling

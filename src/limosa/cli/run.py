@@ -26,14 +26,14 @@ ENDED_BY_CHECKPOINT = 75
     option("--log", metavar="FILE", type=folder(), help="Append its output here (default: a new NAME.limosa.log)."),
     option("--name", metavar="NAME", help="What to call it (default: from COMMAND)."),
     flag("--detach", "-d", help="Print the pid and leave it running."),
-    option("--gpus", metavar="GPU,...", help="Let it see these GPUs only."),
+    option("--gpus", metavar="GPU,...", help="Let it see these GPUs only; shortens its pauses."),
     flag("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump."),
-    flag("--no-shim", help="Leave its device memory to the driver: moving it takes longer."),
+    flag("--no-shim", help="Leave its device memory to the driver: moves take longer."),
     option(
         "--without",
         type=click.Choice(["bulk", "stack"]),
         multiple=True,
-        help="Leave out a part of what makes the driver's own steps shorter.",
+        help="Do not shorten the driver's steps by ready memory (bulk) or small stacks (stack).",
     ),
     settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
 )
@@ -42,10 +42,13 @@ def command(
 ) -> None:
     """Start a job that can be checkpointed.
 
-    COMMAND gets a session of its own, no terminal and no pipes: stdin is
-    /dev/null, its output goes to a file, which is shown here until the job
-    ends. Ctrl-C and other signals are passed on, also while it is moved,
-    and its exit code is limosa's. It does not get to use io_uring.
+    limosa run -d --name train -- python3 train.py
+
+    COMMAND gets a session of its own, without a terminal and without pipes.
+    Its stdin is /dev/null. Its output goes to a file and is shown here until
+    the job ends. Ctrl-C and other signals are passed on, and limosa exits
+    with the job's exit code. io_uring is hidden from the job. With -d, see
+    limosa logs, wait and stop.
 
     Exit code 75: a checkpoint ended the job. 125-127: it was not started.
     """

@@ -58,15 +58,23 @@ def _draw(console: Console, found: dict[str, Any]) -> None:
     option("--gpus", metavar="N", type=int, help="How many GPUs (default: 1)."),
     option("--memory", metavar="SIZE,...", help="Memory of each GPU, or one for all (2GiB)."),
     option("--chip", metavar="NAME,...", help="Chip of each GPU (A100, ...), or one for all (H200)."),
-    option("--like", metavar="NAME", help="As slow as this one: h200 (default: no waiting)."),
+    option("--like", metavar="NAME", help="Be as slow as a real GPU: h200 (default: no waiting)."),
     option(
-        "--rate", metavar="WHAT=SPEED", multiple=True, help="copy=20GiB/s, checkpoint=2GiB/s, ...; may be repeated."
+        "--rate",
+        metavar="WHAT=SPEED",
+        multiple=True,
+        help="Set a speed: copy=20GiB/s, checkpoint=2GiB/s, ...; may be repeated.",
     ),
-    option("--cost", metavar="WHAT=SECONDS", multiple=True, help="checkpoint=0.4, lock=0.1, ...: beside the bytes."),
-    option("--driver", metavar="VERSION", help="What the driver calls itself."),
+    option(
+        "--cost",
+        metavar="WHAT=SECONDS",
+        multiple=True,
+        help="Set a fixed cost per call: checkpoint=0.4, lock=0.1, ...; may be repeated.",
+    ),
+    option("--driver", metavar="VERSION", help="The driver version that is reported."),
     option("--fault", metavar="SPEC", multiple=True, help="Let calls fail; may be repeated. In a node: from now on."),
-    option("--log", metavar="FILE", default="", help="Append what went wrong on purpose, and what is missing."),
-    option("--lift", metavar="NAME", multiple=True, help="In a node: take that fault away, or all."),
+    option("--log", metavar="FILE", default="", help="Append injected faults and calls of missing functions."),
+    option("--lift", metavar="NAME", multiple=True, help="In a node: remove that fault, or all."),
     option(
         "--turn", metavar="GPU:WHAT=on|off", multiple=True, help="In a node: lost, mig or persistence; also mps=on."
     ),
@@ -94,13 +102,13 @@ def command(  # noqa: PLR0913 - what is typed
 ) -> None:
     """Run COMMAND on a node of software GPUs.
 
-    COMMAND, what it starts and the limosa that looks after them see GPUs that
-    are not there: a driver in software, on the machine's memory, with the
-    checkpoint calls and their failures. Nothing outside of COMMAND sees them;
-    the node is gone with the last process in it. Needs root.
+    COMMAND and what it starts, limosa included, see GPUs that do not exist: a
+    driver in software, on the machine's memory, with the real driver's
+    checkpoint calls and failures. Processes outside do not see them. The node
+    ends with its last process. Needs root.
 
-    Without COMMAND, in a node: --fault, --lift and --turn change the node that
-    runs, then its faults are listed, each with the calls that it has met.
+    Inside a node and without COMMAND: --fault, --lift and --turn change this
+    node. Then its faults are listed, each with the calls that it has met.
 
     Exit code: COMMAND's. 126, 127: it cannot be started.
     """

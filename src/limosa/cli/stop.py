@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         type=click.FloatRange(min=0),
         default=10.0,
         show_default=True,
-        help="Until SIGKILL.",
+        help="Time from SIGTERM to SIGKILL.",
     ),
-    flag("--kill", help="SIGKILL at once, also where it is suspended."),
+    flag("--kill", help="SIGKILL at once, even if it is suspended."),
 )
 def command(report: Report, *, job: str, grace: float, kill: bool) -> None:
     """End a job: SIGTERM, then SIGKILL to what is left of it.
@@ -34,9 +34,9 @@ def command(report: Report, *, job: str, grace: float, kill: bool) -> None:
 
     limosa stop train --grace 120        it saves its weights on SIGTERM
 
-    A suspended job is refused: it could handle nothing before it is resumed.
-    --kill ends it all the same, and what it has in host memory is gone. To
-    end a job and keep it: limosa checkpoint.
+    A suspended job is refused, because it cannot handle SIGTERM before it is
+    resumed. --kill ends it anyway; its memory is lost. To keep a job on disk
+    and end it, use limosa checkpoint.
     """
     from limosa.cli.signals import cancelling
     from limosa.operation import stop

@@ -20,7 +20,7 @@ from limosa.cli.verb import option, verb
         type=click.Choice(["all", "memory-only"]),
         default="all",
         show_default=True,
-        help="Give back all, or memory-only: its context stays where it is.",
+        help="Free all, or only its memory: faster, but its context stays on the GPU.",
     ),
     *HOW,
 )
@@ -33,10 +33,10 @@ def command(
 
     limosa suspend --gpu 3        everything on GPU 3
 
-    The job's memory is in the job itself and, of jobs started by limosa
-    run, in pinned memory that it holds (limosa arena): it lives as long
-    as its processes do. What must outlive the machine: limosa checkpoint.
-    Suspending a suspended job succeeds.
+    Device memory moves to the job's own host memory, for jobs started by
+    limosa run mostly to pinned host memory (limosa arena). It is lost when
+    the job's processes end or the machine stops; limosa checkpoint writes a
+    job to disk. Suspending a suspended job succeeds.
     """
     from limosa.cli.on_jobs import Selection, act
 

@@ -20,8 +20,8 @@ def command(
 ) -> None:
     """Suspend what runs, resume what is suspended.
 
-    A job of which one process runs and another is suspended is suspended.
-    Scripts are better off with suspend and resume, which may be repeated.
+    If one process of a job runs and another is suspended, the job is
+    suspended. In scripts use suspend and resume: they may be repeated.
     """
     from limosa.cli.on_jobs import Selection, act
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 def command(report: Report, *, image: Path) -> None:
     """Check every byte of an image against its hashes.
 
-    Damaged, missing, extra, swapped and truncated files are named.
+    It names damaged, missing, extra, swapped and truncated files.
 
-    Exit code 0: whole. 16: not.
+    Exit code 0: every byte is right. 16: not.
     """
     from limosa.cli.signals import cancelling
     from limosa.image import open_image

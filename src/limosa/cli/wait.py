@@ -24,8 +24,8 @@ def command(report: Report, *, job: str) -> None:
     limosa wait train && limosa run --name test -- python3 test.py
 
     Exit code: the job's, or 128 + the signal that ended it. 75: a checkpoint
-    ended it. 125: nobody can know (Linux before 6.15), or limosa itself
-    failed.
+    ended it. 125: the code cannot be known (Linux before 6.15), or limosa
+    itself failed.
     """
     from limosa.cli.signals import cancelling
     from limosa.operation import wait

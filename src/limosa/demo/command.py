@@ -23,18 +23,17 @@ if TYPE_CHECKING:
 
 @verb(
     option("--steps", metavar="N", type=click.IntRange(min=50), help="Training steps (default: 400; 1000 on GPUs)."),
-    option(
-        "--pace", metavar="SECONDS", type=Seconds(), default=0.02, show_default=True, help="Seconds of rest after each."
-    ),
-    flag("--numpy", help="NumPy on the CPU, also where PyTorch is installed."),
+    option("--pace", metavar="SECONDS", type=Seconds(), default=0.02, show_default=True, help="Rest after each step."),
+    flag("--numpy", help="Use NumPy on the CPU, even if PyTorch is installed."),
 )
 def command(report: Report, *, steps: int | None, pace: float, numpy: bool) -> None:
     """Disturb a real job and compare its bits with an undisturbed twin's.
 
-    Two GPUs: move there and back, suspend and resume, checkpoint, kill,
-    restore, of a PyTorch training (without PyTorch: of a program on device
-    memory). One GPU: the last two. No GPU: all of it on two software GPUs
-    (needs root), and checkpoint, kill, restore of a training on the CPU.
+    With two GPUs, a PyTorch training (without PyTorch: a program on device
+    memory) is moved there and back, suspended, resumed, checkpointed, killed
+    and restored. With one GPU, it is not moved. With none, all of this
+    happens on two software GPUs (needs root); then a training on the CPU is
+    checkpointed, killed and restored.
 
     Exit code 1: the bits differ.
     """

@@ -1,4 +1,4 @@
-"""What is looked at before the driver is called: pids, time-outs, maps."""
+"""Checks before the driver is called: pids, time-outs, maps."""
 
 from __future__ import annotations
 

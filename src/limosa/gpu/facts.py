@@ -1,4 +1,4 @@
-"""What ``limosa doctor`` wants to know about the driver: versions, calls, persistence. Never raises for an answer."""
+"""Facts about the driver for ``limosa doctor``: versions, calls, persistence. Never raises for an answer."""
 
 from __future__ import annotations
 

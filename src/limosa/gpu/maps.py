@@ -1,9 +1,9 @@
 """GPU maps: from what should change to the full permutation that the driver wants. Pure functions.
 
-``cuCheckpointProcessRestore`` accepts a map only where its left sides are exactly the GPUs whose device nodes the job
-could open when it was checkpointed, and where no two sources share a destination. The user says what should change;
-the rest is filled in here so that nothing else of the job moves: a GPU that the map does not speak of stays where it
-is, and where that cannot be, the pairs that are added start on GPUs on which the job holds nothing.
+``cuCheckpointProcessRestore`` accepts a map only if its left sides are exactly the GPUs whose device nodes the job
+could open when it was checkpointed, and if no two sources share a destination. The user says what should change. This
+module fills in the rest so that nothing else of the job moves: a GPU that the map does not name stays where it is. If
+it cannot stay, the added pairs start on GPUs on which the job holds nothing.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _refuse_closed(uuids: Iterable[str], allowed: Sequence[str], names: Mapping[
 
 
 def _taken(changes: Mapping[str, str], names: Mapping[str, Gpu]) -> dict[str, str]:
-    """Who comes to each destination; refuses two on one, and another chip."""
+    """The source for each destination; refuses two on one, and another chip."""
     taken: dict[str, str] = {}
     for source, destination in changes.items():
         if destination in taken:

@@ -1,4 +1,4 @@
-"""The names of the field: a process's checkpoint states, a lock's outcomes, and the forms in which GPUs are named.
+"""Names: a process's checkpoint states, a lock's outcomes, and the forms in which GPUs are named.
 
 States are named as in ``cuda.core.checkpoint`` and as ``CUprocessState`` numbers them; a number that a newer driver
 reports is kept, not refused.

@@ -1,4 +1,4 @@
-"""The GPUs of this machine and who is on them, by NVML (``nvidia-ml-py``).
+"""The GPUs of this machine and the processes on them, by NVML (``nvidia-ml-py``).
 
 NVML counts every GPU of the machine in PCI order whatever CUDA_VISIBLE_DEVICES says. A checkpointed job holds nothing
 on a GPU and is therefore not among its processes.

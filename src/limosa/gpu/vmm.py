@@ -89,10 +89,10 @@ class Piece:
         return fd
 
     def close(self) -> bool:
-        """Unmap it and let it go; the memory lives as long as somebody else holds it.
+        """Unmap it and release it; the memory lives as long as somebody else holds it.
 
         Returns:
-            Whether the driver did so; where not, the memory is there until this process ends.
+            Whether the driver did so. If not, the memory stays until this process ends.
         """
         binding = find()
         results = []

@@ -1,8 +1,8 @@
-"""The client of the resident worker: driver calls with limits, that can be given up on.
+"""The client of the resident worker: driver calls with limits, which the caller can give up on.
 
-A driver call cannot be broken off and may never come back, so none is made in the controller itself. A call that
+A driver call cannot be broken off and may never come back, so the controller makes none itself. A call that
 exceeds its limit raises :class:`~limosa.errors.DriverHung`; its worker is left to end by itself (it is never killed:
-a restore may be under way in it) and further calls go to another. What state the job is in is then read from the
+a restore may be under way in it) and further calls go to another. The state of the job is then read from the
 driver, never assumed.
 """
 

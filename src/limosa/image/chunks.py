@@ -1,8 +1,8 @@
 """Device memory in an image: a folder of chunks, each named by the BLAKE3 of its bytes.
 
 ``chunks/ab/ab…`` is the file of the chunk whose hash begins with ``ab``; its name says what must be in it, so equal
-chunks (zero pages, replicas) are there once, and another image could share them. Which chunk belongs where, the
-manifest says. A name is used only when it has the form of a hash, relative to the open folder and never through a
+chunks (zero pages, replicas) are stored once, and another image could share them. The manifest says which chunk belongs
+where. A name is used only when it has the form of a hash, relative to the open folder and never through a
 symlink.
 """
 

@@ -1,6 +1,6 @@
-"""The few ways in which this room touches the disk, each relative to an open folder and never through a symlink.
+"""The few ways in which this package touches the disk, each relative to an open folder and never through a symlink.
 
-``Files`` is every change in one place, so that tests can make the n-th one fail or die; reading needs no such seam.
+``Files`` has every change in one place, so that tests can make the n-th one fail or die; reading needs no such seam.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def kind(fd: int) -> int:
 
 
 def _owner_of_new(folder: int) -> int:
-    """Whose a file is that we make in an open folder; it is gone again."""
+    """The owner of a file that we make in an open folder; the file is removed again."""
     flags = os.O_WRONLY | os.O_CLOEXEC
     try:
         fd = os.open(".", flags | os.O_TMPFILE, 0o600, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""Which images a folder has: what each manifest says of its job, and what unfinished ones there are."""
+"""The images in a folder: what each manifest says about its job, and which are unfinished."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Listed(msgspec.Struct, kw_only=True):
 def images(folder: str | os.PathLike[str] = ".") -> list[Listed]:
     """The images in a folder (or the folder itself, where it is one), the oldest first; not those in folders below.
 
-    Whose they are is told and refuses none: this is for looking. Links are not followed.
+    It reports the owners and refuses none, because it only looks. Links are not followed.
 
     Raises:
         NoSuchImage: there is no such folder, or it may not be read.

@@ -105,7 +105,7 @@ def _remove(path: Path, parent_fd: int, files: Files, look: Callable[[int], None
 
 
 def _link_of(name: str, dir_fd: int) -> int | None:
-    """Whose symbolic link it is; None where it is none."""
+    """The owner of a symbolic link; None if it is no link."""
     try:
         found = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:

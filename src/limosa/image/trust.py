@@ -1,7 +1,7 @@
 """Whether anybody else could have written an image, or could swap it for another while it is used.
 
-Whoever can write an image can run code as whoever restores it: CRIU makes processes from it. So as root an image is
-refused unless root or the user who called ``sudo`` (SUDO_UID) made it; for anybody else, unless he or root did. Those
+Whoever can write an image can run code as whoever restores it: CRIU makes processes from it. So root is refused an
+image unless root or the user who called ``sudo`` (SUDO_UID) made it, and any other user unless he or root did. These
 are the *trusted* users below.
 
 The argument, which ``docs/image-format.md`` repeats for users:
@@ -45,14 +45,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def trusted_uids() -> frozenset[int]:
-    """Whose images are trusted: root's, the caller's, and as root those of the user who called ``sudo``."""
+    """The users whose images are trusted: root, the caller, and for root the user who called ``sudo``."""
     return frozenset({0, os.geteuid(), sudo_user()})
 
 
 def open_named(path: str | os.PathLike[str]) -> int:
-    """Open a folder in which something is to be made or removed: root is led to it by no link of another user's.
+    """Open a folder in which something is to be made or removed. For root no link of another user leads there.
 
-    Whose the folders on the way are is not asked: what is at the end is what the path says.
+    The owners of the folders on the way do not matter: the result is what the path names.
 
     Raises:
         PermissionDenied: there is such a link, or another user serves the file system (FUSE).

@@ -1,4 +1,4 @@
-"""Folders that a checkpoint has not finished: their marker, and finding them."""
+"""Folders of unfinished checkpoints: their marker, and finding them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the controller and its worker say to each other: frames of msgpack over a socketpair.
+"""The messages between a controller and its worker: frames of msgpack over a socketpair.
 
 A frame is its length (4 bytes, big endian) and one message. A request names a call of the worker's table; its reply
 carries the value or the error. Replies come in any order: the number ties them to their requests.

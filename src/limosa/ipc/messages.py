@@ -3,11 +3,11 @@
 A message with more than ``MOST`` descriptors, or of more than ``LARGEST`` bytes, goes in several packets: all but the
 last say ``more`` and carry descriptors or a part of it.
 
-Nobody waits for a descriptor that he does not want: root that closes one of a user's own file system (FUSE), or a
-socket that lingers, would wait for that user.
+A descriptor that was not asked for is never accepted: if root closed one on a user's own file system (FUSE), or a
+socket that lingers, it would wait for that user.
 
-What comes is bounded before anything is made of it, and decoded as what it should be, never as whatever it is: a packet
-of empty maps is a hundred times as large in memory.
+A message is limited before it is decoded, and decoded as the expected type, never as whatever it is: a packet of empty
+maps is a hundred times as large in memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One packet between processes that must not believe each other: bounded in bytes, descriptors and time.
 
-Every connection of the shim, the vault and the mover is read by :func:`receive` and written by :func:`send`. Whatever
-comes that is not what was asked for is :class:`Wrong`; nothing of it stays open here.
+:func:`receive` reads and :func:`send` writes every connection of the shim, the vault and the mover. Anything that was
+not asked for is :class:`Wrong`; nothing of it stays open here.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def text(raw: bytes, most: int = _SPACES) -> str:
 def is_memory(fd: int) -> bool:
     """Return whether a descriptor can be of memory: a device's, or of a file in memory.
 
-    Not a pipe, a socket or a file, which may have whoever reads, asks or closes it wait for ever. The file system is
+    Not a pipe, a socket or a file: whoever reads, asks or closes one may have to wait for ever. The file system is
     not asked: it may be the other user's own, of which the kernel tells nobody else a mode (EACCES).
     """
     try:

@@ -1,4 +1,4 @@
-"""The server's side of messages: each client has a thread of its own, so that a slow one holds up nobody but itself."""
+"""The server's side of messages: each client has its own thread, so that a slow one delays only itself."""
 
 from __future__ import annotations
 

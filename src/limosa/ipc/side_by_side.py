@@ -1,4 +1,4 @@
-"""Asking several others at once, for a while: who does not answer in time holds nobody up."""
+"""Asks several others at once, for a limited time: one that does not answer in time delays nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arena: how large it may be, what there is of it, and having it warm before it is needed."""
+"""The arena: how large it may be, its state, and making it ready before it is needed."""
 
 from __future__ import annotations
 

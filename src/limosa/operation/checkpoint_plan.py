@@ -1,4 +1,4 @@
-"""What stands against writing a job to disk, and what it will take."""
+"""The reasons against writing a job to disk, and what that will cost."""
 
 from __future__ import annotations
 

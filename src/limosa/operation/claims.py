@@ -8,16 +8,16 @@ recover``, has finished or undone what it was about.
 among root's, a lock is held from the first look to the last (``flock`` on a file that only he can open). Between users
 a claim is made by writing and then looking:
 
-1. Look at everybody's claims. Where another has the job: Busy.
+1. Look at everybody's claims. If another has the job: Busy.
 2. Write the claim (renamed into place, whole).
-3. Look again. Where another has the job now, remove the claim, wait some random milliseconds, begin anew; for a second
+3. Look again. If another has the job now, remove the claim, wait some random milliseconds, begin anew; for a second
    at most, then Busy.
 
 Say that A and B both got past 3 with the same job, and that A wrote first. B looked after it wrote, so after A wrote. A
 that got past 3 has not removed its claim, so B saw it, and did not get past 3: a contradiction. It rests on this: a
-name that was renamed into a folder is in every listing of it that is begun later, and B believes A's claim. Whoever may
-work on a process at all is its own user or root, and both are believed about it (``everybodys``). That both give way,
-again and again, is possible and ends in Busy for both after a second: nothing is touched then. Room on GPUs is looked
+name that was renamed into a folder is in every listing of it that is begun later, and B believes A's claim. Only
+its own user and root may work on a process, and both are believed about it (``everybodys``). Both may give way again
+and again. That ends in Busy for both after a second, and nothing is touched. Room on GPUs is looked
 at in step 3 as well, when one's own claim can be seen by others.
 """
 
@@ -137,7 +137,7 @@ def on(tree: Iterable[Identity]) -> Claim | None:
 
 
 def being_worked_on() -> set[int]:
-    """Processes that somebody works on now: their shims are his, and answer nobody else until he lets go of them."""
+    """Processes that somebody works on now: he has their shims, which answer nobody else until he releases them."""
     return {process.pid for claim in everybodys() if claim.alive for process in claim.pids}
 
 
@@ -206,10 +206,10 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
 
 
 def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
-    """Refuses what somebody else has; a claim of the caller's own that nothing is behind any more is removed.
+    """Refuses what somebody else has; removes a claim of the caller's own whose operation is gone.
 
     Raises:
-        Busy: who has it, or that he has died with it.
+        Busy: somebody has it, or died while he had it.
     """
     wanted = set(claim.pids)
     for other in others:

@@ -1,7 +1,7 @@
 """What a process holds on a GPU, and how much of it the driver carries: NVML's figure and the shim's together.
 
-Memory that was imported (it came by the parked way, or was given back after an undone one) NVML counts for nobody: seen
-on two H200 with driver 580. Software GPUs count it for whoever has made it, which may be the process itself.
+NVML counts imported memory (it came by the parked way, or was given back after an undone one) for nobody: seen on two
+H200 with driver 580. Software GPUs count it for the process that made it, which may be the same process.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def held(counted: int, own: int, imported: int, *, software: bool) -> int:
 
     Args:
         counted: what NVML says.
-        own: bytes that the shim looks after and that the process has made.
-        imported: those that somebody else has made, or that went out of it and came back.
+        own: bytes that the shim manages and the process has made.
+        imported: bytes that somebody else has made, or that left the process and came back.
         software: whether it is a software GPU.
     """
     counts_all = software and counted >= own + imported

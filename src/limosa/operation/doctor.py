@@ -1,7 +1,7 @@
 """What works on this machine, what does not, and what to type about it.
 
-Each check looks at one thing and never raises: what it cannot find out it says. Nothing is changed unless ``fix`` is
-asked for, and then only what Limosa itself brings along: a CRIU that works, the CRIU plugin, the runtime folder.
+Each check looks at one thing and never raises: it says what it cannot find out. Without ``fix`` nothing is changed,
+and with it only what Limosa itself brings along: a CRIU that works, the CRIU plugin, the runtime folder.
 """
 
 from __future__ import annotations

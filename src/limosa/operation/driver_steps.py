@@ -389,7 +389,7 @@ def _show(member: Member, uuids: Iterable[str]) -> None:
 
 
 def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
-    """Has suspended jobs see the GPUs that the driver knows them on, whatever an operation had come to."""
+    """Shows suspended jobs the GPUs on which the driver knows them, however far an operation had come."""
     for member in members:
         with contextlib.suppress(OSError, LimosaError):
             _show(member, (member.map if member in away else member.home).values())

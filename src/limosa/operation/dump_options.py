@@ -1,4 +1,4 @@
-"""What ``checkpoint`` can be told, and what CRIU is told then."""
+"""The options of ``checkpoint``, and those that CRIU gets for them."""
 
 from __future__ import annotations
 

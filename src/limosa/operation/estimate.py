@@ -1,6 +1,6 @@
 """The rates by which an operation's cost is estimated, measured on two H200 (docs/caveats.md: table and date).
 
-What each step costs by them it says itself (``steps/``); what a verb costs is the sum (``step.py``).
+Each step computes its own cost from them (``steps/``); the cost of a verb is the sum (``step.py``).
 """
 
 from __future__ import annotations

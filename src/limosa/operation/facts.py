@@ -1,4 +1,4 @@
-"""What is so of a job: gathered once for one verb, and never judged here (``rules.py`` does that)."""
+"""The facts about a job: gathered once for one verb, and never judged here (``rules.py`` does that)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """From the claim until the job stands still: what ``move``, ``suspend`` and ``checkpoint`` have in common.
 
-A job may change between the moment when it was looked at and the moment when it is locked; a locked one cannot.
+A job may change between the look and the lock; a locked one cannot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Movers that nobody needs at the moment, and the device memory that their contexts take.
 
-A mover stays for a while after an operation. Where that is in the way of a job it is told to end.
+A mover stays for a while after an operation. If it is in the way of a job, it is told to end.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _is_idle(mover: Mover) -> bool:
 
 
 def end_idle(gpus: Collection[str]) -> bool:
-    """Has movers end that nobody needs and that are on one of these GPUs; returns whether there were any."""
+    """Ends movers that nobody needs and that are on one of these GPUs; returns whether there were any."""
     told = []
     for mover in _idle_ones():
         with mover, contextlib.suppress(LimosaError):

@@ -1,4 +1,4 @@
-"""CRIU's logs of dumps that failed: their folder is removed by the undo, what CRIU said is kept for whoever looks."""
+"""CRIU's logs of failed dumps: the undo removes their folder, but the logs are kept for the user."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The locks that a job holds on files: noted while it is frozen, seen to be all there before a restored job runs.
+"""The locks that a job holds on files: noted while it is frozen, and all checked before a restored job runs.
 
 CRIU loses the POSIX locks on files that a process also maps; Limosa's plugin takes them again
-(``native/criu/locks.c``). A job that runs without a lock that it believes to have destroys data (SQLite's ``-shm``,
-LMDB's ``lock.mdb``), so that is looked at each time, whoever is to blame, and such a job is ended before it runs.
+(``native/criu/locks.c``). A job that lacks a lock which it believes to have destroys data (SQLite's ``-shm``, LMDB's
+``lock.mdb``). So Limosa checks this each time, whatever the cause, and ends such a job before it runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who the members of a job are, what they hold, which GPUs they can open, and where they go."""
+"""The members of a job: what they hold, which GPUs they can open, and where they go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands against ``move``, ``suspend``, ``resume`` and ``toggle``, and what they will do."""
+"""What speaks against ``move``, ``suspend``, ``resume`` and ``toggle``, and what they will do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose the memory on a GPU is: a job's, by name, or Limosa's own."""
+"""The owner of the memory on a GPU: a job, by name, or Limosa itself."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What each verb can be told by keyword, with its type: the one list for callers, ``plan`` and the command line.
+"""The keywords of each verb, with their types: the one list for callers, ``plan`` and the command line.
 
 A name that is left out has the default of the verb. ``checkpoint`` and ``restore`` keep theirs as a record while they
-work (``dump_options.Options``, ``restore_options.Options``); a test holds names and types of both together.
+work (``dump_options.Options``, ``restore_options.Options``); a test compares names and types of both.
 """
 
 from __future__ import annotations

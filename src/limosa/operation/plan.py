@@ -1,4 +1,4 @@
-"""``plan``: what a verb would do, and what stands against it."""
+"""``plan``: what a verb would do, and what speaks against it."""
 
 from __future__ import annotations
 

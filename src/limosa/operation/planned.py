@@ -1,4 +1,4 @@
-"""What was found about a job, as ``plan`` and ``--dry-run`` tell it."""
+"""The findings about a job, as ``plan`` and ``--dry-run`` show them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The ports that an image's job had: who has them now, and what its own closed connections have left on them.
 
-CRIU binds them as its first act; where one cannot be bound the whole restore fails. A living process that has one is
-named. What closed connections have left is taken away, as SO_REUSEADDR would let it be passed over; where the kernel
-does not let us, it is waited for, a minute at most.
+CRIU binds them first; if one cannot be bound, the whole restore fails. A living process that has one is named. What
+closed connections have left is removed, just as SO_REUSEADDR would ignore it. If the kernel does not allow that, Limosa
+waits for it, a minute at most.
 """
 
 from __future__ import annotations

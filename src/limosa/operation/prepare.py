@@ -1,4 +1,4 @@
-"""Before an operation: what was found about a job, and what stands against the verb.
+"""Before an operation: the findings about a job, and what speaks against the verb.
 
 Facts are gathered once (``facts.py``), then judged (``rules.py``). All verbs start from here; ``plan`` shows it.
 """

@@ -31,7 +31,7 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
 
     Args:
-        driver: asked for states; one of its own where None. Whoever looks again and again keeps one.
+        driver: asked for states; None starts one. A caller that looks again and again keeps one.
     """
     own = driver is None
     driver = driver or drivers.driver()

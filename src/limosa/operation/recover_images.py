@@ -184,7 +184,7 @@ def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
 
 
 def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
-    """Lets a restored job run where all of it is there, else ends what there is of it: the image is the copy.
+    """Lets a restored job run if all of it is there. Otherwise ends the rest of it: the image is the copy.
 
     Raises:
         LimosaError: neither can be done: its journal stays.

@@ -1,8 +1,8 @@
 """``recover`` by root, of what users' operations left: each user's own Limosa does it, with that user's rights.
 
-What a user's journal says is his word, and is not acted upon with root's rights. The process that acts on it is his: he
-may stop it, trace it, or have it run for ever. So root starts one for each user, all side by side, waits for a short
-while for all of them, and goes on; who is not done by then is at it in the background, and it is his own matter.
+A user's journal is his word, and root's rights are not used to act on it. The process that acts on it is his: he may
+stop it, trace it, or let it run for ever. So root starts one for each user, all side by side, waits a short while for
+all of them, and goes on. Those that are not done by then go on in the background, as their users' own matter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refusals that need what NVML says: pure functions from an inventory and the members to reasons."""
+"""Refusals that need NVML: pure functions from an inventory and the members to reasons."""
 
 from __future__ import annotations
 

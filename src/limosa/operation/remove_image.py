@@ -41,7 +41,7 @@ def remove_image(path: str | os.PathLike[str]) -> int:
     tables: set[str] = set()
 
     def look(fd: int) -> None:
-        """Which tables the very folder that goes names, not one that somebody else has in its place for a moment."""
+        """Reads the tables from the very folder that is removed, not from one that takes its place for a moment."""
         with contextlib.suppress(LimosaError), open_image(path, trust=True) as image:
             if os.path.samestat(os.fstat(image.fd), os.fstat(fd)):
                 tables.update(_table_of(image))

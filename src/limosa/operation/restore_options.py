@@ -1,4 +1,4 @@
-"""What ``restore`` can be told, and what was found about an image when it was looked at."""
+"""The options of ``restore``, and what a look at the image has found."""
 
 from __future__ import annotations
 

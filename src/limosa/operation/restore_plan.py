@@ -1,4 +1,4 @@
-"""What stands against restoring an image: looked at before anything is started.
+"""Reasons against restoring an image: checked before anything is started.
 
 Pids that are taken, files that are gone or have changed, GPUs of another chip or without room, another driver, an older
 CRIU; and which GPU of this machine each GPU of the image becomes.

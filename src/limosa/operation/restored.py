@@ -1,4 +1,4 @@
-"""How a restored job is known, and how one is ended whose image is the copy."""
+"""Recognises a restored job, and ends one whose image is the copy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def keep_record(manifest: Manifest, root: Identity) -> str:
-    """Has a restored job known by its name again, and its end no news any more.
+    """Makes a restored job known by its name again, and forgets the record of its end.
 
     Returns:
         Its name; "" where it has none, or another living job has it.
@@ -89,7 +89,7 @@ def end_tree(
 
 
 def _unmap(members: Sequence[Member]) -> None:
-    """Has their libraries take out what came from the image already: the driver checkpoints no process with imports."""
+    """Lets their libraries remove what came from the image: the driver checkpoints no process with imports."""
 
     def one(member: Member) -> None:
         with contextlib.suppress(LimosaError), Shim(member.identity) as shim:  # then the driver says what is the matter

@@ -105,9 +105,9 @@ def _others(there: Gpu, members: Sequence[Member]) -> bool:
 
 
 def no_way_back(inventory: Inventory, members: Sequence[Member]) -> str:
-    """What would not fit on its own GPU if nobody else were there, in a sentence; "" where everything would.
+    """A sentence about what would not fit on its own GPU even if nobody else were there; "" if everything would.
 
-    Asked before a job leaves its GPUs: what could never come back does not leave.
+    Asked before a job leaves its GPUs: a job that could never come back does not leave.
     """
     by_uuid = inventory.by_uuid()
     told = []

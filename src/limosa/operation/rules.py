@@ -1,6 +1,6 @@
-"""What stands against a verb: small functions from facts to reasons, and which of them each verb has, in order.
+"""Reasons against a verb: small functions from facts to reasons, and the list of them for each verb, in order.
 
-A new one: a function, and its name in the lists of those verbs that it is about.
+To add one: write a function, and put its name into the lists of the verbs that it concerns.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Whether CRIU has opened the files that were looked at, and no others.
 
 CRIU opens by name what a job had open, as root, while its user may put another file, or a link, under that name. The
-guard in our plugin keeps it from links of his (``native/criu/guard.c``), and not from all else. So
-each name of the image is looked at right before, by a descriptor and without following links, and when CRIU has built
-all and nothing runs yet ("post-restore") every descriptor, mapping, folder and program of every process is compared
-with what was seen: device, inode and kind. Anything else: the tree is ended, the image is the copy.
+guard in our plugin protects it from his links (``native/criu/guard.c``), but not from everything else. So Limosa looks
+at each name of the image right before, by a descriptor and without following links. When CRIU has built everything and
+nothing runs yet ("post-restore"), Limosa compares every descriptor, mapping, folder and program of every process with
+what it saw: device, inode and kind. If one differs, the tree is ended, and the image is the copy.
 
-What was looked at is itself a file that the job may have: the inode that it had, or one that its user may open.
+A file that was looked at must be one that the job may have: the inode that it had, or one that its user may open.
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
 def _look_at_socket(found: Socket, uid: int, gid: int) -> None:
     """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
 
-    A name says nothing of where the socket was: in a root folder or a namespace of his own a user gives it any name at
-    all. So it is made where its owner could make it; one outside of the job is connected to where its user could.
+    A name does not say where the socket was: in a root folder or a namespace of his own, a user gives it any name. So
+    it is made only if its owner could make it there, and the job is connected to one outside only if its user could.
 
     Raises:
         Refused: it leads somewhere else, or somebody else has it now, or may have it.

@@ -145,10 +145,10 @@ def give_back(lost: Made) -> Made:
 
 
 def take_away(made: Made) -> None:
-    """Removes names, those that are still of the inode that they were given to.
+    """Removes those names that still lead to the inode that they were given to.
 
-    Whoever has it mapped by a name that was there for CRIU has lost the same name then as before: a file that is
-    renamed is so for those who have it, too.
+    A process that mapped it by a name that was there for CRIU then lacks the same name as before: a renamed file is
+    renamed for its holders, too.
     """
     for name, inode in made.items():
         with contextlib.suppress(OSError):
@@ -222,7 +222,7 @@ def _by_inode() -> dict[int, list[str]]:
 
 
 def in_the_way(files: Iterable[ShmFile]) -> list[Reason]:
-    """Names that somebody uses, or under which there is something else than what such a job leaves."""
+    """The names that somebody uses, or that now belong to something such a job does not leave."""
     there: dict[int, str] = {}
     reasons = []
     for file in files:
@@ -244,7 +244,7 @@ def in_the_way(files: Iterable[ShmFile]) -> list[Reason]:
 
 
 def _used(there: dict[int, str]) -> list[Reason]:
-    """Whoever has one of these files mapped."""
+    """The processes that map one of these files."""
     reasons = []
     for pid, inode in _users(set(there)):
         text = f"process {pid} uses {there[inode]}, which the restored job would have anew"

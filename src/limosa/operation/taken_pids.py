@@ -1,7 +1,7 @@
-"""Pids that an image wants back and somebody has: waiting for them, and saying who has them and why.
+"""Pids that an image needs and somebody has: waiting for them, and saying who has them and why.
 
-Often that is the image's own job, still running (``--leave-running``), running again (restored before), or ended and
-not reaped yet: three things about which something else is to be done.
+Often it is the image's own job: still running (``--leave-running``), running again (restored before), or ended and not
+reaped yet. Each of the three has another way out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``move``, ``suspend`` and ``resume`` once nothing stands against them: claimed, done step by step, and told."""
+"""``move``, ``suspend`` and ``resume`` once nothing speaks against them: claimed, done step by step, and reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The verbs: which steps each is made of, in their order.
 
-Whoever adds a step writes a class in ``steps/`` and its place here; what it forgets to say is an error when it is read
-(``step.py``).
+To add a step, write a class in ``steps/`` and put it into its place here. A class that lacks something raises an error
+when it is imported (``step.py``).
 """
 
 from __future__ import annotations

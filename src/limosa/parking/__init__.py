@@ -1,7 +1,7 @@
-"""The parked way: a preloaded library looks after a job's device memory, to hold it aside and move it.
+"""The parked way: a preloaded library manages a job's device memory, to hold it aside and move it.
 
-``preload`` starts a job with it; ``protocol.py`` is what the library and Limosa say to each other, ``shim.py`` one
-process's end of it. ``vault.py`` holds descriptors, ``mover.py`` copies; both are processes of their own.
+``preload`` starts a job with it; ``protocol.py`` has the messages between the library and Limosa, ``shim.py`` one
+process's end of them. ``vault.py`` holds descriptors, ``mover.py`` copies; both are processes of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a shim's answers say, decoded: whoever can write to the process's memory may have written them.
+"""Decodes a shim's answers: whoever can write to the process's memory may have written them.
 
-Each function takes what stands behind the message of one packet and raises :class:`~limosa.ipc.packet.Wrong` where
-that is not exactly what it should be.
+Each function takes what follows the message in one packet, and raises :class:`~limosa.ipc.packet.Wrong` if that is not
+exactly as it should be.
 """
 
 from __future__ import annotations

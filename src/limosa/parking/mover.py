@@ -1,6 +1,6 @@
-"""The mover from Limosa's side: connected to, told what to make, map and copy.
+"""The mover from Limosa's side: finds it, and tells it what to make, map and copy.
 
-What one connection has made and taken is its own, and let go of when the connection ends.
+What a connection has made and taken belongs to it, and is released when the connection ends.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ WHO = "the mover, which copies device memory,"
 
 
 class Mover:
-    """A connection to a user's mover, which is started where there is none.
+    """A connection to a user's mover, which is started if there is none.
 
-    What it says is its user's word: whatever that is, nothing but a :class:`LimosaError` comes of it.
+    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`.
 
     Args:
         uid: whose; the caller's own, or, for root, anybody's.
@@ -221,10 +221,10 @@ class Mover:
         self._tell(End(), Nothing)
 
     def leave(self) -> None:
-        """Have it let go of what it had made or taken for us, and end the connection.
+        """Let the mover release what it made or took for us, and end the connection.
 
-        Device memory that nobody else holds is free when this returns, not a moment later, except where the mover
-        hangs: it lets go then when it can.
+        Device memory that nobody else holds is free when this returns, unless the mover hangs: then it is free when the
+        mover goes on.
         """
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)

@@ -1,6 +1,6 @@
 """What the mover does with host memory: pins the arena's segments, and copies device memory there and back.
 
-A segment that was pinned stays so, for whoever has it next, until the vault has let go of it.
+A pinned segment stays pinned, for its next user, until the vault has released it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COPIERS = 4
 
 
 class Segment:
-    """One segment as the mover has it; ``users`` are sessions, and whoever is just pinning it.
+    """One segment as the mover has it; ``users`` are sessions, and threads that are pinning it now.
 
-    What a process does not fill of its last segment would else be of the one that had it before.
+    Otherwise the part of its last segment that a process does not fill would still have the bytes of its last user.
     """
 
     def __init__(self, fd: int, bytes_: int, fresh: bool):

@@ -1,6 +1,6 @@
-"""What saving chunks of device memory and loading them have in common, and the mover's verbs that both know.
+"""What saving and loading chunks of device memory have in common, and the mover's verbs for both.
 
-A controller has one of them at a time. What takes long is started, and then asked about.
+A controller has one of them at a time. Long work is started, and then asked about.
 """
 
 from __future__ import annotations

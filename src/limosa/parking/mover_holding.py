@@ -1,6 +1,6 @@
-"""What the mover holds beside the vault: descriptors of jobs' memory, by key, whoever has given them may end.
+"""What the mover holds beside the vault: descriptors of jobs' memory, by key. Their giver may end.
 
-Kept apart from what a session has mapped (``mover_memory.py``), which ends with its controller.
+It is kept apart from what a session has mapped (``mover_memory.py``), which ends with its controller.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The mover: the process that makes, maps and copies device memory for operations on parked jobs of one user.
 
 Started by :mod:`limosa.parking.resident` and found by its socket; several controllers at once, a thread each
-(``mover_session.py``). What it holds for an operation, the vault holds too: it may be killed at any moment, and is
-replaced where it hangs. It ends ten minutes after its last controller has gone, after SIGTERM, or when told (``end``),
+(``mover_session.py``). The vault also holds what it holds for an operation, so it may be killed at any moment, and is
+replaced if it hangs. It ends ten minutes after its last controller has gone, after SIGTERM, or when told (``end``),
 as soon as nobody needs it.
 """
 

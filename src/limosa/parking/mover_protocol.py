@@ -1,4 +1,4 @@
-"""What a mover is asked, and what it answers; both sides have it from here (``vault_protocol.py`` says more)."""
+"""The requests to a mover and its answers; both sides have them from here (``vault_protocol.py`` says more)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The mover's side of a connection: one controller, one thread, what it holds, and the verbs that it is asked.
+"""The mover's side of a connection: one controller, one thread, what it holds, and its verbs.
 
 Verbs come in groups, each a module with a table ``VERBS``: a request of ``mover_protocol.py``, and a function that
-takes the session, the request and the descriptors that came with it (closed after it), and returns what is said, or
-that and descriptors to be given away.
+takes the session, the request and the descriptors that came with it (closed afterwards), and returns the answer, or
+the answer and descriptors to give away.
 """
 
 from __future__ import annotations

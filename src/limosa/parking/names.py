@@ -1,11 +1,11 @@
-"""How the socket of a process under the shim is found, and what it is called.
+"""The name of the socket of a process under the shim, and how it is found.
 
-Its name ("limosa/shim/1a2b3c4d", abstract) has a number in it that nobody knows before the process has taken it, so
-that nobody can take it first. The shim's thread is called by the same number ("limosa-1a2b3c4d"): the kernel says so in
-``/proc/PID/task``, where that process alone can write. Whoever connects asks the kernel who is at the other end.
+The name ("limosa/shim/1a2b3c4d", abstract) has a random number in it, so that nobody can take it first. The shim's
+thread has the same number in its name ("limosa-1a2b3c4d"), which the kernel shows in ``/proc/PID/task``, where only
+that process can write. Each client asks the kernel who is at the other end.
 
-Not a path: a restore as root would have CRIU remove, bind and change the owner of a name in a folder that is its
-user's, who may exchange it for a link meanwhile.
+It is not a path, because in a restore as root CRIU would remove, bind and change the owner of a name in the user's
+folder, which he may exchange for a link meanwhile.
 """
 
 from __future__ import annotations

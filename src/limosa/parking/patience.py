@@ -1,4 +1,4 @@
-"""How long whoever only looks at users' processes waits for them: a user can keep others waiting, but not for ever."""
+"""How long a mere look at users' processes waits for them: a user can keep others waiting, but not for ever."""
 
 from __future__ import annotations
 

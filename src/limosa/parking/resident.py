@@ -1,9 +1,9 @@
-"""The residents, vault and mover, from Limosa's side: found by a socket, started where there is none.
+"""The residents, vault and mover, from Limosa's side: found by a socket, started if there is none.
 
-Each user whose jobs are parked has one of each, in his runtime folder and with his rights; root that works on a user's
-job uses that user's, and starts them for him. The mover that writes or reads an image is the caller's: it works in a
-folder that is the caller's. They are started by the first operation that needs them, in a session of their own, as
-nobody's children, and in the cgroup of that operation.
+Each user whose jobs are parked has one of each, in his runtime folder and with his rights. When root works on a user's
+job, it uses that user's, and starts them for him. The caller's mover writes and reads images, because it works in the
+caller's folder. The first operation that needs them starts them, in a session of their own, as nobody's children, and
+in the cgroup of that operation.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def understood(message: Message, type_: type[_T], who: str) -> _T:
 def socket_name(kind: str) -> str:
     """Return what the socket is called at which a user's vault or mover listens.
 
-    Who sees another /dev sees other GPUs, so there is a mover for each; who sees other processes (a container that
-    shares the folder) would not know for whom they hold something, and whether that one has ended.
+    There is one mover per user and per view of /dev, because each view exposes different GPUs. There is one vault and
+    one mover per pid namespace. One in another namespace (a container that shares the folder) could not tell for which
+    process it holds something, and whether that process has ended.
     """
     name = f"socket-{os.stat('/proc/self/ns/pid').st_ino}"
     return name if kind == "vault" else f"{name}-{os.stat('/dev').st_dev}"
@@ -154,10 +155,10 @@ def connect(kind: str, uid: int) -> Found:
 
 
 def _make_way(kind: str, uid: int, found: Found) -> None:
-    """Has one of another version end, which holds nothing.
+    """Ends a resident of another version that holds nothing.
 
     Raises:
-        FailedUndone: it holds something, which only who speaks its language may move.
+        FailedUndone: it holds something, which only a Limosa of its version may move.
     """
     with found.connection as connection:
         try:
@@ -235,8 +236,8 @@ def replace(kind: str, uid: int, identity: Identity | None) -> None:
 def _signal(identity: Identity, uid: int, number: signal.Signals) -> None:
     """Signals a user's resident and waits a moment for its end.
 
-    Who listens at a socket need not be whose pid the socket has: that is of whoever made it listen, and may be
-    another's by now. So it is looked at once more, while a pidfd holds it.
+    The socket's pid is that of the process that made it listen, and may be another process's by now. So it is checked
+    once more, while a pidfd holds it.
     """
     with contextlib.suppress(LimosaError, OSError), Handle(identity) as handle:
         if owners_of(identity.pid) == {uid} and is_own(identity.pid):

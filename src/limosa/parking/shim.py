@@ -1,6 +1,6 @@
 """One process under the shim, asked over its control socket.
 
-Every answer is waited for with a limit: the shim's thread does not wait for the application's, but the driver may hang.
+Every wait for an answer has a limit: the shim's thread does not wait for the application's, but the driver may hang.
 """
 
 from __future__ import annotations

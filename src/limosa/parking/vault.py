@@ -44,7 +44,7 @@ _WHO = "the vault, which holds a job's memory,"
 class Vault:
     """A connection to a user's vault.
 
-    What it says is its user's word: whatever that is, nothing but a :class:`LimosaError` comes of it.
+    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`.
 
     Args:
         uid: whose; the caller's own, or, for root, anybody's.

@@ -1,13 +1,12 @@
-"""The vault: a small process without CUDA that holds descriptors, so that bytes outlive whoever moves them.
+"""The vault: a small process without CUDA that holds descriptors, so that bytes outlive the process that moves them.
 
 Started by :mod:`limosa.parking.resident` for the user whose jobs it is for. Device memory lives as long as somebody has
 a descriptor of it; a driver error cannot end a process that makes no driver calls. It ends when it has held nothing for
 a while.
 
-What it is asked is in :mod:`limosa.parking.vault_protocol`. A key is there as a whole or not at all: a put that is
-broken off is forgotten.
-What it cannot do it says (``error``), and goes on: others' memory is held here.
-Segments that are let go of are kept for the next, unless the process that had them has ended.
+Its requests are in :mod:`limosa.parking.vault_protocol`. A key is there as a whole or not at all: a put that is broken
+off is forgotten. If it cannot do something, it says so (``error``) and goes on, because it holds others' memory.
+Released segments are kept for the next suspend, unless the process that had them has ended.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a vault is asked, and what it answers; both sides have it from here.
+"""The requests to a vault and its answers; both sides have them from here.
 
-What comes from the other side is decoded as one of these and bounded by them: each believes the other nothing else.
+What comes from the other side is decoded as one of these and bounded by them. Neither side believes anything else.
 """
 
 from __future__ import annotations

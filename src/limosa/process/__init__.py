@@ -1,1 +1,1 @@
-"""The host side of a job: who it is, what it holds, what stands against moving it, and CRIU."""
+"""The host side of a job: its identity, what it holds, what speaks against moving it, and CRIU."""

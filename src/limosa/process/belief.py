@@ -1,12 +1,12 @@
-"""What is believed of what others wrote into the runtime folder. Nothing else reads it.
+"""Decides what Limosa believes of files that others wrote into the runtime folder. No other module reads them.
 
-A user may write anything at all into his folder, and exchange it while it is read. So a file counts only if it has a
-name of the one form, is a regular file of that user's in a folder of his, and is not too large; of each kind a user has
-so many files and bytes, and what is more is not looked at: that concerns him alone. What it says is decoded into types
-with bounds (``Text``, ``Size``, ``Time`` …), and each of its readers asks here (``Processes``) whether its writer may
-speak for the process that it is about: he may for his own, root for all.
+A user may write anything into his folder, and exchange it while it is read. So a file counts only if its name has the
+one form, if it is a regular file of that user in a folder of his, and if it is not too large. Each user has a maximum
+of files and bytes of each kind. The rest is not looked at, which concerns only him. The content is decoded into types
+with bounds (``Text``, ``Size``, ``Time`` …). Each reader asks here (``Processes``) whether the writer may speak for the
+process in question: a user may for his own, root for all.
 
-What root removes in a user's folder it removes by the folder's descriptor: in a folder of his he could do that himself.
+Root removes something in a user's folder by the folder's descriptor, so only where the user could do it himself.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _names(folder: Folder, sure: bool = False) -> list[str]:
 
 
 def _bytes(folder: Folder, name: str, most: int, sure: bool = False) -> bytes | None:
-    """A file's content; None where it is something else than a file of the folder's owner, or has more than that."""
+    """A file's content; None if it is no file of the folder's owner, or has more than that."""
     with if_there(folder.path, folder.uid, sure), closing(open_in(folder.fd, name, os.O_RDONLY)) as fd:
         if not _is_file_of(os.fstat(fd), folder.uid):
             return None
@@ -182,7 +182,7 @@ def _is_file_of(found: os.stat_result, uid: int) -> bool:
 
 
 class Processes:
-    """Whose the processes are that files speak of: looked at once for many files, as of now."""
+    """The owners of the processes that files are about: looked up once for many files, as of now."""
 
     def __init__(self) -> None:
         self._there: set[str] | None = None

@@ -1,9 +1,8 @@
 """Which GPUs a job sees: ``limosa run --gpus`` preloads a library that opens the device nodes of these alone.
 
-Which they are is in a small file in the folder of whoever started the job (``places``), named by a variable of the
-job's. The library (``native/sight``) reads it whenever a node is opened. A driver looks anew at what a process can open
-when it restores it, so a job whose file is changed while it is checkpointed (:func:`show`) can go to a GPU that it did
-not see.
+A small file in the folder of the user who started the job (``places``) lists them; a variable of the job names it. The
+library (``native/sight``) reads it whenever a node is opened. At a restore the driver checks anew what a process can
+open. So a job whose file is changed while it is checkpointed (:func:`show`) can go to a GPU that it did not see.
 """
 
 from __future__ import annotations

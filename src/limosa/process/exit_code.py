@@ -1,7 +1,7 @@
 """The exit code of a process that is not our child, as far as the kernel tells it.
 
-Linux 6.15 and newer keep it for whoever had a pidfd open when the process was reaped (``PIDFD_GET_INFO`` of
-``linux/pidfd.h``). Older ones tell its parent alone.
+Linux 6.15 and newer tell it to everybody who had a pidfd open when the process was reaped (``PIDFD_GET_INFO`` of
+``linux/pidfd.h``). Older ones tell only its parent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who a process is: its pid together with its start time, held by a pidfd while something is done to it.
+"""The identity of a process: its pid and start time, held by a pidfd while something is done to it.
 
 A pid alone is reused by the kernel; pid and start time (field 22 of ``/proc/PID/stat``, proc(5)) never are within one
 boot. A thread's id opens ``/proc/TID`` just as a pid does, so ``Tgid`` in ``/proc/PID/status`` is compared first.

@@ -1,7 +1,7 @@
-"""Opening a job's log to read it: where it is is the word of a record or an image, which its user may have made up.
+"""Opening a job's log to read it. A record or an image names the log, and its user may have made the name up.
 
 Example: a user's record says that his job's log is ``/root/.ssh/id_ed25519``, or a pipe. ``limosa logs`` by root shows
-neither: what root opens is a regular file of the job's user, or one that the job has as its output. It is looked at
+neither: root opens only a regular file of the job's user, or one that the job has as its output. It is checked
 before it is opened (``O_PATH``), so that no pipe holds us up and no device notices, and never again by its name.
 """
 

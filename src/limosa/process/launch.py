@@ -59,7 +59,7 @@ class Log(NamedTuple):
 def open_log(path: str | os.PathLike[str]) -> Log:
     """Opens a job's log the way CRIU can follow its growth (O_WRONLY | O_APPEND), new ones with mode 0600.
 
-    Root appends to no file that somebody else has put there: he would read along.
+    Root does not append to another user's file, because that user could read along.
 
     Raises:
         RunFailed: it cannot be opened, or is not a regular file; for root, it is another user's, or is or lies behind

@@ -99,8 +99,8 @@ def nothing_there(error: OSError, trusted: bool) -> bool:
 
     Args:
         error: why it was not opened.
-        trusted: whether nobody but root and the caller can have made it so. Of another user's file system any error
-            may come, so his count for nothing, unless we really can open nothing.
+        trusted: whether only root and the caller can have caused it. Another user's file system may return any error,
+            so his errors do not count, unless we really can open nothing.
     """
     return error.errno in _NOTHING or not (trusted or _can_open_nothing())
 
@@ -114,7 +114,7 @@ def _can_open_nothing() -> bool:
 
 
 def only_by(found: os.stat_result, uid: int) -> bool:
-    """Whether it is a folder of that user that nobody else may write to."""
+    """Whether it is a folder of that user, and nobody else may write to it."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == uid and not found.st_mode & 0o022
 
 

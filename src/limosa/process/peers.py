@@ -1,4 +1,4 @@
-"""Who else holds what the job holds: one pass over every other process's descriptors, and mappings where needed."""
+"""Which other processes hold what the job holds: one pass over their descriptors, and mappings where needed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Wanted(msgspec.Struct):
 
 
 class Found(msgspec.Struct):
-    """Who was found, under the same keys.
+    """The processes found, under the same keys.
 
     Attributes:
         hidden: processes whose descriptors could not be read.
-        newborn: a process was left out that was born into the tree since that was read, or has ended meanwhile.
+        newborn: a process was left out because it joined the tree after that was read, or has ended meanwhile.
     """
 
     targets: dict[str, list[Peer]] = msgspec.field(default_factory=dict)

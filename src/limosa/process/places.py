@@ -1,17 +1,17 @@
-"""Where Limosa keeps what it remembers: root in ``/run/limosa/0``, a user in ``/tmp/limosa-UID``.
+"""The folders of Limosa's records: ``/run/limosa/0`` for root, ``/tmp/limosa-UID`` for a user.
 
 Nobody but root writes below ``/run/limosa`` (0755), so nobody can fill it, take a name there or hold a lock of
 root's. A user's folder lies where everybody may make files anyway, and outlives his logout, as a suspended job does.
-Each user writes into his own folder only, also about others' jobs: root that suspends a user's job writes into root's.
+Each user writes only into his own folder, even about others' jobs: root writes a record of a user's job into root's.
 
 Somebody else may have made ``/tmp/limosa-1001`` before uid 1001 did. That user's Limosa makes and uses
 ``/tmp/limosa-1001.RANDOM`` then, and finds it again by listing. Others find users' folders by the same listing: names
 of that one form whose folder belongs to that very uid and is written by nobody else. Names that are somebody else's
-cost time and hide nothing. A listing is cut off at a size that no machine has by itself: where it must be known what is
-there, that is an error; else the folders of the users that have processes now are looked for.
+cost time and hide nothing. A listing is cut off at a size that no machine reaches by itself. If the caller must know
+what is there, that is an error. Otherwise the folders of users who have processes now are looked for.
 
 ``LIMOSA_RUNTIME_DIR=D`` puts root's folder at ``D/0`` and users' below ``D/users``, which root makes as open as
-``/tmp`` is. Root believes D only where nobody else can have put another folder there.
+``/tmp`` is. Root believes D only if nobody else can have put another folder there.
 """
 
 from __future__ import annotations
@@ -292,13 +292,13 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
     Args:
         kind: ``jobs``, ``claims``, ``vault`` …
-        uid: only this user's (he may have several where somebody took his name).
-        whole: whether that something is not there will be believed, and a job's last copy given up, say.
+        uid: only this user's (he may have several if somebody took his name).
+        whole: whether the caller relies on something being missing, to give up a job's last copy, for example.
 
     Raises:
-        FailedUndone: with ``whole``: nobody can say what is there, this process can open no file more, say. Of other
-            users' folders only where one is asked for (all of them together are as many as they like to make). Also
-            where that one has not the plain name, and there are more names than are looked at.
+        FailedUndone: with ``whole``: nobody can say what is there, because this process can open no more files, for
+            example. For other users' folders only if one user is asked for (all users can make as many as they like).
+            Also if that user has no folder with the plain name, and there are more names than are looked at.
     """
     caller, found = os.geteuid(), []
     with many_descriptors():
@@ -314,12 +314,12 @@ def folders(kind: str, uid: int | None = None, *, whole: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def if_there(path: Path, uid: int, whole: bool) -> Iterator[None]:
-    """Passes over what is not there, may not be read, or is something else than what counts.
+    """Ignores what is not there, may not be read, or does not count.
 
     Args:
-        path: where one looks, to be told.
+        path: the place, for messages.
         uid: the user who alone may write there.
-        whole: whether it has to be known that it is not there.
+        whole: whether the caller must know that it is not there.
 
     Raises:
         FailedUndone: with ``whole``: nobody can say whether it is there.
@@ -362,7 +362,7 @@ def _places(uid: int | None, whole: bool = False) -> Iterator[Folder]:
 
 
 def _of_one(users: int, place: Path, uid: int, whole: bool) -> Iterator[Folder]:
-    """A user's folders, open. Whoever has the plain name has no other: nothing need be listed."""
+    """A user's folders, open. A user who has the plain name has no other folder, so nothing need be listed."""
     own = list(_believed(users, {f"limosa-{uid}"} | _found.get((place, uid), set()), place, uid, whole))
     if not own:
         names, complete = _listed(users, place, uid, whole)
@@ -405,7 +405,7 @@ def _listed(users: int, place: Path, uid: int | None, whole: bool) -> tuple[set[
 
 
 def _is_of(users: int, place: Path, name: str, owner: int, sure: bool) -> bool:
-    """Whether it is a folder of that user's that nobody else may write to; no file system is entered or asked."""
+    """Whether it is that user's folder and nobody else may write to it; no file system is entered or asked."""
     try:
         fd = open_in(users, name, os.O_PATH)
     except OSError:

@@ -1,8 +1,8 @@
 """Ports that a restore needs: whether they can be bound, who has them, and what closed connections have left on them.
 
 A connection that was closed stays in the kernel for up to a minute (TIME-WAIT, or FIN-WAIT-2 where the other side has
-not closed it). Nobody owns it any more, and yet it keeps its port from being bound, where the socket that it came from
-had no SO_REUSEADDR.
+not closed it). Nobody owns it any more, and yet it keeps its port from being bound if its socket had no
+SO_REUSEADDR.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Records: what this machine remembers about jobs while they live, kept in the runtime folder (``places``).
 
-A record is believed only where the owner of the folder that it lies in may speak for the process: it is his process,
-or he is root. A record of a process that has ended, or of another boot, is stale.
+A record is believed only if the owner of its folder also owns the process, or is root.
+A record of a process that has ended, or of another boot, is stale.
 """
 
 from __future__ import annotations

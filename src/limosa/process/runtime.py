@@ -1,6 +1,6 @@
 """Writing the caller's own files in the runtime folder: whole or not at all, and removed for sure.
 
-Where they are is ``places``, what others wrote there is ``belief``.
+``places`` says where they are; ``belief`` reads what others wrote there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``/etc/limosa.toml`` for the machine, then ``$XDG_CONFIG_HOME/limosa/config.toml`` (``~/.config/limosa/config.toml``)
 for the user, whose values win. Known keys: ``criu`` (a program or a private folder), ``debian_mirror`` (where
-:mod:`limosa.process.criu.fetch` gets packages on systems that are not Debian).
+:mod:`limosa.process.criu.fetch` gets packages).
 """
 
 from __future__ import annotations

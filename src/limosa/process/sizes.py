@@ -1,8 +1,8 @@
-"""How much a job may have of what CRIU has a limit for: descriptors and mappings at a restore, pipes at a dump.
+"""What CRIU limits: descriptors and mappings at a restore, pipes at a dump.
 
-At a restore CRIU opens, in each process, all its descriptors and beside them one for every shared anonymous mapping and
-one for each run of neighbouring mappings of the same file (4.2.1). It raises its limit to ``fs.nr_open`` where it may
-(CAP_SYS_RESOURCE); where it may not, the hard limit is what there is.
+At a restore CRIU opens, in each process, all its descriptors, one more for every shared anonymous mapping, and one for
+each run of neighbouring mappings of the same file (4.2.1). It raises its limit to ``fs.nr_open`` if it may
+(CAP_SYS_RESOURCE); otherwise the hard limit applies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A socket as the kernel shows it, and reading ``/proc/PID/net`` where ``sock_diag`` is not to be had."""
+"""A socket as the kernel shows it, and reading ``/proc/PID/net`` if ``sock_diag`` is not available."""
 
 from __future__ import annotations
 

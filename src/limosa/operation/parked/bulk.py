@@ -1,8 +1,8 @@
 """What the shim does to make the driver's own part of a checkpoint shorter (facts measured: ``docs/caveats.md``).
 
-The driver saves what the shim does not look after, and takes one large piece of host memory for it, which one thread
-clears page by page. The shim has it ready before the pause, and lets go of what is not used when the gate opens, or
-when whoever asked for it is gone. (The other thing that it does is ``gates.lower_stack``.)
+The driver saves what the shim does not manage, and takes one large piece of host memory for it, which one thread clears
+page by page. The shim has it ready before the pause, and releases what is not used when the gate opens, or when the
+client that asked for it is gone. (The other thing that it does is ``gates.lower_stack``.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The same thing done for several processes: at once, or for each whatever comes of the others."""
+"""The same call for several processes: all at once, or for each one even if others fail."""
 
 from __future__ import annotations
 

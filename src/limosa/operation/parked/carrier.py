@@ -1,8 +1,8 @@
-"""Who carries device memory beside the driver's steps: one protocol for all ways.
+"""Carriers move device memory beside the driver's steps: one protocol for all ways.
 
 :class:`Moving` from GPU to GPU, :class:`Suspending` to an arena, :class:`Resuming` from one; :class:`Saving` into an
 image and :class:`Loading` from one have the same names for the same things. The steps (``operation/steps/carry.py``)
-call them in the order in which they stand here.
+call the methods in the order of this module.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def arrive(self) -> None:
-        """Has what was copied be where it goes to: mapped in the job, in an arena that the job keeps, in the image."""
+        """Puts what was copied in its place: mapped in the job, in an arena that the job keeps, in the image."""
 
     def leave(self) -> None:  # noqa: B027 - nothing, where nothing was mapped
         """Undoes :meth:`arrive`, before the driver takes the process back: once nothing is copied any more.

@@ -1,6 +1,6 @@
 """The gates of processes under the shim: closed before their memory is taken, opened when it is back.
 
-Between the first that opens and the last there is no way back, only forward.
+Once the first one has opened there is no way back, only forward.
 """
 
 from __future__ import annotations

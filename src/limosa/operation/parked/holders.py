@@ -1,4 +1,4 @@
-"""What an operation's descriptors are called by vault and mover, which hold them, and how they are found again."""
+"""The names of an operation's descriptors in vault and mover, which hold them, and how they are found again."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def closed_reason(pid: int) -> Reason:
 def open_left(*, dry_run: bool = False) -> list[Recovered]:
     """Opens the gates of processes that have all their memory and that nobody works on, or died working on.
 
-    Whoever works on a process has claimed it before its gate was closed; what died left its claim and journal, which
-    say more than the gate does.
+    An operation claims a process before it closes its gate. One that died has left its claim and journal, which say
+    more than the gate does.
     """
     found = []
     for pid in candidates():

@@ -1,7 +1,7 @@
 """The parked way of a restore: device memory comes from an image's chunks while CRIU brings the host side back.
 
 Memory is made on the GPUs of the map before CRIU is started; the chunks are read, compared with their names and copied
-there beside it. What is not what its name says does not get there, and the job is not opened before all of it is.
+there beside it. A chunk that does not match its name does not get there, and the gate opens only when all are there.
 Until then the image is the copy.
 
 On a GPU that a process did not see when it initialised the driver it can import nothing: there it makes the memory

@@ -1,4 +1,4 @@
-"""What is asked of processes under the shim before an operation: what can be parked, and what stands against it."""
+"""Asks processes under the shim before an operation: what can be parked, and what speaks against it."""
 
 from __future__ import annotations
 

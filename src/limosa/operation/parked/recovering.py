@@ -26,10 +26,10 @@ _DRIVER = "driver"
 
 
 def go_on(dead: Journal) -> bool:
-    """Finishes what had begun to go on: every process is given its memory there, where it has not got it, and opened.
+    """Finishes what had begun to go on: gives every process its memory there, if it lacks it, and opens it.
 
     Returns:
-        Whether it had; else nothing was done, and :func:`go_back` is the way.
+        Whether it had begun to. If not, nothing was done, and :func:`go_back` is the way.
     """
     members = _parked(dead)
     # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
@@ -84,14 +84,14 @@ def _parked(dead: Journal) -> list[Member]:
 
 
 def let_go(operation: str, members: Sequence[Member]) -> None:
-    """Has everybody let go of what they hold for an operation that is over, and of the arenas of those that run.
+    """Lets everybody release what they hold for an operation that is over, and the arenas of jobs that run.
 
     Args:
         operation: its id.
         members: the processes that it worked on.
 
     Raises:
-        FailedUndone: one of the caller's own who may hold something of these could not be told.
+        FailedUndone: a vault or mover of the caller's that may hold something of these could not be told.
     """
     living = [m for m in members if m.identity.alive()]
     try:

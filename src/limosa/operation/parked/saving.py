@@ -234,7 +234,7 @@ class Saving(Carrier):
         return done.bytes
 
     def _not_shared(self, part: _Part, ids: Iterable[int]) -> set[int]:
-        """Of these pieces of a process those that no other's copy stands for."""
+        """The pieces of a process for which no other process's copy counts."""
         there = {other.share.get(i, 0) for other in self._parts for i in other.copied} - {0}
         return set(shares.one_each(part.share, sorted(ids), there))
 

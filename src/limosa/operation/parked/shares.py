@@ -1,8 +1,8 @@
 """Device memory that several processes have: legacy IPC handles under the shim (``torch.multiprocessing``).
 
-The shim gives such memory one number (``share``) in every process that has it. It can be parked where all of these
-processes take part: it is then made and copied once, and mapped in each. Where one of them stands outside, it would go
-on with the old memory and the others with the new.
+The shim gives such memory one number (``share``) in every process that has it. It can be parked if all of these
+processes take part: it is then made and copied once, and mapped in each. A process outside would go on with the old
+memory, and the others with the new.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ ANSWER_SECONDS = 2.0
 
 
 def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> list[tuple[int, str]]:
-    """What of the memory of these processes cannot be parked, because somebody else has it.
+    """The memory of these processes that cannot be parked because somebody else has it.
 
     Args:
         shims: connections to the processes that take part, by pid.
         pieces: their memory, by pid.
 
     Returns:
-        Pairs: a process that takes part, what stands against it in words.
+        Pairs: a process that takes part, and what speaks against it in words.
     """
     found = []
     asked: dict[int, Callable[[int], bool]] = {}
@@ -61,7 +61,7 @@ def refuse_outside(shims: Mapping[int, Shim]) -> None:
 
 
 def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> list[int]:
-    """Of these pieces of a process one for each memory, and none of what is there already, which grows by the rest.
+    """Picks one of a process's pieces for each memory that is not in ``there`` yet, and adds it to ``there``.
 
     A process may have the same memory twice: opened in two contexts.
 
@@ -80,7 +80,7 @@ def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> l
 
 
 def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
-    """Makes one of what several processes have, where each has been given memory of its own with the same contents.
+    """Makes one memory again of what several processes share, after each got memory of its own with the same contents.
 
     Args:
         parts: processes that come back, and the descriptors that they are to map, by their memory's numbers. Of shared

@@ -62,7 +62,7 @@ class Suspending(Beside[_Going]):
         self._parts = [_Going(m, shims[m.pid]) for m in members if m.pid in shims]
 
     def prepare(self) -> None:
-        """Has segments of the arena pinned, and everything held by vault and mover; the jobs run on meanwhile."""
+        """Lets the arena's segments be pinned and everything be held by vault and mover; the jobs run on."""
         counted = gpus.inventory()
         for part in self._parts:
             pieces = part.pieces()

@@ -1,4 +1,4 @@
-"""What an image will have bound again: sockets of ``files.img``, as CRIU binds them at a restore."""
+"""What CRIU will bind again at a restore: the sockets of ``files.img``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control groups: which files to write a pid into so that a restored job lands in the one that was asked for."""
+"""Control groups: the files to write a pid into, so that a restored job gets into the group that was asked for."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Distributions ship CRIU versions that fail on the kernels they meet (``docs/criu
 package, and every machine this runs on has an apt that can check Debian's signatures. apt gets list, state and cache
 folders of its own, so that nothing of the system changes and no right is needed; an empty package database makes it
 name every library down to the C library, and the programs are later started through that folder's own loader. The
-suite moves on: what is trusted is its signature and a trial run, never a version or a hash written down here.
+suite moves on: Limosa trusts its signature and a trial run, never a version or a hash written down here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finding a CRIU that works here: what the caller names, the setting, the system's, the private folder's.
 
 Each must pass the trial. The answer is kept in the user's cache folder, under a name made of all that it depends on:
-kernel, build, user, capabilities. A kept answer counts only where nobody else could have written it.
+kernel, build, user, capabilities. A kept answer counts only if nobody else could have written it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _candidates(explicit: str | None) -> list[tuple[str, Path]]:
 
 
 def _check_owner(place: Path) -> None:
-    """Refuse what somebody else could have put there, before any of it runs: root, we and who installed Limosa may.
+    """Refuse, before any of it runs, what anybody but root, us and the user who installed Limosa could have put there.
 
     Args:
         place: a program, or a private folder: then all that is started or loaded from there.

@@ -1,4 +1,4 @@
-"""What a CRIU that was killed in the middle of a restore leaves: half-made processes that wait for it for ever.
+"""What CRIU leaves when it is killed in the middle of a restore: half-made processes that wait for it for ever.
 
 They hold the job's pids, so that the next restore would find them taken. A killed dump leaves no process, only
 sockets and a table (:mod:`limosa.process.criu.network`).

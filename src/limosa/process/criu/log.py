@@ -1,8 +1,8 @@
-"""CRIU's log: its first real error, told in a sentence with a way out.
+"""CRIU's log: its first real error, as a sentence with a way out.
 
 A log has many lines that say "Error" and mean nothing: probes of what the kernel has, limits that a sandbox forbids,
-the undoing after the real one. The first that is none of these is the cause. What is known of it is told in words;
-what is not, as CRIU wrote it. ``tests/criu/logs`` holds what CRIU 3.17 to 4.2.1 really wrote.
+the undoing after the real one. The first that is none of these is the cause. A known cause is explained in words;
+an unknown one is shown as CRIU wrote it. ``tests/criu/logs`` holds what CRIU 3.17 to 4.2.1 really wrote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a CRIU on this machine is: how it is started, where it came from, what goes with it."""
+"""A CRIU on this machine: how it is started, where it came from, what belongs to it."""
 
 from __future__ import annotations
 

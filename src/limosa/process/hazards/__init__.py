@@ -1,4 +1,4 @@
-"""What stands against moving or checkpointing a job: pure functions from an observation to reasons.
+"""What speaks against moving or checkpointing a job: pure functions from an observation to reasons.
 
 Every id is explained in ``docs/refusals.md``. A reason with exit code 0 is a warning: something that cannot be known
 from outside, or that will be different afterwards.

@@ -1,4 +1,4 @@
-"""What stands against any operation: who the job belongs to, and whether it runs at all."""
+"""What speaks against any operation: the job's owner, and whether it runs at all."""
 
 from __future__ import annotations
 

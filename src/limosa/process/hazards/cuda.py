@@ -1,4 +1,4 @@
-"""What the driver cannot checkpoint, told by what shows from outside (measured with driver 580)."""
+"""What the driver cannot checkpoint, recognised from outside (measured with driver 580)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files and folders of procfs that tell of a process: CRIU opens them anew by their path, ``/proc/PID/…``.
+"""Files and folders of a process in procfs: CRIU opens them anew by their path, ``/proc/PID/…``.
 
-What tells of a process of the job comes back with it, and so does what told of one that has ended. Measured with CRIU
+Those of the job's processes come back with them, and so do those of a process that has ended. Measured with CRIU
 4.2.1: files are opened before threads are made, and a working directory ``/proc/PID`` is written down wrongly.
 """
 
