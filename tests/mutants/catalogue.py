@@ -609,8 +609,8 @@ WILL = (
     Mutant(
         "will-of-a-worker-that-was-given-up",
         "src/limosa/gpu/worker_loop.py",
-        "            self.will = [str(part) for part in argv] if argv else None\n",
-        "            self.will = [str(part) for part in argv] if argv else self.will\n",
+        '            self.wills.pop(str(name or ""), None)\n',
+        "",
         "an operation that has ended is undone",
         WORKER,
     ),
