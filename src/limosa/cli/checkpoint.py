@@ -86,7 +86,8 @@ def command(  # noqa: PLR0913 - what is typed
     output = output.absolute()  # said at once where we are nowhere
     from limosa.process.criu.find import warm
 
-    warm(options["criu"])
+    if options["criu"] is None:
+        warm()
     from limosa import operation
     from limosa.cli.on_jobs import print_plans, refused
     from limosa.cli.signals import cancelling

@@ -87,7 +87,8 @@ def _plan(report: Report, image: Path, options: dict[str, Any]) -> None:
 def _restore(report: Report, image: Path, options: dict[str, Any], timeout: float | None, attach: bool) -> None:
     from limosa.process.criu.find import warm
 
-    warm(options["criu"])
+    if options["criu"] is None:
+        warm()
     from limosa import operation
     from limosa.cli.signals import cancelling
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from limosa import start
-from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
+from limosa.errors import CriuNotPermitted, NoWorkingCriu
 from limosa.process import settings
 from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
@@ -80,16 +80,16 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
     raise NoWorkingCriu(detail="; ".join(reasons))
 
 
-def warm(explicit: str | None = None) -> None:
+def warm() -> None:
     """Begin to look for a CRIU without waiting for it: it has to be started once to be asked which it is.
 
-    Args:
-        explicit: as for :func:`find`, which says later what is wrong.
+    Not one that somebody names: that is started once everything else is found to be in order. What is wrong
+    :func:`find` says later.
     """
 
     def look() -> None:
-        with contextlib.suppress(LimosaError, OSError):
-            find(explicit)
+        with contextlib.suppress(Exception):
+            find()
 
     threading.Thread(target=look, name="limosa-criu", daemon=True).start()
 
