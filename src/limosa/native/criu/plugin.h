@@ -9,12 +9,9 @@
 extern int criu_get_image_dir(void);
 extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((weak, format(printf, 2, 3)));
 
-#define say(level, ...)                                                                                                \
-	do {                                                                                                           \
-		if (print_on_level)                                                                                    \
-			print_on_level(level, "limosa-plugin: " __VA_ARGS__);                                          \
-	} while (0)
 enum { ERROR = 1, WARNING = 2, INFO = 3 };
+/* In CRIU's log, where it has one for us. */
+void say(unsigned int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* One field of a protobuf message: its number, its value, or its length where it holds bytes (then *data is set). */
 const uint8_t *field(const uint8_t *at, const uint8_t *end, uint64_t *number, uint64_t *value, const uint8_t **data);

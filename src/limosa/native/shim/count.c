@@ -145,6 +145,7 @@ void left_counts(struct counts *counts)
         }
 }
 
+/* NOLINTBEGIN(bugprone-macro-parentheses): what is to be done is no expression. */
 /* A function of its own for each: behind its gate it calls the driver's, and has a result. */
 #define PASSED(name, arguments, ...)                                                                                   \
     EXPORT CUresult name arguments                                                                                     \
@@ -165,6 +166,7 @@ void left_counts(struct counts *counts)
     PASSED(name, arguments, CUresult result = function passed;                                                         \
            if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
            if (!result) then;)
+/* NOLINTEND(bugprone-macro-parentheses) */
 
 static CUcontext current(void)
 {
@@ -204,10 +206,12 @@ struct array3d {
 
 static size_t elements(size_t width, size_t height, size_t depth, int format, unsigned channels)
 {
-    size_t each = format == 2 || format == 9 || format == 0x10 ? 2
-        : format == 3 || format == 10 || format == 0x20        ? 4
-                                                               : 1;
+    size_t each = 1;
 
+    if (format == 2 || format == 9 || format == 0x10)
+        each = 2;
+    else if (format == 3 || format == 10 || format == 0x20)
+        each = 4;
     return width * (height ? height : 1) * (depth ? depth : 1) * each * (channels ? channels : 1);
 }
 

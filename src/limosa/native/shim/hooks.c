@@ -71,13 +71,13 @@ SPARE_16(0) SPARE_16(1) SPARE_16(2) SPARE_16(3) SPARE_16(4) SPARE_16(5) SPARE_16
 SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
 /* clang-format on */
 
-#define HOOK_1(x) {.hook = (void *)spare_##x},
+#define HOOK_1(x) {.hook = (void *)(spare_##x)},
 /* clang-format off */
 #define HOOK_16(x)                                                                                                     \
     HOOK_1(x##0) HOOK_1(x##1) HOOK_1(x##2) HOOK_1(x##3) HOOK_1(x##4) HOOK_1(x##5) HOOK_1(x##6) HOOK_1(x##7)            \
         HOOK_1(x##8) HOOK_1(x##9) HOOK_1(x##a) HOOK_1(x##b) HOOK_1(x##c) HOOK_1(x##d) HOOK_1(x##e) HOOK_1(x##f)
 struct entry entries[LISTED + SPARE] = {
-#define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)symbol, .role = ROLE_##what},
+#define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)(symbol), .role = ROLE_##what},
 #include "../softgpu/functions.list"
 #include "newer.list"
 #undef FUNCTION
@@ -106,6 +106,7 @@ int n_entries(void)
 
 /* The list is in the order of people, not of strcmp. */
 static unsigned short sorted[LISTED];
+_Static_assert(LISTED <= 65536, "a place in the list is two bytes");
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static int order(const void *one, const void *other)
@@ -115,8 +116,8 @@ static int order(const void *one, const void *other)
 
 static void sort(void)
 {
-    for (unsigned short at = 0; at < LISTED; at++)
-        sorted[at] = at;
+    for (int at = 0; at < LISTED; at++)
+        sorted[at] = (unsigned short)at;
     qsort(sorted, LISTED, sizeof sorted[0], order);
 }
 

@@ -338,10 +338,12 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
             break;
         poll(NULL, 0, 20);
     }
-    if (told) /* as where the exporter is gone */
-        return told == -ENOENT ? CUDA_ERROR_INVALID_HANDLE
-            : told == -ENOMEM  ? CUDA_ERROR_OUT_OF_MEMORY
-                               : CUDA_ERROR_INVALID_VALUE;
+    switch (told) {
+    case 0: break;
+    case -ENOENT: return CUDA_ERROR_INVALID_HANDLE; /* as where the exporter is gone */
+    case -ENOMEM: return CUDA_ERROR_OUT_OF_MEMORY;
+    default: return CUDA_ERROR_INVALID_VALUE;
+    }
     struct reader *reader = gate_enter();
     CUresult result = import(pointer, said, fd);
     gate_leave(reader);

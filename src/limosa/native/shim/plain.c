@@ -196,7 +196,7 @@ static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_
         result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
         if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL))
             result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
-        if (!result)
+        if (!result && pointer && pitch)
             count(LEFT_SMALL, *pointer, *pitch * height);
         return result;
     }
@@ -378,10 +378,10 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
     switch (attribute) {
     case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
     case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = mapping->plain; break;
-    case ATTRIBUTE_RANGE_START: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_RANGE_START:
     case ATTRIBUTE_MAPPING_BASE: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_RANGE_SIZE:
     case ATTRIBUTE_MAPPING_SIZE: *(size_t *)data = mapping->asked; break;
-    case ATTRIBUTE_RANGE_SIZE: *(size_t *)data = mapping->asked; break;
     case ATTRIBUTE_HANDLE_TYPES: *(uint64_t *)data = 0; break;
     default: break;
     }

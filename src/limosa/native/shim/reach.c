@@ -56,7 +56,11 @@ static void of_batch_3d(const uint64_t *words, with_address *each, void *what) /
 /* CUgraphNodeParams: what it is; behind three spare integers CUDA_MEMCPY_NODE_PARAMS: flags, a context, CUDA_MEMCPY3D. */
 static const uint64_t *node_of(const char *base, const uint64_t *words)
 {
-    size_t n = !strcmp(base, "cuGraphAddNode") ? 4 : !strcmp(base, "cuGraphExecNodeSetParams") ? 2 : 1;
+    size_t n = 1; /* cuGraphNodeSetParams */
+    if (!strcmp(base, "cuGraphAddNode"))
+        n = 4;
+    else if (!strcmp(base, "cuGraphExecNodeSetParams"))
+        n = 2;
     const uint64_t *node = (const uint64_t *)(uintptr_t)words[n];
 
     return node && *(const int *)node == MEMCPY_NODE ? node : NULL;

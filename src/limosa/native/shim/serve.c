@@ -293,8 +293,9 @@ static int named_socket(void)
         draw_name();
         if (fd < 0 || (!bind(fd, (struct sockaddr *)&name, name_size) && !listen(fd, WAITING)))
             return fd;
+        int why = errno;
         close(fd);
-        if (errno != EADDRINUSE)
+        if (why != EADDRINUSE)
             break;
     }
     return -1;

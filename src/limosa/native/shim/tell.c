@@ -226,7 +226,7 @@ bool tell_sharers(int client, struct message *answer)
         n += memories[i]->n_sharers;
     all = calloc(n ? n : 1, sizeof *all);
     for (size_t i = 0; all && i < n_memories; i++)
-        for (size_t j = 0; j < memories[i]->n_sharers; j++)
+        for (size_t j = 0; j < memories[i]->n_sharers && at < n; j++)
             all[at++] = (struct pair){memories[i]->share, (uint64_t)memories[i]->sharers[j]};
     pthread_mutex_unlock(&memory_lock);
     if (!all)
