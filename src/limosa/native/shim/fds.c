@@ -1,5 +1,5 @@
 #include "fds.h"
-#include "gate.h"
+#include "compiler.h"
 
 #include <dirent.h>
 #include <errno.h>

@@ -1,6 +1,7 @@
-#include "capture.h"
 #include "gate.h"
-#include "shim.h"
+#include "capture.h"
+#include "compiler.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <linux/futex.h>

@@ -3,9 +3,10 @@
  * (measured). So where such a call fails, the pieces of ours that it names are shown to the devices that take part, and
  * it is made once more. Most programs never come here: libraries enable peer access, or call the functions that name
  * contexts. */
-#include "capture.h"
-#include "memory.h"
 #include "reach.h"
+#include "capture.h"
+#include "driver.h"
+#include "memory.h"
 
 #include <string.h>
 
@@ -179,9 +180,9 @@ bool reach(const char *base, const uint64_t *words)
     if (!real(cuCtxGetDevice)(&device) && device >= 0 && device < MAX_DEVICES)
         part.device[device] = 1;
     note_context(context_named(base, words), &part);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     addresses(base, words, note_device, &part);
     addresses(base, words, show, &part);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return part.shown;
 }
