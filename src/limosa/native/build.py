@@ -66,7 +66,7 @@ def build_plugin(folder: Path = CRIU) -> str | None:
         None where it is there afterwards, else why not.
     """
     sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c", CRIU / "guard.c"]
-    return _compile(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
+    return _compile(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, *CRIU.glob("*.h")])
 
 
 def build_softgpu(folder: Path = SOFTGPU) -> str | None:

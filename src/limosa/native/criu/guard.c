@@ -33,6 +33,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "guard.h"
 #include "plugin.h"
 
 #define EXPORT __attribute__((visibility("default")))

@@ -20,6 +20,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "guard.h"
+#include "locks.h"
 #include "plugin.h"
 
 /* ---- CRIU's side of the interface, in declarations of our own --------------------------------------------------- */

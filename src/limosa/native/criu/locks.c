@@ -25,6 +25,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "locks.h"
 #include "plugin.h"
 
 enum { LOCK_FLAG = 1, LOCK_TYPE = 2, LOCK_PID = 3, LOCK_FD = 4, LOCK_START = 5, LOCK_LENGTH = 6 };

@@ -1,6 +1,7 @@
 /* The hash of chunks on the host and on the software GPU (chunk_hash.h). */
 #include "chunk_hash.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #ifdef HASH_LIBRARY /* else it is a part of another library, and nobody else's */

@@ -10,6 +10,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -51,8 +52,10 @@ static void begun(void *stream, const struct reader *thread)
     if (n_captures == room) {
         size_t more = room ? 2 * room : 16;
         struct capture *bigger = realloc(captures, more * sizeof *captures);
-        if (bigger)
-            captures = bigger, room = more;
+        if (bigger) {
+            captures = bigger;
+            room = more;
+        }
     }
     if (n_captures < room)
         captures[n_captures++] = (struct capture){stream, context, thread};

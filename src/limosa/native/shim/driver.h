@@ -4,7 +4,7 @@
 
 #include <stdbool.h>
 
-#include "driver_api.h"
+#include "driver_api.h" /* IWYU pragma: export */
 
 enum {
 #define F(name, arguments) REAL_##name,

@@ -12,6 +12,8 @@
 
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 
 #define BATCH 64
 #define LEGACY_STREAM ((void *)1)

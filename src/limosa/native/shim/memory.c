@@ -1,11 +1,14 @@
 #include "memory.h"
 #include "bulk.h"
+#include "count.h"
 #include "driver.h"
 #include "fds.h"
 #include "late.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 pthread_mutex_t memory_one = PTHREAD_MUTEX_INITIALIZER;
 static struct mapping **mappings; /* sorted by address */

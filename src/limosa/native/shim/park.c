@@ -2,9 +2,12 @@
 #include "bulk.h"
 #include "driver.h"
 #include "fds.h"
+#include "memory.h"
 
 #include <fcntl.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 
 bool park_can(const struct memory *memory)
 {

@@ -10,6 +10,7 @@
 #include "late.h"
 #include "memory.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 

@@ -8,6 +8,7 @@
 #include "driver.h"
 #include "memory.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #define DEVICE_ORDINAL 9 /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */

@@ -17,6 +17,7 @@
 #include "late.h"
 #include "memory.h"
 #include "park.h"
+#include "protocol.h"
 #include "still.h"
 #include "tell.h"
 
@@ -25,6 +26,8 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -9,11 +9,13 @@
 #include "late.h"
 #include "memory.h"
 #include "park.h"
+#include "protocol.h"
 
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>

@@ -8,10 +8,12 @@
 #include "ipc.h"
 #include "memory.h"
 #include "park.h"
+#include "protocol.h"
 #include "serve.h"
 #include "still.h"
 
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>

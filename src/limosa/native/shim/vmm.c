@@ -10,6 +10,7 @@
 #include "memory.h"
 
 #include <fcntl.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
