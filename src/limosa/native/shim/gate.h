@@ -42,7 +42,8 @@ static inline struct reader *gate_enter(void)
     else
         atomic_signal_fence(memory_order_seq_cst); /* the order of store and look: membarrier does the rest */
     if (atomic_load_explicit(&reader->passed, memory_order_relaxed) == 0) {
-        if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_relaxed)))
+        /* What was done behind the closed gate comes before what is read after this (acquire). */
+        if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_acquire)))
             gate_wait(reader, inside + 1);
         atomic_store_explicit(&reader->passed, inside + 1, memory_order_relaxed);
     }

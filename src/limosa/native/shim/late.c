@@ -23,9 +23,10 @@
 struct one {
     CUdeviceptr at;
     uint64_t id; /* addresses are used again */
-    CUcontext owner, recorded;
+    CUcontext owner, recorded; /* read by others who have the lock: not written after it is in a list */
     void *event;
     bool ordered;
+    bool marked; /* while it was looked at: its event is of its owner */
 };
 
 typedef CUresult event_create(void **, unsigned);
@@ -147,8 +148,12 @@ static size_t some(struct one *all, CUdeviceptr from)
     for (size_t place = mapping_place(from); n < BATCH && (mapping = mapping_nth(place)); place++) {
         if (!mapping->late || context_ending(mapping->context) || context_ending(mapping->recorded))
             continue;
-        all[n++] = (struct one){mapping->at,       mapping->memory->id, mapping->context,
-                                mapping->recorded, mapping->event,      mapping->ordered};
+        all[n++] = (struct one){.at = mapping->at,
+                                .id = mapping->memory->id,
+                                .owner = mapping->context,
+                                .recorded = mapping->recorded,
+                                .event = mapping->event,
+                                .ordered = mapping->ordered};
         late_taken(mapping);
         mapping->event = NULL;
     }
@@ -231,8 +236,8 @@ static void mark(struct one *one)
         return;
     if (!record || !(one->event = event_in(one->owner)))
         return;
-    one->recorded = one->owner;
-    if (record(one->owner, one->event)) {
+    one->marked = !record(one->owner, one->event);
+    if (!one->marked) {
         late_forget(one->event);
         one->event = NULL;
     }
@@ -272,7 +277,7 @@ static bool look_at(struct one *one, CUresult result)
     struct mapping *mapping = found(one, &place);
     bool again = mapping && under_way(result);
     if (again)
-        late_add(mapping, one->event, one->recorded, one->ordered);
+        late_add(mapping, one->event, one->marked ? one->owner : one->recorded, one->ordered);
     else if (mapping)
         mapping_take_away(place);
     memory_unlock();
