@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support import let_in_by_a_list
 
-from limosa.native.build import CRIU, PLUGIN, build_plugin
+from limosa.native.build import CRIU, PLUGIN, build_plugin, compilers
 
 pytestmark = [pytest.mark.root]
 
@@ -391,3 +391,13 @@ def test_what_is_roots_still_of_a_process_of_the_job_is_opened(guarded) -> None:
     """CRIU gives processes their user last: until then what tells of them is root's."""
     code = "os.read(os.open(f'proc/{os.getppid()}/environ', os.O_RDONLY, dir_fd=os.open('/', 0)), 1)"
     assert guarded(code, guard="0:4242,4242") == {"done": True}
+
+
+def test_who_cannot_become_root_again_opens_nothing_more(tmp_path) -> None:
+    """Not tried once more with whatever rights are left, and not as root: the kernel asks who has opened it."""
+    program = tmp_path / "stuck"
+    source = Path(__file__).with_name("guard_stuck.c")
+    argv = [*compilers()[0], "-std=gnu11", "-O1", "-w", f"-I{CRIU}", "-o", program, source]
+    subprocess.run([str(word) for word in argv], check=True, timeout=60)
+    ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
+    assert ran.stdout == "-1 1\n"

@@ -637,7 +637,7 @@ CLOSED = (
     Mutant(
         "gate-not-looked-at-again",
         _SHIM + "gate.c",
-        "    } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));\n",
+        "    } while (atomic_load_explicit(&gate_closed, memory_order_acquire));\n",
         "    } while (0);\n",
         "a thread slips through between being woken and being counted",
         ("tests/shim/test_shim_gate.py::test_nobody_is_behind_a_gate_that_was_opened_and_closed_at_once",),

@@ -60,7 +60,7 @@ def build_plugin(folder: Path = CRIU) -> str | None:
         None where it is there afterwards, else why not.
     """
     sources = [CRIU / "limosa_plugin.c", CRIU / "locks.c", CRIU / "guard.c"]
-    return compile_library(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, CRIU / "plugin.h"])
+    return compile_library(folder / PLUGIN, sources, _PLUGIN_FLAGS, [*sources, *CRIU.glob("*.h")])
 
 
 def build_shim(folder: Path = SHIM) -> str | None:

@@ -20,7 +20,7 @@ KEPT_MOST = 4096
 MESSAGE = struct.Struct("=IHHIi4Q")
 RECORD = struct.Struct("=QQQQIIiI")
 PAIR = struct.Struct("=QQ")
-# What is left to the driver, and why: native/shim/memory.h.
+# What is left to the driver, and why: native/shim/count.h.
 COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array", "ipc", "graph", "tables")
 COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
 PLAIN, SHARED, AWAY, MAPPED, IMPORTED = 1, 2, 4, 8, 16

@@ -304,7 +304,7 @@ class Shim:
         return self._understood(Verb.DEVICES, answers.gpus, said, data)
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return what is left to the driver now: kind → pieces, bytes (``native/shim/memory.h`` has the kinds)."""
+        """Return what is left to the driver now: kind → pieces, bytes (``native/shim/count.h`` has the kinds)."""
         said, data = self._one(Verb.COUNTS)
         self.refused = said.b != 0
         return self._understood(Verb.COUNTS, answers.counts, data)

@@ -33,6 +33,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "guard.h"
 #include "plugin.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -263,9 +264,12 @@ static bool walk(int at, const char *path, bool follow, struct place *place)
 			break;
 		}
 		if (S_ISLNK(info.st_mode)) {
-			bool read =
-				++links <= MOST_LINKS ? read_link(next, "", &info, rest, path) : (errno = ELOOP, false);
+			bool read = false;
 
+			if (++links > MOST_LINKS)
+				errno = ELOOP;
+			else
+				read = read_link(next, "", &info, rest, path);
 			drop(next);
 			if (!read)
 				break;
@@ -488,6 +492,7 @@ static int open_as_user(int at, const char *path, int flags, mode_t mode)
 	if (syscall(SYS_setresuid, -1, 0, -1) || syscall(SYS_setresgid, -1, 0, -1) || !be_root_again(&before)) {
 		if (fd >= 0)
 			close(fd);
+		errno = EIO; /* not that he may not open it: nobody is to try it again with whose rights these are now */
 		return -1;
 	}
 	errno = kept;
@@ -562,36 +567,53 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	return fd;
 }
 
-#define TAKE_MODE(mode, flags)                                                                                         \
-	mode_t mode = 0;                                                                                               \
-	if ((flags) & (O_CREAT | __O_TMPFILE)) {                                                                       \
-		va_list more;                                                                                          \
-		va_start(more, flags);                                                                                 \
-		mode = va_arg(more, mode_t);                                                                           \
-		va_end(more);                                                                                          \
-	}
+/* The mode is handed over only where something may be made. */
+static mode_t mode_of(int flags, va_list arguments)
+{
+	return flags & (O_CREAT | __O_TMPFILE) ? va_arg(arguments, mode_t) : 0;
+}
 
 EXPORT int open(const char *path, int flags, ...)
 {
-	TAKE_MODE(mode, flags)
+	va_list arguments;
+	mode_t mode;
+
+	va_start(arguments, flags);
+	mode = mode_of(flags, arguments);
+	va_end(arguments);
 	return guarded_open(AT_FDCWD, path, flags, mode);
 }
 
 EXPORT int open64(const char *path, int flags, ...)
 {
-	TAKE_MODE(mode, flags)
+	va_list arguments;
+	mode_t mode;
+
+	va_start(arguments, flags);
+	mode = mode_of(flags, arguments);
+	va_end(arguments);
 	return guarded_open(AT_FDCWD, path, flags | O_LARGEFILE, mode);
 }
 
 EXPORT int openat(int at, const char *path, int flags, ...)
 {
-	TAKE_MODE(mode, flags)
+	va_list arguments;
+	mode_t mode;
+
+	va_start(arguments, flags);
+	mode = mode_of(flags, arguments);
+	va_end(arguments);
 	return guarded_open(at, path, flags, mode);
 }
 
 EXPORT int openat64(int at, const char *path, int flags, ...)
 {
-	TAKE_MODE(mode, flags)
+	va_list arguments;
+	mode_t mode;
+
+	va_start(arguments, flags);
+	mode = mode_of(flags, arguments);
+	va_end(arguments);
 	return guarded_open(at, path, flags | O_LARGEFILE, mode);
 }
 

@@ -10,6 +10,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,6 +20,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "guard.h"
+#include "locks.h"
 #include "plugin.h"
 
 /* ---- CRIU's side of the interface, in declarations of our own --------------------------------------------------- */
@@ -41,6 +44,21 @@ struct descriptor {
 	unsigned int max_hooks;
 	void *hooks[HOOKS];
 };
+
+/* ---- What CRIU is told -------------------------------------------------------------------------------------------- */
+
+void say(unsigned int level, const char *format, ...)
+{
+	char text[512];
+	va_list arguments;
+
+	if (!print_on_level)
+		return;
+	va_start(arguments, format);
+	vsnprintf(text, sizeof(text), format, arguments);
+	va_end(arguments);
+	print_on_level(level, "limosa-plugin: %s", text);
+}
 
 /* ---- Which files are meant --------------------------------------------------------------------------------------- */
 
@@ -138,12 +156,12 @@ static bool read_note(int id, char *path, int *flags)
 		return false;
 	text[length - 1] = 0;
 	for (i = 0; i < 8; i++) {
-		int digit = text[i] >= '0' && text[i] <= '9'   ? text[i] - '0'
-			    : text[i] >= 'a' && text[i] <= 'f' ? text[i] - 'a' + 10
-							       : -1;
-		if (digit < 0)
+		if (text[i] >= '0' && text[i] <= '9')
+			value = value << 4 | (unsigned int)(text[i] - '0');
+		else if (text[i] >= 'a' && text[i] <= 'f')
+			value = value << 4 | (unsigned int)(text[i] - 'a' + 10);
+		else
 			return false;
-		value = value << 4 | (unsigned int)digit;
 	}
 	if (!is_device(text + 9))
 		return false;

@@ -25,6 +25,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "locks.h"
 #include "plugin.h"
 
 enum { LOCK_FLAG = 1, LOCK_TYPE = 2, LOCK_PID = 3, LOCK_FD = 4, LOCK_START = 5, LOCK_LENGTH = 6 };
@@ -58,6 +59,7 @@ static bool read_lock(const uint8_t *at, const uint8_t *end, int pid, struct loc
 		case LOCK_FD: fd = value; break;
 		case LOCK_START: start = value; break;
 		case LOCK_LENGTH: length = value; break;
+		default: break; /* of a later version */
 		}
 	}
 	if (!at || !(kind & KIND_POSIX) || owner != (uint64_t)pid)
@@ -74,13 +76,14 @@ static bool read_lock(const uint8_t *at, const uint8_t *end, int pid, struct loc
 /* The locks of one process: their number, or -1 where the image cannot be read; *locks is to be freed. */
 static int read_locks(int pid, struct lock **locks)
 {
+	const char *given = getenv("LIMOSA_LOCKS");
 	const uint8_t *image, *at, *end;
 	struct stat info;
 	int fd, count = 0;
 
 	*locks = NULL;
-	if (getenv("LIMOSA_LOCKS"))
-		fd = dup(atoi(getenv("LIMOSA_LOCKS")));
+	if (given)
+		fd = dup(atoi(given));
 	else
 		fd = openat(criu_get_image_dir(), "filelocks.img", O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
 	if (fd < 0)
@@ -198,6 +201,7 @@ static bool find_places(struct lent *lent)
 {
 	unsigned long any_instruction = 0, any_room = 0;
 	char name[64], line[512];
+	bool begins = true; /* a line does: of a long path the rest comes by itself */
 	FILE *maps;
 
 	snprintf(name, sizeof(name), "/proc/%d/maps", (int)lent->pid);
@@ -205,11 +209,9 @@ static bool find_places(struct lent *lent)
 	if (!maps)
 		return false;
 	while (fgets(line, sizeof(line), maps)) {
-		bool whole = strchr(line, '\n') != NULL;
-
 		struct mapping map;
 
-		if (read_mapping(line, &map)) {
+		if (begins && read_mapping(line, &map)) {
 			if (map.readable && map.executable && !lent->instruction &&
 			    (!any_instruction || strstr(line, "[vdso]"))) {
 				unsigned long found = find_instruction(lent->memory, map.start, map.end);
@@ -225,8 +227,7 @@ static bool find_places(struct lent *lent)
 					any_room = map.start;
 			}
 		}
-		while (!whole && fgets(line, sizeof(line), maps)) /* the rest of a long path */
-			whole = strchr(line, '\n') != NULL;
+		begins = strchr(line, '\n') != NULL;
 	}
 	fclose(maps);
 	if (!lent->instruction)
@@ -263,6 +264,7 @@ static bool to_next_stop(struct lent *lent)
 static long call(struct lent *lent, long number, unsigned long a, unsigned long b, unsigned long c)
 {
 	struct user_regs_struct registers = lent->registers;
+	int stops;
 
 	registers.rip = lent->instruction;
 	registers.rax = (unsigned long)number;
@@ -272,8 +274,9 @@ static long call(struct lent *lent, long number, unsigned long a, unsigned long 
 	registers.rdx = c;
 	if (ptrace(PTRACE_SETREGS, lent->pid, NULL, &registers))
 		return -EIO;
-	if (!to_next_stop(lent) || !to_next_stop(lent)) /* on its way in, on its way out */
-		return -EIO;
+	for (stops = 0; stops < 2; stops++) /* on its way in, on its way out */
+		if (!to_next_stop(lent))
+			return -EIO;
 	if (ptrace(PTRACE_GETREGS, lent->pid, NULL, &registers))
 		return -EIO;
 	return (long)registers.rax;

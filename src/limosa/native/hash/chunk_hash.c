@@ -1,6 +1,7 @@
 /* The hash of chunks on the host and on the software GPU (chunk_hash.h). */
 #include "chunk_hash.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #ifdef HASH_LIBRARY /* else it is a part of another library, and nobody else's */
@@ -33,6 +34,7 @@ static void tile_plain(const unsigned char *data, const struct hash_table *table
 #define AHEAD (2 * HASH_TILE)
 
 /* STEP vectors of a row at a time: the sums of all lanes stay in registers. */
+/* NOLINTBEGIN(bugprone-macro-parentheses): a type and the names of functions, which brackets would make something else. */
 #define TILE_FUNCTION(name, isa, vector, STEP, load, store, spread, add32, add64, multiply, upper)                     \
     __attribute__((target(isa))) static void name(const unsigned char *data, const struct hash_table *table,           \
                                                   uint64_t v[HASH_LANES][ELEMENTS])                                    \
@@ -61,6 +63,7 @@ static void tile_plain(const unsigned char *data, const struct hash_table *table
                     store((void *)&v[lane][begin + i * EACH], sum[lane][i]);                                           \
         }                                                                                                              \
     }
+/* NOLINTEND(bugprone-macro-parentheses) */
 
 /* The upper half of each 64 bits into its lower one: a shuffle, as shifts share the multiplications' unit. */
 #define UPPER_128(x) _mm_shuffle_epi32(x, 0xf5)

@@ -4,12 +4,15 @@
  *
  * Nothing else of mmap changes, and nothing at all outside a checkpoint: without being armed this is the system call. */
 #include "bulk.h"
-#include "shim.h"
+#include "compiler.h"
 
 #include <errno.h>
 #include <link.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

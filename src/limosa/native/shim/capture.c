@@ -1,12 +1,16 @@
 /* Streams that are being captured into a graph. While one is, the driver refuses a wait for its context, and may spoil the
  * capture for it: so nobody of ours may wait then, and whoever closes the gate lets captures finish first. */
 #include "capture.h"
+#include "compiler.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
-#include "memory.h"
-#include "shim.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -48,8 +52,10 @@ static void begun(void *stream, const struct reader *thread)
     if (n_captures == room) {
         size_t more = room ? 2 * room : 16;
         struct capture *bigger = realloc(captures, more * sizeof *captures);
-        if (bigger)
-            captures = bigger, room = more;
+        if (bigger) {
+            captures = bigger;
+            room = more;
+        }
     }
     if (n_captures < room)
         captures[n_captures++] = (struct capture){stream, context, thread};
@@ -97,7 +103,7 @@ bool capture_any(void)
  * known to that thread alone. What cannot be asked is believed to go on. */
 bool capture_goes_on(void)
 {
-    is_capturing *ask = (is_capturing *)atomic_load(&entries[AT_cuStreamIsCapturing].real);
+    is_capturing *ask = (is_capturing *)entry_known(AT_cuStreamIsCapturing);
 
     pthread_mutex_lock(&one);
     for (size_t i = n_captures; i-- > 0;) {
@@ -121,7 +127,7 @@ void capture_hold(bool hold)
 static void wait_while_held(void)
 {
     while (UNLIKELY(atomic_load_explicit(&held, memory_order_relaxed))) {
-        const struct reader *thread = gate_reader;
+        const struct reader *thread = gate_mine();
         bool has = thread && atomic_load_explicit(&thread->inside, memory_order_relaxed);
         pthread_mutex_lock(&one);
         for (size_t i = 0; i < n_captures && !has; i++)
@@ -141,25 +147,29 @@ void capture_in_child(void)
     atomic_store(&held, 0);
 }
 
-/* Their arguments are words, six at most: handed on as they are. */
+/* Their arguments are words, six at most: handed on as they are. usual: the stream that is meant where none is named. */
+static CUresult begin(int place, void *usual, void *stream, const uint64_t *w)
+{
+    typedef CUresult type(void *, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
+    type *function = (type *)entry_call(place);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(stream, w[0], w[1], w[2], w[3], w[4]);
+    entry_real(AT_cuStreamIsCapturing); /* the shim's own thread does not look it up */
+    wait_while_held();
+    struct reader *reader = gate_enter();
+    CUresult result = function(stream, w[0], w[1], w[2], w[3], w[4]);
+    if (!result)
+        begun(stream ? stream : usual, reader);
+    return gate_left(reader, result);
+}
+
 #define BEGINS(name, usual)                                                                                            \
     EXPORT CUresult name(void *stream, uint64_t b, uint64_t c, uint64_t d, uint64_t e, uint64_t f)                     \
     {                                                                                                                  \
-        typedef CUresult type(void *, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);                               \
-        CALLED(name);                                                                                                  \
-        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        if (!shim_ready())                                                                                             \
-            return function(stream, b, c, d, e, f);                                                                    \
-        entry_real(&entries[AT_cuStreamIsCapturing]); /* the shim's own thread does not look it up */                  \
-        wait_while_held();                                                                                             \
-        struct reader *reader = gate_enter();                                                                          \
-        CUresult result = function(stream, b, c, d, e, f);                                                             \
-        if (!result)                                                                                                   \
-            begun(stream ? stream : (usual), reader);                                                                  \
-        gate_leave(reader);                                                                                            \
-        return result;                                                                                                 \
+        return begin(AT_##name, usual, stream, (const uint64_t[]){b, c, d, e, f});                                     \
     }
 BEGINS(cuStreamBeginCapture, NULL)
 BEGINS(cuStreamBeginCapture_ptsz, PER_THREAD_STREAM)
@@ -170,44 +180,56 @@ BEGINS(cuStreamBeginCaptureToGraph_ptsz, PER_THREAD_STREAM)
 
 /* A call that failed may have ended it all the same, or not (another thread's): the driver is asked, by the thread whose
  * stream it may be. */
-#define ENDS(name, usual)                                                                                              \
-    EXPORT CUresult name(void *stream, void **graph)                                                                   \
-    {                                                                                                                  \
-        typedef CUresult type(void *, void **);                                                                        \
-        CALLED(name);                                                                                                  \
-        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
-        is_capturing *ask = (is_capturing *)entry_real(&entries[AT_cuStreamIsCapturing]);                              \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        struct reader *reader = gate_enter();                                                                          \
-        CUresult result = function(stream, graph);                                                                     \
-        int status = 0;                                                                                                \
-        void *meant = stream ? stream : (usual);                                                                       \
-        if (!result || (meant && ask && !ask(meant, &status) && !status))                                              \
-            ended(meant, reader);                                                                                      \
-        late_free(LATE_LOOK);                                                                                          \
-        gate_leave(reader);                                                                                            \
-        return result;                                                                                                 \
-    }
-ENDS(cuStreamEndCapture, NULL)
-ENDS(cuStreamEndCapture_ptsz, PER_THREAD_STREAM)
+static CUresult end(int place, void *usual, void *stream, void **graph)
+{
+    typedef CUresult type(void *, void **);
+    type *function = (type *)entry_call(place);
+    is_capturing *ask = (is_capturing *)entry_real(AT_cuStreamIsCapturing);
 
-#define DESTROYS(name)                                                                                                 \
-    EXPORT CUresult name(void *stream)                                                                                 \
-    {                                                                                                                  \
-        typedef CUresult type(void *);                                                                                 \
-        CALLED(name);                                                                                                  \
-        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        struct reader *reader = gate_enter();                                                                          \
-        bool was = capture_any() && ended(stream, reader); /* before: its address may be another one's right after */  \
-        CUresult result = function(stream);                                                                            \
-        if (result && was)                                                                                             \
-            begun(stream, reader);                                                                                     \
-        late_free(LATE_LOOK);                                                                                          \
-        gate_leave(reader);                                                                                            \
-        return result;                                                                                                 \
-    }
-DESTROYS(cuStreamDestroy)
-DESTROYS(cuStreamDestroy_v2)
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    CUresult result = function(stream, graph);
+    int status = 0;
+    void *meant = stream ? stream : usual;
+    if (!result || (meant && ask && !ask(meant, &status) && !status))
+        ended(meant, reader);
+    late_free(LATE_LOOK);
+    return gate_left(reader, result);
+}
+
+EXPORT CUresult cuStreamEndCapture(void *stream, void **graph)
+{
+    return end(AT_cuStreamEndCapture, NULL, stream, graph);
+}
+
+EXPORT CUresult cuStreamEndCapture_ptsz(void *stream, void **graph)
+{
+    return end(AT_cuStreamEndCapture_ptsz, PER_THREAD_STREAM, stream, graph);
+}
+
+static CUresult destroy(int place, void *stream)
+{
+    typedef CUresult type(void *);
+    type *function = (type *)entry_call(place);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    bool was = capture_any() && ended(stream, reader); /* before: its address may be another one's right after */
+    CUresult result = function(stream);
+    if (result && was)
+        begun(stream, reader);
+    late_free(LATE_LOOK);
+    return gate_left(reader, result);
+}
+
+EXPORT CUresult cuStreamDestroy(void *stream)
+{
+    return destroy(AT_cuStreamDestroy, stream);
+}
+
+EXPORT CUresult cuStreamDestroy_v2(void *stream)
+{
+    return destroy(AT_cuStreamDestroy_v2, stream);
+}

@@ -4,6 +4,7 @@
 
 #include <stdbool.h>
 
+#include "driver.h"
 #include "driver_api.h"
 #include "gate.h"
 

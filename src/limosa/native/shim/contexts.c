@@ -1,13 +1,22 @@
 /* Contexts that end, and what ends with them: memory that was allocated in them, captures, peer access. */
+#include "contexts.h"
 #include "capture.h"
+#include "compiler.h"
+#include "count.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
 #include "memory.h"
-#include "shim.h"
+#include "plain.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
-CUcontext *contexts;
-size_t n_contexts;
+static CUcontext *contexts; /* made by the application, beside the primary ones */
+static size_t n_contexts;
 static unsigned *uses; /* of each: cuCtxAttach and cuCtxDetach count them */
 
 /* Contexts that threads are destroying now, on their stacks: nobody looks at what has to do with them, and one that the
@@ -28,6 +37,17 @@ bool context_ending(CUcontext context)
     return false;
 }
 
+size_t contexts_count(void)
+{
+    return n_contexts;
+}
+
+void contexts_copy(CUcontext *all)
+{
+    if (n_contexts)
+        memcpy(all, contexts, n_contexts * sizeof *all);
+}
+
 void contexts_in_child(void)
 {
     endings = NULL;
@@ -41,9 +61,9 @@ static CUresult made(CUresult result, CUcontext *context)
         return result;
     int cancelled;
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelled);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     while (context_ending(*context))
-        pthread_cond_wait(&ended, &memory_lock);
+        memory_wait(&ended);
     CUcontext *more = realloc(contexts, (n_contexts + 1) * sizeof *more);
     contexts = more ? more : contexts;
     unsigned *more_uses = more ? realloc(uses, (n_contexts + 1) * sizeof *uses) : NULL;
@@ -52,7 +72,7 @@ static CUresult made(CUresult result, CUcontext *context)
         uses[n_contexts] = 1;
         contexts[n_contexts++] = *context;
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     pthread_setcancelstate(cancelled, NULL);
     if (!more_uses) { /* its work could not be waited for */
         real(cuCtxDestroy_v2)(*context);
@@ -63,42 +83,46 @@ static CUresult made(CUresult result, CUcontext *context)
 
 EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice device)
 {
-    CALLED(cuCtxCreate_v2);
+    entry_called(AT_cuCtxCreate_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuCtxCreate_v2] ? real(cuCtxCreate_v2)(context, flags, device)
-                                                   : CUDA_ERROR_NO_DEVICE;
-    GATE(made(real(cuCtxCreate_v2)(context, flags, device), context));
+        return real(cuCtxCreate_v2) ? real(cuCtxCreate_v2)(context, flags, device) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, made(real(cuCtxCreate_v2)(context, flags, device), context));
 }
 
 EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
 {
-    CALLED(cuCtxCreate_v3);
+    entry_called(AT_cuCtxCreate_v3);
     if (!shim_ready())
-        return real_functions[REAL_cuCtxCreate_v3] ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
-                                                   : CUDA_ERROR_NO_DEVICE;
-    GATE(made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
+        return real(cuCtxCreate_v3) ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
+                                    : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
 }
 
 /* From CUDA 12.5 on; drivers before it do not have it. */
 EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned flags, CUdevice device)
 {
-    CALLED(cuCtxCreate_v4);
+    entry_called(AT_cuCtxCreate_v4);
     typedef CUresult create(CUcontext *, void *, unsigned, CUdevice);
-    create *function = (create *)entry_real(entry_of("cuCtxCreate_v4"));
+    create *function = (create *)entry_real(AT_cuCtxCreate_v4);
 
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     if (!shim_ready())
         return function(context, parameters, flags, device);
-    GATE(made(function(context, parameters, flags, device), context));
+    struct reader *reader = gate_enter();
+    return gate_left(reader, made(function(context, parameters, flags, device), context));
 }
 
 /* With memory_lock held: its memory goes with it. */
 static void context_gone(CUcontext context)
 {
+    const struct mapping *mapping;
+
     late_context_gone(context); /* before: their events are gone already */
-    for (size_t i = 0; i < n_mappings;)
-        if ((mappings[i]->plain || mappings[i]->opened) && mappings[i]->context == context) {
+    for (size_t i = 0; (mapping = mapping_nth(i));)
+        if ((mapping->plain || mapping->opened) && mapping->context == context) {
             mapping_take_away(i);
             i = 0; /* the table was let go of */
         } else {
@@ -119,19 +143,19 @@ static void begin_to_end(struct ending *one, CUcontext context)
 {
     *one = (struct ending){.context = context};
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &one->cancelled);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     one->next = endings;
     endings = one;
     if (context)
         late_nobody_looks(context);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
 }
 
 static void has_ended(struct ending *one, CUcontext gone)
 {
     struct ending **at = &endings;
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     if (gone)
         context_gone(gone);
     while (*at && *at != one)
@@ -139,35 +163,37 @@ static void has_ended(struct ending *one, CUcontext gone)
     if (*at) /* a child of a fork in the middle of it has an empty list */
         *at = one->next;
     pthread_cond_broadcast(&ended);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     pthread_setcancelstate(one->cancelled, NULL);
 }
 
 typedef CUresult ends(CUcontext);
 
-static CUresult destroy(CUcontext context, ends *function)
+static CUresult destroy(CUcontext context, int place)
 {
+    ends *function = (ends *)entry_call(place);
     struct ending here;
 
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return function(context);
+    struct reader *reader = gate_enter();
     begin_to_end(&here, context);
     CUresult result = function(context);
     has_ended(&here, result ? NULL : context);
-    return result;
+    return gate_left(reader, result);
 }
 
-#define DESTROYS(name)                                                                                                 \
-    EXPORT CUresult name(CUcontext context)                                                                            \
-    {                                                                                                                  \
-        CALLED(name);                                                                                                  \
-        ends *function = (ends *)entry_real(&entries[AT_##name]);                                                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        if (!shim_ready())                                                                                             \
-            return function(context);                                                                                  \
-        GATE(destroy(context, function));                                                                              \
-    }
-DESTROYS(cuCtxDestroy)
-DESTROYS(cuCtxDestroy_v2)
+EXPORT CUresult cuCtxDestroy(CUcontext context)
+{
+    return destroy(context, AT_cuCtxDestroy);
+}
+
+EXPORT CUresult cuCtxDestroy_v2(CUcontext context)
+{
+    return destroy(context, AT_cuCtxDestroy_v2);
+}
 
 /* With memory_lock held: one use more or less of a context that the application has made. Whether it was the last. */
 static bool used(CUcontext context, int more)
@@ -185,22 +211,23 @@ static CUresult attach(CUcontext *context, unsigned flags, attaches *function)
     CUresult result = function(context, flags);
 
     if (!result && context) {
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
         used(*context, 1);
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     }
     return result;
 }
 
 EXPORT CUresult cuCtxAttach(CUcontext *context, unsigned flags)
 {
-    CALLED(cuCtxAttach);
-    attaches *function = (attaches *)entry_real(&entries[AT_cuCtxAttach]);
+    entry_called(AT_cuCtxAttach);
+    attaches *function = (attaches *)entry_real(AT_cuCtxAttach);
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     if (!shim_ready())
         return function(context, flags);
-    GATE(attach(context, flags, function));
+    struct reader *reader = gate_enter();
+    return gate_left(reader, attach(context, flags, function));
 }
 
 static CUresult detach(CUcontext context, ends *function)
@@ -211,9 +238,9 @@ static CUresult detach(CUcontext context, ends *function)
     CUresult result = function(context);
     bool last = false;
     if (!result) {
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
         last = used(context, -1);
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     }
     has_ended(&here, last ? context : NULL);
     return result;
@@ -221,13 +248,14 @@ static CUresult detach(CUcontext context, ends *function)
 
 EXPORT CUresult cuCtxDetach(CUcontext context)
 {
-    CALLED(cuCtxDetach);
-    ends *function = (ends *)entry_real(&entries[AT_cuCtxDetach]);
+    entry_called(AT_cuCtxDetach);
+    ends *function = (ends *)entry_real(AT_cuCtxDetach);
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     if (!shim_ready())
         return function(context);
-    GATE(detach(context, function));
+    struct reader *reader = gate_enter();
+    return gate_left(reader, detach(context, function));
 }
 
 /* Primary contexts keep their address when they end: it is asked for before. */
@@ -254,10 +282,10 @@ CUcontext context_owner(CUcontext current, CUdevice device)
 
     if (device < 0 || device >= MAX_DEVICES || atomic_load(&primary[device]) == current)
         return current;
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     for (size_t i = 0; i < n_contexts; i++)
         made_by_it |= contexts[i] == current;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     CUcontext of_device = made_by_it ? NULL : primary_of(device);
     if (!of_device)
         return current;
@@ -265,32 +293,43 @@ CUcontext context_owner(CUcontext current, CUdevice device)
     return of_device;
 }
 
-static CUresult primary_ends(CUdevice device, CUresult (*how)(CUdevice), bool resets)
+static CUresult primary_ends(CUdevice device, int place, bool resets)
 {
-    CUcontext context = primary_of(device);
+    typedef CUresult type(CUdevice);
+    type *how = (type *)entry_call(place);
     struct ending here;
     unsigned flags;
     int active = 1;
 
+    if (!how)
+        return CUDA_ERROR_NO_DEVICE;
+    if (!shim_ready())
+        return how(device);
+    struct reader *reader = gate_enter();
+    CUcontext context = primary_of(device);
     begin_to_end(&here, resets ? context : NULL); /* most releases are not the last: nothing waits for them */
     CUresult result = how(device);
     bool over = !result && context && !real(cuDevicePrimaryCtxGetState)(device, &flags, &active) && !active;
     has_ended(&here, over ? context : NULL);
-    return result;
+    return gate_left(reader, result);
 }
 
-#define PRIMARY_ENDS(name, resets)                                                                                     \
-    EXPORT CUresult name(CUdevice device)                                                                              \
-    {                                                                                                                  \
-        CALLED(name);                                                                                                  \
-        CUresult (*function)(CUdevice) = (CUresult (*)(CUdevice))entry_real(&entries[AT_##name]);                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        if (!shim_ready())                                                                                             \
-            return function(device);                                                                                   \
-        GATE(primary_ends(device, function, resets));                                                                  \
-    }
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease, false)
-PRIMARY_ENDS(cuDevicePrimaryCtxRelease_v2, false)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset, true)
-PRIMARY_ENDS(cuDevicePrimaryCtxReset_v2, true)
+EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device)
+{
+    return primary_ends(device, AT_cuDevicePrimaryCtxRelease, false);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
+{
+    return primary_ends(device, AT_cuDevicePrimaryCtxRelease_v2, false);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device)
+{
+    return primary_ends(device, AT_cuDevicePrimaryCtxReset, true);
+}
+
+EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
+{
+    return primary_ends(device, AT_cuDevicePrimaryCtxReset_v2, true);
+}

@@ -1,10 +1,17 @@
 /* Memory that is the driver's whatever its size: stream-ordered, managed, arrays, small pieces. It passes, and is counted
  * while it is there, so that whoever plans a move knows what the driver will have to copy. */
+#include "count.h"
+#include "compiler.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
 #include "memory.h"
 #include "reach.h"
-#include "shim.h"
 
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -87,15 +94,12 @@ struct left_piece *left_take(uint64_t key)
     return piece;
 }
 
-void left_gone(struct left_piece *piece)
+void left_freed(struct left_piece *piece, CUresult result)
 {
-    free(piece);
-}
-
-void left_again(struct left_piece *piece)
-{
-    if (piece)
-        put(piece);
+    if (!result)
+        free(piece);
+    else if (piece)
+        put(piece); /* it is there still */
 }
 
 void left_call(enum left kind)
@@ -123,7 +127,7 @@ void left_context_gone(CUcontext context)
     }
 }
 
-void left_begin_again(void)
+void left_in_child(void)
 {
     unlocked();
     for (struct part *part = parts; part < parts + PARTS; part++)
@@ -134,37 +138,76 @@ void left_begin_again(void)
 
 void left_counts(struct counts *counts)
 {
+    const struct memory *memory;
+
     for (int kind = 0; kind < LEFT_KINDS; kind++) {
         counts->calls[kind] = __atomic_load_n(&pieces[kind], __ATOMIC_RELAXED);
         counts->bytes[kind] = __atomic_load_n(&bytes_of[kind], __ATOMIC_RELAXED);
     }
-    for (size_t i = 0; i < n_memories; i++)
-        if (memories[i]->shared) {
-            counts->calls[memories[i]->cause]++;
-            counts->bytes[memories[i]->cause] += memories[i]->bytes;
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        if (memory->shared) {
+            counts->calls[memory->cause]++;
+            counts->bytes[memory->cause] += memory->bytes;
         }
 }
 
-/* A function of its own for each: behind its gate it calls the driver's, and has a result. */
-#define PASSED(name, arguments, ...)                                                                                   \
-    EXPORT CUresult name arguments                                                                                     \
-    {                                                                                                                  \
-        typedef CUresult type arguments;                                                                               \
-        CALLED(name);                                                                                                  \
-        type *function = (type *)entry_real(&entries[AT_##name]);                                                      \
-        if (!function)                                                                                                 \
-            return CUDA_ERROR_NO_DEVICE;                                                                               \
-        struct reader *reader = gate_enter();                                                                          \
-        __VA_ARGS__                                                                                                    \
-        gate_leave(reader);                                                                                            \
-        return result;                                                                                                 \
-    }
+/* The functions that are counted take integers and pointers, six words at most: handed on as they are. */
+typedef uint64_t word;
+typedef CUresult words_function(word, word, word, word, word, word);
+#define WORDS 6
 
-/* What it takes, what is to be done once it has succeeded. Memory is short only when nothing waits to be let go of. */
-#define COUNTED(name, arguments, passed, then)                                                                         \
-    PASSED(name, arguments, CUresult result = function passed;                                                         \
-           if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
-           if (!result) then;)
+static inline CUresult call(words_function *function, const word *w)
+{
+    return function(w[0], w[1], w[2], w[3], w[4], w[5]);
+}
+
+static void *at(word address)
+{
+    return (void *)(uintptr_t)address;
+}
+
+/* Where an address or a handle was put. */
+static uint64_t put_at(word address)
+{
+    return *(const uint64_t *)at(address);
+}
+
+/* Memory is short only when nothing waits to be let go of. */
+static inline CUresult call_with_room(words_function *function, const word *w)
+{
+    CUresult result = call(function, w);
+
+    return result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL) ? call(function, w) : result;
+}
+
+/* Behind its gate the driver's function is called, and counted once it has succeeded. Each caller has it for itself, so
+ * that what counts costs no call more. */
+static inline __attribute__((always_inline)) CUresult counted(int place, void (*counts)(const word *), const word *w)
+{
+    words_function *function = (words_function *)entry_call(place);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    CUresult result = call_with_room(function, w);
+    if (!result)
+        counts(w);
+    return gate_left(reader, result);
+}
+
+/* What is let go of by its address or handle, the first word. */
+static CUresult taken(int place, const word *w)
+{
+    words_function *function = (words_function *)entry_call(place);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    struct left_piece *piece = left_take(w[0]);
+    CUresult result = call(function, w);
+    left_freed(piece, result);
+    return gate_left(reader, result);
+}
 
 static CUcontext current(void)
 {
@@ -176,19 +219,61 @@ static CUcontext current(void)
 }
 
 /* Stream-ordered memory is its pool's, not a context's. */
-COUNTED(cuMemAllocAsync, (CUdeviceptr * pointer, size_t bytes, void *stream), (pointer, bytes, stream),
-        left_add(LEFT_POOL, *pointer, bytes, NULL))
-COUNTED(cuMemAllocAsync_ptsz, (CUdeviceptr * pointer, size_t bytes, void *stream), (pointer, bytes, stream),
-        left_add(LEFT_POOL, *pointer, bytes, NULL))
-COUNTED(cuMemAllocFromPoolAsync, (CUdeviceptr * pointer, size_t bytes, void *pool, void *stream),
-        (pointer, bytes, pool, stream), left_add(LEFT_POOL, *pointer, bytes, NULL))
-COUNTED(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * pointer, size_t bytes, void *pool, void *stream),
-        (pointer, bytes, pool, stream), left_add(LEFT_POOL, *pointer, bytes, NULL))
-COUNTED(cuMemPoolExportPointer, (void *data, CUdeviceptr pointer), (data, pointer), left_call(LEFT_IPC))
-COUNTED(cuMemPoolImportPointer, (CUdeviceptr * pointer, void *pool, void *data), (pointer, pool, data),
-        left_add(LEFT_IPC, *pointer, 0, NULL))
-COUNTED(cuMemAllocManaged, (CUdeviceptr * pointer, size_t bytes, unsigned flags), (pointer, bytes, flags),
-        left_add(LEFT_MANAGED, *pointer, bytes, current()))
+static void count_pool(const word *w)
+{
+    left_add(LEFT_POOL, put_at(w[0]), w[1], NULL);
+}
+
+EXPORT CUresult cuMemAllocAsync(word pointer, word bytes, word stream)
+{
+    return counted(AT_cuMemAllocAsync, count_pool, (word[WORDS]){pointer, bytes, stream});
+}
+
+EXPORT CUresult cuMemAllocAsync_ptsz(word pointer, word bytes, word stream)
+{
+    return counted(AT_cuMemAllocAsync_ptsz, count_pool, (word[WORDS]){pointer, bytes, stream});
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync(word pointer, word bytes, word pool, word stream)
+{
+    return counted(AT_cuMemAllocFromPoolAsync, count_pool, (word[WORDS]){pointer, bytes, pool, stream});
+}
+
+EXPORT CUresult cuMemAllocFromPoolAsync_ptsz(word pointer, word bytes, word pool, word stream)
+{
+    return counted(AT_cuMemAllocFromPoolAsync_ptsz, count_pool, (word[WORDS]){pointer, bytes, pool, stream});
+}
+
+static void count_given(const word *w)
+{
+    (void)w;
+    left_call(LEFT_IPC);
+}
+
+EXPORT CUresult cuMemPoolExportPointer(word data, word pointer)
+{
+    return counted(AT_cuMemPoolExportPointer, count_given, (word[WORDS]){data, pointer});
+}
+
+static void count_imported(const word *w)
+{
+    left_add(LEFT_IPC, put_at(w[0]), 0, NULL);
+}
+
+EXPORT CUresult cuMemPoolImportPointer(word pointer, word pool, word data)
+{
+    return counted(AT_cuMemPoolImportPointer, count_imported, (word[WORDS]){pointer, pool, data});
+}
+
+static void count_managed(const word *w)
+{
+    left_add(LEFT_MANAGED, put_at(w[0]), w[1], current());
+}
+
+EXPORT CUresult cuMemAllocManaged(word pointer, word bytes, word flags)
+{
+    return counted(AT_cuMemAllocManaged, count_managed, (word[WORDS]){pointer, bytes, flags});
+}
 
 /* How large an array is only the driver knows; what it must have for its elements is known. */
 struct array2d {
@@ -204,59 +289,157 @@ struct array3d {
 
 static size_t elements(size_t width, size_t height, size_t depth, int format, unsigned channels)
 {
-    size_t each = format == 2 || format == 9 || format == 0x10 ? 2
-        : format == 3 || format == 10 || format == 0x20        ? 4
-                                                               : 1;
+    size_t each = 1;
 
+    if (format == 2 || format == 9 || format == 0x10)
+        each = 2;
+    else if (format == 3 || format == 10 || format == 0x20)
+        each = 4;
     return width * (height ? height : 1) * (depth ? depth : 1) * each * (channels ? channels : 1);
 }
 
-COUNTED(cuArrayCreate_v2, (void **array, const struct array2d *of), (array, of),
-        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, 0, of->format, of->channels),
-                 current()))
-COUNTED(cuArray3DCreate_v2, (void **array, const struct array3d *of), (array, of),
-        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, of->depth, of->format, of->channels),
-                 current()))
-COUNTED(cuMipmappedArrayCreate, (void **array, const struct array3d *of, unsigned levels), (array, of, levels),
-        left_add(LEFT_ARRAY, (uintptr_t)*array, elements(of->width, of->height, of->depth, of->format, of->channels),
-                 current()))
+static void count_2d(const word *w)
+{
+    const struct array2d *of = at(w[1]);
 
-#define TAKEN(name, key, arguments, ...)                                                                               \
-    PASSED(name, arguments, struct left_piece *piece = left_take((uint64_t)(uintptr_t)(key));                          \
-           CUresult result = function(__VA_ARGS__); result ? left_again(piece) : left_gone(piece);)
-TAKEN(cuArrayDestroy, array, (void *array), array)
-TAKEN(cuMipmappedArrayDestroy, array, (void *array), array)
+    left_add(LEFT_ARRAY, put_at(w[0]), elements(of->width, of->height, 0, of->format, of->channels), current());
+}
+
+static void count_3d(const word *w)
+{
+    const struct array3d *of = at(w[1]);
+
+    left_add(LEFT_ARRAY, put_at(w[0]), elements(of->width, of->height, of->depth, of->format, of->channels), current());
+}
+
+EXPORT CUresult cuArrayCreate_v2(word array, word of)
+{
+    return counted(AT_cuArrayCreate_v2, count_2d, (word[WORDS]){array, of});
+}
+
+EXPORT CUresult cuArray3DCreate_v2(word array, word of)
+{
+    return counted(AT_cuArray3DCreate_v2, count_3d, (word[WORDS]){array, of});
+}
+
+EXPORT CUresult cuMipmappedArrayCreate(word array, word of, word levels)
+{
+    return counted(AT_cuMipmappedArrayCreate, count_3d, (word[WORDS]){array, of, levels});
+}
+
+EXPORT CUresult cuArrayDestroy(word array)
+{
+    return taken(AT_cuArrayDestroy, (word[WORDS]){array});
+}
+
+EXPORT CUresult cuMipmappedArrayDestroy(word array)
+{
+    return taken(AT_cuMipmappedArrayDestroy, (word[WORDS]){array});
+}
 
 struct buffer {
     unsigned long long offset, size;
 };
-COUNTED(cuExternalMemoryGetMappedBuffer, (CUdeviceptr * pointer, void *memory, const struct buffer *of),
-        (pointer, memory, of), left_add(LEFT_FOREIGN, *pointer, of->size, current()))
-COUNTED(cuGraphAddMemAllocNode, (void **node, void *graph, const void *after, size_t n, void *parameters),
-        (node, graph, after, n, parameters), left_call(LEFT_GRAPH))
-#define MEM_ALLOC_NODE 10 /* what a node is, is the first thing that its parameters say */
-/* Whether a node that copies may be made once more. */
-static bool reached(const int *parameters)
+
+static void count_buffer(const word *w)
 {
-    const uint64_t words[REACH_WORDS] = {[4] = (uint64_t)(uintptr_t)parameters};
+    left_add(LEFT_FOREIGN, put_at(w[0]), ((const struct buffer *)at(w[2]))->size, current());
+}
+
+EXPORT CUresult cuExternalMemoryGetMappedBuffer(word pointer, word memory, word of)
+{
+    return counted(AT_cuExternalMemoryGetMappedBuffer, count_buffer, (word[WORDS]){pointer, memory, of});
+}
+
+static void count_graph(const word *w)
+{
+    (void)w;
+    left_call(LEFT_GRAPH);
+}
+
+EXPORT CUresult cuGraphAddMemAllocNode(word node, word graph, word after, word n, word parameters)
+{
+    return counted(AT_cuGraphAddMemAllocNode, count_graph, (word[WORDS]){node, graph, after, n, parameters});
+}
+
+#define MEM_ALLOC_NODE 10 /* what a node is, is the first thing that its parameters say */
+
+/* Whether a node that copies may be made once more. */
+static bool reached(word parameters)
+{
+    const uint64_t words[REACH_WORDS] = {[4] = parameters};
 
     return reach("cuGraphAddNode", words);
 }
-#define NODE(name, arguments, passed)                                                                                  \
-    PASSED(name, arguments, CUresult result = function passed;                                                         \
-           if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL)) result = function passed;                    \
-           if (result == CUDA_ERROR_INVALID_VALUE && reached(parameters)) result = function passed;                    \
-           if (!result && *parameters == MEM_ALLOC_NODE) left_call(LEFT_GRAPH);)
-NODE(cuGraphAddNode, (void **node, void *graph, const void *after, size_t n, const int *parameters),
-     (node, graph, after, n, parameters))
-NODE(cuGraphAddNode_v2,
-     (void **node, void *graph, const void *after, const void *edges, size_t n, const int *parameters),
-     (node, graph, after, edges, n, parameters))
+
+static CUresult add_node(int place, word parameters, const word *w)
+{
+    words_function *function = (words_function *)entry_call(place);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    CUresult result = call_with_room(function, w);
+    if (result == CUDA_ERROR_INVALID_VALUE && reached(parameters))
+        result = call(function, w);
+    if (!result && *(const int *)at(parameters) == MEM_ALLOC_NODE)
+        left_call(LEFT_GRAPH);
+    return gate_left(reader, result);
+}
+
+EXPORT CUresult cuGraphAddNode(word node, word graph, word after, word n, word parameters)
+{
+    return add_node(AT_cuGraphAddNode, parameters, (word[WORDS]){node, graph, after, n, parameters});
+}
+
+EXPORT CUresult cuGraphAddNode_v2(word node, word graph, word after, word edges, word n, word parameters)
+{
+    return add_node(AT_cuGraphAddNode_v2, parameters, (word[WORDS]){node, graph, after, edges, n, parameters});
+}
+
+static void count_table(const word *w)
+{
+    (void)w;
+    left_call(LEFT_TABLES);
+}
+
 /* NVIDIA's libraries ask for tables of functions that have no name: what they call through them does not pass the gate. */
-COUNTED(cuGetExportTable, (const void **table, const void *which), (table, which), left_call(LEFT_TABLES))
+EXPORT CUresult cuGetExportTable(word table, word which)
+{
+    return counted(AT_cuGetExportTable, count_table, (word[WORDS]){table, which});
+}
 
 /* The only three functions of the driver that take floating point numbers by value: a hook that hands on words would lose
  * them where it has to look for the real function first. */
-COUNTED(cuTexRefSetMipmapLevelBias, (void *texture, float bias), (texture, bias), (void)0)
-COUNTED(cuTexRefSetMipmapLevelClamp, (void *texture, float least, float most), (texture, least, most), (void)0)
-COUNTED(cuParamSetf, (void *function_, int offset, float value), (function_, offset, value), (void)0)
+EXPORT CUresult cuTexRefSetMipmapLevelBias(void *texture, float bias)
+{
+    typedef CUresult type(void *, float);
+    type *function = (type *)entry_call(AT_cuTexRefSetMipmapLevelBias);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, function(texture, bias));
+}
+
+EXPORT CUresult cuTexRefSetMipmapLevelClamp(void *texture, float least, float most)
+{
+    typedef CUresult type(void *, float, float);
+    type *function = (type *)entry_call(AT_cuTexRefSetMipmapLevelClamp);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, function(texture, least, most));
+}
+
+EXPORT CUresult cuParamSetf(void *function_, int offset, float value)
+{
+    typedef CUresult type(void *, int, float);
+    type *function = (type *)entry_call(AT_cuParamSetf);
+
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, function(function_, offset, value));
+}

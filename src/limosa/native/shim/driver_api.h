@@ -20,6 +20,7 @@ enum {
     CUDA_ERROR_NO_DEVICE = 100,
     CUDA_ERROR_INVALID_CONTEXT = 201,
     CUDA_ERROR_INVALID_HANDLE = 400,
+    CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
@@ -90,20 +91,8 @@ typedef struct {
     F(cuDeviceGetCount, (int *))                                                                                       \
     F(cuThreadExchangeStreamCaptureMode, (int *))                                                                      \
     F(cuInit, (unsigned))
-
-/* real(cuMemMap)(…): the driver's own. */
 #define F(name, arguments) typedef CUresult name##_type arguments;
 DRIVER_FUNCTIONS(F)
 #undef F
-enum {
-#define F(name, arguments) REAL_##name,
-    DRIVER_FUNCTIONS(F)
-#undef F
-        REAL_FUNCTIONS
-};
-extern void *real_functions[REAL_FUNCTIONS];
-#define real(name) ((name##_type *)real_functions[REAL_##name])
-/* Finds all of them; false where one is missing (a driver that is too old): then nothing is taken over. */
-int real_find(void);
 
 #endif

@@ -1,5 +1,5 @@
 #include "fds.h"
-#include "gate.h"
+#include "compiler.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -33,8 +33,10 @@ static bool lock(void)
 
     clock_gettime(CLOCK_REALTIME, &end);
     end.tv_nsec += LOCK_MS * 1000000;
-    if (end.tv_nsec >= 1000000000)
-        end.tv_sec++, end.tv_nsec -= 1000000000;
+    if (end.tv_nsec >= 1000000000) {
+        end.tv_sec++;
+        end.tv_nsec -= 1000000000;
+    }
     return !pthread_mutex_timedlock(&one, &end);
 }
 

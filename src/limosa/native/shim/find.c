@@ -1,12 +1,16 @@
 /* How a program reaches the driver, and how the shim gets between: direct symbols (it is loaded first), dlsym and dlvsym,
  * cuGetProcAddress. The real dlsym cannot be asked for by dlsym, which is ours: it is read from the C library's table. */
+#include "find.h"
+#include "compiler.h"
+#include "driver_api.h"
+#include "hooks.h"
+
 #include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
-
-#include "shim.h"
 
 typedef void *dlsym_function(void *, const char *);
 typedef void *dlvsym_function(void *, const char *, const char *);
@@ -89,7 +93,7 @@ static int look(struct dl_phdr_info *info, size_t size, void *data)
     return 0;
 }
 
-__attribute__((constructor(101))) void find_begin(void)
+__attribute__((constructor(101))) static void find_begin(void)
 {
     struct wanted sym = {"dlsym", NULL, false}, vsym = {"dlvsym", NULL, false};
 
@@ -155,12 +159,12 @@ __attribute__((visibility("hidden"), used)) struct answer shim_answer(void *libr
     if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || symbol[2] < 'A' || symbol[2] > 'Z' || library == RTLD_NEXT)
         return (struct answer){NULL, 0};
     void *real = ask(library, symbol, version);
-    struct entry *entry = entry_of(symbol);
-    if (entry && (!real || real == entry->hook)) {
+    int place = entry_of(symbol);
+    if (place >= 0 && (!real || real == entry_hook(place))) {
         /* The whole program was searched, and we were found before any driver: as if we were not there. */
-        if (real && entry_real(entry)) {
-            atomic_store(&entry->asked_for, 1);
-            return (struct answer){entry->hook, 1};
+        if (real && entry_real(place)) {
+            entry_asked_for(place);
+            return (struct answer){real, 1};
         }
         ask(library, "a function of libcuda.so.1", version); /* for dlerror */
         return (struct answer){NULL, 1};
@@ -227,10 +231,9 @@ typedef int get_proc_v2(const char *, void **, int, uint64_t, void *);
 
 EXPORT int cuGetProcAddress(const char *symbol, void **found, int version, uint64_t flags)
 {
-    CALLED(cuGetProcAddress);
-    get_proc *real = entry_real(&entries[AT_cuGetProcAddress]);
+    get_proc *real = entry_call(AT_cuGetProcAddress);
     if (!real)
-        return DRIVER_NOT_THERE;
+        return CUDA_ERROR_NO_DEVICE;
     int result = real(symbol, found, version, flags);
     if (!result && symbol && found && *found)
         *found = entry_instead(symbol, *found);
@@ -239,10 +242,9 @@ EXPORT int cuGetProcAddress(const char *symbol, void **found, int version, uint6
 
 EXPORT int cuGetProcAddress_v2(const char *symbol, void **found, int version, uint64_t flags, void *status)
 {
-    CALLED(cuGetProcAddress_v2);
-    get_proc_v2 *real = entry_real(&entries[AT_cuGetProcAddress_v2]);
+    get_proc_v2 *real = entry_call(AT_cuGetProcAddress_v2);
     if (!real)
-        return DRIVER_NOT_THERE;
+        return CUDA_ERROR_NO_DEVICE;
     int result = real(symbol, found, version, flags, status);
     if (!result && symbol && found && *found)
         *found = entry_instead(symbol, *found);

@@ -1,11 +1,14 @@
-#include "capture.h"
 #include "gate.h"
-#include "shim.h"
+#include "capture.h"
+#include "compiler.h"
+#include "forks.h"
 
 #include <errno.h>
 #include <linux/futex.h>
 #include <linux/membarrier.h>
 #include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -98,7 +101,7 @@ void gate_wait(struct reader *reader, uint32_t depth)
             syscall(SYS_futex, &gate_closed, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
         atomic_store_explicit(&reader->inside, depth, memory_order_relaxed);
         atomic_thread_fence(memory_order_seq_cst);
-    } while (atomic_load_explicit(&gate_closed, memory_order_relaxed));
+    } while (atomic_load_explicit(&gate_closed, memory_order_acquire));
     errno = before;
 }
 

@@ -11,8 +11,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define TLS _Thread_local __attribute__((tls_model("initial-exec")))
-#define UNLIKELY(x) __builtin_expect(!!(x), 0)
+#include "compiler.h"
 
 struct reader {
     _Atomic uint32_t inside; /* calls of this thread that are in the driver, one within the other */
@@ -23,6 +22,7 @@ struct reader {
     struct reader *next;
 } __attribute__((aligned(64)));
 
+/* These three for the functions below alone: they stand in the way of every call. */
 extern TLS struct reader *gate_reader;
 extern _Atomic uint32_t gate_closed;
 extern bool gate_fence; /* no membarrier on this kernel: each thread makes its own */
@@ -42,7 +42,8 @@ static inline struct reader *gate_enter(void)
     else
         atomic_signal_fence(memory_order_seq_cst); /* the order of store and look: membarrier does the rest */
     if (atomic_load_explicit(&reader->passed, memory_order_relaxed) == 0) {
-        if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_relaxed)))
+        /* What was done behind the closed gate comes before what is read after this (acquire). */
+        if (UNLIKELY(atomic_load_explicit(&gate_closed, memory_order_acquire)))
             gate_wait(reader, inside + 1);
         atomic_store_explicit(&reader->passed, inside + 1, memory_order_relaxed);
     }
@@ -57,6 +58,23 @@ static inline void gate_leave(struct reader *reader)
         atomic_store_explicit(&reader->passed, 0, memory_order_release);
     atomic_signal_fence(memory_order_seq_cst);
     atomic_store_explicit(&reader->inside, inside - 1, memory_order_release);
+}
+
+/* Leaves, with what the call inside it has answered: return gate_left(reader, call()). */
+static inline int gate_left(struct reader *reader, int result)
+{
+    gate_leave(reader);
+    return result;
+}
+
+/* Of the calling thread: what it counts with, NULL where it has not called yet; and by what it is known from others. */
+static inline const struct reader *gate_mine(void)
+{
+    return gate_reader;
+}
+static inline const void *gate_thread(void)
+{
+    return &gate_reader;
 }
 
 /* Closes it: false where a call has not come back by then, and it is open again. Only the shim's own thread calls it. */

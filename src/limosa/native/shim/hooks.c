@@ -4,13 +4,54 @@
  * value that fits the words below, so handing on all argument registers and as many words of the caller's stack does for
  * any. Floating point registers are not touched: this file is compiled for general registers only. A function that the
  * shim has to know better (OWN in the list) has a definition of its own elsewhere. */
+#include "hooks.h"
+#include "compiler.h"
+#include "driver_api.h"
+#include "find.h"
+#include "forks.h"
+#include "gate.h"
+#include "reach.h"
+
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "reach.h"
-#include "shim.h"
+struct entry {
+    const char *symbol, *base; /* cuMemAlloc_v2; what cuGetProcAddress is asked for */
+    void *hook;
+    void *_Atomic real;
+    _Atomic unsigned char called;
+    _Atomic unsigned char asked_for;
+    unsigned char role;
+};
+
+#define SPARE 256 /* functions that are newer than the list */
+static struct entry entries[LISTED + SPARE];
+
+/* Nothing is written where it is known already: the line is every thread's. */
+static inline void note_call(struct entry *entry)
+{
+    if (UNLIKELY(!atomic_load_explicit(&entry->called, memory_order_relaxed)))
+        atomic_store_explicit(&entry->called, 1, memory_order_relaxed);
+}
+
+static void *look_up(struct entry *entry)
+{
+    void *real = find_in_driver(entry->symbol);
+
+    if (real)
+        atomic_store(&entry->real, real);
+    return real;
+}
+
+static inline void *real_of(struct entry *entry)
+{
+    void *real = atomic_load(&entry->real);
+
+    return UNLIKELY(!real) ? look_up(entry) : real;
+}
 
 typedef uint64_t word;
 #define WORDS                                                                                                          \
@@ -24,12 +65,12 @@ typedef word function(WORDS);
 static inline __attribute__((always_inline)) word hand_on(bool copies, struct entry *entry, WORDS)
 {
     function *real = (function *)atomic_load_explicit(&entry->real, memory_order_relaxed);
-    if (UNLIKELY(!real) && !(real = (function *)entry_real(entry)))
-        return DRIVER_NOT_THERE;
-    entry_called(entry);
+    if (UNLIKELY(!real) && !(real = (function *)real_of(entry)))
+        return CUDA_ERROR_NO_DEVICE;
+    note_call(entry);
     struct reader *reader = gate_enter();
     word result = real(PASSED);
-    if (copies && UNLIKELY((int)result == DRIVER_INVALID_VALUE)) {
+    if (copies && UNLIKELY((int)result == CUDA_ERROR_INVALID_VALUE)) {
         const word words[REACH_WORDS] = {a, b, c, d, e, f};
         if (reach(entry->base, words))
             result = real(PASSED);
@@ -37,8 +78,6 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, struct en
     gate_leave(reader);
     return result;
 }
-
-#define SPARE 256 /* functions that are newer than the list */
 
 #define HAND_ON(symbol, copies)                                                                                        \
     EXPORT word symbol(WORDS);                                                                                         \
@@ -71,13 +110,13 @@ SPARE_16(0) SPARE_16(1) SPARE_16(2) SPARE_16(3) SPARE_16(4) SPARE_16(5) SPARE_16
 SPARE_16(a) SPARE_16(b) SPARE_16(c) SPARE_16(d) SPARE_16(e) SPARE_16(f)
 /* clang-format on */
 
-#define HOOK_1(x) {.hook = (void *)spare_##x},
+#define HOOK_1(x) {.hook = (void *)(spare_##x)},
 /* clang-format off */
 #define HOOK_16(x)                                                                                                     \
     HOOK_1(x##0) HOOK_1(x##1) HOOK_1(x##2) HOOK_1(x##3) HOOK_1(x##4) HOOK_1(x##5) HOOK_1(x##6) HOOK_1(x##7)            \
         HOOK_1(x##8) HOOK_1(x##9) HOOK_1(x##a) HOOK_1(x##b) HOOK_1(x##c) HOOK_1(x##d) HOOK_1(x##e) HOOK_1(x##f)
-struct entry entries[LISTED + SPARE] = {
-#define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)symbol, .role = ROLE_##what},
+static struct entry entries[LISTED + SPARE] = {
+#define FUNCTION(symbol, base, version, per_thread, what) {#symbol, #base, (void *)(symbol), .role = ROLE_##what},
 #include "../driver/functions.list"
 #include "newer.list"
 #undef FUNCTION
@@ -99,13 +138,14 @@ __attribute__((constructor)) static void begin(void)
     in_children(in_child);
 }
 
-int n_entries(void)
+int entry_count(void)
 {
     return LISTED + atomic_load(&n_spare);
 }
 
 /* The list is in the order of people, not of strcmp. */
 static unsigned short sorted[LISTED];
+_Static_assert(LISTED <= 65536, "a place in the list is two bytes");
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static int order(const void *one, const void *other)
@@ -115,8 +155,8 @@ static int order(const void *one, const void *other)
 
 static void sort(void)
 {
-    for (unsigned short at = 0; at < LISTED; at++)
-        sorted[at] = at;
+    for (int at = 0; at < LISTED; at++)
+        sorted[at] = (unsigned short)at;
     qsort(sorted, LISTED, sizeof sorted[0], order);
 }
 
@@ -125,20 +165,49 @@ static int compare(const void *symbol, const void *at)
     return strcmp(symbol, entries[*(const unsigned short *)at].symbol);
 }
 
-struct entry *entry_of(const char *symbol)
+int entry_of(const char *symbol)
 {
     pthread_once(&once, sort);
     unsigned short *at = bsearch(symbol, sorted, LISTED, sizeof sorted[0], compare);
-    return at ? &entries[*at] : NULL;
+    return at ? *at : -1;
 }
 
-void *entry_real(struct entry *entry)
+void entry_called(int place)
 {
-    void *real = atomic_load(&entry->real);
+    note_call(&entries[place]);
+}
 
-    if (!real && (real = find_in_driver(entry->symbol)))
-        atomic_store(&entry->real, real);
-    return real;
+void *entry_call(int place)
+{
+    note_call(&entries[place]);
+    return real_of(&entries[place]);
+}
+
+void *entry_real(int place)
+{
+    return real_of(&entries[place]);
+}
+
+void *entry_known(int place)
+{
+    return atomic_load(&entries[place].real);
+}
+
+void *entry_hook(int place)
+{
+    return entries[place].hook;
+}
+
+void entry_asked_for(int place)
+{
+    atomic_store(&entries[place].asked_for, 1);
+}
+
+struct told_of entry_told(int place)
+{
+    const struct entry *entry = &entries[place];
+
+    return (struct told_of){entry->symbol, (enum role)entry->role, entry->called != 0, entry->asked_for != 0};
 }
 
 /* The headers of graphics have functions of their own (cudaGL.h, cudaEGL.h, cudaVDPAU.h). They find memory that is the
@@ -153,20 +222,25 @@ static bool of_graphics(const char *symbol)
     return false;
 }
 
+/* Another version of it is meant where the address is not that one's: cuGetProcAddress is asked by the base name. */
+static int version_of(const char *base, const void *real)
+{
+    for (int at = 0; at < LISTED; at++)
+        if (!strcmp(entries[at].base, base) && entry_real(at) == real)
+            return at;
+    return -1;
+}
+
 void *entry_instead(const char *symbol, void *real)
 {
-    struct entry *entry = entry_of(symbol);
+    int place = entry_of(symbol);
 
-    /* Another version of it is meant where the address is not this one's: cuGetProcAddress is asked by the base name. */
-    if (entry && entry_real(entry) == real) {
-        atomic_store(&entry->asked_for, 1);
-        return entry->hook;
+    if (place < 0 || entry_real(place) != real)
+        place = version_of(symbol, real);
+    if (place >= 0) {
+        entry_asked_for(place);
+        return entry_hook(place);
     }
-    for (int at = 0; at < LISTED; at++)
-        if (!strcmp(entries[at].base, symbol) && entry_real(&entries[at]) == real) {
-            atomic_store(&entries[at].asked_for, 1);
-            return entries[at].hook;
-        }
     void *hook = NULL;
     char *copy = strdup(symbol); /* before: another thread may fork, or a signal come, in the allocator */
     while (atomic_exchange_explicit(&guard, 1, memory_order_acquire))

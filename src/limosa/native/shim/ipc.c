@@ -1,18 +1,25 @@
 /* Legacy handles (cuIpcGetMemHandle) of memory that is looked after: the driver has none for it, so ours name the
  * process and the memory. Whoever opens one asks that process's shim for a descriptor, and from then on both have the
  * same memory under one number (`share`): it is put away in all of them, and comes back as one. */
+#include "ipc.h"
 #include "bulk.h"
+#include "compiler.h"
+#include "count.h"
+#include "driver.h"
 #include "fds.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
 #include "memory.h"
 #include "protocol.h"
 #include "serve.h"
-#include "shim.h"
 
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -48,7 +55,7 @@ static uint64_t drawn(void)
     return number;
 }
 
-void ipc_begin_again(void)
+void ipc_in_child(void)
 {
     token = 0;
 }
@@ -61,10 +68,10 @@ bool ipc_is_ours(uint64_t asked)
 static CUresult get(struct handle *handle, CUdeviceptr pointer)
 {
     typedef CUresult type(struct handle *, CUdeviceptr);
-    type *function = (type *)entry_real(&entries[AT_cuIpcGetMemHandle]);
+    type *function = (type *)entry_real(AT_cuIpcGetMemHandle);
     struct said said = {.magic = MAGIC, .pid = (int32_t)getpid(), .name = serve_name()};
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     const struct mapping *mapping = mapping_at(pointer);
     bool ours = handle && mapping && mapping->plain && !mapping->freeing;
     if (ours) {
@@ -77,7 +84,7 @@ static CUresult get(struct handle *handle, CUdeviceptr pointer)
         said.bytes = mapping->bytes;
         said.asked = mapping->asked;
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (!ours) {
         CUresult result = function ? function(handle, pointer) : CUDA_ERROR_NO_DEVICE;
         if (!result && shim_ready())
@@ -91,7 +98,7 @@ static CUresult get(struct handle *handle, CUdeviceptr pointer)
 
 EXPORT CUresult cuIpcGetMemHandle(struct handle *handle, CUdeviceptr pointer)
 {
-    CALLED(cuIpcGetMemHandle);
+    entry_called(AT_cuIpcGetMemHandle);
     struct reader *reader = gate_enter();
     CUresult result = get(handle, pointer);
     gate_leave(reader);
@@ -226,25 +233,26 @@ static int32_t ask(const struct said *said, int *fd, int *connection)
 static bool again(CUdeviceptr *pointer, const struct said *said)
 {
     CUcontext context = NULL;
+    struct mapping *mapping;
     bool found = false;
 
     real(cuCtxGetCurrent)(&context);
-    pthread_mutex_lock(&memory_lock);
-    for (size_t i = 0; i < n_mappings && !found; i++)
-        if (mappings[i]->opened && !mappings[i]->freeing && mappings[i]->memory->share == said->share
-            && mappings[i]->context == context) {
-            mappings[i]->times++;
-            *pointer = mappings[i]->at;
+    memory_lock();
+    for (size_t i = 0; !found && (mapping = mapping_nth(i)); i++)
+        if (mapping->opened && !mapping->freeing && mapping->memory->share == said->share
+            && mapping->context == context) {
+            mapping->times++;
+            *pointer = mapping->at;
             found = true;
         }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return found;
 }
 
 static struct memory *noted(struct mapping *mapping, const struct said *said, CUhandle driver, int fd,
                             const CUmemAllocationProp *prop)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct memory *memory = memory_new(driver, said->bytes, prop);
     if (memory) {
         mapping->memory = memory;
@@ -257,7 +265,7 @@ static struct memory *noted(struct mapping *mapping, const struct said *said, CU
             memory = NULL;
         }
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return memory;
 }
 
@@ -308,9 +316,9 @@ no_map:
 no_address:
     real(cuMemRelease)(driver);
 no_import:
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     memory_guard();
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     free(mapping);
 no_mapping:
     fds_close(fd);
@@ -338,10 +346,12 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
             break;
         poll(NULL, 0, 20);
     }
-    if (told) /* as where the exporter is gone */
-        return told == -ENOENT ? CUDA_ERROR_INVALID_HANDLE
-            : told == -ENOMEM  ? CUDA_ERROR_OUT_OF_MEMORY
-                               : CUDA_ERROR_INVALID_VALUE;
+    switch (told) {
+    case 0: break;
+    case -ENOENT: return CUDA_ERROR_INVALID_HANDLE; /* as where the exporter is gone */
+    case -ENOMEM: return CUDA_ERROR_OUT_OF_MEMORY;
+    default: return CUDA_ERROR_INVALID_VALUE;
+    }
     struct reader *reader = gate_enter();
     CUresult result = import(pointer, said, fd);
     gate_leave(reader);
@@ -350,14 +360,13 @@ static CUresult open_ours(CUdeviceptr *pointer, const struct said *said, unsigne
     return result;
 }
 
-static CUresult open_any(struct entry *entry, CUdeviceptr *pointer, struct handle handle, unsigned flags)
+static CUresult open_any(int place, CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
     typedef CUresult type(CUdeviceptr *, struct handle, unsigned);
-    type *function = (type *)entry_real(entry);
+    type *function = (type *)entry_call(place);
     CUcontext context = NULL;
     struct said said;
 
-    entry_called(entry);
     memcpy(&said, &handle, sizeof said);
     if (said.magic == MAGIC && shim_ready())
         return open_ours(pointer, &said, flags);
@@ -373,52 +382,53 @@ static CUresult open_any(struct entry *entry, CUdeviceptr *pointer, struct handl
 
 EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
-    return open_any(&entries[AT_cuIpcOpenMemHandle], pointer, handle, flags);
+    return open_any(AT_cuIpcOpenMemHandle, pointer, handle, flags);
 }
 
 EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *pointer, struct handle handle, unsigned flags)
 {
-    return open_any(&entries[AT_cuIpcOpenMemHandle_v2], pointer, handle, flags);
+    return open_any(AT_cuIpcOpenMemHandle_v2, pointer, handle, flags);
 }
 
 static CUresult close_any(CUdeviceptr pointer)
 {
     typedef CUresult type(CUdeviceptr);
-    type *function = (type *)entry_real(&entries[AT_cuIpcCloseMemHandle]);
+    type *function = (type *)entry_real(AT_cuIpcCloseMemHandle);
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct mapping *mapping = mapping_at(pointer);
     bool ours = mapping && mapping->opened && mapping->at == pointer && mapping->times > 0 && !mapping->freeing;
     int times = ours ? --mapping->times : 0;
     CUcontext context = ours ? mapping->context : NULL;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (!ours) {
         struct left_piece *piece = left_take(pointer);
         CUresult result = function ? function(pointer) : CUDA_ERROR_NO_DEVICE;
-        result ? left_again(piece) : left_gone(piece);
+        left_freed(piece, result);
         return result;
     }
     if (times > 0)
         return CUDA_SUCCESS;
     CUresult result = wait_for_work(context);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     size_t place = mapping_place(pointer);
-    if (place < n_mappings && mappings[place]->at == pointer && mappings[place]->opened && !mappings[place]->times) {
+    mapping = mapping_nth(place);
+    if (mapping && mapping->at == pointer && mapping->opened && !mapping->times) {
         if (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED) { /* later: nobody may wait now */
-            mappings[place]->freeing = true;
-            late_add(mappings[place], NULL, NULL, false);
+            mapping->freeing = true;
+            late_add(mapping, NULL, NULL, false);
             result = CUDA_SUCCESS;
         } else {
             mapping_take_away(place);
         }
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr pointer)
 {
-    CALLED(cuIpcCloseMemHandle);
+    entry_called(AT_cuIpcCloseMemHandle);
     struct reader *reader = gate_enter();
     CUresult result = close_any(pointer);
     gate_leave(reader);

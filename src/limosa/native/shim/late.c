@@ -4,20 +4,29 @@
  * when the last capture has ended, and when the gate is closed; waited for only where memory is short. */
 #include "late.h"
 #include "capture.h"
-#include "shim.h"
+#include "contexts.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
+#include "memory.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 
 #define BATCH 64
 #define LEGACY_STREAM ((void *)1)
 #define PER_THREAD_STREAM ((void *)2)
 #define NO_TIMING 2
-#define NOT_READY 600
 
 struct one {
     CUdeviceptr at;
     uint64_t id; /* addresses are used again */
-    CUcontext owner, recorded;
+    CUcontext owner, recorded; /* read by others who have the lock: not written after it is in a list */
     void *event;
     bool ordered;
+    bool marked; /* while it was looked at: its event is of its owner */
 };
 
 typedef CUresult event_create(void **, unsigned);
@@ -26,7 +35,7 @@ typedef CUresult context_record(CUcontext, void *);
 typedef CUresult event_call(void *);
 typedef CUresult stream_context(void *, CUcontext *);
 typedef CUresult is_capturing(void *, int *);
-#define driver_of(type, name) ((type *)entry_real(&entries[AT_##name]))
+#define driver_of(type, name) ((type *)entry_real(AT_##name))
 
 CUresult wait_for_work(CUcontext owner)
 {
@@ -54,7 +63,7 @@ CUresult wait_for_work(CUcontext owner)
 
 void late_forget(void *event)
 {
-    event_call *destroy = (event_call *)atomic_load(&entries[AT_cuEventDestroy_v2].real);
+    event_call *destroy = (event_call *)entry_known(AT_cuEventDestroy_v2);
 
     if (event && destroy)
         destroy(event);
@@ -133,14 +142,18 @@ void late_taken(struct mapping *mapping)
 /* Some of them, from an address on: taken out of the list for as long as they are looked at, so that nobody else does. */
 static size_t some(struct one *all, CUdeviceptr from)
 {
+    struct mapping *mapping;
     size_t n = 0;
 
-    for (size_t place = mapping_place(from); place < n_mappings && n < BATCH; place++) {
-        struct mapping *mapping = mappings[place];
+    for (size_t place = mapping_place(from); n < BATCH && (mapping = mapping_nth(place)); place++) {
         if (!mapping->late || context_ending(mapping->context) || context_ending(mapping->recorded))
             continue;
-        all[n++] = (struct one){mapping->at,       mapping->memory->id, mapping->context,
-                                mapping->recorded, mapping->event,      mapping->ordered};
+        all[n++] = (struct one){.at = mapping->at,
+                                .id = mapping->memory->id,
+                                .owner = mapping->context,
+                                .recorded = mapping->recorded,
+                                .event = mapping->event,
+                                .ordered = mapping->ordered};
         late_taken(mapping);
         mapping->event = NULL;
     }
@@ -162,15 +175,15 @@ static pthread_cond_t looked = PTHREAD_COND_INITIALIZER;
 /* How many there are; with none it has not begun. */
 static size_t look_begins(struct look *look, CUdeviceptr from)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     look->n = some(look->all, from);
     if (look->n) {
         pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &look->cancelled);
-        look->thread = &gate_reader;
+        look->thread = gate_thread();
         look->next = looks;
         looks = look;
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return look->n;
 }
 
@@ -178,13 +191,13 @@ static void look_ends(struct look *look)
 {
     struct look **at = &looks;
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     while (*at && *at != look)
         at = &(*at)->next;
     if (*at) /* a child of a fork in the middle of it has an empty list */
         *at = look->next;
     pthread_cond_broadcast(&looked);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     pthread_setcancelstate(look->cancelled, NULL);
 }
 
@@ -193,7 +206,7 @@ static void look_ends(struct look *look)
 static bool looked_at(CUcontext context)
 {
     for (const struct look *look = looks; look; look = look->next) {
-        if (look->thread == &gate_reader || (!context && look->waits))
+        if (look->thread == gate_thread() || (!context && look->waits))
             continue;
         for (size_t i = 0; i < look->n; i++)
             if (!context || look->all[i].owner == context || look->all[i].recorded == context)
@@ -209,7 +222,7 @@ bool late_nobody_looks(CUcontext context)
 
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancelled);
     while (looked_at(context))
-        pthread_cond_wait(&looked, &memory_lock);
+        memory_wait(&looked);
     pthread_setcancelstate(cancelled, NULL);
     return any;
 }
@@ -223,8 +236,8 @@ static void mark(struct one *one)
         return;
     if (!record || !(one->event = event_in(one->owner)))
         return;
-    one->recorded = one->owner;
-    if (record(one->owner, one->event)) {
+    one->marked = !record(one->owner, one->event);
+    if (!one->marked) {
         late_forget(one->event);
         one->event = NULL;
     }
@@ -235,7 +248,7 @@ static CUresult ask(struct one *one, enum late wait)
     if (!one->event && wait < LATE_FREED)
         mark(one);
     if (!one->event)
-        return wait == LATE_LOOK ? NOT_READY : wait_for_work(one->owner);
+        return wait == LATE_LOOK ? CUDA_ERROR_NOT_READY : wait_for_work(one->owner);
     if (wait == LATE_ALL || (wait == LATE_FREED && !one->ordered))
         return driver_of(event_call, cuEventSynchronize)(one->event);
     return driver_of(event_call, cuEventQuery)(one->event);
@@ -244,17 +257,15 @@ static CUresult ask(struct one *one, enum late wait)
 /* The work is over too where it has failed: the context is of no use any more, and what was freed is not used by it. */
 static bool under_way(CUresult result)
 {
-    return result == NOT_READY || (result >= 900 && result < 910);
+    return result == CUDA_ERROR_NOT_READY || (result >= 900 && result < 910);
 }
 
 /* With memory_lock held: where it is now, if it is still there. */
 static struct mapping *found(const struct one *one, size_t *place)
 {
     *place = mapping_place(one->at);
-    if (*place >= n_mappings)
-        return NULL;
-    struct mapping *mapping = mappings[*place];
-    return mapping->at == one->at && mapping->freeing && mapping->memory->id == one->id ? mapping : NULL;
+    struct mapping *mapping = mapping_nth(*place);
+    return mapping && mapping->at == one->at && mapping->freeing && mapping->memory->id == one->id ? mapping : NULL;
 }
 
 /* One piece that is looked at: let go of, or to be looked at again. Whether it was let go of. */
@@ -262,14 +273,14 @@ static bool look_at(struct one *one, CUresult result)
 {
     size_t place;
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct mapping *mapping = found(one, &place);
     bool again = mapping && under_way(result);
     if (again)
-        late_add(mapping, one->event, one->recorded, one->ordered);
+        late_add(mapping, one->event, one->marked ? one->owner : one->recorded, one->ordered);
     else if (mapping)
         mapping_take_away(place);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (mapping && !again) /* with its context it has gone itself */
         late_forget(one->event);
     return mapping && !again;
@@ -301,9 +312,9 @@ bool late_free(enum late wait)
     bool any = false;
 
     if (wait == LATE_ALL) { /* memory is short: what others have in hand for a moment counts */
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
         any = late_nobody_looks(NULL);
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     } else if (capture_any()) {
         return false;
     }
@@ -314,29 +325,34 @@ bool late_free(enum late wait)
         any |= look(&mine, wait);
         look_ends(&mine);
     }
+    /* NOLINTNEXTLINE(clang-analyzer-core.StackAddressEscape): look_ends has taken it out, wherever in the list it was. */
     return any;
 }
 
 void late_at_rest(void)
 {
+    const struct mapping *mapping;
+
     if (!atomic_load(&n_late))
         return;
-    pthread_mutex_lock(&memory_lock);
-    for (size_t place = 0; place < n_mappings;)
-        if (mappings[place]->late) {
+    memory_lock();
+    for (size_t place = 0; (mapping = mapping_nth(place));)
+        if (mapping->late) {
             mapping_take_away(place);
             place = 0; /* the table was let go of */
         } else {
             place++;
         }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
 }
 
 void late_context_gone(CUcontext context)
 {
-    for (size_t place = 0; place < n_mappings;)
-        if (mappings[place]->late && mappings[place]->recorded == context) {
-            mappings[place]->event = NULL; /* it went with the context */
+    struct mapping *mapping;
+
+    for (size_t place = 0; (mapping = mapping_nth(place));)
+        if (mapping->late && mapping->recorded == context) {
+            mapping->event = NULL; /* it went with the context */
             mapping_take_away(place);
             place = 0;
         } else {

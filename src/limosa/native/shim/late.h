@@ -2,6 +2,9 @@
 #ifndef LIMOSA_LATE_H
 #define LIMOSA_LATE_H
 
+#include <stdbool.h>
+
+#include "driver_api.h"
 #include "memory.h"
 
 /* What may be waited for: nothing at all; nothing that the driver can mark; what cuMemFree would have waited for; and what
@@ -10,6 +13,7 @@ enum late { LATE_LOOK, LATE_MARK, LATE_FREED, LATE_ALL };
 
 /* With memory_lock held: this mapping, which is being freed, is let go of later. */
 void late_add(struct mapping *mapping, void *event, CUcontext recorded, bool ordered);
+void late_taken(struct mapping *mapping); /* likewise: it is not among those that wait any longer */
 /* Lets go of what is over by now. Without memory_lock. Whether anything was let go of. */
 bool late_free(enum late wait);
 /* With the gate closed and the device at rest: all of it is over. */

@@ -1,54 +1,43 @@
+#include "memory.h"
 #include "bulk.h"
+#include "count.h"
+#include "driver.h"
 #include "fds.h"
 #include "late.h"
-#include "memory.h"
-#include "shim.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
+#include <time.h>
 
-pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
-struct mapping **mappings;
-size_t n_mappings;
-struct memory **memories;
-size_t n_memories;
-void *real_functions[REAL_FUNCTIONS];
-
-static size_t room_mappings, room_memories;
+pthread_mutex_t memory_one = PTHREAD_MUTEX_INITIALIZER;
+static struct mapping **mappings; /* sorted by address */
+static struct memory **memories; /* sorted by id */
+static size_t n_mappings, n_memories, room_mappings, room_memories;
 static uint64_t last_id, last_number;
 
 /* What numbers of ours begin with: drivers give addresses of their own heap. */
 #define GIVEN ((CUhandle)0x4c694d6f << 32)
 
-int real_find(void)
+bool memory_lock_until(const struct timespec *end)
 {
-    static const char *const names[REAL_FUNCTIONS] = {
-#define F(name, arguments) #name,
-        DRIVER_FUNCTIONS(F)
-#undef F
-    };
-    int all = 1;
-
-    for (int i = 0; i < REAL_FUNCTIONS; i++)
-        if (!real_functions[i] && !(real_functions[i] = find_in_driver(names[i])))
-            all = 0;
-    return all;
+    return !pthread_mutex_timedlock(&memory_one, end);
 }
 
-bool shim_ready(void)
+void memory_wait(pthread_cond_t *signal)
 {
-    static _Atomic int ready;
-    int known = atomic_load_explicit(&ready, memory_order_relaxed);
+    pthread_cond_wait(signal, &memory_one);
+}
 
-    if (UNLIKELY(!known)) {
-        const char *off = getenv("LIMOSA_SHIM");
-        if (!find_driver())
-            return false; /* not yet: the program may load one later */
-        known = real_find() && !(off && !strcmp(off, "off")) ? 1 : 2;
-        atomic_store(&ready, known);
-    }
-    return known == 1;
+void memory_in_child(void)
+{
+    pthread_mutex_init(&memory_one, NULL);
+    n_memories = n_mappings = 0;
+}
+
+struct mapping *mapping_nth(size_t place)
+{
+    return place < n_mappings ? mappings[place] : NULL;
 }
 
 size_t mapping_place(CUdeviceptr address)
@@ -70,6 +59,14 @@ struct mapping *mapping_at(CUdeviceptr address)
     size_t place = mapping_place(address);
 
     return place < n_mappings && mappings[place]->at <= address ? mappings[place] : NULL;
+}
+
+struct mapping *mapping_of(const struct memory *memory, size_t *place)
+{
+    for (; *place < n_mappings; ++*place)
+        if (mappings[*place]->memory == memory)
+            return mappings[*place];
+    return NULL;
 }
 
 /* Makes room for one more pointer in an array that grows. What it grew out of is not freed (as much again, at most): a
@@ -125,12 +122,12 @@ void mapping_take_away(size_t place)
     void *event = mappings[place]->event;
     CUhandle driver = mapping_remove(place);
 
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     late_forget(event);
     real(cuMemUnmap)(at, bytes);
     memory_release(driver);
     real(cuMemAddressFree)(at, bytes);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
 }
 
 static size_t memory_place(uint64_t id)
@@ -145,6 +142,23 @@ static size_t memory_place(uint64_t id)
             low = middle + 1;
     }
     return low;
+}
+
+struct memory *memory_nth(size_t place)
+{
+    return place < n_memories ? memories[place] : NULL;
+}
+
+size_t memory_count(void)
+{
+    return n_memories;
+}
+
+struct memory *memory_by_id(uint64_t id)
+{
+    struct memory *memory = memory_nth(memory_place(id));
+
+    return memory && memory->id == id ? memory : NULL;
 }
 
 struct memory *memory_new(CUhandle driver, size_t bytes, const CUmemAllocationProp *asked)
@@ -173,10 +187,8 @@ struct memory *memory_of(CUhandle given)
 {
     if ((given & ~(CUhandle)0xffffffff) != GIVEN)
         return NULL;
-    size_t place = memory_place(given & 0xffffffff);
-    if (place >= n_memories || memories[place]->id != (given & 0xffffffff) || !memories[place]->references)
-        return NULL;
-    return memories[place];
+    struct memory *memory = memory_by_id(given & 0xffffffff);
+    return memory && memory->references ? memory : NULL;
 }
 
 /* Made by another process, or let go of and taken back: the driver saves it and cannot restore it (measured). */
@@ -216,9 +228,9 @@ void memory_release(CUhandle driver)
         return;
     real(cuMemRelease)(driver);
     if (bulk_guarded()) { /* it may have been the last that is imported */
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
         memory_guard();
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     }
 }
 

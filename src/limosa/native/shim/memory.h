@@ -4,7 +4,7 @@
  * A memory is what cuMemCreate makes; a mapping is where it can be seen. The application holds a number of ours instead
  * of the driver's handle, because the driver's changes each time the memory has been away.
  *
- * memory_lock guards all of it. An application's thread takes it only inside the gate, so whoever has closed the gate
+ * memory_lock() guards all of it. An application's thread takes it only inside the gate, so whoever has closed the gate
  * has it to himself. It is not held across a call of the driver that may wait (cuMemSetAccess, when peer access
  * begins or ends and when a copy is to reach another GPU, is the one exception): a process that the driver has locked still answers. */
 #ifndef LIMOSA_MEMORY_H
@@ -12,7 +12,11 @@
 
 #include <pthread.h>
 #include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <time.h>
 
+#include "count.h"
 #include "driver_api.h"
 
 #define MAX_DEVICES 64
@@ -55,69 +59,47 @@ struct mapping {
     int times; /* opened */
 };
 
-/* What is left to the driver, by kind: pieces that there are now and their bytes. Of graphs and tables, whose end nobody
- * sees, the calls that were made. */
-enum left {
-    LEFT_SMALL,
-    LEFT_POOL,
-    LEFT_MANAGED,
-    LEFT_FAILED, /* large, and the driver would not have it otherwise */
-    LEFT_SHARED, /* exported, imported, seen by the processor: somebody else has it */
-    LEFT_FOREIGN, /* virtual memory that is not a GPU's, or of a kind that cannot be exported */
-    LEFT_ARRAY,
-    LEFT_IPC, /* legacy handles of the driver's own, given and opened */
-    LEFT_GRAPH, /* nodes that allocate */
-    LEFT_TABLES, /* cuGetExportTable: what is called through them is not seen */
-    LEFT_KINDS
-};
-struct counts {
-    uint64_t calls[LEFT_KINDS], bytes[LEFT_KINDS];
-};
+extern pthread_mutex_t memory_one; /* for the functions here alone: calls that free pass it */
+static inline void memory_lock(void)
+{
+    pthread_mutex_lock(&memory_one);
+}
+static inline void memory_unlock(void)
+{
+    pthread_mutex_unlock(&memory_one);
+}
+bool memory_lock_until(const struct timespec *end); /* by the clock of CLOCK_REALTIME; false where it is too late */
+void memory_wait(pthread_cond_t *signal); /* with the lock held: lets go of it meanwhile */
+void memory_in_child(void); /* after fork: the lock is nobody's, the tables are empty */
 
-extern pthread_mutex_t memory_lock;
-extern struct mapping **mappings; /* sorted by address */
-extern size_t n_mappings;
-extern struct memory **memories; /* sorted by id */
-extern size_t n_memories;
-extern CUcontext *contexts; /* made by the application, beside the primary ones */
-extern size_t n_contexts;
-
+/* Mappings, by their place: sorted by address. All of these with memory_lock held, or with the gate closed. */
+struct mapping *mapping_nth(size_t place); /* NULL behind the last */
 struct mapping *mapping_at(CUdeviceptr address); /* the one that has this byte */
-size_t mapping_place(CUdeviceptr address); /* the first that ends behind it */
+size_t mapping_place(CUdeviceptr address); /* of the first that ends behind it */
+/* The first of a memory from a place on, which becomes its own; NULL where there is none any more. */
+struct mapping *mapping_of(const struct memory *memory, size_t *place);
 bool mapping_add(struct mapping *mapping);
-void late_taken(struct mapping *mapping); /* late.c: it is not among those that wait any longer */
 /* Frees it, and its memory where nothing else holds it: then a handle of the driver's comes back, which the caller
  * releases without memory_lock; else 0. */
 CUhandle mapping_remove(size_t place);
+/* Takes a mapping of ours away, letting go of the lock for the driver's part: places are others after. The address is
+ * nobody else's until the last call. */
+void mapping_take_away(size_t place);
+
+/* Memories: sorted by id. Likewise. */
+struct memory *memory_nth(size_t place); /* NULL behind the last */
+size_t memory_count(void);
+struct memory *memory_by_id(uint64_t id);
 struct memory *memory_new(CUhandle driver, size_t bytes, const CUmemAllocationProp *asked);
 struct memory *memory_of(CUhandle given);
 CUhandle memory_given(const struct memory *memory);
-CUhandle memory_let_go(struct memory *memory); /* likewise, where neither handle nor mapping is left */
+CUhandle memory_let_go(struct memory *memory); /* as mapping_remove, where neither handle nor mapping is left */
 void memory_release(CUhandle driver); /* what has come back so; without memory_lock */
 void memory_stays(struct memory *memory, enum left cause); /* somebody whom we do not know has it */
-/* With memory_lock held, after what is imported has come or gone: while there is any, checkpoints are refused (bulk.h).
- * Before it comes: bulk_guard(true). */
+/* After what is imported has come or gone: while there is any, checkpoints are refused (bulk.h). Before it comes:
+ * bulk_guard(true). */
 void memory_guard(void);
 CUresult memory_show(struct mapping *mapping); /* cuMemSetAccess as recorded */
 bool memory_show_to(struct mapping *mapping, int device); /* likewise, to one more, for a copy */
-/* With memory_lock held. Takes a mapping of ours away, letting go of the lock for the driver's part: places are others
- * after. The address is nobody else's until the last call. */
-void mapping_take_away(size_t place);
-/* What is left to the driver, by its address or handle; these take locks of their own, for a few instructions. */
-void left_add(enum left kind, uint64_t key, size_t bytes, CUcontext context);
-struct left_piece *left_take(uint64_t key); /* it is about to be freed: NULL, or for one of the next two */
-void left_gone(struct left_piece *piece);
-void left_again(struct left_piece *piece); /* it was not freed */
-void left_call(enum left kind);
-void left_context_gone(CUcontext context);
-void left_begin_again(void); /* in a child after fork */
-void left_counts(struct counts *counts); /* with memory_lock held */
-bool ipc_is_ours(uint64_t token); /* whether a handle with it was made by this process */
-void ipc_begin_again(void); /* in a child after fork */
-CUcontext context_owner(CUcontext current, CUdevice device); /* contexts.c: whose memory is made there */
-bool context_ending(CUcontext context); /* with memory_lock held: some thread is about to destroy it */
-void contexts_in_child(void); /* after fork */
-void peers_context_gone(CUcontext context); /* plain.c; with memory_lock held */
-bool shim_ready(void); /* whether memory is to be taken over at all */
 
 #endif

@@ -1,11 +1,13 @@
-#include "bulk.h"
-#include "fds.h"
 #include "park.h"
-#include "shim.h"
+#include "bulk.h"
+#include "driver.h"
+#include "fds.h"
+#include "memory.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <unistd.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 
 bool park_can(const struct memory *memory)
 {
@@ -78,53 +80,63 @@ static void unmake(struct memory *memory)
 
 void park_unmake(void)
 {
-    for (size_t i = 0; i < n_memories; i++)
-        unmake(memories[i]);
+    struct memory *memory;
+
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        unmake(memory);
 }
 
 CUresult park_unmap(void)
 {
-    for (size_t i = 0; i < n_mappings; i++)
-        if (park_can(mappings[i]->memory) && !mappings[i]->away) {
-            CUresult result = real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
+    struct mapping *mapping;
+    struct memory *memory;
+
+    for (size_t i = 0; (mapping = mapping_nth(i)); i++)
+        if (park_can(mapping->memory) && !mapping->away) {
+            CUresult result = real(cuMemUnmap)(mapping->at, mapping->bytes);
             if (result)
                 return result; /* the rest is where it was, and park_map puts back what is not */
-            mappings[i]->away = true;
+            mapping->away = true;
         }
     park_unmake();
-    for (size_t i = 0; i < n_memories; i++)
-        if (park_can(memories[i]) && memories[i]->driver) {
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        if (park_can(memory) && memory->driver) {
             /* Not let go of, the driver would save it, and never bring back what was imported. */
-            CUresult result = real(cuMemRelease)(memories[i]->driver);
+            CUresult result = real(cuMemRelease)(memory->driver);
             if (result)
                 return result;
-            memories[i]->driver = 0;
-            if (memories[i]->kept >= 0)
-                fds_close(memories[i]->kept);
-            memories[i]->kept = -1;
+            memory->driver = 0;
+            if (memory->kept >= 0)
+                fds_close(memory->kept);
+            memory->kept = -1;
         }
     memory_guard();
     return CUDA_SUCCESS;
 }
 
-struct park_trouble park_trouble;
+static struct park_trouble trouble;
+
+struct park_trouble park_trouble(void)
+{
+    return trouble;
+}
 
 /* Imports it where it is not there, and maps it everywhere it was. Whatever has been done stays done on failure. */
 static CUresult put_back(struct memory *memory, CUhandle *driver, int fd)
 {
     CUresult result = CUDA_SUCCESS;
+    struct mapping *mapping;
 
-    park_trouble.step = PARK_IMPORT;
+    trouble.step = PARK_IMPORT;
     if (!*driver)
         result = real(cuMemImportFromShareableHandle)(driver, (void *)(uintptr_t)fd, HANDLE_POSIX_FD);
-    for (size_t i = 0; i < n_mappings && !result; i++) {
-        struct mapping *mapping = mappings[i];
-        if (mapping->memory != memory || !mapping->away)
+    for (size_t i = 0; !result && (mapping = mapping_of(memory, &i)); i++) {
+        if (!mapping->away)
             continue;
-        park_trouble.step = PARK_MAP;
+        trouble.step = PARK_MAP;
         if ((result = real(cuMemMap)(mapping->at, mapping->bytes, mapping->offset, *driver, 0)))
             break;
-        park_trouble.step = PARK_SHOW;
+        trouble.step = PARK_SHOW;
         if ((result = memory_show(mapping)))
             real(cuMemUnmap)(mapping->at, mapping->bytes);
         else
@@ -162,14 +174,15 @@ CUresult park_map(struct memory *memory, int fd)
     if (fd >= 0)
         bulk_guard(true);
     CUresult result = put_back(memory, &driver, fd);
-    park_trouble.device = memory->asked.location.id;
+    trouble.device = memory->asked.location.id;
     if (!result)
-        park_trouble.step = 0;
+        trouble.step = 0;
     if (result && !memory->driver) { /* as if nothing had been tried */
-        for (size_t i = 0; i < n_mappings; i++)
-            if (mappings[i]->memory == memory && !mappings[i]->away) {
-                real(cuMemUnmap)(mappings[i]->at, mappings[i]->bytes);
-                mappings[i]->away = true;
+        struct mapping *mapping;
+        for (size_t i = 0; (mapping = mapping_of(memory, &i)); i++)
+            if (!mapping->away) {
+                real(cuMemUnmap)(mapping->at, mapping->bytes);
+                mapping->away = true;
             }
         if (driver && driver != memory->made)
             real(cuMemRelease)(driver);

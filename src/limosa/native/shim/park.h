@@ -17,9 +17,10 @@ CUresult park_wait(const CUcontext *made, size_t n_made, const _Atomic bool *eno
 CUresult park_unmap(void);
 /* How far the last park_map came, on which of the process's devices. */
 enum { PARK_IMPORT = 1, PARK_MAP, PARK_SHOW };
-extern struct park_trouble {
+struct park_trouble {
     int step, device;
-} park_trouble;
+};
+struct park_trouble park_trouble(void);
 /* Makes anew, by this process itself, what is away: on a GPU that it did not see when it initialised the driver it cannot
  * import. A descriptor for whoever fills it; the caller's to close. */
 CUresult park_make(struct memory *memory, int *fd);

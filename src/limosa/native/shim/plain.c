@@ -1,9 +1,16 @@
 /* cuMemAlloc and what belongs to it, for pieces of 2 MiB and more: virtual memory that can be given away and taken back
  * at the same address. What cannot be had that way is the driver's, as if the shim were not there. */
+#include "plain.h"
+#include "compiler.h"
+#include "contexts.h"
+#include "count.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
 #include "memory.h"
-#include "shim.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -69,14 +76,14 @@ static CUresult make(CUdeviceptr *pointer, size_t bytes)
     if (!mapping)
         goto no_record;
     *mapping = (struct mapping){.at = at, .bytes = whole, .plain = true, .asked = bytes, .context = context};
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     may_use(mapping->access, prop.location.id);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if ((result = memory_show(mapping)))
         goto no_record;
     unsigned char access[MAX_DEVICES] = {0};
     prop.requestedHandleTypes = 0;
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct memory *memory = memory_new(handle, whole, &prop);
     mapping->memory = memory;
     bool there = memory && mapping_add(mapping);
@@ -87,7 +94,7 @@ static CUresult make(CUdeviceptr *pointer, size_t bytes)
         memcpy(mapping->access, access, sizeof access);
         memory_show(mapping);
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (!there)
         goto no_record;
     *pointer = at;
@@ -117,7 +124,7 @@ static CUresult let_go_of_theirs(CUdeviceptr pointer)
     struct left_piece *piece = left_take(pointer);
     CUresult result = real(cuMemFree_v2)(pointer);
 
-    result ? left_again(piece) : left_gone(piece);
+    left_freed(piece, result);
     return result;
 }
 
@@ -143,10 +150,11 @@ static CUresult alloc(CUdeviceptr *pointer, size_t bytes)
 
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t bytes)
 {
-    CALLED(cuMemAlloc_v2);
+    entry_called(AT_cuMemAlloc_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuMemAlloc_v2] ? real(cuMemAlloc_v2)(pointer, bytes) : CUDA_ERROR_NO_DEVICE;
-    GATE(alloc(pointer, bytes));
+        return real(cuMemAlloc_v2) ? real(cuMemAlloc_v2)(pointer, bytes) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, alloc(pointer, bytes));
 }
 
 /* Pitches that the driver has told: asked again, it would make a row again, and letting go of that waits for the device. */
@@ -161,11 +169,11 @@ static size_t pitch_of(size_t width, int device, unsigned element)
 {
     size_t pitch = 0;
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     for (size_t i = 0; i < sizeof told / sizeof told[0] && !pitch; i++)
         if (told[i].width == width && told[i].device == device && told[i].element == element)
             pitch = told[i].pitch;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return pitch;
 }
 
@@ -181,9 +189,9 @@ static CUresult ask_pitch(size_t *pitch, size_t width, unsigned element)
     if (result)
         return result;
     real(cuMemFree_v2)(row);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     told[n_told++ % (sizeof told / sizeof told[0])] = (struct told){width, *pitch, device, element};
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return CUDA_SUCCESS;
 }
 
@@ -196,7 +204,7 @@ static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_
         result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
         if (result == CUDA_ERROR_OUT_OF_MEMORY && late_free(LATE_ALL))
             result = real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element);
-        if (!result)
+        if (!result && pointer && pitch)
             count(LEFT_SMALL, *pointer, *pitch * height);
         return result;
     }
@@ -208,12 +216,12 @@ static CUresult pitched(CUdeviceptr *pointer, size_t *pitch, size_t width, size_
 
 EXPORT CUresult cuMemAllocPitch_v2(CUdeviceptr *pointer, size_t *pitch, size_t width, size_t height, unsigned element)
 {
-    CALLED(cuMemAllocPitch_v2);
+    entry_called(AT_cuMemAllocPitch_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuMemAllocPitch_v2]
-            ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element)
-            : CUDA_ERROR_NO_DEVICE;
-    GATE(pitched(pointer, pitch, width, height, element));
+        return real(cuMemAllocPitch_v2) ? real(cuMemAllocPitch_v2)(pointer, pitch, width, height, element)
+                                        : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, pitched(pointer, pitch, width, height, element));
 }
 
 /* With memory_lock held: memory of ours that begins there and is not being freed. */
@@ -229,10 +237,8 @@ static struct mapping *ours_at(CUdeviceptr pointer, CUresult *wrong)
 static struct mapping *still(CUdeviceptr pointer, uint64_t id, size_t *place)
 {
     *place = mapping_place(pointer);
-    if (*place >= n_mappings || mappings[*place]->at != pointer || !mappings[*place]->freeing
-        || mappings[*place]->memory->id != id)
-        return NULL;
-    return mappings[*place];
+    struct mapping *mapping = mapping_nth(*place);
+    return mapping && mapping->at == pointer && mapping->freeing && mapping->memory->id == id ? mapping : NULL;
 }
 
 static CUresult let_go(CUdeviceptr pointer)
@@ -240,24 +246,24 @@ static CUresult let_go(CUdeviceptr pointer)
     CUresult wrong;
 
     late_free(LATE_LOOK);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct mapping *mapping = ours_at(pointer, &wrong);
     if (!mapping) {
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
         return wrong ? wrong : let_go_of_theirs(pointer);
     }
     CUcontext owner = mapping->context, mine = NULL;
     uint64_t id = mapping->memory->id;
     if (real(cuCtxGetCurrent)(&mine) || !mine) {
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
         return CUDA_ERROR_INVALID_CONTEXT;
     }
     mapping->freeing = true;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     /* cuMemFree waits for what uses the memory. Without the lock: nobody else shall have to wait for that. */
     CUresult result = wait_for_work(owner);
     size_t place;
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     if (!(mapping = still(pointer, id, &place))) {
         result = CUDA_ERROR_INVALID_VALUE; /* its context has ended meanwhile */
     } else if (result >= 900 && result < 910) { /* a stream is being captured */
@@ -266,16 +272,17 @@ static CUresult let_go(CUdeviceptr pointer)
     } else {
         mapping_take_away(place);
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuMemFree_v2(CUdeviceptr pointer)
 {
-    CALLED(cuMemFree_v2);
+    entry_called(AT_cuMemFree_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuMemFree_v2] ? real(cuMemFree_v2)(pointer) : CUDA_ERROR_NO_DEVICE;
-    GATE(let_go(pointer));
+        return real(cuMemFree_v2) ? real(cuMemFree_v2)(pointer) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, let_go(pointer));
 }
 
 /* In the order of a stream: nothing waits here, since what the stream waits for may be this thread's to do. */
@@ -287,23 +294,23 @@ static CUresult let_go_in_order(CUdeviceptr pointer, void *stream, bool per_thre
     size_t place;
 
     late_free(LATE_LOOK);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct mapping *mapping = ours_at(pointer, &result);
     if (!mapping) {
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
         return CUDA_ERROR_INVALID_VALUE;
     }
     uint64_t id = mapping->memory->id;
     mapping->freeing = true;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     result = late_record(stream, per_thread, &event, &recorded);
     if (!result && !event) {
         typedef CUresult synchronize(void *);
-        synchronize *wait = (synchronize *)entry_real(
-            &entries[per_thread ? AT_cuStreamSynchronize_ptsz : AT_cuStreamSynchronize]);
+        synchronize *wait = (synchronize *)entry_real(per_thread ? AT_cuStreamSynchronize_ptsz
+                                                                 : AT_cuStreamSynchronize);
         result = wait ? wait(stream) : CUDA_ERROR_NOT_SUPPORTED;
     }
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     mapping = still(pointer, id, &place);
     if (!mapping)
         result = CUDA_ERROR_INVALID_VALUE; /* its context has ended meanwhile */
@@ -313,42 +320,41 @@ static CUresult let_go_in_order(CUdeviceptr pointer, void *stream, bool per_thre
         late_add(mapping, event, recorded, true);
     else
         mapping_take_away(place);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (!mapping)
         late_forget(event);
     return result;
 }
 
-static CUresult let_go_async(CUdeviceptr pointer, void *stream, struct entry *entry, bool per_thread)
+static CUresult let_go_async(CUdeviceptr pointer, void *stream, int place, bool per_thread)
 {
     typedef CUresult type(CUdeviceptr, void *);
-    type *function = (type *)entry_real(entry);
+    type *function = (type *)entry_call(place);
 
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
-
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     const struct mapping *mapping = mapping_at(pointer);
     bool ours = mapping && mapping->plain;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (ours)
         return let_go_in_order(pointer, stream, per_thread);
     struct left_piece *piece = left_take(pointer);
     CUresult result = function(pointer, stream);
-    result ? left_again(piece) : left_gone(piece);
+    left_freed(piece, result);
     return result;
 }
 
 EXPORT CUresult cuMemFreeAsync(CUdeviceptr pointer, void *stream)
 {
-    CALLED(cuMemFreeAsync);
-    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync], false));
+    struct reader *reader = gate_enter();
+    return gate_left(reader, let_go_async(pointer, stream, AT_cuMemFreeAsync, false));
 }
 
 EXPORT CUresult cuMemFreeAsync_ptsz(CUdeviceptr pointer, void *stream)
 {
-    CALLED(cuMemFreeAsync_ptsz);
-    GATE(let_go_async(pointer, stream, &entries[AT_cuMemFreeAsync_ptsz], true));
+    struct reader *reader = gate_enter();
+    return gate_left(reader, let_go_async(pointer, stream, AT_cuMemFreeAsync_ptsz, true));
 }
 
 /* --------------------------------------------------------------------------------------------------- questions --- */
@@ -378,10 +384,10 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
     switch (attribute) {
     case ATTRIBUTE_CONTEXT: *(CUcontext *)data = mapping->context; break;
     case ATTRIBUTE_IS_LEGACY_IPC: *(int *)data = mapping->plain; break;
-    case ATTRIBUTE_RANGE_START: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_RANGE_START:
     case ATTRIBUTE_MAPPING_BASE: *(CUdeviceptr *)data = mapping->at; break;
+    case ATTRIBUTE_RANGE_SIZE:
     case ATTRIBUTE_MAPPING_SIZE: *(size_t *)data = mapping->asked; break;
-    case ATTRIBUTE_RANGE_SIZE: *(size_t *)data = mapping->asked; break;
     case ATTRIBUTE_HANDLE_TYPES: *(uint64_t *)data = 0; break;
     default: break;
     }
@@ -390,24 +396,25 @@ static void put_right(const struct mapping *mapping, int attribute, void *data)
 static CUresult range(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 {
     late_free(LATE_LOOK); /* what was freed is not there */
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     const struct mapping *mapping = mapping_at(pointer);
     bool ours = mapping && (mapping->plain || mapping->opened) && pointer < mapping->at + mapping->asked;
     if (ours && base)
         *base = mapping->at;
     if (ours && bytes)
         *bytes = mapping->asked;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return ours ? CUDA_SUCCESS : real(cuMemGetAddressRange_v2)(base, bytes, pointer);
 }
 
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr pointer)
 {
-    CALLED(cuMemGetAddressRange_v2);
+    entry_called(AT_cuMemGetAddressRange_v2);
     if (!shim_ready())
-        return real_functions[REAL_cuMemGetAddressRange_v2] ? real(cuMemGetAddressRange_v2)(base, bytes, pointer)
-                                                            : CUDA_ERROR_NO_DEVICE;
-    GATE(range(base, bytes, pointer));
+        return real(cuMemGetAddressRange_v2) ? real(cuMemGetAddressRange_v2)(base, bytes, pointer)
+                                             : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, range(base, bytes, pointer));
 }
 
 static CUresult attribute(void *data, int which, CUdeviceptr pointer)
@@ -415,23 +422,23 @@ static CUresult attribute(void *data, int which, CUdeviceptr pointer)
     late_free(LATE_LOOK);
     CUresult result = real(cuPointerGetAttribute)(data, which, pointer);
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     const struct mapping *mapping = mapping_at(pointer);
     if (data && mapping && (!result || (which == ATTRIBUTE_CONTEXT && (mapping->plain || mapping->opened)))) {
         put_right(mapping, which, data);
         result = CUDA_SUCCESS;
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr pointer)
 {
-    CALLED(cuPointerGetAttribute);
+    entry_called(AT_cuPointerGetAttribute);
     if (!shim_ready())
-        return real_functions[REAL_cuPointerGetAttribute] ? real(cuPointerGetAttribute)(data, which, pointer)
-                                                          : CUDA_ERROR_NO_DEVICE;
-    GATE(attribute(data, which, pointer));
+        return real(cuPointerGetAttribute) ? real(cuPointerGetAttribute)(data, which, pointer) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, attribute(data, which, pointer));
 }
 
 static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
@@ -439,30 +446,31 @@ static CUresult attributes(unsigned n, int *which, void **data, CUdeviceptr poin
     late_free(LATE_LOOK);
     CUresult result = real(cuPointerGetAttributes)(n, which, data, pointer);
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     const struct mapping *mapping = mapping_at(pointer);
     if (result == CUDA_SUCCESS && mapping)
         for (unsigned i = 0; i < n; i++)
             put_right(mapping, which[i], data[i]);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuPointerGetAttributes(unsigned n, int *which, void **data, CUdeviceptr pointer)
 {
-    CALLED(cuPointerGetAttributes);
+    entry_called(AT_cuPointerGetAttributes);
     if (!shim_ready())
-        return real_functions[REAL_cuPointerGetAttributes] ? real(cuPointerGetAttributes)(n, which, data, pointer)
-                                                           : CUDA_ERROR_NO_DEVICE;
-    GATE(attributes(n, which, data, pointer));
+        return real(cuPointerGetAttributes) ? real(cuPointerGetAttributes)(n, which, data, pointer)
+                                            : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, attributes(n, which, data, pointer));
 }
 
 /* What was freed is free: what can be let go of is, before anybody counts. */
 EXPORT CUresult cuMemGetInfo_v2(size_t *now, size_t *all)
 {
     typedef CUresult type(size_t *, size_t *);
-    CALLED(cuMemGetInfo_v2);
-    type *function = (type *)entry_real(&entries[AT_cuMemGetInfo_v2]);
+    entry_called(AT_cuMemGetInfo_v2);
+    type *function = (type *)entry_real(AT_cuMemGetInfo_v2);
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
@@ -479,13 +487,14 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *now, size_t *all)
 static CUresult show_to(int of, int device, int flags)
 {
     CUresult first = CUDA_SUCCESS;
+    struct mapping *mapping;
 
-    for (size_t i = 0; i < n_mappings; i++)
-        if (mappings[i]->plain && mappings[i]->memory->asked.location.id == of) {
+    for (size_t i = 0; (mapping = mapping_nth(i)); i++)
+        if (mapping->plain && mapping->memory->asked.location.id == of) {
             CUmemAccessDesc desc = {{LOCATION_DEVICE, device}, flags};
-            mappings[i]->access[device] = (unsigned char)flags;
-            mappings[i]->shown[device] = false;
-            CUresult result = real(cuMemSetAccess)(mappings[i]->at, mappings[i]->bytes, &desc, 1);
+            mapping->access[device] = (unsigned char)flags;
+            mapping->shown[device] = false;
+            CUresult result = real(cuMemSetAccess)(mapping->at, mapping->bytes, &desc, 1);
             first = first ? first : result;
         }
     return first;
@@ -511,7 +520,7 @@ static CUresult enable(CUcontext peer, unsigned flags)
     if (result || real(cuCtxGetCurrent)(&mine))
         return result;
     int device = device_of_current(), of = device_of(peer);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct peer *more = realloc(peers, (n_peers + 1) * sizeof *peers);
     if (more) {
         peers = more;
@@ -520,17 +529,17 @@ static CUresult enable(CUcontext peer, unsigned flags)
             result = show_to(peers[n_peers].of, peers[n_peers].device, ACCESS_READWRITE);
         n_peers++;
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
-    CALLED(cuCtxEnablePeerAccess);
+    entry_called(AT_cuCtxEnablePeerAccess);
     if (!shim_ready())
-        return real_functions[REAL_cuCtxEnablePeerAccess] ? real(cuCtxEnablePeerAccess)(peer, flags)
-                                                          : CUDA_ERROR_NO_DEVICE;
-    GATE(enable(peer, flags));
+        return real(cuCtxEnablePeerAccess) ? real(cuCtxEnablePeerAccess)(peer, flags) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, enable(peer, flags));
 }
 
 static CUresult disable(CUcontext peer)
@@ -541,7 +550,7 @@ static CUresult disable(CUcontext peer)
     if (result)
         return result;
     real(cuCtxGetCurrent)(&mine);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     for (size_t i = 0; i < n_peers; i++)
         if (peers[i].from == mine && peers[i].to == peer) {
             struct peer gone = peers[i];
@@ -553,16 +562,17 @@ static CUresult disable(CUcontext peer)
                 show_to(gone.of, gone.device, ACCESS_NONE);
             break;
         }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuCtxDisablePeerAccess(CUcontext peer)
 {
-    CALLED(cuCtxDisablePeerAccess);
+    entry_called(AT_cuCtxDisablePeerAccess);
     if (!shim_ready())
-        return real_functions[REAL_cuCtxDisablePeerAccess] ? real(cuCtxDisablePeerAccess)(peer) : CUDA_ERROR_NO_DEVICE;
-    GATE(disable(peer));
+        return real(cuCtxDisablePeerAccess) ? real(cuCtxDisablePeerAccess)(peer) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, disable(peer));
 }
 
 void peers_context_gone(CUcontext context)

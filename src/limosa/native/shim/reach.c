@@ -3,10 +3,12 @@
  * (measured). So where such a call fails, the pieces of ours that it names are shown to the devices that take part, and
  * it is made once more. Most programs never come here: libraries enable peer access, or call the functions that name
  * contexts. */
-#include "capture.h"
-#include "memory.h"
 #include "reach.h"
+#include "capture.h"
+#include "driver.h"
+#include "memory.h"
 
+#include <stdint.h>
 #include <string.h>
 
 #define DEVICE_ORDINAL 9 /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */
@@ -56,7 +58,11 @@ static void of_batch_3d(const uint64_t *words, with_address *each, void *what) /
 /* CUgraphNodeParams: what it is; behind three spare integers CUDA_MEMCPY_NODE_PARAMS: flags, a context, CUDA_MEMCPY3D. */
 static const uint64_t *node_of(const char *base, const uint64_t *words)
 {
-    size_t n = !strcmp(base, "cuGraphAddNode") ? 4 : !strcmp(base, "cuGraphExecNodeSetParams") ? 2 : 1;
+    size_t n = 1; /* cuGraphNodeSetParams */
+    if (!strcmp(base, "cuGraphAddNode"))
+        n = 4;
+    else if (!strcmp(base, "cuGraphExecNodeSetParams"))
+        n = 2;
     const uint64_t *node = (const uint64_t *)(uintptr_t)words[n];
 
     return node && *(const int *)node == MEMCPY_NODE ? node : NULL;
@@ -175,9 +181,9 @@ bool reach(const char *base, const uint64_t *words)
     if (!real(cuCtxGetDevice)(&device) && device >= 0 && device < MAX_DEVICES)
         part.device[device] = 1;
     note_context(context_named(base, words), &part);
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     addresses(base, words, note_device, &part);
     addresses(base, words, show, &part);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return part.shown;
 }

@@ -2,18 +2,32 @@
  *
  * It is exempt from the gate, holds memory_lock only for as long as it looks at the tables, and calls nothing of the
  * application's: see DESIGN.md why nothing here can wait for an application's thread. */
+#include "serve.h"
 #include "bulk.h"
 #include "capture.h"
+#include "compiler.h"
+#include "contexts.h"
+#include "count.h"
+#include "driver.h"
 #include "fds.h"
+#include "forks.h"
+#include "gate.h"
+#include "hooks.h"
+#include "ipc.h"
 #include "late.h"
+#include "memory.h"
 #include "park.h"
-#include "serve.h"
-#include "shim.h"
+#include "protocol.h"
+#include "still.h"
+#include "tell.h"
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -28,7 +42,6 @@
 #define NAME_MS 100
 #define WAITING 64 /* also those who open a legacy handle, while somebody works on the process */
 
-enum state state;
 static int listening = -1, client = -1;
 /* What holds the contents while the memory is away for longer, and what is to take its place once all of it is here: it may
  * be the only copy. The program's threads run on, and may close what is not theirs. */
@@ -238,7 +251,7 @@ static bool answer_one(int client)
     case VERB_LIST: return tell_list(client, &answer);
     case VERB_EXPORT: return tell_descriptors(client, &answer, ids, n, false);
     case VERB_MAKE:
-        if (state == STATE_AWAY)
+        if (still_state() == STATE_AWAY)
             return tell_descriptors(client, &answer, ids, n, true);
         answer.result = -EINVAL;
         break;
@@ -247,7 +260,7 @@ static bool answer_one(int client)
     case VERB_UNMAP: answer.result = still_unmap(); break;
     case VERB_MAP:
         answer.result = still_map(ids, fds, n, n_fds);
-        answer.d = (uint64_t)park_trouble.step | (uint64_t)park_trouble.device << 16;
+        answer.d = (uint64_t)park_trouble().step | (uint64_t)park_trouble().device << 16;
         break;
     case VERB_STACK: answer.result = still_stack(asked.a); break;
     case VERB_BULK: answer.result = bulk_prepare(asked.a); break;
@@ -260,8 +273,11 @@ static bool answer_one(int client)
     case VERB_SHARERS: return tell_sharers(client, &answer);
     default: answer.result = -ENOSYS; break;
     }
-    if (asked.verb != VERB_HELLO)
-        answer.a = state, answer.b = bulk_ready(), answer.c = bulk_asked();
+    if (asked.verb != VERB_HELLO) {
+        answer.a = still_state();
+        answer.b = bulk_ready();
+        answer.c = bulk_asked();
+    }
     return say(client, &answer, NULL, 0, NULL, 0);
 }
 
@@ -293,8 +309,9 @@ static int named_socket(void)
         draw_name();
         if (fd < 0 || (!bind(fd, (struct sockaddr *)&name, name_size) && !listen(fd, WAITING)))
             return fd;
+        int why = errno;
         close(fd);
-        if (errno != EADDRINUSE)
+        if (why != EADDRINUSE)
             break;
     }
     return -1;
@@ -331,7 +348,7 @@ static void *serve(void *nothing)
         shutdown(client, SHUT_RDWR); /* also for a child that was forked meanwhile and has it, too */
         fds_close(client);
         client = -1;
-        if (state == STATE_OPEN) /* who has asked for it has no use for it any more, or has been killed */
+        if (still_state() == STATE_OPEN) /* who has asked for it has no use for it any more, or has been killed */
             bulk_prepare(0);
     }
     return nothing;
@@ -344,7 +361,7 @@ static void read_switches(void)
 
     if (words && strstr(words, "bulk"))
         bulk_switch_off();
-    still_keeps_stack = words && strstr(words, "stack");
+    still_keep_stack(words && strstr(words, "stack"));
 }
 
 static void begin(void)
@@ -388,16 +405,14 @@ static void in_child(void)
         sets[set].n = sets[set].wanted = 0;
     }
     fds_in_child();
-    state = STATE_OPEN;
     bulk_in_child();
     still_in_child();
     capture_in_child();
     late_in_child();
     contexts_in_child();
-    pthread_mutex_init(&memory_lock, NULL);
-    n_memories = n_mappings = 0;
-    left_begin_again();
-    ipc_begin_again();
+    memory_in_child();
+    left_in_child();
+    ipc_in_child();
     pthread_mutex_init(&begin_lock, NULL);
 }
 
@@ -405,8 +420,8 @@ EXPORT CUresult cuInit(unsigned flags)
 {
     static int pid;
 
-    CALLED(cuInit);
-    if (!shim_ready() && !real_functions[REAL_cuInit])
+    entry_called(AT_cuInit);
+    if (!shim_ready() && !real(cuInit))
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     CUresult result = real(cuInit)(flags);

@@ -1,26 +1,42 @@
 /* Holds the process still, takes its memory away and gives it back. */
+#include "still.h"
 #include "bulk.h"
 #include "capture.h"
+#include "contexts.h"
+#include "driver.h"
+#include "fds.h"
+#include "gate.h"
 #include "late.h"
+#include "memory.h"
 #include "park.h"
-#include "serve.h"
-#include "shim.h"
+#include "protocol.h"
 
 #include <errno.h>
 #include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
-
-#include "fds.h"
 
 #define LIMIT_STACK 0
 #define USUAL_STACK 1024 /* what it is where nobody has set it */
 
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
 static size_t stack_before[MAX_DEVICES]; /* 0: it has not been lowered */
-bool still_keeps_stack;
+static bool keeps_stack;
+static enum state state;
+
+enum state still_state(void)
+{
+    return state;
+}
+
+void still_keep_stack(bool keep)
+{
+    keeps_stack = keep;
+}
 
 static uint64_t now_ms(void)
 {
@@ -63,24 +79,25 @@ static void *wait_for_device(void *data)
 /* The device cannot be waited for with a limit: somebody else waits, and is left to it when the time is up. */
 static CUresult device_done(uint64_t milliseconds)
 {
-    struct wait *wait = calloc(1, sizeof *wait + n_contexts * sizeof wait->made[0]);
+    size_t n_made = contexts_count();
+    struct wait *wait = calloc(1, sizeof *wait + n_made * sizeof wait->made[0]);
     uint64_t last = now_ms() + milliseconds;
     struct timespec end = {(time_t)(last / 1000), (long)(last % 1000) * 1000000};
     pthread_attr_t attributes;
     pthread_condattr_t clock;
     pthread_t thread;
-    CUresult result = NOT_READY;
+    CUresult result = CUDA_ERROR_NOT_READY;
 
     if (!wait)
         return CUDA_ERROR_OUT_OF_MEMORY;
     for (; atomic_load(&waiting); poll(NULL, 0, 1))
         if (now_ms() >= last) {
             free(wait);
-            return NOT_READY;
+            return CUDA_ERROR_NOT_READY;
         }
     atomic_store(&waiting, 1);
-    wait->n_made = n_contexts;
-    memcpy(wait->made, contexts, n_contexts * sizeof wait->made[0]);
+    wait->n_made = n_made;
+    contexts_copy(wait->made);
     pthread_mutex_init(&wait->lock, NULL);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
@@ -96,7 +113,7 @@ static CUresult device_done(uint64_t milliseconds)
     while (!wait->over && pthread_cond_timedwait(&wait->done, &wait->lock, &end) == 0)
         ;
     bool over = wait->over;
-    result = over ? wait->result : NOT_READY;
+    result = over ? wait->result : CUDA_ERROR_NOT_READY;
     wait->left = !over;
     pthread_mutex_unlock(&wait->lock);
     if (over) {
@@ -115,7 +132,7 @@ static int32_t close_between_captures(uint64_t begun, uint64_t milliseconds)
     for (;;) {
         uint64_t spent = now_ms() - begun;
         if (!gate_close(milliseconds > spent ? milliseconds - spent : 1))
-            return NOT_READY;
+            return CUDA_ERROR_NOT_READY;
         if (!capture_goes_on())
             return 0;
         capture_hold(now_ms() - begun < milliseconds / 2);
@@ -156,23 +173,27 @@ int32_t still_close(uint64_t milliseconds)
 
 static bool all_there(void)
 {
-    for (size_t i = 0; i < n_mappings; i++)
-        if (mappings[i]->away)
+    const struct mapping *mapping;
+    const struct memory *memory;
+
+    for (size_t i = 0; (mapping = mapping_nth(i)); i++)
+        if (mapping->away)
             return false;
-    for (size_t i = 0; i < n_memories; i++)
-        if (!memories[i]->driver)
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        if (!memory->driver)
             return false;
     return true;
 }
 
 int32_t still_unmap(void)
 {
+    const struct memory *memory;
     size_t coming = PROTOCOL_MOST;
 
     if (state == STATE_OPEN)
         return -EINVAL;
-    for (size_t i = 0; i < n_memories; i++)
-        coming += park_can(memories[i]) && memories[i]->kept < 0;
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        coming += park_can(memory) && memory->kept < 0;
     if (!fds_room(coming))
         return -EMFILE; /* what comes back is held by a descriptor each */
     state = STATE_AWAY; /* or still is: a part may have come back before something failed */
@@ -219,7 +240,7 @@ int32_t still_stack(size_t bytes)
         CUcontext context = NULL;
         unsigned flags;
         int active = 0;
-        if (bytes ? still_keeps_stack || stack_before[device] : !stack_before[device])
+        if (bytes ? keeps_stack || stack_before[device] : !stack_before[device])
             continue;
         if ((result = real(cuDevicePrimaryCtxGetState)(device, &flags, &active)) == 0 && !active) {
             stack_before[device] = 0; /* it went with the context */
@@ -265,6 +286,7 @@ int32_t still_open(void)
 
 void still_in_child(void)
 {
+    state = STATE_OPEN;
     memset(stack_before, 0, sizeof stack_before);
     atomic_store(&waiting, 0);
 }

@@ -1,11 +1,19 @@
 /* What the shim tells, and the descriptors that it hands out. */
+#include "tell.h"
 #include "bulk.h"
+#include "count.h"
+#include "driver.h"
 #include "fds.h"
+#include "hooks.h"
+#include "ipc.h"
+#include "memory.h"
 #include "park.h"
+#include "protocol.h"
 #include "serve.h"
-#include "shim.h"
+#include "still.h"
 
 #include <errno.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -23,7 +31,7 @@ static bool tables(struct message *answer)
 
     clock_gettime(CLOCK_REALTIME, &end);
     end.tv_sec += TABLES_SECONDS;
-    if (!pthread_mutex_timedlock(&memory_lock, &end))
+    if (memory_lock_until(&end))
         return true;
     answer->result = -EBUSY;
     return false;
@@ -40,12 +48,12 @@ static struct record record_of(const struct memory *memory)
     record.flags |= memory->shared ? RECORD_SHARED : 0;
     record.flags |= memory->driver ? 0 : RECORD_AWAY;
     record.flags |= memory->kept >= 0 ? RECORD_IMPORTED : 0;
-    for (size_t i = 0; memory->mappings && i < n_mappings; i++)
-        if (mappings[i]->memory == memory) {
-            record.at = mappings[i]->at;
-            record.flags |= RECORD_MAPPED | (mappings[i]->plain ? RECORD_PLAIN : 0);
-            break;
-        }
+    size_t place = 0;
+    const struct mapping *mapping = memory->mappings ? mapping_of(memory, &place) : NULL;
+    if (mapping) {
+        record.at = mapping->at;
+        record.flags |= RECORD_MAPPED | (mapping->plain ? RECORD_PLAIN : 0);
+    }
     return record;
 }
 
@@ -69,24 +77,18 @@ bool tell_list(int client, struct message *answer)
 {
     if (!tables(answer))
         return say(client, answer, NULL, 0, NULL, 0);
-    size_t n = n_memories;
+    size_t n = memory_count();
     struct record *all = calloc(n ? n : 1, sizeof *all);
-    if (!all)
-        answer->result = -ENOMEM, n = 0;
+    if (!all) {
+        answer->result = -ENOMEM;
+        n = 0;
+    }
     for (size_t i = 0; i < n; i++)
-        all[i] = record_of(memories[i]);
-    pthread_mutex_unlock(&memory_lock);
+        all[i] = record_of(memory_nth(i));
+    memory_unlock();
     bool well = say_all(client, answer, all, n, sizeof *all);
     free(all);
     return well;
-}
-
-struct memory *memory_by_id(uint64_t id)
-{
-    for (size_t i = 0; i < n_memories; i++)
-        if (memories[i]->id == id)
-            return memories[i];
-    return NULL;
 }
 
 /* A descriptor of each: of what is there, or of what is made anew. */
@@ -116,7 +118,7 @@ bool tell_descriptors(int client, struct message *answer, const uint64_t *ids, s
         }
     }
     fds_as_before();
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     size_t given = answer->result ? 0 : done;
     for (size_t i = given; i < done; i++)
         fds_close(fds[i]);
@@ -128,26 +130,29 @@ bool tell_descriptors(int client, struct message *answer, const uint64_t *ids, s
 
 void tell_hello(struct message *answer)
 {
+    const struct memory *memory;
+
     if (!tables(answer))
         return;
-    answer->a = state;
+    answer->a = still_state();
     answer->b = (uint64_t)getpid();
-    answer->c = n_memories;
-    for (size_t i = 0; i < n_memories; i++)
-        answer->d += park_can(memories[i]) ? memories[i]->bytes : 0;
-    pthread_mutex_unlock(&memory_lock);
+    answer->c = memory_count();
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        answer->d += park_can(memory) ? memory->bytes : 0;
+    memory_unlock();
 }
 
 /* Functions may be called meanwhile: what is told is how it was at first. */
 bool tell_called(int client, struct message *answer)
 {
     static unsigned char done[TOLD_MOST];
-    int all = n_entries(), i = 0;
+    int all = entry_count(), i = 0;
     uint64_t told = 0;
 
     all = all < TOLD_MOST ? all : TOLD_MOST;
     for (int entry = 0; entry < all; entry++) {
-        done[entry] = (unsigned char)((entries[entry].called ? 1 : 0) + (entries[entry].asked_for ? 2 : 0));
+        struct told_of told_of = entry_told(entry);
+        done[entry] = (unsigned char)((told_of.called ? 1 : 0) + (told_of.asked_for ? 2 : 0));
         answer->a += done[entry] != 0;
     }
     do {
@@ -155,12 +160,13 @@ bool tell_called(int client, struct message *answer)
         size_t used = 0;
         answer->b = 0;
         for (; i < all && used + 300 < sizeof names; i++) {
-            size_t length = done[i] ? strnlen(entries[i].symbol, 255) : 0;
             if (!done[i])
                 continue;
-            names[used++] = (char)entries[i].role;
+            struct told_of entry = entry_told(i);
+            size_t length = strnlen(entry.symbol, 255);
+            names[used++] = (char)entry.role;
             names[used++] = (char)done[i];
-            memcpy(names + used, entries[i].symbol, length);
+            memcpy(names + used, entry.symbol, length);
             used += length;
             names[used++] = 0;
             answer->b++;
@@ -192,7 +198,7 @@ bool tell_share(int client, struct message *answer, const struct message *asked)
     socklen_t size = sizeof who;
     int fd = -1;
 
-    if (state != STATE_OPEN)
+    if (still_state() != STATE_OPEN)
         answer->result = -EAGAIN;
     else if (!ipc_is_ours(asked->b) || getsockopt(client, SOL_SOCKET, SO_PEERCRED, &who, &size))
         answer->result = -ENOENT;
@@ -204,7 +210,7 @@ bool tell_share(int client, struct message *answer, const struct message *asked)
             fd = fds_note(park_descriptor(memory, &result));
             fds_end();
         }
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
         answer->result = fd < 0 ? result : 0;
     }
     bool well = say(client, answer, NULL, 0, &fd, fd >= 0);
@@ -218,17 +224,18 @@ bool tell_sharers(int client, struct message *answer)
     struct pair {
         uint64_t share, pid;
     } *all;
+    const struct memory *memory;
     size_t n = 0, at = 0;
 
     if (!tables(answer))
         return say(client, answer, NULL, 0, NULL, 0);
-    for (size_t i = 0; i < n_memories; i++)
-        n += memories[i]->n_sharers;
+    for (size_t i = 0; (memory = memory_nth(i)); i++)
+        n += memory->n_sharers;
     all = calloc(n ? n : 1, sizeof *all);
-    for (size_t i = 0; all && i < n_memories; i++)
-        for (size_t j = 0; j < memories[i]->n_sharers; j++)
-            all[at++] = (struct pair){memories[i]->share, (uint64_t)memories[i]->sharers[j]};
-    pthread_mutex_unlock(&memory_lock);
+    for (size_t i = 0; all && (memory = memory_nth(i)); i++)
+        for (size_t j = 0; j < memory->n_sharers && at < n; j++)
+            all[at++] = (struct pair){memory->share, (uint64_t)memory->sharers[j]};
+    memory_unlock();
     if (!all)
         answer->result = -ENOMEM;
     bool well = say_all(client, answer, all, at, sizeof *all);
@@ -275,7 +282,7 @@ bool tell_counts(int client, struct message *answer)
     answer->b = bulk_refused();
     if (tables(answer)) {
         left_counts(&now);
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     }
     return say(client, answer, &now, answer->result ? 0 : sizeof now, NULL, 0);
 }

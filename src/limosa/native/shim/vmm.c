@@ -1,30 +1,24 @@
 /* The application's own virtual memory (PyTorch's expandable segments, XLA's): it goes on using its calls, and what it
  * makes can be put away, too. It holds numbers of ours for the driver's handles, because those change. */
 #include "bulk.h"
+#include "compiler.h"
+#include "count.h"
+#include "driver.h"
+#include "gate.h"
+#include "hooks.h"
 #include "late.h"
 #include "memory.h"
-#include "shim.h"
 
 #include <fcntl.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-#define GATED(name, ...)                                                                                               \
-    do {                                                                                                               \
-        if (!shim_ready())                                                                                             \
-            return real_functions[REAL_##name] ? real(name)(__VA_ARGS__) : CUDA_ERROR_NO_DEVICE;                       \
-        struct reader *reader_ = gate_enter();                                                                         \
-        CUresult result_ = my_##name(__VA_ARGS__);                                                                     \
-        gate_leave(reader_);                                                                                           \
-        return result_;                                                                                                \
-    } while (0)
 
 /* The application's number for a handle that the driver has given; the driver's own goes where there is no room. */
 static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CUmemAllocationProp *asked, bool stays,
                        enum left cause, int owner)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct memory *memory = memory_new(driver, bytes, asked);
     if (memory) {
         memory->references = 1;
@@ -33,7 +27,7 @@ static CUresult number(CUhandle *handle, CUhandle driver, size_t bytes, const CU
         memory->owner = owner;
         *handle = memory_given(memory);
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (memory)
         return CUDA_SUCCESS;
     real(cuMemRelease)(driver);
@@ -70,20 +64,23 @@ static CUresult my_cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAlloca
 
 EXPORT CUresult cuMemCreate(CUhandle *handle, size_t bytes, const CUmemAllocationProp *prop, unsigned long long flags)
 {
-    CALLED(cuMemCreate);
-    GATED(cuMemCreate, handle, bytes, prop, flags);
+    entry_called(AT_cuMemCreate);
+    if (!shim_ready())
+        return real(cuMemCreate) ? real(cuMemCreate)(handle, bytes, prop, flags) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemCreate(handle, bytes, prop, flags));
 }
 
 static CUresult my_cuMemRelease(CUhandle handle)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct memory *memory = memory_of(handle);
     CUhandle driver = 0;
     if (memory) {
         memory->references--;
         driver = memory_let_go(memory);
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     if (!memory)
         return real(cuMemRelease)(handle);
     memory_release(driver);
@@ -92,27 +89,30 @@ static CUresult my_cuMemRelease(CUhandle handle)
 
 EXPORT CUresult cuMemRelease(CUhandle handle)
 {
-    CALLED(cuMemRelease);
-    GATED(cuMemRelease, handle);
+    entry_called(AT_cuMemRelease);
+    if (!shim_ready())
+        return real(cuMemRelease) ? real(cuMemRelease)(handle) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemRelease(handle));
 }
 
 /* The memory that the application means, held for the time of a call; NULL where it is not ours. */
 static struct memory *hold(CUhandle handle)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct memory *memory = memory_of(handle);
     if (memory)
         memory->references++;
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return memory;
 }
 
 static void unhold(struct memory *memory)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     memory->references--;
     CUhandle driver = memory_let_go(memory);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     memory_release(driver);
 }
 
@@ -128,11 +128,11 @@ static CUresult my_cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandl
         bool there = false;
         if (mapping) {
             *mapping = (struct mapping){.at = at, .bytes = bytes, .offset = offset, .memory = memory};
-            pthread_mutex_lock(&memory_lock);
+            memory_lock();
             there = mapping_add(mapping);
             if (there && memory->shared && memory->bytes < offset + bytes)
                 memory->bytes = offset + bytes; /* how large imported memory is shows here */
-            pthread_mutex_unlock(&memory_lock);
+            memory_unlock();
         }
         if (!there) {
             free(mapping);
@@ -146,19 +146,31 @@ static CUresult my_cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandl
 
 EXPORT CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUhandle handle, unsigned long long flags)
 {
-    CALLED(cuMemMap);
-    GATED(cuMemMap, at, bytes, offset, handle, flags);
+    entry_called(AT_cuMemMap);
+    if (!shim_ready())
+        return real(cuMemMap) ? real(cuMemMap)(at, bytes, offset, handle, flags) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemMap(at, bytes, offset, handle, flags));
+}
+
+/* With memory_lock held: the mapping at a place where it begins before an address, else NULL. */
+static struct mapping *mapping_before(size_t place, CUdeviceptr end)
+{
+    struct mapping *mapping = mapping_nth(place);
+
+    return mapping && mapping->at < end ? mapping : NULL;
 }
 
 /* Memory of cuMemAlloc, or of a legacy handle, is no mapping for whoever has it. */
 static bool has_plain(CUdeviceptr at, size_t bytes)
 {
+    const struct mapping *mapping;
     bool found = false;
 
-    pthread_mutex_lock(&memory_lock);
-    for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
-        found |= mappings[place]->plain || mappings[place]->opened;
-    pthread_mutex_unlock(&memory_lock);
+    memory_lock();
+    for (size_t place = mapping_place(at); (mapping = mapping_before(place, at + bytes)); place++)
+        found |= mapping->plain || mapping->opened;
+    memory_unlock();
     return found;
 }
 
@@ -168,21 +180,24 @@ static CUresult my_cuMemUnmap(CUdeviceptr at, size_t bytes)
 
     if (result)
         return result;
-    pthread_mutex_lock(&memory_lock);
-    for (size_t place; (place = mapping_place(at)) < n_mappings && mappings[place]->at < at + bytes;) {
+    memory_lock();
+    for (size_t place; mapping_before(place = mapping_place(at), at + bytes);) {
         CUhandle driver = mapping_remove(place);
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
         memory_release(driver);
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 {
-    CALLED(cuMemUnmap);
-    GATED(cuMemUnmap, at, bytes);
+    entry_called(AT_cuMemUnmap);
+    if (!shim_ready())
+        return real(cuMemUnmap) ? real(cuMemUnmap)(at, bytes) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemUnmap(at, bytes));
 }
 
 static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
@@ -191,31 +206,35 @@ static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAcces
 
     if (result)
         return result;
-    pthread_mutex_lock(&memory_lock);
-    for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
+    struct mapping *mapping;
+    memory_lock();
+    for (size_t place = mapping_place(at); (mapping = mapping_before(place, at + bytes)); place++)
         for (size_t i = 0; i < n; i++) {
             if (all[i].location.type == LOCATION_DEVICE && all[i].location.id >= 0 && all[i].location.id < MAX_DEVICES)
-                mappings[place]->access[all[i].location.id] = (unsigned char)all[i].flags;
+                mapping->access[all[i].location.id] = (unsigned char)all[i].flags;
             else
                 /* the processor's own access: not taken apart here */
-                memory_stays(mappings[place]->memory, LEFT_SHARED);
+                memory_stays(mapping->memory, LEFT_SHARED);
         }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return result;
 }
 
 EXPORT CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
 {
-    CALLED(cuMemSetAccess);
-    GATED(cuMemSetAccess, at, bytes, all, n);
+    entry_called(AT_cuMemSetAccess);
+    if (!shim_ready())
+        return real(cuMemSetAccess) ? real(cuMemSetAccess)(at, bytes, all, n) : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemSetAccess(at, bytes, all, n));
 }
 
 /* Somebody whom we do not know has it from now on. */
 static void stays(struct memory *memory)
 {
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     memory_stays(memory, LEFT_SHARED);
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
 }
 
 static CUresult export(void *out, struct memory *memory, int type, unsigned long long flags)
@@ -248,8 +267,12 @@ static CUresult my_cuMemExportToShareableHandle(void *out, CUhandle handle, int 
 
 EXPORT CUresult cuMemExportToShareableHandle(void *out, CUhandle handle, int type, unsigned long long flags)
 {
-    CALLED(cuMemExportToShareableHandle);
-    GATED(cuMemExportToShareableHandle, out, handle, type, flags);
+    entry_called(AT_cuMemExportToShareableHandle);
+    if (!shim_ready())
+        return real(cuMemExportToShareableHandle) ? real(cuMemExportToShareableHandle)(out, handle, type, flags)
+                                                  : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemExportToShareableHandle(out, handle, type, flags));
 }
 
 static CUresult my_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUhandle handle)
@@ -267,15 +290,19 @@ static CUresult my_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *p
 
 EXPORT CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp *prop, CUhandle handle)
 {
-    CALLED(cuMemGetAllocationPropertiesFromHandle);
-    GATED(cuMemGetAllocationPropertiesFromHandle, prop, handle);
+    entry_called(AT_cuMemGetAllocationPropertiesFromHandle);
+    if (!shim_ready())
+        return real(cuMemGetAllocationPropertiesFromHandle) ? real(cuMemGetAllocationPropertiesFromHandle)(prop, handle)
+                                                            : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemGetAllocationPropertiesFromHandle(prop, handle));
 }
 
 static CUresult my_cuMemRetainAllocationHandle(CUhandle *handle, void *address)
 {
     CUresult result = CUDA_SUCCESS;
 
-    pthread_mutex_lock(&memory_lock);
+    memory_lock();
     struct mapping *mapping = mapping_at((CUdeviceptr)(uintptr_t)address);
     bool ours = mapping && handle;
     if (ours && (mapping->plain || mapping->opened)) {
@@ -284,14 +311,18 @@ static CUresult my_cuMemRetainAllocationHandle(CUhandle *handle, void *address)
         mapping->memory->references++;
         *handle = memory_given(mapping->memory);
     }
-    pthread_mutex_unlock(&memory_lock);
+    memory_unlock();
     return ours ? result : real(cuMemRetainAllocationHandle)(handle, address);
 }
 
 EXPORT CUresult cuMemRetainAllocationHandle(CUhandle *handle, void *address)
 {
-    CALLED(cuMemRetainAllocationHandle);
-    GATED(cuMemRetainAllocationHandle, handle, address);
+    entry_called(AT_cuMemRetainAllocationHandle);
+    if (!shim_ready())
+        return real(cuMemRetainAllocationHandle) ? real(cuMemRetainAllocationHandle)(handle, address)
+                                                 : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemRetainAllocationHandle(handle, address));
 }
 
 /* Somebody else's, and who that is nobody knows: it stays. A multicast object comes this way, too. */
@@ -309,28 +340,24 @@ static CUresult my_cuMemImportFromShareableHandle(CUhandle *handle, void *from, 
         result = number(handle, driver, 0, &prop, true, LEFT_SHARED, -1);
     }
     if (result) {
-        pthread_mutex_lock(&memory_lock);
+        memory_lock();
         memory_guard();
-        pthread_mutex_unlock(&memory_lock);
+        memory_unlock();
     }
     return result;
 }
 
 EXPORT CUresult cuMemImportFromShareableHandle(CUhandle *handle, void *from, int type)
 {
-    CALLED(cuMemImportFromShareableHandle);
-    GATED(cuMemImportFromShareableHandle, handle, from, type);
+    entry_called(AT_cuMemImportFromShareableHandle);
+    if (!shim_ready())
+        return real(cuMemImportFromShareableHandle) ? real(cuMemImportFromShareableHandle)(handle, from, type)
+                                                    : CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
+    return gate_left(reader, my_cuMemImportFromShareableHandle(handle, from, type));
 }
 
 /* ------------------------------------------------------------------------- other calls that take handles or show --- */
-
-#define REAL_OF(name, ...)                                                                                             \
-    typedef CUresult type(__VA_ARGS__);                                                                                \
-    CALLED(name);                                                                                                      \
-    type *function = (type *)entry_real(&entries[AT_##name]);                                                          \
-    if (!function)                                                                                                     \
-        return CUDA_ERROR_NO_DEVICE;                                                                                   \
-    struct reader *reader = gate_enter()
 
 /* The driver's handle for the application's, which is held as long. */
 static CUhandle theirs(CUhandle given, struct memory **held)
@@ -349,117 +376,146 @@ static void and_stays(struct memory *memory, bool so)
 
 EXPORT CUresult cuMulticastAddDevice(CUhandle object, CUdevice device)
 {
-    REAL_OF(cuMulticastAddDevice, CUhandle, CUdevice);
+    typedef CUresult type(CUhandle, CUdevice);
+    type *function = (type *)entry_call(AT_cuMulticastAddDevice);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held;
     CUresult result = function(theirs(object, &held), device);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 /* What a multicast object is bound to is in its addresses, which we do not see: it stays. */
 EXPORT CUresult cuMulticastBindMem(CUhandle object, size_t at, CUhandle handle, size_t offset, size_t bytes,
                                    unsigned long long flags)
 {
-    REAL_OF(cuMulticastBindMem, CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long);
+    typedef CUresult type(CUhandle, size_t, CUhandle, size_t, size_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuMulticastBindMem);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held, *memory;
     CUresult result = function(theirs(object, &held), at, theirs(handle, &memory), offset, bytes, flags);
     and_stays(memory, !result);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 /* All memory in a range is seen by somebody from now on. */
 static void range_stays(CUdeviceptr at, size_t bytes)
 {
-    pthread_mutex_lock(&memory_lock);
-    for (size_t place = mapping_place(at); place < n_mappings && mappings[place]->at < at + bytes; place++)
-        memory_stays(mappings[place]->memory, LEFT_SHARED);
-    pthread_mutex_unlock(&memory_lock);
+    const struct mapping *mapping;
+
+    memory_lock();
+    for (size_t place = mapping_place(at); (mapping = mapping_before(place, at + bytes)); place++)
+        memory_stays(mapping->memory, LEFT_SHARED);
+    memory_unlock();
 }
 
 EXPORT CUresult cuMulticastBindAddr(CUhandle object, size_t at, CUdeviceptr pointer, size_t bytes,
                                     unsigned long long flags)
 {
-    REAL_OF(cuMulticastBindAddr, CUhandle, size_t, CUdeviceptr, size_t, unsigned long long);
+    typedef CUresult type(CUhandle, size_t, CUdeviceptr, size_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuMulticastBindAddr);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held;
     CUresult result = function(theirs(object, &held), at, pointer, bytes, flags);
     if (!result)
         range_stays(pointer, bytes);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 /* Newer ones, which name the device. An endpoint is a number of the driver's own, not a handle. */
 EXPORT CUresult cuMulticastBindMem_v2(CUhandle object, CUdevice device, size_t at, CUhandle handle, size_t offset,
                                       size_t bytes, unsigned long long flags)
 {
-    REAL_OF(cuMulticastBindMem_v2, CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long);
+    typedef CUresult type(CUhandle, CUdevice, size_t, CUhandle, size_t, size_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuMulticastBindMem_v2);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held, *memory;
     CUresult result = function(theirs(object, &held), device, at, theirs(handle, &memory), offset, bytes, flags);
     and_stays(memory, !result);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuMulticastBindAddr_v2(CUhandle object, CUdevice device, size_t at, CUdeviceptr pointer, size_t bytes,
                                        unsigned long long flags)
 {
-    REAL_OF(cuMulticastBindAddr_v2, CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long);
+    typedef CUresult type(CUhandle, CUdevice, size_t, CUdeviceptr, size_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuMulticastBindAddr_v2);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held;
     CUresult result = function(theirs(object, &held), device, at, pointer, bytes, flags);
     if (!result)
         range_stays(pointer, bytes);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuLogicalEndpointBindMem(uint32_t endpoint, CUdevice device, uint64_t at, CUhandle handle,
                                          uint64_t offset, uint64_t bytes, unsigned long long flags)
 {
-    REAL_OF(cuLogicalEndpointBindMem, uint32_t, CUdevice, uint64_t, CUhandle, uint64_t, uint64_t, unsigned long long);
+    typedef CUresult type(uint32_t, CUdevice, uint64_t, CUhandle, uint64_t, uint64_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuLogicalEndpointBindMem);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *memory;
     CUresult result = function(endpoint, device, at, theirs(handle, &memory), offset, bytes, flags);
     and_stays(memory, !result);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuLogicalEndpointBindAddr(uint32_t endpoint, CUdevice device, uint64_t at, CUdeviceptr pointer,
                                           uint64_t bytes, unsigned long long flags)
 {
-    REAL_OF(cuLogicalEndpointBindAddr, uint32_t, CUdevice, uint64_t, CUdeviceptr, uint64_t, unsigned long long);
+    typedef CUresult type(uint32_t, CUdevice, uint64_t, CUdeviceptr, uint64_t, unsigned long long);
+    type *function = (type *)entry_call(AT_cuLogicalEndpointBindAddr);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     CUresult result = function(endpoint, device, at, pointer, bytes, flags);
     if (!result)
         range_stays(pointer, bytes);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuMulticastUnbind(CUhandle object, CUdevice device, size_t at, size_t bytes)
 {
-    REAL_OF(cuMulticastUnbind, CUhandle, CUdevice, size_t, size_t);
+    typedef CUresult type(CUhandle, CUdevice, size_t, size_t);
+    type *function = (type *)entry_call(AT_cuMulticastUnbind);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     struct memory *held;
     CUresult result = function(theirs(object, &held), device, at, bytes);
     and_stays(held, false);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 /* A descriptor for another device's own access (dma-buf). */
 EXPORT CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr pointer, size_t bytes, int kind,
                                               unsigned long long flags)
 {
-    REAL_OF(cuMemGetHandleForAddressRange, void *, CUdeviceptr, size_t, int, unsigned long long);
+    typedef CUresult type(void *, CUdeviceptr, size_t, int, unsigned long long);
+    type *function = (type *)entry_call(AT_cuMemGetHandleForAddressRange);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     CUresult result = function(handle, pointer, bytes, kind, flags);
     if (!result)
         range_stays(pointer, bytes);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 /* Memory behind sparse arrays: it stays, for where it is mapped cannot be asked. */
@@ -501,16 +557,22 @@ static CUresult map_them(map_arrays *function, struct map_info *all, unsigned n,
 
 EXPORT CUresult cuMemMapArrayAsync(struct map_info *all, unsigned n, void *stream)
 {
-    REAL_OF(cuMemMapArrayAsync, struct map_info *, unsigned, void *);
+    typedef CUresult type(struct map_info *, unsigned, void *);
+    type *function = (type *)entry_call(AT_cuMemMapArrayAsync);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     CUresult result = map_them(function, all, n, stream);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuMemMapArrayAsync_ptsz(struct map_info *all, unsigned n, void *stream)
 {
-    REAL_OF(cuMemMapArrayAsync_ptsz, struct map_info *, unsigned, void *);
+    typedef CUresult type(struct map_info *, unsigned, void *);
+    type *function = (type *)entry_call(AT_cuMemMapArrayAsync_ptsz);
+    if (!function)
+        return CUDA_ERROR_NO_DEVICE;
+    struct reader *reader = gate_enter();
     CUresult result = map_them(function, all, n, stream);
-    gate_leave(reader);
-    return result;
+    return gate_left(reader, result);
 }

@@ -1,0 +1,11 @@
+/* The way past ourselves, to the program's own driver. */
+#ifndef LIMOSA_FIND_H
+#define LIMOSA_FIND_H
+
+#include <stdbool.h>
+
+void *find_in_driver(const char *symbol);
+void *find_driver(void); /* the program's own libcuda; NULL before it has loaded one */
+bool find_is_driver(const void *address); /* whether it lies in libcuda */
+
+#endif
