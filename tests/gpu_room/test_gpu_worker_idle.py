@@ -19,7 +19,7 @@ import pytest
 from limosa.errors import DriverError, NoCudaState
 from limosa.gpu import Driver, worker_idle
 from limosa.gpu.worker_idle import end_all, next_controller, start_in
-from limosa.gpu.worker_loop import Left, serve
+from limosa.gpu.worker_loop import serve
 from limosa.gpu.worker_process import Apart, Launched
 from limosa.ipc.frames import Reply, Request, Sender, frame
 
@@ -106,6 +106,61 @@ def test_it_waits_no_longer_than_it_is_told(place: Path, monkeypatch):
     pid = used(place)
     eventually(lambda: not Path(f"/proc/{pid}").exists())
     assert list(place.iterdir()) == []
+
+
+def test_one_that_waits_ends_when_it_is_told_to(place: Path):
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        pid = used(place)
+        os.kill(pid, number)
+        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists())
+        assert list(place.iterdir()) == []
+    with client(place) as driver:  # not one that works
+        assert driver.state(7) == "running"
+        assert driver.pid
+        os.kill(driver.pid, signal.SIGTERM)
+        assert driver.state(7) == "running"
+
+
+def test_a_controller_that_asks_nothing_of_the_driver_leaves_it_as_it_was(place: Path):
+    first = used(place)
+    with client(place) as driver:
+        driver.set_will(["/bin/true"])
+    assert used(place) == first
+
+
+def test_another_umask_or_limit_wants_another_worker(place: Path):
+    first = used(place)
+    program = """
+import os, resource, sys
+from pathlib import Path
+from limosa.gpu import Driver
+from limosa.gpu.worker_idle import name
+known = name()
+os.umask(0o077)
+other = name()
+os.umask(0o022)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+print(len({known, other, name()}))
+"""
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=True, umask=0o022)
+    assert said.stdout == b"3\n"
+    assert used(place) == first
+
+
+def test_what_one_that_was_killed_has_left_is_tidied(place: Path):
+    os.kill(first := used(place), signal.SIGKILL)
+    eventually(lambda: not Path(f"/proc/{first}").exists())
+    assert len(list(place.iterdir())) == 2
+    assert end_all(place) == []
+    assert list(place.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("", 120), ("off", 120), ("-1", 120), ("nan", 120), ("7", 7), ("inf", 1e6)]
+)
+def test_what_is_no_time_is_the_usual_one(said: str, seconds: float, monkeypatch):
+    monkeypatch.setenv("LIMOSA_DRIVER_IDLE", said)
+    assert worker_idle._idle_seconds() == seconds
 
 
 def test_one_is_ended_by_name(place: Path):
@@ -216,7 +271,8 @@ def test_who_is_fit_to_wait(calls: list[str], fit: bool):
         for number, call in enumerate(calls):
             ours.sendall(frame(Request(number + 1, call, [])))
         ours.shutdown(socket.SHUT_WR)
-        assert serve(theirs, table) == Left([], fit)
+        left = serve(theirs, table)
+    assert (left.wills, left.initialised and not left.spoilt) == ([], fit)
 
 
 # --- strangers -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from limosa.errors import (
     NoCudaState,
     NoRoomOnGpu,
     NotSupported,
+    Reason,
     Refused,
     TimedOutUndone,
     UndoFailed,
@@ -101,6 +104,58 @@ def test_of_several_jobs_one_goes_while_another_comes_and_one_that_fails_fails_a
         assert double.where(pid) == [0 if outcome.error else 1]
         assert double.states[pid] == "running"
         assert any(step.startswith(f"{pid}: ") for step in told), "which job it is about is said"
+    assert nothing_left()
+
+
+def test_host_memory_of_one_job_counts_before_the_next_is_looked_at(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = [gpu_like(on=0, size=6 * GB), gpu_like(on=1, size=6 * GB)]
+
+    def in_use() -> int:
+        return 6 * GB * sum(state == "checkpointed" for state in double.states.values())
+
+    def hazards(observation: Any, needed: Any, **_: Any) -> list[Reason]:
+        short = sum(needed.values()) > 10 * GB - in_use()
+        return [Reason(id="host-memory", text="short", exit_code=15, forceable=True)] if short else []
+
+    monkeypatch.setattr(importlib.import_module("limosa.operation.rules").hazards, "memory_hazards", hazards)
+    outcomes = operation.suspend(pids)
+    assert sorted(o.error.exit_code if o.error else 0 for o in outcomes) == [0, 15]
+
+
+def test_three_jobs_come_back_side_by_side_to_a_gpu_that_has_room_for_them(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is just coming counts twice for a moment: in its claim, and on the GPU."""
+    pids = [gpu_like(on=0, size=3 * GB) for _ in range(3)]
+    operation.suspend(pids)
+    real = double.restore
+    monkeypatch.setattr(double, "restore", lambda *a, **o: (real(*a, **o), time.sleep(0.5))[0])
+    assert [o.error for o in operation.resume(pids)] == [None] * 3
+
+
+def test_however_often_somebody_presses_ctrl_c_all_is_undone_before_the_driver_is_let_go(
+    gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = [gpu_like(on=0, size=GB) for _ in range(2)]
+    closed: list[list[str]] = []
+    monkeypatch.setattr(double, "close", lambda wait=5.0: closed.append(sorted(double.states.values())))
+    real, begun = double.checkpoint, threading.Event()
+    monkeypatch.setattr(double, "checkpoint", lambda *a, **o: (begun.set(), time.sleep(1.0), real(*a, **o))[2])
+
+    def press() -> None:
+        begun.wait(10)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    presses = threading.Thread(target=press)
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        operation.move(pids, to="1")
+    presses.join()
+    assert closed == [["running", "running"]]
     assert nothing_left()
 
 

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from limosa.operation import turns
 from limosa.operation.turns import COME, GO, Turns
 
 
@@ -37,14 +36,13 @@ def test_one_goes_and_one_comes_at_a_time() -> None:
     one.take(COME, nothing)
 
 
-def test_one_that_stands_still_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "STILL_SECONDS", 0.2)
+def test_one_that_stands_still_does_not_wait_for_ever() -> None:
     shared = Turns()
     hangs, other = shared.of_one(), shared.of_one()
     hangs.take(COME, nothing)
     other.take(GO, nothing)
     begun = time.monotonic()
-    other.take(COME, nothing)
+    other.take(COME, nothing, still=0.2)
     assert 0.15 < time.monotonic() - begun < 2
     shared.of_one().take(GO, nothing)  # it has let go of that
 

@@ -257,8 +257,9 @@ class Driver:
                 self._wills[name] = list(argv)
             elif self._worker is None or self._worker.dead:
                 return
-            worker = self._current(arm=False)
-        slot = worker.submit(SET_WILL, 0, [list(argv) if argv else None, name])
+            worker = self._current()  # one that is new gets all of them: said twice does no harm
+            # Before anybody gives up on this worker: its last word on a will is then that there is none.
+            slot = worker.submit(SET_WILL, 0, [list(argv) if argv else None, name])
         if wait:
             self._value(worker, slot, limit, limit)
 
@@ -285,7 +286,7 @@ class Driver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _current(self, *, arm: bool = True) -> WorkerProcess:
+    def _current(self) -> WorkerProcess:
         """Return the worker that takes calls, a new one where there is none (or a fork inherited it)."""
         if self._owner != os.getpid():
             self._begin()
@@ -294,7 +295,7 @@ class Driver:
                 return self._worker
             self._closed = False
             worker = self._worker = WorkerProcess(self._ended, self._start)
-            for name, argv in self._wills.items() if arm else ():
+            for name, argv in self._wills.items():
                 worker.submit(SET_WILL, 0, [argv, name])
             return worker
 

@@ -26,12 +26,24 @@ from limosa.gpu.worker_process import Apart, Launched
 from limosa.ipc.frames import Frames, Reply, Request, frame
 from limosa.ipc.packet import close_all, peer
 
-IDLE_SECONDS = float(os.environ.get("LIMOSA_DRIVER_IDLE", "120"))
+_USUAL_SECONDS, _MOST_SECONDS = 120.0, 1e6
+
+
+def _idle_seconds() -> float:
+    """What ``LIMOSA_DRIVER_IDLE`` says; as usual where that is no number."""
+    try:
+        said = float(os.environ.get("LIMOSA_DRIVER_IDLE", ""))
+    except ValueError:
+        return _USUAL_SECONDS
+    return min(said, _MOST_SECONDS) if said >= 0 else _USUAL_SECONDS
+
+
+IDLE_SECONDS = _idle_seconds()
 ANSWER_SECONDS = 1.0
 """That either side may take for its greeting: it has nothing else to do."""
 TAKE, END = "take", "end"
 _MOST_BYTES, _MOST_NAMES = 1 << 20, 1_000
-_RIGHTS = ("Uid:", "Gid:", "Groups:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
+_RIGHTS = ("Umask:", "Uid:", "Gid:", "Groups:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
 _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "cgroup", "time")
 _LOADED_BY = ("LD_LIBRARY_PATH",)
 _LOADED_BY_BEGINNINGS = ("CUDA_", "LIMOSA_")
@@ -40,7 +52,7 @@ _LOADED_BY_BEGINNINGS = ("CUDA_", "LIMOSA_")
 def standing(pid: int | str = "self") -> str:
     """Return with which rights, in which namespaces and in which cgroup a process runs.
 
-    Who has the same could make the same calls, and would end with the same cgroup.
+    Who has the same could make the same calls, would end with the same cgroup, and leaves a will that can do as much.
 
     Raises:
         OSError: it has ended, or may not be looked at.
@@ -50,8 +62,10 @@ def standing(pid: int | str = "self") -> str:
     for name in _NAMESPACES:
         with contextlib.suppress(FileNotFoundError):  # of an older kernel
             said.append(os.readlink(f"/proc/{pid}/ns/{name}"))
-    for name in ("cgroup", "attr/current"):
-        said.append(_text(f"/proc/{pid}/{name}"))
+    said += [_text(f"/proc/{pid}/{name}") for name in ("cgroup", "attr/current", "oom_score_adj")]
+    for line in _text(f"/proc/{pid}/limits").splitlines():
+        words = line.split()  # of open files the soft limit is raised and lowered all the time
+        said.append(" ".join(words[:3] + words[4:]) if line.startswith("Max open files") else line)
     return "\n".join(said)
 
 
@@ -139,12 +153,26 @@ def end_all(folder: Path) -> list[int]:
             if entry.name.endswith(".lock"):
                 continue
             connection, pid = _asked(entry.path, END, [])
-            if connection is not None:
+            if connection is None:
+                _tidy(entry.path)
+            else:
                 connection.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     Apart(pid).wait(ANSWER_SECONDS)
                 ended.append(pid)
     return ended
+
+
+def _tidy(path: str) -> None:
+    """Remove what one that was killed has left at a path; where one waits, it has the lock."""
+    with contextlib.suppress(OSError):
+        guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+            os.unlink(f"{path}.lock")
+        finally:
+            os.close(guard)
 
 
 def _asked(path: str, what: str, args: list[Any]) -> tuple[socket.socket | None, int]:
@@ -200,6 +228,8 @@ def next_controller(path: str, last: socket.socket) -> tuple[socket.socket, int]
         return None
     try:
         fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever has it is the one that waits
+        if not os.path.samestat(os.fstat(guard), os.lstat(f"{path}.lock")):
+            raise FileNotFoundError  # the one before has removed it meanwhile
     except OSError:
         os.close(guard)
         return None
@@ -239,8 +269,9 @@ def _first(listening: socket.socket, until: float) -> tuple[socket.socket, int] 
             return None
         request, handle = _greeted(connection)
         if request is not None and request.call == TAKE and request.args and isinstance(request.args[0], dict):
-            _dress(request.args[0])
-            return connection, handle
+            with contextlib.suppress(ValueError):  # what no environment can have
+                _dress(request.args[0])
+                return connection, handle
         if handle >= 0:
             os.close(handle)
         if request is not None and request.call == END:

@@ -29,11 +29,13 @@ class Left(NamedTuple):
 
     Attributes:
         wills: commands that are to run now.
-        fit: whether the driver is initialised here, and has answered all that it was asked as it should.
+        initialised: whether it had the driver initialised here.
+        spoilt: whether the driver has answered anything as it should not, or the controller has given up on it.
     """
 
     wills: list[list[str]]
-    fit: bool
+    initialised: bool
+    spoilt: bool
 
 
 def serve(connection: socket.socket, table: Table, controller: int | None = None) -> Left:
@@ -60,7 +62,7 @@ def serve(connection: socket.socket, table: Table, controller: int | None = None
         if not loop.read(until_empty=dead) or dead:
             break
     loop.finish()
-    return Left(list(loop.wills.values()), loop.initialised and not loop.spoilt)
+    return Left(list(loop.wills.values()), loop.initialised, loop.spoilt)
 
 
 class _Loop:

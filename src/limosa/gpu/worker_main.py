@@ -25,6 +25,10 @@ _SHIELDED = (
 )
 
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a worker that waits: a service manager that stops everything would wait for it, and so would a reset."""
+
+
 def table() -> dict[str, Callable[..., Any]]:
     """Return the calls that this worker makes; each loads what it needs when it is first made."""
 
@@ -84,25 +88,42 @@ def _serve(connection: socket.socket, controller: int, path: str) -> NoReturn:
     from limosa.gpu.worker_loop import serve
     from limosa.ipc.frames import Reply, Sender
 
-    calls = table()
+    calls, initialised = table(), False
     while True:
         if path:
             try:
                 Sender(connection).send(Reply(0, os.getpid()))
             except OSError:
                 pass  # it has gone already; what it said counts
-        wills, fit = serve(connection, calls, controller)
+        left = serve(connection, calls, controller)
         os.close(controller)
-        if wills:
-            become(wills)
-        if not path or not fit:
+        if left.wills:
+            become(left.wills)
+        initialised = initialised or left.initialised
+        if not path or not initialised or left.spoilt:
             os._exit(0)  # the driver may keep threads that a normal exit would wait for
-        from limosa.gpu.worker_idle import next_controller
-
-        found = next_controller(path, connection)
+        found = _next(path, connection)
         if found is None:
             os._exit(0)
         connection, controller = found
+
+
+def _next(path: str, last: socket.socket) -> tuple[socket.socket, int] | None:
+    """Wait for the next controller; whoever waits owes nothing, and ends when it is told to."""
+    from limosa.gpu.worker_idle import next_controller
+
+    def told(number: int, frame: object) -> NoReturn:
+        raise SystemExit
+
+    try:
+        for number in _ENDING:
+            signal.signal(number, told)
+        return next_controller(path, last)
+    except SystemExit:
+        return None
+    finally:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def become(wills: list[list[str]]) -> NoReturn:

@@ -125,9 +125,15 @@ class Apart:
         Raises:
             subprocess.TimeoutExpired: it does neither.
         """
-        if self._handle >= 0 and not self._waits and not select.select([self._handle], [], [], timeout)[0]:
+        if self._handle >= 0 and not self._waits and not _ended(self._handle, timeout):
             raise subprocess.TimeoutExpired("limosa-worker", timeout or 0.0)
         return 0
+
+
+def _ended(handle: int, timeout: float | None) -> bool:
+    poller = select.poll()  # a select has no room for descriptors past 1023
+    poller.register(handle, select.POLLIN)
+    return bool(poller.poll(None if timeout is None else timeout * 1000))
 
 
 class WorkerProcess:

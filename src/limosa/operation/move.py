@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +21,7 @@ from limosa.errors import (
     InvalidMap,
     LimosaError,
     NoRoomOnGpu,
+    NoRoomOnHost,
     Reason,
     UsageError,
     worst,
@@ -38,7 +39,7 @@ from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
 from limosa.operation.transfer import result_of, transfer
-from limosa.operation.turns import Turns
+from limosa.operation.turns import GO, Turns
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
@@ -220,18 +221,40 @@ def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
     how = how._replace(cancel=cancel, turns=Turns())
     at_once = 1 if how.one_by_one else AT_ONCE
     with ThreadPoolExecutor(at_once, thread_name_prefix="limosa-job") as pool:
-        begun = [pool.submit(_doing, like, how._replace(progress=_about(like, how.progress))) for like in likes]
-        try:
-            outcomes = [one.result() for one in begun]
-        except BaseException:  # a Ctrl-C comes to this thread alone
-            cancel.set()
-            raise
-    if how.ask.verb in (MOVE, TOGGLE):  # who found no room while others had not left yet
-        moved = any(one.result is not None and not one.result.already for one in outcomes)
-        for n, outcome in enumerate(outcomes):
-            if moved and outcome.error is not None and outcome.error.exit_code == NoRoomOnGpu.exit_code:
-                outcomes[n] = _doing(likes[n], how)
+        begun = [pool.submit(_alone, like, how) for like in likes]
+        interrupted: KeyboardInterrupt | None = None
+        while not all(one.done() for one in begun):
+            try:
+                wait(begun)
+            except KeyboardInterrupt as error:  # it comes to this thread alone; all that is under way is undone first
+                interrupted = error
+                cancel.set()
+        if interrupted is not None:
+            raise interrupted
+    outcomes = [one.result() for one in begun]
+    if how.ask.verb in (MOVE, RESUME, TOGGLE):
+        _once_more(likes, outcomes, how)
     return outcomes
+
+
+def _once_more(likes: Sequence[JobLike], outcomes: list[Outcome], how: _How) -> None:
+    """Tries those again, in turn, that found no room while others had not left yet: as long as any of them gets on."""
+    gets_on = any(one.result is not None and not one.result.already for one in outcomes)
+    while gets_on:
+        gets_on = False
+        for n, outcome in enumerate(outcomes):
+            if outcome.error is None or outcome.error.exit_code not in (NoRoomOnGpu.exit_code, NoRoomOnHost.exit_code):
+                continue
+            outcomes[n] = _alone(likes[n], how)
+            gets_on = gets_on or outcomes[n].error is None
+
+
+def _alone(like: JobLike, how: _How) -> Outcome:
+    """Does it to one of several jobs; whatever goes wrong is a part of its result, and nobody else's."""
+    try:
+        return _doing(like, how._replace(progress=_about(like, how.progress)))
+    except Exception as error:
+        return Outcome(pid=_pid_of(like), error=LimosaError(detail=f"{type(error).__name__}: {error}"))
 
 
 def _about(like: JobLike, progress: ProgressFn) -> ProgressFn:
@@ -294,6 +317,8 @@ def _one(which: Job, how: _How) -> Outcome:
     def once() -> Outcome:
         with how.work(started) as work:
             work.check()
+            if work.turn is not None and how.ask.verb is not RESUME:
+                work.turn.take(GO, work.check)  # host memory that is free when we look is so until it is used
             with work.timed("plan", "looking"):
                 prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
                 prepared.refuse()

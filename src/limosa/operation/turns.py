@@ -34,12 +34,13 @@ class Turn:
         self._locks = locks
         self._has = ""
 
-    def take(self, name: str, check: Callable[[], None]) -> None:
+    def take(self, name: str, check: Callable[[], None], still: float = STILL_SECONDS) -> None:
         """Wait for a turn, then let go of the one before.
 
         Args:
             name: ``GO`` or ``COME``.
             check: called now and then; raises what ends the wait.
+            still: seconds that a job waits which has gone already, and stands still.
         """
         if name == self._has:
             return
@@ -47,7 +48,7 @@ class Turn:
         while not self._locks[name].acquire(timeout=_LOOK_SECONDS):
             check()
             waited += _LOOK_SECONDS
-            if self._has and waited >= STILL_SECONDS:
+            if self._has and waited >= still:
                 self.end()
                 return
         self.end()

@@ -22,7 +22,7 @@ def pids() -> list[int]:
     pid of theirs is another's so soon.
     """
     now = time.monotonic()
-    known = {pid for pid, seen in _kernels.items() if now - seen < _KNOWN_SECONDS}
+    known = {pid for pid, seen in list(_kernels.items()) if now - seen < _KNOWN_SECONDS}
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) not in known]
 
 
