@@ -20,7 +20,7 @@ from support import VICTIMS
 
 from limosa.errors import FailedUndone, Refused
 from limosa.image import JobRecord, LockedFile, Manifest, TreeProcess, now
-from limosa.operation import checkpoint, checkpoint_plan, locks, restore
+from limosa.operation import checkpoint, locks, restore
 from limosa.process.criu.find import find
 from limosa.process.identity import Identity, read_stat
 from limosa.process.tree import job_tree
@@ -67,8 +67,8 @@ def test_a_job_has_all_its_locks_again_and_again(ended, limosa) -> None:
 def no_plugin(monkeypatch) -> None:
     """A Limosa whose plugin could not be compiled."""
     program = msgspec.structs.replace(find(), plugin_dir=None)
-    monkeypatch.setattr(checkpoint_plan, "find_criu", lambda *_: program)
-    monkeypatch.setattr(importlib.import_module("limosa.operation.restore"), "find_criu", lambda *_: program)
+    for name in ("checkpoint", "restore_plan"):
+        monkeypatch.setattr(importlib.import_module(f"limosa.operation.{name}"), "find_criu", lambda *_: program)
 
 
 def test_a_job_whose_locks_are_lost_is_ended_before_it_runs(ended, limosa, no_plugin) -> None:

@@ -25,7 +25,6 @@ from support import VICTIMS
 
 from limosa import operation
 from limosa.errors import FailedUndone, PidReused
-from limosa.gpu import Driver
 from limosa.gpu.worker_process import Launched
 from limosa.image import unfinished
 from limosa.operation.jobs import Job
@@ -292,8 +291,8 @@ def test_18_no_time_and_no_pause(start, dump_refused) -> None:
 
 def test_18_out_of_time_in_the_middle(start, disturbed, tmp_path, runtime) -> None:
     victim = start("counter")
-    hold = {"point": "before prepare of the draft", "seconds": 1.0}
-    found = disturbed("checkpoint", victim.pid, tmp_path / "image", options={"timeout": 0.8}, hold=hold)
+    hold = {"point": "before prepare of the draft", "seconds": 3.5}
+    found = disturbed("checkpoint", victim.pid, tmp_path / "image", options={"timeout": 3.0}, hold=hold)
     assert (found["rc"], found["id"], found["at"]) == (18, "timed-out", "before prepare of the draft")
     victim.goes_on()
     assert not (tmp_path / "image").exists()
@@ -502,7 +501,7 @@ def test_24_a_criu_that_is_none(start, limosa, dump_refused, refused, tmp_path) 
 # --- a worker that cannot come up --------------------------------------------------------------------------------
 
 
-def ends_at_once() -> Launched:
+def ends_at_once(waits_at: str = "") -> Launched:
     """A worker that says nothing."""
     ours, theirs = socket.socketpair()
     with theirs:
@@ -512,7 +511,7 @@ def ends_at_once() -> Launched:
 
 def test_no_job_is_ended_while_nobody_could_finish_for_us(start, runtime, tmp_path, monkeypatch) -> None:
     victim = start("counter")
-    monkeypatch.setitem(Driver.__init__.__kwdefaults__, "start", ends_at_once)
+    monkeypatch.setattr("limosa.gpu.worker_process.launch", ends_at_once)
     with pytest.raises(FailedUndone, match="set_will"):
         operation.checkpoint(victim.pid, tmp_path / "image")
     untouched(runtime, tmp_path)
