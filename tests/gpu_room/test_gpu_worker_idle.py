@@ -21,7 +21,7 @@ from limosa.gpu import Driver, worker_idle
 from limosa.gpu.worker_idle import end_all, next_controller, start_in
 from limosa.gpu.worker_loop import serve
 from limosa.gpu.worker_process import Apart, Launched
-from limosa.ipc.frames import Reply, Request, Sender, frame
+from limosa.ipc.frames import Frames, Reply, Request, Sender, frame
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
@@ -300,15 +300,16 @@ def waiting(tmp_path: Path, monkeypatch) -> Iterator[tuple[str, list[Any]]]:
             os.close(found[1])
 
 
-def says(path: str, data: bytes, fds: list[int]) -> bytes:
+def says(path: str, data: bytes, fds: list[int]) -> list[Any]:
     """What a stranger hears who says that."""
     with socket.socket(socket.AF_UNIX) as mine:
         mine.connect(path)
         with contextlib.suppress(OSError):
             socket.send_fds(mine, [data], fds)
             mine.settimeout(2)
-            return mine.recv(100)
-    return b""
+            heard = b"".join(iter(lambda: mine.recv(100), b""))
+            return Frames(replies=True).feed(heard)[1:]  # behind the number with which each is greeted
+    return []
 
 
 def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waiting):
@@ -326,7 +327,7 @@ def test_who_says_nothing_or_nonsense_is_sent_away_and_the_next_is_served(waitin
             (take, [null, other]),
             (take[:5], [null]),
         ):
-            assert says(path, data, fds) == b""
+            assert says(path, data, fds) == []
         assert not came
         connection, pid = worker_idle._asked(path, "end", [])
         assert connection is not None
@@ -351,9 +352,34 @@ def test_who_stands_elsewhere_does_not_get_it(waiting, monkeypatch):
     monkeypatch.setattr(worker_idle, "standing", real)
 
 
+def test_who_may_not_trace_the_worker_does_not_get_it(waiting, monkeypatch):
+    """As one that is locked in by Landlock, of which /proc says nothing: the kernel does not let it read the word."""
+    path, came = waiting
+    monkeypatch.setattr(worker_idle, "_word_at", lambda pid, fd: "a guess")
+    assert worker_idle._asked(path, "take", [{}])[0] is None
+    assert not came
+    monkeypatch.undo()
+
+
+def test_a_worker_that_only_owes_a_state_ends_with_its_controller():
+    """A stopped process answers when it goes on: until then each look at it would leave a worker."""
+    never = threading.Event()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(Request(1, "available", [])) + frame(Request(2, "state", [])))
+        ours.shutdown(socket.SHUT_WR)
+        begun = time.monotonic()
+        left = serve(theirs, {"available": lambda: None, "state": lambda: never.wait(30) and ""})
+    never.set()
+    assert left.spoilt
+    assert time.monotonic() - begun < 3
+
+
 def test_one_that_takes_it_is_alone_with_it(waiting):
     path, came = waiting
-    answers = threading.Thread(target=lambda: (eventually(lambda: came), Sender(came[0][0]).send(Reply(0, 1))))
+    answers = threading.Thread(
+        target=lambda: (eventually(lambda: came), Sender(came[0][0]).send(Reply(0, os.getpid())))
+    )
     answers.start()
     connection, _ = worker_idle._asked(path, "take", [{}])
     answers.join(10)

@@ -47,6 +47,19 @@ def test_one_that_stands_still_does_not_wait_for_ever() -> None:
     shared.of_one().take(GO, nothing)  # it has let go of that
 
 
+def test_nobody_waits_twice_for_one_that_hangs() -> None:
+    shared = Turns()
+    hangs, other, third = shared.of_one(), shared.of_one(), shared.of_one()
+    hangs.take(COME, nothing)
+    other.take(COME, nothing, still=0.1)
+    begun = time.monotonic()
+    third.take(COME, nothing, still=5)
+    assert time.monotonic() - begun < 1
+    hangs.end()
+    third.take(COME, nothing)
+    assert not shared.hangs
+
+
 def test_who_waits_can_be_cancelled() -> None:
     shared = Turns()
     shared.of_one().take(GO, nothing)

@@ -21,13 +21,12 @@ from limosa.gpu.checks import check_pairs, check_pid, check_timeout
 from limosa.gpu.facts import DriverFacts
 from limosa.gpu.gpus import Inventory
 from limosa.gpu.names import LockResult, State
-from limosa.gpu.worker_loop import LEAVE, PING, SET_WILL
+from limosa.gpu.worker_loop import ASKING, LEAVE, SET_WILL
 from limosa.gpu.worker_process import Launched, Slot, WorkerProcess, launch
 from limosa.ipc.frames import unpack_error
 
 INIT_LIMIT = 120.0
 """Seconds for ``cuInit``: 2.7 s were seen with eight GPUs, more with no persistence mode."""
-_ASKING = frozenset({"state", "restore_thread_id", "inventory", "facts", "available", PING})
 
 
 class Driver:
@@ -194,7 +193,7 @@ class Driver:
         for worker in workers:
             with worker.lock:
                 for slot in worker.pending.values():
-                    if slot.pid == pid and slot.call not in _ASKING:
+                    if slot.pid == pid and slot.call not in ASKING:
                         return slot.call
         return None
 
@@ -349,7 +348,7 @@ class Driver:
         """
         if not slot.done.wait(wait):
             # An asker behind a checkpoint or restore of the same process is expected to wait: no fault of the worker.
-            expected = slot.call in _ASKING and slot.pid > 0 and self.under_way(slot.pid) is not None
+            expected = slot.call in ASKING and slot.pid > 0 and self.under_way(slot.pid) is not None
             slot.given_up = True
             if not expected:
                 self._give_up(worker)

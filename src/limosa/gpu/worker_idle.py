@@ -13,6 +13,7 @@ import fcntl
 import hashlib
 import itertools
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -42,8 +43,10 @@ IDLE_SECONDS = _idle_seconds()
 ANSWER_SECONDS = 1.0
 """That either side may take for its greeting: it has nothing else to do."""
 TAKE, END = "take", "end"
-_MOST_BYTES, _MOST_NAMES = 1 << 20, 1_000
-_RIGHTS = ("Umask:", "Uid:", "Gid:", "Groups:", "CapEff:", "CapBnd:", "NoNewPrivs:", "Seccomp:")
+_MOST_BYTES, _MOST_NAMES, _MOST_GREETING = 1 << 20, 1_000, 100
+_WORD = "limosa-"
+_END_ALL_SECONDS = 5.0
+_RIGHTS = ("Umask:", "Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp")
 _NAMESPACES = ("user", "pid", "mnt", "net", "ipc", "cgroup", "time")
 _LOADED_BY = ("LD_LIBRARY_PATH",)
 _LOADED_BY_BEGINNINGS = ("CUDA_", "LIMOSA_")
@@ -62,6 +65,8 @@ def standing(pid: int | str = "self") -> str:
     for name in _NAMESPACES:
         with contextlib.suppress(FileNotFoundError):  # of an older kernel
             said.append(os.readlink(f"/proc/{pid}/ns/{name}"))
+    root = os.stat(f"/proc/{pid}/root")
+    said.append(f"{root.st_dev} {root.st_ino}")
     said += [_text(f"/proc/{pid}/{name}") for name in ("cgroup", "attr/current", "oom_score_adj")]
     for line in _text(f"/proc/{pid}/limits").splitlines():
         words = line.split()  # of open files the soft limit is raised and lowered all the time
@@ -147,9 +152,11 @@ def end_all(folder: Path) -> list[int]:
     Returns:
         Their pids.
     """
-    ended = []
+    ended, until = [], time.monotonic() + _END_ALL_SECONDS
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in itertools.islice(entries, _MOST_NAMES):
+            if time.monotonic() > until:
+                break
             if entry.name.endswith(".lock"):
                 continue
             connection, pid = _asked(entry.path, END, [])
@@ -182,31 +189,54 @@ def _asked(path: str, what: str, args: list[Any]) -> tuple[socket.socket | None,
         The connection and its pid; None where none answers as it should.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    until = time.monotonic() + ANSWER_SECONDS
     try:
         connection.settimeout(ANSWER_SECONDS)
         connection.connect(path)
         pid, owner = peer(connection)
-        if owner != os.geteuid():
+        if owner != os.geteuid() or standing(pid) != standing():
             raise OSError("another's")
+        word = _word_at(pid, _said(connection, until))
         me = os.pidfd_open(os.getpid())
         try:
-            socket.send_fds(connection, [frame(Request(0, what, args))], [me])
+            socket.send_fds(connection, [frame(Request(0, what, [word, *args]))], [me])
         finally:
             os.close(me)
-        frames = Frames(replies=True)
-        said: list[Reply] = []
-        while not said:
-            data = connection.recv(1)  # what comes behind the greeting is for whoever reads next
-            if not data:
-                raise EOFError
-            said = frames.feed(data)
-        if said[0].error is not None:
-            raise OSError("refused")
+        if _said(connection, until) != pid:
+            raise OSError("it calls itself another")
         connection.settimeout(None)
         return connection, pid
     except (OSError, EOFError, ValueError):
         connection.close()
         return None, 0
+
+
+def _said(connection: socket.socket, until: float) -> int:
+    """Return the number that a worker says; what comes behind it is for whoever reads next.
+
+    Raises:
+        OSError, EOFError, ValueError: it says something else, or not in time.
+    """
+    frames, said = Frames(replies=True), list[Reply]()
+    for _ in range(_MOST_GREETING):
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        data = connection.recv(1)
+        if not data:
+            raise EOFError
+        if said := frames.feed(data):
+            break
+    if not said or said[0].error is not None or not isinstance(said[0].value, int) or said[0].value >= 1 << 31:
+        raise ValueError("no number")
+    return said[0].value
+
+
+def _word_at(pid: int, fd: int) -> str:
+    """Return the word that is in the name of a worker's descriptor.
+
+    The kernel lets nobody read that name who may not trace the worker: one of the same user that is locked in
+    (Landlock, say, of which /proc says nothing) may not.
+    """
+    return os.readlink(f"/proc/{pid}/fd/{fd}").partition(_WORD)[2].partition(" ")[0]
 
 
 # --- the worker's side -----------------------------------------------------------------------------------------------
@@ -268,9 +298,14 @@ def _first(listening: socket.socket, until: float) -> tuple[socket.socket, int] 
         except TimeoutError:
             return None
         request, handle = _greeted(connection)
-        if request is not None and request.call == TAKE and request.args and isinstance(request.args[0], dict):
+        if (
+            request is not None
+            and request.call == TAKE
+            and len(request.args) == 2
+            and isinstance(request.args[1], dict)
+        ):
             with contextlib.suppress(ValueError):  # what no environment can have
-                _dress(request.args[0])
+                _dress(request.args[1])
                 return connection, handle
         if handle >= 0:
             os.close(handle)
@@ -284,12 +319,19 @@ def _first(listening: socket.socket, until: float) -> tuple[socket.socket, int] 
 def _greeted(connection: socket.socket) -> tuple[Request | None, int]:
     """What one that has connected asks for, and its pidfd; None where it is not one that may."""
     fds: list[int] = []
+    word = secrets.token_hex(16)
+    proof = os.memfd_create(f"{_WORD}{word}", os.MFD_CLOEXEC)
     try:
-        connection.settimeout(ANSWER_SECONDS)
+        until = time.monotonic() + ANSWER_SECONDS
         pid, owner = peer(connection)
+        if owner != os.geteuid() or standing(pid) != standing():
+            raise PermissionError
+        connection.settimeout(ANSWER_SECONDS)
+        connection.sendall(frame(Reply(0, proof)))
         frames, size = Frames(replies=False), 0
         asked: list[Request] = []
         while not asked:
+            connection.settimeout(max(0.001, until - time.monotonic()))
             data, more, _, _ = socket.recv_fds(connection, 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
             fds += more
             size += len(data)
@@ -297,11 +339,13 @@ def _greeted(connection: socket.socket) -> tuple[Request | None, int]:
                 raise EOFError
             asked = frames.feed(data)
         # By the pidfd it is that very process, and no other that has its number meanwhile.
-        if owner == os.geteuid() and fds and _pid_of(fds[0]) == pid and standing(pid) == standing():
+        if asked[0].args[:1] == [word] and fds and _pid_of(fds[0]) == pid and standing(pid) == standing():
             connection.settimeout(None)
             return asked[0], fds.pop()
     except (OSError, EOFError, ValueError):
         pass
+    finally:
+        os.close(proof)
     close_all(fds)
     return None, -1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +20,10 @@ PING = "ping"
 AVAILABLE = "available"
 LEAVE = "leave"
 """Its controller has given up on it: it is to end when it can, and to wait for nobody else."""
+ASKING = frozenset({"state", "restore_thread_id", "inventory", "facts", AVAILABLE, PING})
+"""Calls that change nothing."""
+_UNHEARD = ASKING - {AVAILABLE, PING}
+_ASKING_SECONDS = 0.2
 Table = Mapping[str, Callable[..., Any]]
 _EXPECTED = (IllegalState, InvalidArgument, InvalidMap, NoCudaState, NoSuchProcess)
 """Answers about the process that was asked about, after which the driver is as it was."""
@@ -75,7 +80,7 @@ class _Loop:
         self._table = table
         self._frames = Frames(replies=False)
         self._sender = Sender(connection)
-        self._running: set[threading.Thread] = set()
+        self._running: dict[threading.Thread, str] = {}
         self._changed = threading.Condition()
 
     def read(self, *, until_empty: bool) -> bool:
@@ -106,10 +111,17 @@ class _Loop:
                 return True
 
     def finish(self) -> None:
-        """Wait for every call under way, however long it takes: none can be broken off."""
+        """Wait for every call under way, however long it takes: none can be broken off.
+
+        Nobody needs the answer of one that only asks: of a process that was stopped it may never come.
+        """
+        until = time.monotonic() + _ASKING_SECONDS
         with self._changed:
-            while self._running:
-                self._changed.wait()
+            while any(call not in _UNHEARD for call in self._running.values()) or (
+                self._running and time.monotonic() < until
+            ):
+                self._changed.wait(_ASKING_SECONDS)
+            self.spoilt |= bool(self._running)
 
     def _take(self, request: Request) -> None:
         """Answer at once what concerns the worker itself; start a thread for the rest."""
@@ -127,7 +139,7 @@ class _Loop:
         else:
             thread = threading.Thread(target=self._run, args=(request,), name=request.call, daemon=True)
             with self._changed:
-                self._running.add(thread)
+                self._running[thread] = request.call
             thread.start()
 
     def _run(self, request: Request) -> None:
@@ -145,7 +157,7 @@ class _Loop:
             self._reply(reply)
         finally:
             with self._changed:
-                self._running.discard(threading.current_thread())
+                self._running.pop(threading.current_thread(), None)
                 self._changed.notify_all()
 
     def _reply(self, reply: Reply) -> None:

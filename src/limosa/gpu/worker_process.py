@@ -111,6 +111,8 @@ class Apart:
 
     def is_called(self, pid: int) -> None:
         """It has said who it is."""
+        if pid == self.pid:
+            return
         with contextlib.suppress(OSError):  # it has ended already
             self._handle = os.pidfd_open(pid)
         self.pid = pid
@@ -267,7 +269,7 @@ class WorkerProcess:
     def _says(self, value: object) -> None:
         """Note what a worker says of itself."""
         if isinstance(self.process, Apart):
-            if isinstance(value, int):
+            if isinstance(value, int) and 0 < value < 1 << 31:
                 self.process.is_called(value)
                 self._called.set()
             else:

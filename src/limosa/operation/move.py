@@ -318,7 +318,9 @@ def _one(which: Job, how: _How) -> Outcome:
         with how.work(started) as work:
             work.check()
             if work.turn is not None and how.ask.verb is not RESUME:
-                work.turn.take(GO, work.check)  # host memory that is free when we look is so until it is used
+                # Host memory that is free when we look is so until it is used. The time limit is this job's own.
+                work.turn.take(GO, lambda: work.check() if work.cancel.is_set() else None)
+                work.started = time.monotonic()
             with work.timed("plan", "looking"):
                 prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
                 prepared.refuse()

@@ -2,7 +2,7 @@
 
 The driver does what it does for one process after another, whoever asks: jobs that are held still together stand still
 for each other. With turns each stands still for not much longer than alone, and the driver is never without work
-(measured: docs/results). A job goes from when it is held still until it comes; it comes while the driver restores it.
+(measured: docs/results). A job goes from when it is looked at until it comes; it comes while the driver restores it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ _LOOK_SECONDS = 0.05
 
 
 class Turns:
-    """What several operations share."""
+    """What several operations share.
+
+    Attributes:
+        locks: who has a turn has its lock.
+        hangs: whether somebody has waited in vain for whoever comes now: nobody else is to.
+    """
 
     def __init__(self) -> None:
-        self._locks = {GO: threading.Lock(), COME: threading.Lock()}
+        self.locks = {GO: threading.Lock(), COME: threading.Lock()}
+        self.hangs = False
 
     def of_one(self) -> Turn:
         """Return what one operation has of it."""
-        return Turn(self._locks)
+        return Turn(self)
 
 
 class Turn:
     """One operation's turns; it has one at a time."""
 
-    def __init__(self, locks: dict[str, threading.Lock]):
-        self._locks = locks
+    def __init__(self, shared: Turns):
+        self._shared = shared
         self._has = ""
 
     def take(self, name: str, check: Callable[[], None], still: float = STILL_SECONDS) -> None:
@@ -40,15 +46,16 @@ class Turn:
         Args:
             name: ``GO`` or ``COME``.
             check: called now and then; raises what ends the wait.
-            still: seconds that a job waits which has gone already, and stands still.
+            still: seconds that a job waits to come: it stands still.
         """
         if name == self._has:
             return
-        waited = 0.0
-        while not self._locks[name].acquire(timeout=_LOOK_SECONDS):
+        waited, lock = 0.0, self._shared.locks[name]
+        while not lock.acquire(timeout=_LOOK_SECONDS):
             check()
             waited += _LOOK_SECONDS
-            if self._has and waited >= still:
+            if name == COME and (self._shared.hangs or waited >= still):
+                self._shared.hangs = True
                 self.end()
                 return
         self.end()
@@ -57,5 +64,7 @@ class Turn:
     def end(self) -> None:
         """Let go of the turn, if there is one: the next job has it."""
         had, self._has = self._has, ""
+        if had == COME:
+            self._shared.hangs = False
         if had:
-            self._locks[had].release()
+            self._shared.locks[had].release()

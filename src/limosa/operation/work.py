@@ -275,6 +275,8 @@ class Work(Clock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.turn is not None and error is not None:
+            self.turn.end()  # others need not wait until it is undone, which may take as long as the driver hangs
         try:
             if error is None:
                 self._end()
