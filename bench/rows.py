@@ -575,8 +575,11 @@ def small(bench: Bench) -> Iterator[Row]:
             back.append(took)
             pid = json.loads(said)["pid"]
         bench.note(what="small", out=out, back=back)
+        reaper = threading.Thread(target=os.waitpid, args=(pid, 0), daemon=True)
+        reaper.start()
         typed("stop", str(pid))
     finally:
+        ctypes.CDLL(None).prctl(_SUBREAPER, 0)
         shutil.rmtree(base, ignore_errors=True)
     spans = {"dump": out[1:], "undump": back[1:]}
     for key, words in (("help", ("move", "--help")), ("version", ("--version",))):

@@ -150,7 +150,7 @@ class Disturber(Points):
 
     def worker(self) -> int | None:
         """The newest worker, also where no Work has begun (``recover`` has none)."""
-        return next((one.pid for one in reversed(self.workers) if not one.dead), None)
+        return next((one.pid for one in reversed(self.workers) if not one.dead and one.pid), None)
 
     def living(self) -> dict[str, int]:
         """Who of Limosa's processes lives, by what he is called; vault and mover where a job is parked."""

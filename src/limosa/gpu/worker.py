@@ -218,10 +218,11 @@ class Driver:
 
     @property
     def pid(self) -> int | None:
-        """The worker's process id, None where none runs."""
+        """The worker's process id, None where none runs, or has not said yet which it is."""
         with self._lock:
             worker = self._worker
-            return worker.pid if worker is not None and not worker.dead and self._owner == os.getpid() else None
+        living = worker is not None and not worker.dead and self._owner == os.getpid()
+        return worker.pid or None if worker is not None and living else None
 
     def start(self) -> None:
         """Start the worker without waiting for it, so that the first call finds it up."""
