@@ -27,6 +27,7 @@ from limosa.errors import (
     worst,
 )
 from limosa.operation import drivers, room
+from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
 from limosa.operation.holding import while_it_grows
 from limosa.operation.jobs import Job, JobLike, job
@@ -48,6 +49,10 @@ from limosa.terms import Verdict
 
 AT_ONCE = 2
 """How many of several jobs are worked on at once: with three and four it took longer, and so did their pauses."""
+
+
+_SMALL = 1 << 30
+"""Bytes of host memory that need not be counted job by job: what the driver saves beside what is parked."""
 
 
 class _How(NamedTuple):
@@ -317,12 +322,11 @@ def _one(which: Job, how: _How) -> Outcome:
     def once() -> Outcome:
         with how.work(started) as work:
             work.check()
-            if work.turn is not None and how.ask.verb is not RESUME:
-                # Host memory that is free when we look is so until it is used. The time limit is this job's own.
-                work.turn.take(GO, lambda: work.check() if work.cancel.is_set() else None)
-                work.started = time.monotonic()
             with work.timed("plan", "looking"):
                 prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
+                if work.turn is not None and _fills_the_host(prepared):
+                    work.take_turn(GO)  # host memory that is free when we look is so until it is used
+                    prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
                 prepared.refuse()
             work.operation = prepared.operation
             already = is_done(prepared)
@@ -333,6 +337,13 @@ def _one(which: Job, how: _How) -> Outcome:
         return Outcome(pid=which.root.pid, result=result)
 
     return while_it_grows(once)
+
+
+def _fills_the_host(prepared: Prepared) -> bool:
+    """Whether the job will need so much host memory that two at once may find less than each has seen."""
+    verb = prepared.verb
+    beside = 0 if not verb.goes else device_bytes(prepared.members) - (0 if verb.sets_aside else prepared.parked)
+    return beside > _SMALL
 
 
 def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:

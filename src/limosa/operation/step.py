@@ -19,7 +19,7 @@ from limosa.gpu import State
 from limosa.operation.estimate import beside_context, device_bytes
 from limosa.operation.journal import Journal, Member
 from limosa.operation.results import Estimate, OtherWay
-from limosa.operation.turns import COME, STILL_SECONDS
+from limosa.operation.turns import COME
 from limosa.operation.work import Work
 from limosa.terms import Release, Route
 
@@ -290,7 +290,7 @@ def run(verb: Verb, op: O) -> None:
         if step.stops:
             work.check()
         if step.turn and work.turn is not None:
-            work.turn.take(step.turn, work.check, STILL_SECONDS if work.max_pause is None else 0.0)
+            work.take_turn(step.turn)
         if step.still and op.pauses and work.paused_at is None:
             work.pause_begins()
         if step.undone != NOTHING and step.undone not in ready:

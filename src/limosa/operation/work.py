@@ -38,7 +38,7 @@ from limosa.errors import (
 from limosa.operation import drivers
 from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, common_state
-from limosa.operation.turns import Turn
+from limosa.operation.turns import GO, STILL_SECONDS, Turn
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
@@ -193,6 +193,25 @@ class Work(Clock):
         if self.paused_at is not None:
             self.timings["pause_seconds"] = time.monotonic() - self.paused_at
             self.paused_at = None
+
+    def take_turn(self, name: str) -> None:
+        """Waits for a turn among several jobs, where there are several.
+
+        Until it stands still the time limit is the job's own: what it waits for others does not count.
+
+        Args:
+            name: ``turns.GO`` or ``turns.COME``.
+
+        Raises:
+            CancelledUndone: the caller asked for it meanwhile.
+        """
+        if self.turn is None:
+            return
+        begun = time.monotonic()
+        still = STILL_SECONDS if self.max_pause is None else 0.0
+        self.turn.take(name, lambda: self.check() if self.cancel.is_set() else None, still)
+        if name == GO:
+            self.started += time.monotonic() - begun
 
     # -- driver, journal, claim --------------------------------------------------------------------------------
 
