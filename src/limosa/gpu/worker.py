@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from limosa.errors import DriverHung, GpuUnavailable, LimosaError
+from limosa.gpu import nvml
 from limosa.gpu.checks import check_pairs, check_pid, check_timeout
 from limosa.gpu.facts import DriverFacts
 from limosa.gpu.gpus import Inventory
@@ -155,14 +156,18 @@ class Driver:
         """
         self._call("unlock", pid, [], limit)
 
-    def inventory(self, limit: float | None = 30.0) -> Inventory:
+    def inventory(self, limit: float | None = None) -> Inventory:
         """Return the GPUs by NVML, which needs no checkpoint calls (:func:`limosa.gpu.inventory`).
+
+        Args:
+            limit: seconds; None: ``nvml.INVENTORY_LIMIT``.
 
         Raises:
             GpuUnavailable: there is no NVML, or it has not answered.
             DriverHung: the worker has ended meanwhile.
         """
         worker = self._current()
+        limit = nvml.INVENTORY_LIMIT if limit is None else limit
         try:
             return msgspec.convert(self._value(worker, worker.submit("inventory", 0, []), limit, limit), Inventory)
         except DriverHung as error:
