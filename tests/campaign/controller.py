@@ -329,6 +329,9 @@ def run(order: dict[str, Any], pipe: int) -> None:
             worker.Driver.__init__.__kwdefaults__["start"] = launch
         if order.get("parked") and order.get("worker") != "exec":
             fork_helpers()
+        from limosa.gpu import worker_idle
+
+        worker_idle.IDLE_SECONDS = 0.0  # nothing is to be left; workers that wait have tests of their own
         os.environ.update(order.get("env", {}))
         limits(order.get("limits", {}))
         if order.get("points", True):

@@ -97,13 +97,18 @@ def reached(runtime: Path, step: str, phase: str = "begin") -> bool:
 
 
 def driver_workers(pid: int) -> list[int]:
-    """The driver workers of a limosa process."""
-    found = []
-    for child in children(pid):
+    """The driver workers of a limosa process: nobody's children, with the same runtime folder, which is one test's."""
+    mark, found = _runtime_of(pid), []
+    for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{child}/comm").read_text().startswith("limosa-worker"):
-                found.append(child)
+            if (entry / "comm").read_text() == "limosa-worker\n" and _runtime_of(int(entry.name)) == mark:
+                found.append(int(entry.name))
     return found
+
+
+def _runtime_of(pid: int) -> bytes:
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((word for word in words if word.startswith(b"LIMOSA_RUNTIME_DIR=")), b"")
 
 
 # --- acting -----------------------------------------------------------------------------------------------------------
