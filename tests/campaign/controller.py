@@ -333,6 +333,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
 
         worker_idle.IDLE_SECONDS = 0.0  # nothing is to be left; workers that wait have tests of their own
         os.environ.update(order.get("env", {}))
+        os.environ["LIMOSA_DRIVER_IDLE"] = "0"  # for what takes over: wills
         limits(order.get("limits", {}))
         if order.get("points", True):
             disturber.watch_workers()
