@@ -190,6 +190,8 @@ __all__ = ["__version__", *_WHERE]  # noqa: PLE0604 - every key is a string
 
 def __getattr__(name: str) -> Any:
     """Load a name when it is first asked for."""
+    if name == "gpu":  # a package, which becomes our attribute when it is loaded
+        return importlib.import_module("limosa.gpu")
     if name not in _WHERE:
         raise AttributeError(f"module 'limosa' has no attribute {name!r}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

@@ -147,6 +147,15 @@ print(len({known, other, name()}))
     assert used(place) == first
 
 
+def test_one_that_waits_with_other_rights_is_ended_by_a_signal(place: Path, monkeypatch):
+    pid = used(place)
+    real = worker_idle.standing
+    monkeypatch.setattr(worker_idle, "standing", lambda who="self": real(who) + str(who))
+    assert end_all(place) == [pid]
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
+    assert list(place.iterdir()) == []
+
+
 def test_what_one_that_was_killed_has_left_is_tidied(place: Path):
     os.kill(first := used(place), signal.SIGKILL)
     eventually(lambda: not Path(f"/proc/{first}").exists())

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -161,6 +162,7 @@ def end_all(folder: Path) -> list[int]:
                 continue
             connection, pid = _asked(entry.path, END, [])
             if connection is None:
+                ended += _told(entry.path)
                 _tidy(entry.path)
             else:
                 connection.close()
@@ -168,6 +170,22 @@ def end_all(folder: Path) -> list[int]:
                     Apart(pid).wait(ANSWER_SECONDS)
                 ended.append(pid)
     return ended
+
+
+def _told(path: str) -> list[int]:
+    """Send SIGTERM to a worker of ours that waits at a path with other rights, or elsewhere; returns its pid."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as one:
+        one.settimeout(ANSWER_SECONDS)
+        one.connect(path)
+        pid, owner = peer(one)
+        handle = os.pidfd_open(pid)
+        try:
+            if owner == os.geteuid() and _text(f"/proc/{pid}/comm") == "limosa-worker\n":
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+                return [pid]
+        finally:
+            os.close(handle)
+    return []
 
 
 def _tidy(path: str) -> None:
