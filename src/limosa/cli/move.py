@@ -42,7 +42,9 @@ def command(  # noqa: PLR0913 - what is typed
     limosa move --gpu 3 --to 5    everything on GPU 3
 
     The job stands still meanwhile; limosa plan move says for how long. A
-    suspended job is resumed there. If anything fails, each job is as it was.
+    suspended job is resumed there (not one of --release=memory-only: resume
+    it first). Of several jobs two at a time are worked on; one that fails is
+    as it was, and the others are moved all the same.
     """
     from limosa.cli.on_jobs import Selection, act
 
