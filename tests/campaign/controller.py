@@ -315,6 +315,7 @@ def run(order: dict[str, Any], pipe: int) -> None:
     disturber = Disturber(order, pipe)
     before: dict[int, str] = {}
     try:
+        os.environ["LIMOSA_DRIVER_IDLE"] = "0"  # of what takes over (wills), too: nothing is to be left
         spare: list[Any] = []
         if order.get("worker") != "exec":
             fork_worker(spare)
@@ -331,9 +332,8 @@ def run(order: dict[str, Any], pipe: int) -> None:
             fork_helpers()
         from limosa.gpu import worker_idle
 
-        worker_idle.IDLE_SECONDS = 0.0  # nothing is to be left; workers that wait have tests of their own
+        worker_idle.IDLE_SECONDS = 0.0  # workers that wait have tests of their own
         os.environ.update(order.get("env", {}))
-        os.environ["LIMOSA_DRIVER_IDLE"] = "0"  # for what takes over: wills
         limits(order.get("limits", {}))
         if order.get("points", True):
             disturber.watch_workers()
