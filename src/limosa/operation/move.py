@@ -7,7 +7,6 @@ as one, because neither fits before the other has left.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -213,8 +212,7 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
         return [_one(job(likes[0]), how)]
     if not how.dry_run and len(likes) == 1:
         return [_doing(likes[0], how)]
-    with contextlib.ExitStack() as stack:
-        driver = how.driver or stack.enter_context(drivers.driver())
+    with drivers.using(how.driver) as driver:
         if how.dry_run:
             return _plans(likes, how, driver)
         return _side_by_side(likes, how._replace(driver=driver))
@@ -294,7 +292,7 @@ def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outc
             prepared = look_at(ask, which, driver, max_pause=how.max_pause, clock=clock)
         except LimosaError as error:
             refused = Plan(operation=verb, pid=pid, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
-            outcomes.append(Outcome(pid=pid, error=None if how.dry_run else error, plan=refused))
+            outcomes.append(Outcome(pid=pid, plan=refused))
             continue
         plan = plan_of(prepared)
         outcomes.append(Outcome(pid=pid, plan=plan))

@@ -33,28 +33,23 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     Args:
         driver: asked for states; None starts one. A caller that looks again and again keeps one.
     """
-    own = driver is None
-    driver = driver or drivers.driver()
-    try:
-        states = cuda_states(driver)
+    with drivers.using(driver) as asked:
+        states = cuda_states(asked)
         runs = {r.root.pid for r in records.RunRecord.all()}
         records.SuspendRecord.all()  # on the way it removes those of jobs that have ended
         try:
-            inventory = driver.inventory() if states else None
+            inventory = asked.inventory() if states else None
         except (GpuUnavailable, DriverHung):
             inventory = None
         found = []
         for pid in roots_of(set(states) | runs, states):
             try:
-                found.append(_one(job(pid), states, inventory, driver, pid in runs))
+                found.append(_one(job(pid), states, inventory, asked, pid in runs))
             except NoSuchProcess:
                 continue  # it ended while we looked
             except LimosaError as error:
                 found.append(_unreadable(pid, error))
         return found
-    finally:
-        if own:
-            driver.close()
 
 
 def _unreadable(pid: int, error: LimosaError) -> Ps:

@@ -289,7 +289,7 @@ def run(verb: Verb, op: O) -> None:
             continue
         if step.stops:
             work.check()
-        if step.turn and work.turn is not None:
+        if step.turn:
             work.take_turn(step.turn)
         if step.still and op.pauses and work.paused_at is None:
             work.pause_begins()
@@ -298,12 +298,11 @@ def run(verb: Verb, op: O) -> None:
             work.push(step.undone, partial(step.undo, op))
         with work.timed(step.name, step.tells, step.size(op) or None) if step.tells else work.spent(step.name):
             step.do(op)
-        if step.turn == COME and work.turn is not None:
-            work.turn.end()
+        if step.turn == COME:
+            work.end_turn()
         if not any(later.still and later.applies(op) for later in verb.steps[i + 1 :]):
             work.pause_ends()
-            if work.turn is not None:
-                work.turn.end()
+            work.end_turn()
     for name in reversed(ready):
         work.drop(name)
     with contextlib.ExitStack() as releases:  # the newest first; one that fails keeps no other from it

@@ -213,6 +213,11 @@ class Work(Clock):
         if name == GO:
             self.started += time.monotonic() - begun
 
+    def end_turn(self) -> None:
+        """Lets go of the turn, if there is one."""
+        if self.turn is not None:
+            self.turn.end()
+
     # -- driver, journal, claim --------------------------------------------------------------------------------
 
     @property
@@ -294,8 +299,8 @@ class Work(Clock):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.turn is not None and error is not None:
-            self.turn.end()  # others need not wait until it is undone, which may take as long as the driver hangs
+        if error is not None:
+            self.end_turn()  # others need not wait until it is undone, which may take as long as the driver hangs
         try:
             if error is None:
                 self._end()
@@ -321,8 +326,7 @@ class Work(Clock):
             if raised is not error:
                 raise raised from error
         finally:
-            if self.turn is not None:
-                self.turn.end()
+            self.end_turn()
             self._limits.close()
             if self._driver is not None and self._is_ours:
                 self._driver.close()
