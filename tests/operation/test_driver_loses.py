@@ -14,8 +14,10 @@ import pytest
 from driver_double import PROGRAM, DriverDouble, failure
 
 from limosa import operation
-from limosa.errors import DriverError, DriverNoSuchProcess, LimosaError, NoCudaState, UndoFailed
+from limosa.errors import DriverError, DriverNoSuchProcess, LimosaError, NoCudaState, NoSuchProcess, UndoFailed
 from limosa.operation import claims, journal
+from limosa.operation.steps import carry
+from limosa.operation.steps.on_gpus import OnGpus
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 
@@ -208,3 +210,27 @@ def test_the_end_of_one_process_of_several_has_one_answer(
     assert not list(SuspendRecord.all())
     getattr(operation, verb)(root, **({"to": "1"} if verb == "move" else {}))  # what is left of it
     assert double.states[rest] == {"move": "running", "suspend": "checkpointed"}[verb]
+
+
+def test_one_process_of_several_ends_before_anything_was_touched(
+    family: tuple[int, int, int], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same answer: it was 10, "there is no process"."""
+    root, first, second = family
+    prepare = carry.Prepare.do
+
+    def do(step: carry.Prepare, op: OnGpus) -> None:
+        os.kill(second, signal.SIGKILL)
+        ended(second)
+        double.states.pop(second)
+        double.held.pop(second)
+        prepare(step, op)
+        raise NoSuchProcess(pid=second)
+
+    monkeypatch.setattr(carry.Prepare, "do", do)
+    with pytest.raises(LimosaError) as caught:
+        operation.move(root, to="1")
+    assert (caught.value.exit_code, caught.value.job_state) == (21, "running"), caught.value
+    assert f"process {second} of the job has ended in the middle" in str(caught.value)
+    assert (double.states[first], double.where(first)) == ("running", [0])
+    assert nothing_left()

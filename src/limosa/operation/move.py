@@ -48,7 +48,8 @@ from limosa.terms import Verdict
 
 AT_ONCE = 2
 """How many of several jobs are worked on at once: with three and four it took longer, and so did their pauses."""
-
+_LOOK_SECONDS = 0.1
+"""How often the main thread wakes to act on a signal: one that comes as it begins to wait does not wake it."""
 
 _SMALL = 1 << 30
 """Bytes of host memory that need not be counted job by job: what the driver saves beside what is parked."""
@@ -228,7 +229,7 @@ def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
         interrupted: KeyboardInterrupt | None = None
         while not all(one.done() for one in begun):
             try:
-                wait(begun)
+                wait(begun, _LOOK_SECONDS)
             except KeyboardInterrupt as error:  # it comes to this thread alone; all that is under way is undone first
                 interrupted = error
                 cancel.set()

@@ -305,23 +305,23 @@ class Work(Clock):
             if error is None:
                 self._end()
                 return
-            touched = bool(self._undo)
             roots = self.journal.header.roots if self.journal is not None else []
             members = self.journal.header.members if self.journal is not None else []
-            if touched:
+            begun = bool(self._undo or roots)
+            if self._undo:
                 self.progress(Progress("undo", message=f"{self.operation}: {error}; undoing"))
                 self._unwind(error)
             self._end()
             raised = self.translated(error)
             if self.doubtful and self.state_before != JobState.RUNNING and not self.brings_job:
                 raised = self._doubt(error)
-            if touched and roots and not self.brings_job and not any(r.alive() for r in roots):
+            if roots and not self.brings_job and not any(r.alive() for r in roots):
                 gone = ", ".join(str(r.pid) for r in roots)
                 raised = NoSuchProcess(f"process {gone} has ended in the middle: {error}", pid=roots[0].pid)
                 raised.job_state = JobState.GONE
-            elif touched and isinstance(raised, LimosaError) and raised.exit_code in (10, 12, 20, 21):
+            elif isinstance(raised, LimosaError) and raised.exit_code in (10, 12, 20, 21):
                 raised = self._without_a_member(members, raised)
-            if touched and isinstance(raised, LimosaError) and not raised.job_state:
+            if begun and isinstance(raised, LimosaError) and not raised.job_state:
                 raised.job_state = self.state_before
             if raised is not error:
                 raise raised from error
