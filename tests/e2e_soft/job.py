@@ -45,7 +45,11 @@ def stamped(epoch: int, page: int) -> bytes:
 
 
 class Memory:
-    """Device memory that moves: all of it is stamped with the number of the round."""
+    """Device memory that moves: it is stamped with the number of the round.
+
+    All of it at first; then in each round the beginning, which others look at, and one ``STEP`` more: all of it each
+    time would take half a core from those who move it.
+    """
 
     def __init__(self, gpu: int, size: int, managed: bool = False):
         self.context = do(cu.cuDevicePrimaryCtxRetain(do(cu.cuDeviceGet(gpu))))
@@ -54,8 +58,9 @@ class Memory:
         self.size = size
         flags = cu.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL.value
         self.at = int(do(cu.cuMemAllocManaged(size, flags) if managed else cu.cuMemAlloc(size)))
-        self.round = 0
-        self.stamp()
+        self.round, self.rounds = 0, [0] * -(-size // STEP)
+        for _ in self.rounds:
+            self.stamp()
 
     def use(self) -> None:
         do(cu.cuCtxSetCurrent(self.context))
@@ -68,7 +73,15 @@ class Memory:
     def stamp(self) -> None:
         self.use()
         self.round += 1
-        self.run("stamp", (self.at, c_void_p), (self.size // 8, c_uint64), (self.round, c_uint64), (0, c_uint64))
+        for step in {0, self.round % len(self.rounds)}:
+            self.rounds[step] = self.round
+            self.write(self.at + step * STEP, step)
+
+    def write(self, at: int, step: int) -> None:
+        """What a step holds, there or elsewhere."""
+        words = min(STEP, self.size - step * STEP) // 8
+        page = step * STEP // PAGE
+        self.run("stamp", (at, c_void_p), (words, c_uint64), (self.rounds[step], c_uint64), (page, c_uint64))
 
     def check_all(self) -> None:
         """Every word, at the end, beside what the kernel writes once more; where there is no room for that, some pages.
@@ -80,28 +93,24 @@ class Memory:
         if answer != cu.CUresult.CUDA_SUCCESS:
             self.check(list(range(0, self.size // PAGE, 7)))
             return
-        for start in range(0, self.size, STEP):
+        for step, round_ in enumerate(self.rounds):
+            start = step * STEP
             size = min(STEP, self.size - start)
             wanted, found = bytearray(size), bytearray(size)
-            self.run(
-                "stamp",
-                (int(again), c_void_p),
-                (size // 8, c_uint64),
-                (self.round, c_uint64),
-                (start // PAGE, c_uint64),
-            )
+            self.write(int(again), step)
             do(cu.cuMemcpyDtoH(wanted, again, size))
             do(cu.cuMemcpyDtoH(found, self.at + start, size))
             if found != wanted:
-                raise SystemExit(f"the memory at {start} is not what round {self.round} has written")
+                raise SystemExit(f"the memory at {start} is not what round {round_} has written")
 
     def check(self, pages: list[int]) -> None:
         self.use()
         for page in pages:
             found = bytearray(PAGE)
             do(cu.cuMemcpyDtoH(found, self.at + page * PAGE, PAGE))
-            if bytes(found) != stamped(self.round, page):
-                raise SystemExit(f"page {page} is not what round {self.round} has written")
+            round_ = self.rounds[page * PAGE // STEP]
+            if bytes(found) != stamped(round_, page):
+                raise SystemExit(f"page {page} is not what round {round_} has written")
 
 
 class Seen:

@@ -758,7 +758,7 @@ print("untouched" if left > 0 else "touched")
 @pytest.mark.parametrize(
     ("victim", "also", "first", "every"),
     [
-        ("limosa", "", 1, 1),
+        ("limosa", "", 1, 1 if "LIMOSA_LONG_TESTS" in os.environ else 3),
         ("limosa", "limosa-mover", 1, 4),
         ("limosa", "limosa-vault", 2, 4),
         ("limosa-mover", "", 3, 3),
@@ -768,7 +768,7 @@ print("untouched" if left > 0 else "touched")
 def test_somebody_killed_after_every_step_of_a_memory_only_suspend(
     parked: Any, verb: str, victim: str, also: str, first: int, every: int
 ) -> None:
-    """Of the ways in which somebody dies every one is tried at some steps, and limosa alone at all of them."""
+    """Of the ways in which somebody dies every one is tried at some steps; ``make test-long``: limosa alone at all."""
     job = start(parked, "--mib", 40)
     step = first
     while True:
