@@ -242,15 +242,15 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
 @pytest.mark.slow
 def test_the_demo_as_people_run_it_without_a_gpu(limosa):
     """All of it on two software GPUs, then a PyTorch training on the CPU; said clearly, and nothing is left."""
-    result = limosa("demo", "--steps", 200, rc=0, limit=150)
+    result = limosa("demo", "--steps", 120, rc=0, limit=150)
     assert "there is no NVIDIA GPU here: this runs on software GPUs" in result.stderr
     soft, cpu = result.stdout.split("torch training with two data workers on the CPU")
     assert "a program on device memory on 2 × Soft GPU H200" in soft
     for name in ("move there", "move back", SUSPEND, CHECKPOINT):
         assert name in soft
-    assert "all 200 hashes are the same to the bit" in soft
+    assert "all 120 hashes are the same to the bit" in soft
     assert CHECKPOINT in cpu
-    assert "all 200 losses are the same to the bit" in cpu
+    assert "all 120 losses are the same to the bit" in cpu
     assert "These were software GPUs, not real ones" in cpu
     assert not Path("/dev/nvidia-soft").exists()
 
@@ -259,7 +259,7 @@ def test_the_demo_as_people_run_it_without_a_gpu(limosa):
 def test_the_demo_in_a_node_that_somebody_has_started(limosa):
     """One GPU: it cannot move."""
     given = ["--gpus", 1, "--memory", "512MiB", "--", sys.executable, "-m", "limosa", "demo"]
-    shown = limosa("softgpu", *given, "--steps", 150, "-o", "json", rc=0, limit=100).json
+    shown = limosa("softgpu", *given, "--steps", 80, "-o", "json", rc=0, limit=100).json
     assert (shown["framework"], shown["device"], shown["gpus"]) == ("cuda", "cuda", ["Soft GPU H200"])
     assert shown["software"]
     assert [d["operation"] for d in shown["did"]] == [SUSPEND, CHECKPOINT]
