@@ -19,7 +19,15 @@ from typing import Any
 import pytest
 
 from limosa import start
-from limosa.errors import DriverHung, DriverTooOld, GpuUnavailable, IllegalState, InvalidMap, LimosaError
+from limosa.errors import (
+    DriverHung,
+    DriverTooOld,
+    GpuUnavailable,
+    IllegalState,
+    InvalidArgument,
+    InvalidMap,
+    LimosaError,
+)
 from limosa.gpu import Driver, LockResult, State
 from limosa.gpu.binding import libcuda_found
 from limosa.gpu.meanings import driver_error
@@ -249,6 +257,23 @@ def test_a_will_that_was_cleared_or_a_client_that_was_closed_leaves_none():
         driver.close()
         eventually(lambda s=start: 1 in s.wills)
         assert start.wills == {1: []}
+
+
+def test_a_client_that_was_closed_starts_no_worker_again():
+    start = Threads({"state": lambda pid: "running"})
+    driver = Driver(start=start)
+    assert driver.state(7) == "running"
+    driver.close()
+    for call in (
+        lambda: driver.state(7), lambda: driver.states([7]), driver.available, driver.start, driver.warm,
+        driver.inventory, driver.facts, lambda: driver.set_will(["/bin/true"]),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match="has been closed: make another one"):
+            call()
+    driver.set_will(None)  # what a closing operation says last
+    driver.close()
+    assert start.started == 1
+    assert driver.pid is None
 
 
 def test_calls_under_way_finish_before_the_loop_ends():
