@@ -253,10 +253,10 @@ class NoWorkingCriu(LimosaError):
 
 
 class CriuNotPermitted(NoWorkingCriu):
-    """CRIU may not run for this user, whichever it is: it needs root."""
+    """No CRIU may run for this user: CRIU needs root, or capabilities."""
 
-    id, exit_code, template = "criu-not-permitted", 11, "CRIU needs root: {detail}"
-    hint_template = "sudo, or a container with those capabilities"
+    id, exit_code, template = "criu-not-permitted", 11, "CRIU is not permitted to run: {detail}"
+    hint_template = "use sudo"
 
 
 # --- 18, 21, 22: undone --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from limosa.errors import Reason
-from limosa.process.hazards.common import may_trace_anyone
+from limosa.process.hazards.common import may_trace_anyone, more_rights
 from limosa.process.hazards.connections import connection_hazards, has_connections
 from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, mapped_locks, terminals
 from limosa.process.hazards.proc_files import proc_hazards
@@ -168,7 +168,7 @@ def _tracing(obs: JobObservation) -> list[Reason]:
                 id="ptrace-scope",
                 text=f"kernel.yama.ptrace_scope is {scope}, which keeps CRIU from attaching to process {obs.root}",
                 exit_code=11,
-                hint="run limosa with sudo" if scope < 3 else "it can be lowered by a reboot only",
+                hint=more_rights(obs) if scope < 3 else "only a reboot can lower it",
                 pid=obs.root,
             )
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from limosa.errors import Reason
+from limosa.process.hazards.common import more_rights
 from limosa.process.observation import FdObservation, JobObservation, Peer, ProcessObservation
 
 _RUN = "start the job with limosa run"
@@ -130,6 +131,6 @@ def _hidden(obs: JobObservation) -> Iterator[Reason]:
             id="peers-hidden",
             text=f"{obs.host.hidden_processes} processes of other users may not be looked into: whether they hold the "
             "other end of the job's pipes or sockets is not known",
-            hint="run limosa with sudo to be sure",
+            hint=f"to be sure, {more_rights(obs)}",
             pid=obs.root,
         )
