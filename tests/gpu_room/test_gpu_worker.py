@@ -165,7 +165,7 @@ def hung() -> Iterator[threading.Event]:
 def test_a_hung_call_is_given_up_on_and_others_go_to_another_worker(hung: threading.Event):
     start = Threads({"checkpoint": lambda pid: hung.wait(30) and None, "unlock": lambda pid: None})
     with Driver(start=start) as driver:
-        with pytest.raises(DriverHung, match=r"checkpoint on process 7 has not come back after 0\.05 s") as caught:
+        with pytest.raises(DriverHung, match=r"checkpoint on process 7 has not returned after 0\.05 s") as caught:
             driver.checkpoint(7, limit=0.05)
         assert caught.value.job_state == "unknown"
         assert driver.under_way(7) == "checkpoint"

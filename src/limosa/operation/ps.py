@@ -105,9 +105,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         reasons = [Reason(id="permission", text=text, exit_code=11, hint=hint, pid=unseen[0])]
         in_tree = [JobState.UNKNOWN]
     elif any(may_use_cuda(p) for p in pids) and (why := _why_not(driver)):
-        text = (
-            f"no driver can be asked here ({why}); where it is in a container, or a node of software GPUs, look there"
-        )
+        text = f"no driver can be asked here ({why}); if the job is in a container or a software node, run limosa there"
         reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, hint="limosa doctor", pid=which.root.pid)]
         parked = record is not None and record.release != Release.ALL
         suspended = record is not None and not parked

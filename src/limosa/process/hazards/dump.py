@@ -256,7 +256,7 @@ def _session(obs: JobObservation, shell_job: bool) -> list[Reason]:
             Reason(
                 id="session",
                 text=f"process {root.title} belongs to the session of process {root.sid}, which is not part of the "
-                "job; restored it will be in the session of whoever restores it",
+                "job; after a restore it will be in the session of whoever restored it",
                 hint="limosa run gives a job a session of its own",
                 pid=root.pid,
             )
@@ -283,8 +283,8 @@ def _sysv(process: ProcessObservation) -> list[Reason]:
             found.append(
                 Reason(
                     id="sysv-semaphores",
-                    text=f"the System V {word} {item.id} was made or changed by the job's user since the job runs; if "
-                    "it is the job's, it is not part of an image",
+                    text=f"the System V {word} {item.id} was made or changed by the job's user after the job had "
+                    "started; if the job uses it, it will be missing from the image",
                     pid=process.pid,
                 )
             )

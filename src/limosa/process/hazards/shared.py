@@ -118,7 +118,7 @@ def _named(obs: JobObservation) -> Iterator[Reason]:
                 yield Reason(
                     id="shm-outside",
                     text=f"process {process.title} shares {m.path} with process {names(m.peers)}, which is not part of "
-                    "the job: what is in it is not in the image, a restored job has what is there then",
+                    "the job: its contents are not in the image; a restored job finds what is there then",
                     pid=process.pid,
                 )
 
