@@ -80,8 +80,8 @@ test-zdtm:
 	@$(READY_TEST)
 	cd tests && $(SUDO) $(abspath $(PY)) -m zdtm $(ARGS)
 
-# What clang-tidy reads, as .clang-tidy says. Not yet the software GPU.
-TIDY = $(addprefix src/limosa/native/,criu hash shim sight)
+# What clang-tidy reads, as .clang-tidy says.
+TIDY = $(addprefix src/limosa/native/,criu hash shim sight) src/limosa_softgpu/native
 
 lint:
 	@$(READY_TEST)

@@ -111,7 +111,7 @@ class UnknownGpu(UsageError):
 class OwnAncestor(UsageError):
     """Limosa was asked to work on itself or on the shell (or job) that it was started from."""
 
-    id, template = "own-ancestor", "limosa was itself started from process {pid}: stopping it would stop limosa"
+    id, template = "own-ancestor", "process {pid} is what limosa was started from: stopping it would stop limosa"
     hint_template = "run limosa from another terminal, outside of that job"
 
 
@@ -147,20 +147,20 @@ class PermissionDenied(LimosaError):
 class UntrustedImage(PermissionDenied):
     """Root was asked to restore an image that somebody else could have written."""
 
-    id, template = "untrusted-image", "refusing image {path}: {detail}"
+    id, template = "untrusted-image", "image {path} is not trusted: {detail}"
 
 
 class Busy(LimosaError):
     """Another operation works on the same job, or holds what this one needs."""
 
     id, exit_code, template = "busy", 19, "process {pid} is being worked on by {by}"
-    hint_template = "wait for it, or see limosa recover"
+    hint_template = "wait until that has ended; if it has died, type: limosa recover"
 
 
 class PidReused(LimosaError):
     """The pid now belongs to another process than the one that was planned for."""
 
-    id, exit_code, template = "pid-reused", 20, "pid {pid} belongs to another process than before"
+    id, exit_code, template = "pid-reused", 20, "pid {pid} now belongs to a different process"
 
 
 # --- 12..15: what and where ----------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class NotAnImage(NoSuchImage):
 class UnfinishedImage(DamagedImage):
     """A folder that a checkpoint which never reached its end left behind."""
 
-    id, template = "unfinished-image", "{path} is what an unfinished checkpoint left, not an image"
+    id, template = "unfinished-image", "{path} is not an image: a checkpoint left it unfinished"
     hint_template = "limosa rm {path}"
 
 
@@ -253,10 +253,10 @@ class NoWorkingCriu(LimosaError):
 
 
 class CriuNotPermitted(NoWorkingCriu):
-    """CRIU may not run for this user, whichever it is: it needs root."""
+    """No CRIU may run for this user: CRIU needs root, or capabilities."""
 
-    id, exit_code, template = "criu-not-permitted", 11, "CRIU needs root: {detail}"
-    hint_template = "sudo, or a container with those capabilities"
+    id, exit_code, template = "criu-not-permitted", 11, "CRIU is not permitted to run: {detail}"
+    hint_template = "use sudo"
 
 
 # --- 18, 21, 22: undone --------------------------------------------------------------------------------------
@@ -292,7 +292,11 @@ class CancelledUndone(LimosaError):
 class UndoFailed(LimosaError):
     """A step failed and so did its undo: every copy was left where it is."""
 
-    id, exit_code, template = "undo-failed", 40, "{what} failed ({detail}) and so did undoing it: {undo_detail}"
+    id, exit_code, template = (
+        "undo-failed",
+        40,
+        "{what} failed ({detail}), and undoing it failed as well: {undo_detail}",
+    )
     hint_template = "limosa recover"
 
 
@@ -361,7 +365,7 @@ class DriverHung(LimosaError):
     """A driver call did not come back within its limit; it may still be under way."""
 
     id, exit_code = "driver-hung", 18
-    template = "{call} on process {pid} has not come back after {seconds:g} s"
+    template = "{call} on process {pid} has not returned after {seconds:g} s"
 
 
 class CriuFailed(LimosaError):
@@ -402,7 +406,7 @@ class JobSuspended(LimosaError):
 
     id, exit_code = "suspended", 13
     template = "process {pid} is suspended: it cannot save anything or end by itself before it is resumed"
-    hint_template = "limosa resume {job}, then this again; or limosa stop {job} --kill, and what it holds is lost"
+    hint_template = "resume it first: limosa resume {job}; or end it and lose what it holds: limosa stop {job} --kill"
 
 
 class Refused(LimosaError):

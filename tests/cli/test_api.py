@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -76,6 +77,20 @@ def test_a_plan_refuses_what_its_verb_does_not_know(verb: Any) -> None:
             limosa.plan(verb, 1, release="all")
 
 
+def test_what_cannot_be_is_said_before_any_job_is_looked_at() -> None:
+    for verb in (limosa.move, limosa.resume):
+        with pytest.raises(limosa.InvalidArgument, match=r"driver='x': give an open limosa\.gpu\.Driver, or leave"):
+            verb(1, to="1", driver="x")  # type: ignore[arg-type]
+    for verb in (limosa.move, limosa.resume):
+        with pytest.raises(limosa.InvalidArgument, match="--force=no-such-id: no refusal with this id"):
+            verb(1, to="1", force=["no-such-id"])
+    with pytest.raises(limosa.InvalidArgument, match="a list of ids is needed"):
+        limosa.suspend(1, force="jax")
+    for driver in (limosa.ps, functools.partial(limosa.move, [1, 2], to="1", dry_run=True)):
+        with pytest.raises(limosa.InvalidArgument, match="give an open"):
+            driver(driver=1)
+
+
 WRONG = """
 import limosa
 limosa.checkpoint("train", "/data", leave_runing=True)
@@ -88,7 +103,7 @@ RIGHT = """
 import threading
 import limosa
 limosa.checkpoint("train", "/data", leave_running=True, rate=1e9, timeout=5.0, cancel=threading.Event())
-limosa.restore("/data", verify=False, to="1", force=["chip"])
+limosa.restore("/data", verify=False, to="1", force=["cgroup"])
 limosa.plan("move", 4711, gpu_map={"0": "1"})
 limosa.plan("checkpoint", "train", output="/data")
 limosa.plan_restore("/data", to="1")

@@ -10,6 +10,7 @@ from limosa.gpu import DriverFacts
 from limosa.operation import doctor as module
 from limosa.operation.doctor import Diagnosis
 from limosa.operation.doctor_gpu import Check, driver_checks, gpu_present, huge_pages
+from limosa.process.criu.program import Criu
 
 SYMBOLS = dict.fromkeys(("cuCheckpointProcessLock", "cuCheckpointProcessRestore"), True)
 GOOD = {
@@ -161,7 +162,7 @@ def test_without_the_right_criu_is_not_what_is_missing():
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ([], ["nft lists tables"]),
+        ([], ["nft works"]),
         (["CRIU-aaaa-1"], ["1 table of CRIU's keeps", "delete table inet CRIU-aaaa-1", "limosa rm"]),
         (["CRIU-aaaa-1", "CRIU-bb"], ["2 tables of CRIU's keep", "CRIU-aaaa-1, CRIU-bb", "restored or removed"]),
     ],
@@ -180,14 +181,34 @@ def test_the_tables_that_criu_keeps_are_named_with_what_they_are_for(monkeypatch
     assert "filter" not in check.detail
 
 
-@pytest.mark.parametrize(("rights", "said"), [(0, "only root can tell"), (1 << 12, "not permitted")])
-def test_without_the_right_to_look_nothing_is_said_of_nftables(monkeypatch, tmp_path, rights, said):
+@pytest.mark.parametrize(
+    ("uid", "rights", "said", "fix"),
+    [
+        (1000, 0, "only root can tell whether it works", "sudo limosa doctor"),
+        (0, 0, "may not be used without CAP_NET_ADMIN", "--cap-add NET_ADMIN"),
+        (0, 1 << 12, "Operation not permitted", "--tcp-close"),
+    ],
+)
+def test_what_nft_may_not_do_is_said_with_what_the_caller_can_do(monkeypatch, tmp_path, uid, rights, said, fix):
     nft = tmp_path / "nft"
     nft.write_text("#!/bin/sh\necho 'netlink: Error: Operation not permitted' >&2\nexit 1\n")
     nft.chmod(0o755)
     monkeypatch.setattr(module.start, "program", lambda _: str(nft))
     monkeypatch.setattr(module, "effective_capabilities", lambda: rights)
-    assert said in module._nftables(None).detail
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    check = module._nftables(None)
+    assert said in check.detail
+    assert fix in check.fix
+
+
+def test_a_missing_nft_is_said_with_what_it_costs_and_what_to_install(monkeypatch):
+    monkeypatch.setattr(module.start, "program", lambda _: None)
+    check = module._nftables(None)
+    assert check.status == "warn"
+    assert "the program nft is missing" in check.detail
+    assert "the other end may reset" in check.detail
+    assert "doctor --fix" in check.fix
+    assert "install the package nftables" in module._nftables(Criu(argv=["/bin/true"], version="4.2.1")).fix
 
 
 def test_an_operation_that_died_is_named(monkeypatch, tmp_path):

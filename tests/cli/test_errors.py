@@ -86,8 +86,20 @@ def test_force_takes_names_and_never_all(name):
 def test_force_may_be_repeated_or_have_commas():
     from limosa.cli.options import check_force
 
-    assert check_force(["memory-cgroup", "mps,disk-room"]) == ["memory-cgroup", "mps", "disk-room"]
+    assert check_force(["cgroup", "mps,disk-room"]) == ["cgroup", "mps", "disk-room"]
     assert check_force(None) == []
+
+
+@pytest.mark.parametrize("name", ["no-such-id", "own-ancestor"])
+def test_force_refuses_what_forces_nothing_and_says_what_can_be_forced(cli, name):
+    for verb in (("move", "1", "--to", "1"), ("checkpoint", "1", "--output", "/nowhere"), ("restore", "/nowhere")):
+        ran = cli(*verb, f"--force={name}", "-o", "json")
+        assert ran.returncode == 2, ran.stderr
+        error = json.loads(ran.stdout)["error"]
+        assert error["id"] == "invalid-argument"
+        assert f"--force={name}: no refusal with this id can be forced" in error["message"]
+        assert "nccl-ranks" in error["message"]
+        assert "limosa plan" in error["hint"]
 
 
 @pytest.mark.parametrize(

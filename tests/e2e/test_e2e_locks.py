@@ -222,7 +222,7 @@ def test_a_stopped_job_takes_its_locks_again_and_stays_stopped(start, limosa, tm
     os.kill(victim.pid, signal.SIGSTOP)
     victim.until(lambda: read_stat(victim.pid).stopped, what="until it has stopped")
     image = tmp_path / "image"
-    limosa("checkpoint", victim.pid, "--file-locks", "--force=stopped", "--output", image, rc=0)
+    limosa("checkpoint", victim.pid, "--file-locks", "--output", image, rc=0)
     limosa("restore", image, rc=0)
     assert held(victim) == before
     victim.until(lambda: read_stat(victim.pid).stopped, what="until it has stopped")

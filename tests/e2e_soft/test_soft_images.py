@@ -63,10 +63,10 @@ def test_an_image_says_that_its_gpus_were_software(image: tuple[Any, Any, Path])
 def test_it_is_not_restored_without_a_gpu_or_on_real_ones(image: tuple[Any, Any, Path], limosa: Any) -> None:
     node, job, path = image
     outside = limosa("restore", path, "-o", "json", rc=12)
-    assert outside.json["error"]["message"] == "the image is from a software GPU, here are none"
+    assert outside.json["error"]["message"] == "the image is from a software GPU, and there are no GPUs here"
     rule = node.switches.add("function=nvmlDeviceGetName every=1 lie=name:NVIDIA-H200")  # NVML tells a real machine
     said = node.says(12, "chip", "restore", path)
-    assert said["error"]["message"] == "the image is from a software GPU, here are real ones"
+    assert said["error"]["message"] == "the image is from a software GPU, and the GPUs here are real"
     node.switches.remove(rule)
     node.limosa("restore", path)
     job.goes_on()
@@ -94,7 +94,7 @@ def test_an_image_of_a_real_gpu_is_not_restored_on_software_ones(node: Any, tmp_
         command = ["restore", tmp_path / "image"] if how == "restore" else ["plan", "restore", str(tmp_path / "image")]
         said = node.says(12, "chip", *command)
         reason = (said.get("error") or said)["reasons"][0]
-        assert reason["text"] == "the image is from a real GPU, here are software ones"
+        assert reason["text"] == "the image is from a real GPU, and the GPUs here are software"
 
 
 def test_another_node_is_another_machine(soft: Callable[..., Any], image: tuple[Any, Any, Path]) -> None:

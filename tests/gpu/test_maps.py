@@ -74,7 +74,7 @@ def test_a_job_with_one_gpus_node_has_a_map_of_one_pair(start, driver: Driver, g
     victim.goes_on()
     can_open = openable(gpus, victim.pid)
     assert [gpu.index for gpu in can_open] == [0]
-    with pytest.raises(InvalidMap, match="can open no device node of GPU 1"):
+    with pytest.raises(InvalidMap, match="cannot open the device node of GPU 1"):
         complete_map({gpus.gpus[0].uuid: gpus.gpus[1].uuid}, can_open, held(victim.pid), gpus.gpus)
     cycle(driver, victim.pid, identity_map(can_open))
     victim.goes_on()

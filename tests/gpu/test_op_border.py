@@ -29,7 +29,7 @@ def test_an_image_of_real_gpus_is_not_restored_on_software_ones(stamping, do, no
     do("checkpoint", victim.pid, "--output", tmp_path / "image")
     said = node.limosa("restore", tmp_path / "image", "-o", "json", rc=12).json
     assert said["error"]["id"] == "chip"
-    assert said["error"]["message"] == "the image is from a real GPU, here are software ones"
+    assert said["error"]["message"] == "the image is from a real GPU, and the GPUs here are software"
     do("restore", tmp_path / "image")  # where it is at home it comes back
     assert on(victim.pid) == {0}
     victim.goes_on()
@@ -45,7 +45,7 @@ def test_an_image_of_software_gpus_is_not_restored_on_real_ones(do, node, tmp_pa
     written = node.limosa("checkpoint", "soft", "--output", image, "-o", "json").json
     said = do("restore", image, rc=12)
     assert said["error"]["id"] == "chip"
-    assert said["error"]["message"] == "the image is from a software GPU, here are real ones"
+    assert said["error"]["message"] == "the image is from a software GPU, and the GPUs here are real"
     assert do("inspect", image)["software_gpu"]
     restored = node.limosa("restore", image, "-o", "json").json
     assert restored["id"] == written["id"]

@@ -19,7 +19,15 @@ from typing import Any
 import pytest
 
 from limosa import start
-from limosa.errors import DriverHung, DriverTooOld, GpuUnavailable, IllegalState, InvalidMap, LimosaError
+from limosa.errors import (
+    DriverHung,
+    DriverTooOld,
+    GpuUnavailable,
+    IllegalState,
+    InvalidArgument,
+    InvalidMap,
+    LimosaError,
+)
 from limosa.gpu import Driver, LockResult, State
 from limosa.gpu.binding import libcuda_found
 from limosa.gpu.meanings import driver_error
@@ -157,7 +165,7 @@ def hung() -> Iterator[threading.Event]:
 def test_a_hung_call_is_given_up_on_and_others_go_to_another_worker(hung: threading.Event):
     start = Threads({"checkpoint": lambda pid: hung.wait(30) and None, "unlock": lambda pid: None})
     with Driver(start=start) as driver:
-        with pytest.raises(DriverHung, match=r"checkpoint on process 7 has not come back after 0\.05 s") as caught:
+        with pytest.raises(DriverHung, match=r"checkpoint on process 7 has not returned after 0\.05 s") as caught:
             driver.checkpoint(7, limit=0.05)
         assert caught.value.job_state == "unknown"
         assert driver.under_way(7) == "checkpoint"
@@ -249,6 +257,23 @@ def test_a_will_that_was_cleared_or_a_client_that_was_closed_leaves_none():
         driver.close()
         eventually(lambda s=start: 1 in s.wills)
         assert start.wills == {1: []}
+
+
+def test_a_client_that_was_closed_starts_no_worker_again():
+    start = Threads({"state": lambda pid: "running"})
+    driver = Driver(start=start)
+    assert driver.state(7) == "running"
+    driver.close()
+    for call in (
+        lambda: driver.state(7), lambda: driver.states([7]), driver.available, driver.start, driver.warm,
+        driver.inventory, driver.facts, lambda: driver.set_will(["/bin/true"]),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match="has been closed: make another one"):
+            call()
+    driver.set_will(None)  # what a closing operation says last
+    driver.close()
+    assert start.started == 1
+    assert driver.pid is None
 
 
 def test_calls_under_way_finish_before_the_loop_ends():

@@ -185,6 +185,7 @@ def test_suspend_resume_and_both_again(gpu_like: GpuLike, double: DriverDouble) 
     again = operation.suspend(pid)[0].result
     assert again is not None
     assert again.already
+    assert again.way == ""  # nothing was carried
     record = SuspendRecord.of(Identity.of(pid))
     assert record is not None
     assert record.bytes == {double.uuids[0]: GB}

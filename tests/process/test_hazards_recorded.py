@@ -239,6 +239,21 @@ def test_somebody_elses_process():
 
 
 @pytest.mark.parametrize(
+    ("uid", "caps", "hint"),
+    [
+        (1000, 0, "run limosa with sudo"),
+        (0, 0, "CAP_SYS_PTRACE, which root lacks here"),
+        (0, 1 << 19, "on the host, outside of this container"),
+    ],
+)
+def test_only_who_is_not_root_is_told_to_use_sudo(uid, caps, hint):
+    (reason,) = hazards.common_hazards(
+        job(process(uid=uid, unreadable=["maps"]), host=HostObservation(uid=uid, caps=caps))
+    )
+    assert hint in reason.hint
+
+
+@pytest.mark.parametrize(
     ("scope", "caps", "refused"), [(0, 0, False), (1, 0, True), (1, 1 << 19, False), (3, 1 << 19, True)]
 )
 def test_yama_keeps_criu_away(scope, caps, refused):

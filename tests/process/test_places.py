@@ -244,13 +244,13 @@ def test_where_looking_takes_too_long_it_cannot_be_told_what_is_there(
     before = sorted(os.listdir(machine / "tmp"))
 
     def refused(uid: int | None = ADA) -> None:
-        with pytest.raises(FailedUndone, match="so many names"), places.folders("jobs", uid, whole=True):
+        with pytest.raises(FailedUndone, match="too many entries"), places.folders("jobs", uid, whole=True):
             pass
 
     def no_new_one() -> None:
         refused()
         refused(None)
-        with pytest.raises(FailedUndone, match="so many names"):
+        with pytest.raises(FailedUndone, match="too many entries"):
             own()
 
     with places.folders("jobs", ADA, whole=True) as found:

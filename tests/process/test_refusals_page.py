@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from limosa.operation.options import FORCEABLE
+
 PROJECT = Path(__file__).parents[2]
 HAZARDS = [
     *(PROJECT / "src/limosa/process/hazards").glob("*.py"),
@@ -71,6 +73,10 @@ def test_every_finding_of_the_planner_is_documented():
             assert noted or str(exit_code or "–") in written, id_
         if exit_code:
             assert (force == "yes") == forceable, id_
+
+
+def test_what_force_takes_is_what_the_page_says():
+    assert {id_ for id_, (_, force) in documented().items() if force not in ("no", "")} == FORCEABLE
 
 
 def test_nothing_is_documented_that_no_code_says():

@@ -130,7 +130,7 @@ def test_a_job_that_a_dead_operation_has_left_is_recovered_first(limosa, runtime
     Journal.create(header).close()
     Claim(id="move-left", operation="move", holder=dead, pids=[job]).save()
     error = limosa("stop", "left", "-o", "json", rc=19).json["error"]
-    assert "has left process" in error["message"]
+    assert "is in the middle of a" in error["message"]
     assert "limosa recover" in error["hint"]
     assert limosa("stop", "left", "--kill", "-o", "json", rc=0).json["killed"] == [pid]
     assert gone(pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,25 @@ def test_images(job: Far, node: Any) -> None:
     job("ok(cu.cuModuleUnload(other))")
     assert job("said(cu.cuModuleGetFunction(other, b'fill'))") == "INVALID_HANDLE"
     assert job("said(cu.cuModuleUnload(other))") == "INVALID_HANDLE"
+
+
+def test_an_image_in_a_file(job: Far, tmp_path: Path) -> None:
+    """A container of images is read whole, whatever bytes are in it, and never beyond what the file has."""
+    ptx = b".version 7.0\n.target sm_70\n.visible .entry fill(.param .u64 p)\n"
+    body = b"\xff" * 32 + ptx
+    head = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body))
+    wrapper = struct.pack("<IIQQ", 0x466243B1, 1, 16, 0)
+    files = {"whole": head + body, "cut": head + body[:-8], "wrapper": wrapper + head + body}
+    files["vast"] = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, MASK - 15) + body
+    for name, image in files.items():
+        (tmp_path / name).write_bytes(image)
+    assert (
+        job(f"said(cu.cuModuleGetFunction(ok(cu.cuModuleLoad({str(tmp_path / 'whole').encode()!r})), b'fill'))")
+        == "SUCCESS"
+    )
+    for name in ("cut", "wrapper", "vast"):
+        assert job(f"said(cu.cuModuleLoad({str(tmp_path / name).encode()!r}))") == "INVALID_IMAGE"
+    assert job(f"said(cu.cuModuleLoadData({files['vast']!r}))") == "INVALID_IMAGE"
 
 
 def test_libraries(job: Far) -> None:

@@ -61,7 +61,7 @@ def command(report: Report, *, job: str, follow: bool, last: int | None) -> None
             hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
         )
     if report.json and follow:
-        raise UsageError(detail="-o json and --follow: stdout is the job's output then")
+        raise UsageError(detail="-o json and --follow exclude each other: with --follow stdout is the job's output")
     try:
         fd = open_said(record.log, found.root.pid)
     except OSError as error:

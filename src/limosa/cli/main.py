@@ -143,7 +143,7 @@ def _empty_argument(verb: str) -> LimosaError:
     from limosa.errors import UsageError
 
     return UsageError(
-        detail="an argument is empty: a variable that is not set?", hint=f"limosa {verb} --help".replace("  ", " ")
+        detail="an argument is empty: is a variable not set?", hint=f"limosa {verb} --help".replace("  ", " ")
     )
 
 

@@ -101,7 +101,7 @@ def check_force(ids: Sequence[str] | None) -> list[str]:
     """The ids of ``--force``, each named by itself.
 
     Raises:
-        UsageError: "all" and its like: every refusal is to be read before it is overruled.
+        UsageError: "all" and its like: every refusal is to be read before it is overruled. An id that forces nothing.
     """
     found = [part.strip() for text in ids or () for part in text.split(",") if part.strip()]
     for one in found:
@@ -109,4 +109,8 @@ def check_force(ids: Sequence[str] | None) -> list[str]:
             raise UsageError(
                 detail=f"--force={one}: name the refusal to overrule, as limosa plan prints it; there is no 'all'"
             )
+    if found:
+        from limosa.operation import options
+
+        options.check_force(found)
     return found

@@ -57,7 +57,7 @@ def command(  # noqa: PLR0913 - what is typed
     if more["tcp_established"] and more["tcp_close"]:
         raise UsageError(detail="--tcp-established or --tcp-close, not both")
     if attach and report.json:
-        raise UsageError(detail="-o json and --attach: while attached, stdout is the job's output")
+        raise UsageError(detail="-o json and --attach exclude each other: while attached, stdout is the job's output")
     options = {
         **more,
         "verify": not no_verify,

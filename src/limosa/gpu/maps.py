@@ -103,7 +103,7 @@ def complete_map(
             raise InvalidMap(detail=_give_way(changes, start, uuid, names), hint=_closed(changes, start, uuid, names))
         fitting = [start] if start in free else [other for other in free if names[other].name == names[uuid].name]
         if not fitting:
-            raise InvalidMap(detail=f"there is no GPU left for what the job can open as {_called(names[uuid])}")
+            raise InvalidMap(detail=f"the job can open {_called(names[uuid])}, and no GPU is left to take its place")
         full[uuid] = fitting[0]
         free.remove(fitting[0])
     return {uuid: full[uuid] for uuid in can_open}
@@ -116,7 +116,7 @@ def _refuse_closed(uuids: Iterable[str], allowed: Sequence[str], names: Mapping[
             raise UnknownGpu(spec=uuid)
         if uuid not in allowed:
             raise InvalidMap(
-                detail=f"the job can open no device node of {_called(names[uuid])}",
+                detail=f"the job cannot open the device node of {_called(names[uuid])}",
                 hint="it can be moved among the GPUs that it can open: "
                 + (", ".join(str(names[other].index) for other in allowed if other in names) or "none"),
             )
@@ -135,7 +135,7 @@ def _taken(changes: Mapping[str, str], names: Mapping[str, Gpu]) -> dict[str, st
         if names[source].name != names[destination].name:
             raise WrongChip(
                 detail=f"{_called(names[source])} is a {names[source].name}, {_called(names[destination])} "
-                f"a {names[destination].name}: a job can move between GPUs of one chip only"
+                f"a {names[destination].name}: a job can only move between GPUs of the same model"
             )
     return taken
 

@@ -118,7 +118,8 @@ def _unavailable(nvml: Any, error: Any) -> GpuUnavailable:
         return DriverTooOld(detail="the NVIDIA driver is not loaded (NVML: driver not loaded)")
     if code == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
         return DriverTooOld(
-            detail="the NVIDIA driver's library and kernel module are of different versions", hint="restart the machine"
+            detail="the NVIDIA driver's library and its kernel module have different versions",
+            hint="restart the machine",
         )
     if code == nvml.NVML_ERROR_FUNCTION_NOT_FOUND:
         return SymbolMissing(detail=f"this driver's NVML lacks a function ({error})")

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from limosa.errors import DriverHung, GpuUnavailable, LimosaError
+from limosa.errors import DriverHung, GpuUnavailable, InvalidArgument, LimosaError
 from limosa.gpu import nvml
 from limosa.gpu.checks import check_pairs, check_pid, check_timeout
 from limosa.gpu.facts import DriverFacts
@@ -26,6 +26,7 @@ from limosa.gpu.worker_loop import ASKING, LEAVE, SET_WILL
 from limosa.gpu.worker_process import Launched, Slot, WorkerProcess, launch
 from limosa.ipc.frames import unpack_error
 
+_CLOSED = "this limosa.gpu.Driver has been closed: make another one"
 INIT_LIMIT = 120.0
 """Seconds for ``cuInit``: 2.7 s were seen with eight GPUs, more with no persistence mode."""
 
@@ -271,6 +272,8 @@ class Driver:
     def close(self, wait: float = 5.0) -> None:
         """Clear the wills and let the worker go; it ends, or waits for another controller, when its calls have.
 
+        Every call after this raises :class:`~limosa.errors.InvalidArgument`; closing again does nothing.
+
         Args:
             wait: seconds to wait for that.
         """
@@ -293,12 +296,13 @@ class Driver:
 
     def _current(self) -> WorkerProcess:
         """Return the worker that takes calls, a new one where there is none (or a fork inherited it)."""
-        if self._owner != os.getpid():
+        if self._owner != os.getpid() and not self._closed:
             self._begin()
         with self._lock:
+            if self._closed:
+                raise InvalidArgument(detail=_CLOSED)
             if self._worker is not None and not self._worker.dead:
                 return self._worker
-            self._closed = False
             worker = self._worker = WorkerProcess(self._ended, self._start)
             for name, argv in self._wills.items():
                 worker.submit(SET_WILL, 0, [argv, name])
@@ -320,7 +324,7 @@ class Driver:
 
     def _ready(self, limit: float | None) -> WorkerProcess:
         """Return a worker in which the driver is initialised."""
-        if self._missing is not None and self._owner == os.getpid():
+        if self._missing is not None and not self._closed and self._owner == os.getpid():
             raise type(self._missing)(self._missing.message, hint=self._missing.hint, **self._missing.fields)
         worker = self._current()
         with worker.initialising:

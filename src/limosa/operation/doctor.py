@@ -191,7 +191,8 @@ def _capabilities(folder: str = "/proc/self") -> Check:
         return fail("capabilities", 11, text, fix)
     if "CAP_NET_ADMIN" not in has:
         text = "no CAP_NET_ADMIN: jobs with connected TCP sockets cannot be checkpointed"
-        return warn("capabilities", text, "use sudo, or --cap-add NET_ADMIN")
+        fix = "use sudo" if os.geteuid() else "give the container this capability (--cap-add NET_ADMIN)"
+        return warn("capabilities", text, fix)
     if "CAP_SYS_RESOURCE" not in has and os.geteuid() == 0:
         text = "no CAP_SYS_RESOURCE: other users' jobs cannot be checkpointed"
         return warn("capabilities", text, "--cap-add SYS_RESOURCE")
@@ -212,29 +213,30 @@ def _ptrace_scope(path: Path = Path("/proc/sys/kernel/yama/ptrace_scope")) -> Ch
 
 
 def _nftables(works: Criu | None) -> Check:
-    """The check "nftables": CRIU shuts connected sockets off with it while it dumps them."""
+    """The check "nftables": CRIU holds packets back with it while it saves TCP connections."""
+    without = "while a job's TCP connections are saved (--tcp-established), the other end may reset them"
     program = start.program("nft")
     argv = works.nft if works is not None and works.nft else [program] if program else None
     if argv is None:
-        return warn(
-            "nftables",
-            "no nft program: jobs with connected TCP need --tcp-close",
-            "install nftables, or limosa doctor --fix",
-        )
+        fix = "install the package nftables" if works else "limosa doctor --fix fetches it together with CRIU"
+        return warn("nftables", f"the program nft is missing: {without}", f"{fix}; or use --tcp-close")
     try:
         ran = start.run([*argv, "list", "tables"], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return warn("nftables", f"nft does not run: {error}")
+        return warn("nftables", f"nft cannot be started ({error}): {without}", "use --tcp-close")
     if ran.returncode:
         why = (ran.stderr.decode(errors="replace").strip().splitlines() or ["?"])[0]
         if "not permitted" in why and not effective_capabilities() >> CAPABILITIES["CAP_NET_ADMIN"] & 1:
-            return warn("nftables", "nft is there; whether it lists tables only root can tell", "sudo limosa doctor")
-        return warn("nftables", f"nft list tables: {why}; jobs with connected TCP need --tcp-close")
+            if os.geteuid():
+                return warn("nftables", "nft is there; only root can tell whether it works", "sudo limosa doctor")
+            text = f"nft is there, but may not be used without CAP_NET_ADMIN: {without}"
+            return warn("nftables", text, "give the container this capability (--cap-add NET_ADMIN)")
+        return warn("nftables", f"nft does not work here ({why}): {without}", "use --tcp-close")
     left = [line.split()[-1] for line in ran.stdout.decode(errors="replace").splitlines() if " CRIU-" in line]
     if left:
         kept = "1 table of CRIU's keeps" if len(left) == 1 else f"{len(left)} tables of CRIU's keep"
-        return ok("nftables", f"nft lists tables; {kept} connections of checkpointed jobs", _kept_tables(left, argv))
-    return ok("nftables", "nft lists tables")
+        return ok("nftables", f"nft works; {kept} connections of checkpointed jobs", _kept_tables(left, argv))
+    return ok("nftables", "nft works")
 
 
 def _kept_tables(names: list[str], nft: list[str]) -> str:

@@ -122,7 +122,7 @@ def _bindings(facts: DriverFacts) -> Check:
 
 def _symbols(facts: DriverFacts) -> Check:
     if not facts.symbols:
-        return warn("symbols", "not looked at: there is no libcuda, or no bindings to ask it through")
+        return warn("symbols", "not checked: there is no libcuda, or no bindings to ask it through")
     missing = _missing(facts)
     if missing:
         return fail("symbols", 12, f"libcuda lacks {', '.join(missing)}", "install driver 580 or newer")
@@ -153,6 +153,6 @@ def huge_pages(present: bool, path: Path = Path("/sys/kernel/mm/transparent_huge
         return ok(name, "this kernel has none; the driver copies in small pages")
     chosen = mode[1] if mode else "?"
     if present and chosen != "always":
-        text = f"{chosen}: the driver's way out to host memory takes about a third longer than with always"
+        text = f"{chosen}: the driver copies device memory to host memory about a third slower than with always"
         return warn(name, text, f"echo always > {path}")
     return ok(name, chosen)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from limosa import gpu
-from limosa.errors import LimosaError
+from limosa.errors import InvalidArgument, LimosaError
 from limosa.gpu.worker_idle import end_all, start_in
 from limosa.process.places import own_folder
 
@@ -23,9 +23,20 @@ def driver() -> gpu.Driver:
     return gpu.Driver(start=start_in(_folder))
 
 
+def check(given: gpu.Driver | None) -> None:
+    """Refuse what a caller passes as ``driver=`` and is none (another that takes the same calls will do).
+
+    Raises:
+        InvalidArgument: it makes no calls of a driver's.
+    """
+    if given is not None and not callable(getattr(given, "states", None)):
+        raise InvalidArgument(detail=f"driver={given!r}: give an open limosa.gpu.Driver, or leave driver= out")
+
+
 @contextlib.contextmanager
 def using(given: gpu.Driver | None) -> Iterator[gpu.Driver]:
     """Give the caller's client, or one for as long as this block runs."""
+    check(given)
     if given is not None:
         yield given
         return

@@ -9,6 +9,7 @@ import msgspec
 
 from limosa.errors import UsageError
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK, USUAL_CHUNK
+from limosa.operation.options import check_force
 from limosa.process import hazards
 from limosa.process.criu.run import DumpOptions
 from limosa.process.observe import JobObservation
@@ -56,6 +57,7 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     force: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        check_force(self.force)
         if not LEAST_CHUNK <= self.chunk_bytes <= MOST_CHUNK or self.chunk_bytes % (2 << 20):
             raise UsageError(detail="a chunk has 4 to 64 MiB, a multiple of 2 MiB")
         if self.rate is not None and self.rate <= 0:

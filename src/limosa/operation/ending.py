@@ -100,7 +100,7 @@ def stop(
         raise Busy(pid=found.root.pid, by=f"{claim.operation} (process {claim.holder.pid})")
     if not kill:
         if claim is not None and claim.left:  # it may stand at its gate, and would be killed without having saved
-            text = f"a {claim.operation} that died has left process {found.root.pid} in the middle"
+            text = f"process {found.root.pid} is in the middle of a {claim.operation} that died"
             raise Busy(text, hint="limosa recover, then this again; --kill ends it as it is", pid=found.root.pid)
         _refuse_suspended(found.root, found.name, tree)
     killed: list[int] = []

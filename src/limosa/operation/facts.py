@@ -12,6 +12,7 @@ from limosa.operation import claims
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.members import Where, find_members, place
+from limosa.operation.options import check_force
 from limosa.operation.parked import aside, parkable
 from limosa.operation.step import Verb
 from limosa.operation.work import Clock
@@ -47,6 +48,9 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
     probe_memory: bool = True
     inventory: gpu.Inventory | None = None
     more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: ()
+
+    def __post_init__(self) -> None:
+        check_force(self.force)
 
 
 class Facts(msgspec.Struct, kw_only=True):

@@ -68,7 +68,7 @@ def find_members(
             reasons.append(
                 Reason(
                     id="cannot-be-asked",
-                    text=f"the driver does not tell the state of process {identity.pid}: {error}",
+                    text=f"the driver does not report the state of process {identity.pid}: {error}",
                     exit_code=11 if isinstance(error, PermissionDenied) else 12,
                     hint="limosa doctor",
                     pid=identity.pid,
@@ -94,10 +94,10 @@ def find_members(
             reasons.append(
                 Reason(
                     id="state-denied",
-                    text=f"process {identity.pid} has what the driver maps for a context on a GPU (/dev/nvidia-uvm), "
-                    "and the driver says that it holds no CUDA state: without its device memory it would be lost",
+                    text=f"process {identity.pid} has /dev/nvidia-uvm mapped, as on a GPU, but the driver "
+                    "says that it holds no CUDA state: if that is wrong, its device memory would be lost",
                     exit_code=12,
-                    hint="run it again; a child of a CUDA process that has ended needs --force=state-denied",
+                    hint="try again; for a child of a CUDA process that has ended: --force=state-denied",
                     pid=identity.pid,
                     forceable=True,
                 )

@@ -206,6 +206,7 @@ def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
+    drivers.check(how.driver)
     single = isinstance(jobs, (int, str, bytes)) or not isinstance(jobs, Sequence)
     likes: Sequence[JobLike] = [jobs] if single else list(jobs)  # type: ignore[list-item, arg-type]
 
@@ -346,6 +347,7 @@ def _fills_the_host(prepared: Prepared) -> bool:
 
 
 def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
+    drivers.check(how.driver)
     likes = list(jobs) if isinstance(jobs, Sequence) and not isinstance(jobs, str) else []
     if len(likes) != 2:
         raise UsageError(detail="--swap takes two jobs")

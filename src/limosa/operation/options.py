@@ -10,7 +10,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Literal, TypedDict
 
-from limosa.errors import UsageError
+from limosa.errors import InvalidArgument, UsageError
 from limosa.terms import Release
 
 ReleaseLike = Release | Literal["all", "memory-only"]
@@ -27,6 +27,59 @@ def release_of(said: ReleaseLike) -> Release:
         return Release(said)
     except ValueError:
         raise UsageError(detail=f"release={said!r}: {' or '.join(Release)}") from None
+
+
+FORCEABLE = frozenset(
+    [
+        "cgroup",
+        "criu-older",
+        "disk-room",
+        "driver-version",
+        "host-memory",
+        "jax",
+        "locked-file-changed",
+        "managed-memory",
+        "memory-shared",
+        "mount-namespace",
+        "mps",
+        "mps-server",
+        "nccl-ranks",
+        "nested-namespace",
+        "peer-access",
+        "pid-namespace",
+        "pipe-outside",
+        "pipes",
+        "proc-outside",
+        "pty-outside",
+        "rdma",
+        "resource-limits",
+        "restore-descriptors",
+        "runs-on",
+        "socket-name",
+        "socket-shared",
+        "state-denied",
+        "sysv-ipc",
+        "user-namespace",
+    ]
+)
+"""The refusals that ``force`` can turn into warnings (docs/refusals.md; a test compares the two)."""
+
+
+def check_force(ids: Collection[str]) -> None:
+    """Refuse what forces nothing: a word that is no refusal's id would otherwise be taken and do nothing.
+
+    Raises:
+        InvalidArgument: no refusal that can be forced has such an id.
+    """
+    if isinstance(ids, (str, bytes)):
+        raise InvalidArgument(detail=f"force={ids!r}: a list of ids is needed, for example force=[{ids!r}]")
+    for one in ids:
+        if one not in FORCEABLE:
+            can = ", ".join(sorted(FORCEABLE))
+            raise InvalidArgument(
+                detail=f"--force={one}: no refusal with this id can be forced; these can: {can}",
+                hint="limosa plan prints --force=ID below each refusal that can be forced",
+            )
 
 
 class ForceOptions(TypedDict, total=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import msgspec
@@ -100,12 +101,11 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
             reasons = [*reasons, *(r for r in moving if r.id not in known)]
     elif unseen := [p for p in pids if not may_be_seen(p)]:
         text = f"process {unseen[0]} is {user_of(unseen[0])}'s: what it holds on a GPU cannot be looked at"
-        reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
+        hint = "sudo limosa ps -v" if os.geteuid() else "give limosa CAP_SYS_PTRACE (docker run --cap-add SYS_PTRACE)"
+        reasons = [Reason(id="permission", text=text, exit_code=11, hint=hint, pid=unseen[0])]
         in_tree = [JobState.UNKNOWN]
     elif any(may_use_cuda(p) for p in pids) and (why := _why_not(driver)):
-        text = (
-            f"no driver can be asked here ({why}); where it is in a container, or a node of software GPUs, look there"
-        )
+        text = f"no driver can be asked here ({why}); if the job is in a container or a software node, run limosa there"
         reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, hint="limosa doctor", pid=which.root.pid)]
         parked = record is not None and record.release != Release.ALL
         suspended = record is not None and not parked

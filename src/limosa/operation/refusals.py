@@ -118,7 +118,7 @@ def _chips(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Re
                 yield Reason(
                     id="chip",
                     text=f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
-                    "the driver restores on the same chip only",
+                    "the driver can restore a job only on the same model",
                     exit_code=12,
                     pid=member.pid,
                 )

@@ -11,6 +11,7 @@ from limosa.errors import Reason
 from limosa.image import Manifest
 from limosa.operation.estimate import device_bytes
 from limosa.operation.journal import Member
+from limosa.operation.options import check_force
 from limosa.operation.rewind import Rewind
 from limosa.operation.step import Shape
 from limosa.process.criu.program import Criu
@@ -44,6 +45,9 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     adopt: bool = False
     print_stats: bool = False
     force: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        check_force(self.force)
 
 
 class ImageFacts(msgspec.Struct, kw_only=True):

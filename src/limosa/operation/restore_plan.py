@@ -79,7 +79,7 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         return facts
     reasons: list[Reason] = []
     if manifest.job.sees and not device_nodes.known(manifest.job.sees):
-        text = "which GPUs the job sees was noted by an older Limosa where it is not looked for any more: it sees all"
+        text = "an older Limosa noted elsewhere which GPUs the job may see, and that is lost: it will see all of them"
         reasons.append(Reason(id="gpus-not-hidden", text=text))
     reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
     reasons += shm.in_the_way(manifest.shm)
@@ -107,11 +107,11 @@ def _border(manifest: Manifest) -> Reason | None:
     except GpuUnavailable:
         software = None
     if manifest.software_gpu and not software:
-        there = "here are real ones" if software is False else "here are none"
+        there = "and the GPUs here are real" if software is False else "and there are no GPUs here"
         hint = "restore it in a node of software GPUs: limosa softgpu"
         return Reason(id="chip", text=f"the image is from a software GPU, {there}", exit_code=12, hint=hint)
     if software and not manifest.software_gpu:
-        return Reason(id="chip", text="the image is from a real GPU, here are software ones", exit_code=12)
+        return Reason(id="chip", text="the image is from a real GPU, and the GPUs here are software", exit_code=12)
     return None
 
 
@@ -128,7 +128,7 @@ def _host_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     try:
         program = facts.program = find_criu(options.criu)
         if _version(program.version) < _version(manifest.criu):
-            text = f"the image was made by CRIU {manifest.criu}, here is the older {program.version}"
+            text = f"the image was made by CRIU {manifest.criu}, and the CRIU here is older ({program.version})"
             hint = "limosa doctor --fix, or --criu"
             found.append(Reason(id="criu-older", text=text, exit_code=24, hint=hint, forceable=True))
     except NoWorkingCriu as error:
@@ -183,8 +183,8 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
         return [as_reason(error)]
     found: list[Reason] = []
     if inventory.driver_version != manifest.driver:
-        text = f"the image was made with driver {manifest.driver}, here is {inventory.driver_version}"
-        hint = "the driver restores its own images only; --force=driver-version tries it"
+        text = f"the image was made with driver {manifest.driver}, and the driver here is {inventory.driver_version}"
+        hint = "a driver restores only what it saved itself; --force=driver-version tries it all the same"
         found.append(Reason(id="driver-version", text=text, exit_code=12, hint=hint, forceable=True))
     try:
         facts.members = restored_members(manifest, inventory, options)

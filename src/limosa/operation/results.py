@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -83,7 +83,7 @@ class JobResult(msgspec.Struct, kw_only=True):
             "pause_seconds", as the job felt it (for suspend: how long it took to stand still).
         bytes: device memory that was moved.
         already: True where nothing had to be done.
-        way: "driver", or "parked" where what the shim looks after was held aside.
+        way: "driver", or "parked" where what the shim looks after was held aside; "" where nothing had to be done.
         other: what the other way would have cost, by estimate.
         release: of a suspend: what was given back, "all" or "memory-only".
     """
@@ -97,7 +97,7 @@ class JobResult(msgspec.Struct, kw_only=True):
     timings: dict[str, float] = {}
     bytes: int = 0
     already: bool = False
-    way: Route = Route.DRIVER
+    way: Route | Literal[""] = Route.DRIVER
     other: OtherWay | None = None
     release: str = ""
     warnings: list[Reason] = []

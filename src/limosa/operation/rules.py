@@ -219,7 +219,7 @@ def busy(claim: claims.Claim) -> Reason:
     if claim.alive:
         text = f"{claim.operation} by process {claim.holder.pid} works on this job"
         return Reason(id="busy", text=text, exit_code=19, hint="wait for it")
-    text = f"a {claim.operation} that died has left this job in the middle"
+    text = f"this job is in the middle of a {claim.operation} that died"
     return Reason(id="busy", text=text, exit_code=19, hint="limosa recover")
 
 

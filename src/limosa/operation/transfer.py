@@ -79,7 +79,7 @@ def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: 
         timings=work.timings,
         bytes=0 if already else max(parked, device_bytes(prepared.members)),
         already=already,
-        way=Route.PARKED if parked and not already else Route.DRIVER,
+        way="" if already else Route.PARKED if parked else Route.DRIVER,
         other=None if already else verb.other_way(msgspec.structs.replace(prepared.shape, parked=parked)),
         release="" if verb.comes else prepared.release,
         warnings=[*work.warnings, *prepared.warnings()],

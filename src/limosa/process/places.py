@@ -419,7 +419,7 @@ def _is_of(users: int, place: Path, name: str, owner: int, sure: bool) -> bool:
 
 def _too_many(place: Path) -> FailedUndone:
     return FailedUndone(
-        f"{place} has so many names in it that it cannot be told what Limosa has noted there",
+        f"{place} has too many entries for Limosa to find its own among them",
         hint=f"ls -lU {place} | head shows whose they are; root may remove them",
     )
 

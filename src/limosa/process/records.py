@@ -248,7 +248,9 @@ def check_name(name: str) -> None:
         raise UsageError(detail=f"{name!r} is not a name for a job (a letter, then letters, digits, '.', '_', '-')")
     taken = [r for r in RunRecord.all() if r.name == name]
     if taken:
-        raise UsageError(detail=f"process {taken[0].root.pid} is called {name!r} already", hint="choose another --name")
+        raise UsageError(
+            detail=f"the name {name!r} is already taken by process {taken[0].root.pid}", hint="choose another --name"
+        )
 
 
 def job_named(name: str) -> RunRecord:

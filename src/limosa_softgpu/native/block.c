@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -219,7 +220,9 @@ int block_map(uint64_t id, size_t bytes, CUdeviceptr address, int protection)
 void block_unmap(CUdeviceptr address, size_t bytes, uint64_t id)
 {
     /* In one step, so that nothing else can come to lie there in between. */
-    mmap((void *)(uintptr_t)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap((void *)(uintptr_t)address, bytes, PROT_NONE, flags, -1, 0) == MAP_FAILED)
+        node_log("a block could not be unmapped (errno %d): its memory stays taken until the process ends", errno);
     node_dropped(id);
 }
 

@@ -6,7 +6,7 @@
 #ifndef LIMOSA_BLOCK_H
 #define LIMOSA_BLOCK_H
 
-#include "driver.h"
+#include "driver.h" // IWYU pragma: export
 
 /* Addresses. A piece of address space is reserved (inaccessible) or holds memory; it is ours until space_give. */
 CUdeviceptr space_take(size_t bytes, size_t alignment, CUdeviceptr hint); /* 0: none left */

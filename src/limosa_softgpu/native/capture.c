@@ -40,6 +40,13 @@ static CUresult begin(struct context *context, CUstream handle, CUstreamCaptureM
     return result;
 }
 
+static CUresult make_empty(CUgraph *graph)
+{
+    struct graph *made = calloc(1, sizeof *made);
+    *graph = (CUgraph)made;
+    return made ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static CUresult end(struct context *context, CUstream handle, CUgraph *graph)
 {
     CUresult result = CUDA_SUCCESS;
@@ -57,8 +64,8 @@ static CUresult end(struct context *context, CUstream handle, CUgraph *graph)
     else if (stream) {
         if (stream->capture == CU_STREAM_CAPTURE_STATUS_INVALIDATED)
             result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
-        else if (!(*graph = (CUgraph)calloc(1, sizeof(struct graph))))
-            result = CUDA_ERROR_OUT_OF_MEMORY;
+        else
+            result = make_empty(graph);
         stream->capture = CU_STREAM_CAPTURE_STATUS_NONE;
     }
     streams_unlock();

@@ -12,7 +12,7 @@
 #ifndef LIMOSA_CHECKPOINT_H
 #define LIMOSA_CHECKPOINT_H
 
-#include "driver.h"
+#include "driver.h" // IWYU pragma: export
 
 #include <signal.h>
 

@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -167,8 +168,11 @@ static void question_close(uint64_t number)
 static void sweep(void)
 {
     DIR *folder = opendir(REQUESTS_FOLDER);
+    if (!folder)
+        return;
+    int fd = dirfd(folder);
 
-    for (struct dirent *entry; folder && (entry = readdir(folder));) {
+    for (struct dirent *entry; fd >= 0 && (entry = readdir(folder));) {
         const char *suffix = strchr(entry->d_name, '.');
         char text[REQUEST_TEXT_ROOM];
         struct request request;
@@ -178,7 +182,7 @@ static void sweep(void)
 
         if (!suffix || (strcmp(suffix, ".ask") != 0 && strcmp(suffix, ".answer") != 0))
             continue;
-        ssize_t length = readlinkat(dirfd(folder), entry->d_name, text, sizeof(text) - 1);
+        ssize_t length = readlinkat(fd, entry->d_name, text, sizeof(text) - 1);
         if (length <= 0)
             continue;
         text[length] = 0;
@@ -188,21 +192,22 @@ static void sweep(void)
         else if (sscanf(text, "%d %d %d %llu", &result, &value, &controller, &pid_namespace) == 4)
             stale = !controller_lives(controller, pid_namespace);
         if (stale)
-            unlinkat(dirfd(folder), entry->d_name, 0);
+            unlinkat(fd, entry->d_name, 0);
     }
-    if (folder)
-        closedir(folder);
+    closedir(folder);
 }
 
 static bool question_open(struct request *request, uint64_t *number)
 {
     char path[REQUEST_PATH_ROOM], text[REQUEST_TEXT_ROOM];
+    unsigned char bytes[sizeof *request];
 
     request->magic = REQUEST_MAGIC;
     request->controller = getpid();
     request->pid_namespace = own_pid_namespace();
+    memcpy(bytes, request, sizeof bytes);
     for (size_t i = 0; i < REQUEST_BYTES(request->n_pairs); i++)
-        snprintf(text + 2 * i, 3, "%02x", ((const unsigned char *)request)[i]);
+        snprintf(text + 2 * i, 3, "%02x", bytes[i]);
     if (getrandom(number, sizeof(*number), 0) != sizeof(*number))
         return false;
     request_path(*number, ".ask", path);
@@ -263,7 +268,7 @@ static bool wait_for_answer(uint64_t number, const struct target *target, struct
 /* Hazards that a controller meets whatever its target does. */
 static void meet_hazards(const struct request *request, pid_t pid)
 {
-    enum request_kind kind = (enum request_kind)request->kind;
+    uint32_t kind = request->kind;
     if (kind == REQUEST_STATE || kind == REQUEST_LOCK || kind == REQUEST_RESTORE)
         fault_hazard_about("lock-hangs-when-stopped", pid, -1); /* as if it were stopped */
     if (kind == REQUEST_STATE)

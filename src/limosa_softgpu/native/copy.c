@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "queue.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,6 +68,16 @@ static void run_copy(void *argument)
     node_pace(since, copy->fixed, copy->width * copy->height * copy->depth, copy->rate);
 }
 
+/* Between two devices, or a device and the host (less than 0); between places of the host there is no limit (0). */
+static double rate_between(const struct node_rates *rates, int to, int from)
+{
+    if (to < 0)
+        return from < 0 ? 0 : rates->device_to_host;
+    if (from < 0)
+        return rates->host_to_device;
+    return to == from ? rates->device_to_device : rates->peer;
+}
+
 /* Work whose end the caller need not see runs behind its back. */
 static CUresult submit(struct context *context, CUstream stream, void (*run)(void *), const void *argument,
                        size_t bytes, bool wait)
@@ -108,11 +119,7 @@ static CUresult start(struct context *current, CUstream stream, struct copy copy
         return CUDA_ERROR_INVALID_VALUE;
     const struct node_rates *rates = &driver.node->rates;
     copy.fixed = to < 0 && from < 0 ? 0 : rates->copy_fixed;
-    copy.rate = to < 0 && from < 0 ? 0
-        : to < 0                   ? rates->device_to_host
-        : from < 0                 ? rates->host_to_device
-        : to == from               ? rates->device_to_device
-                                   : rates->peer;
+    copy.rate = rate_between(rates, to, from);
     bool wait = synchronous ? to < 0 || from < 0 : to_pageable || from_pageable;
     if (wait && !synchronous && !to_pageable && bytes <= STAGED && copy.height == 1 && copy.depth == 1) {
         struct copy *kept = malloc(sizeof *kept + bytes);

@@ -13,12 +13,14 @@
 #include <stddef.h>
 #include <stdint.h>
 #define CUDAAPI
+// IWYU pragma: begin_exports
 #include "api/base.h"       /* results, handles */
 #include "api/checkpoint.h" /* cuCheckpointProcess* */
 #include "api/device.h"     /* initialisation, devices, contexts, modules, launches */
 #include "api/entry.h"      /* cuGetProcAddress, error names, versions */
 #include "api/memory.h"     /* allocations, VMM, IPC, pointer attributes */
 #include "api/stream.h"     /* streams, events, copies, memsets, callbacks */
+// IWYU pragma: end_exports
 #endif
 
 #endif

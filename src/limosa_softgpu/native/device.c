@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "driver.h"
 
+#include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -46,10 +47,11 @@ static CUresult get_uuid(CUuuid *uuid, CUdevice device)
 {
     if (!uuid)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!known(device))
+    const struct node_gpu *gpu = known(device);
+    if (!gpu)
         return CUDA_ERROR_INVALID_DEVICE;
     driver_lock(); /* a restore changes it */
-    memcpy(uuid->bytes, known(device)->uuid, sizeof uuid->bytes);
+    memcpy(uuid->bytes, gpu->uuid, sizeof uuid->bytes);
     driver_unlock();
     return CUDA_SUCCESS;
 }

@@ -18,8 +18,8 @@
 #ifndef LIMOSA_DRIVER_H
 #define LIMOSA_DRIVER_H
 
-#include "cuda_api.h"
-#include "node.h"
+#include "cuda_api.h" // IWYU pragma: export
+#include "node.h" // IWYU pragma: export
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -221,17 +221,17 @@ void modules_context_gone(struct context *context);
 
 /* Queue a piece of work on a stream (handles 0, CU_STREAM_LEGACY, CU_STREAM_PER_THREAD resolved); `run` is called by the
  * stream's thread, then `free`d by it. It may block (spin kernels). */
-CUresult stream_submit(struct context *context, CUstream stream, void (*run)(void *), void *argument);
+CUresult stream_submit(struct context *context, CUstream handle, void (*run)(void *), void *argument);
 /* The context that a stream belongs to (a default stream: the current one); NULL where there is no such stream. */
-struct context *stream_context(struct context *current, CUstream stream);
+struct context *stream_context(struct context *current, CUstream handle);
 /* Wait for all of a stream's work, for all of a context's. What went wrong with it is answered (context->sticky). */
-CUresult stream_wait(struct context *context, CUstream stream);
+CUresult stream_wait(struct context *context, CUstream handle);
 CUresult context_wait(struct context *context);
 /* As what frees memory waits: a capture forbids it only in the modes in which a driver says so. */
 CUresult context_wait_for_memory(struct context *context);
 /* As stream_submit and stream_wait in one, run by the calling thread once its turn has come; `argument` stays the
  * caller's. */
-CUresult stream_run(struct context *context, CUstream stream, void (*run)(void *), void *argument);
+CUresult stream_run(struct context *context, CUstream handle, void (*run)(void *), void *argument);
 /* The handle that a *_ptds or *_ptsz function means by 0. */
 #define PER_THREAD(stream) ((stream) ? (stream) : (CUstream)0x2)
 

@@ -2,6 +2,9 @@
 #include "driver.h"
 #include "functions.h"
 
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <string.h>
 
 /* The driver's own words, by code. */
@@ -224,9 +227,9 @@ static CUresult function_find(const char *symbol, void **pfn, int version, cuuin
             best = one;
     }
     *pfn = best ? best->address : NULL;
-    *status = best ? CU_GET_PROC_ADDRESS_SUCCESS
-        : named    ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT
-                   : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+    *status = CU_GET_PROC_ADDRESS_SUCCESS;
+    if (!best)
+        *status = named ? CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return CUDA_SUCCESS;
 }
 

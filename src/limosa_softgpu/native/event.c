@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "queue.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 
 #define EVENT_FLAGS (CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS)
@@ -89,9 +90,9 @@ EXPORT CUresult CUDAAPI cuIpcGetEventHandle(CUipcEventHandle *handle, CUevent of
         RETURN(CUDA_ERROR_INVALID_VALUE);
     streams_lock();
     const struct event *event = event_find(of);
-    CUresult result = !event ? CUDA_ERROR_INVALID_HANDLE
-        : event->shared      ? shared_event_export(event->shared, handle)
-                             : CUDA_ERROR_INVALID_VALUE;
+    CUresult result = CUDA_ERROR_INVALID_HANDLE;
+    if (event)
+        result = event->shared ? shared_event_export(event->shared, handle) : CUDA_ERROR_INVALID_VALUE;
     streams_unlock();
     RETURN(result);
 }
@@ -244,13 +245,13 @@ EXPORT CUresult cuCtxRecordEvent(CUcontext handle, CUevent to)
     mark->references = 2; /* the event's and the work's */
     streams_lock();
     struct event *event = known ? event_find(to) : NULL;
-    CUresult result = !known                                   ? CUDA_ERROR_INVALID_CONTEXT
-        : !event || event->context != context || event->shared ? CUDA_ERROR_INVALID_HANDLE
-                                                               : CUDA_SUCCESS;
-    if (result == CUDA_SUCCESS)
+    CUresult result;
+    if (known && event && event->context == context && !event->shared) {
         result = streams_mark(context, mark);
-    else
+    } else {
+        result = known ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT;
         mark_drop(mark);
+    }
     if (result == CUDA_SUCCESS) {
         mark_drop(event->mark);
         event->mark = mark;
@@ -274,10 +275,9 @@ EXPORT CUresult cuEventQuery(CUevent handle)
     ENTER(CALL_SYNC);
     streams_lock();
     const struct event *event = event_find(handle);
-    CUresult result = !event     ? CUDA_ERROR_INVALID_HANDLE
-        : event->context->sticky ? (CUresult)event->context->sticky
-        : pending(event)         ? CUDA_ERROR_NOT_READY
-                                 : CUDA_SUCCESS;
+    CUresult result = event ? (CUresult)event->context->sticky : CUDA_ERROR_INVALID_HANDLE;
+    if (result == CUDA_SUCCESS && pending(event))
+        result = CUDA_ERROR_NOT_READY;
     streams_unlock();
     RETURN(result);
 }

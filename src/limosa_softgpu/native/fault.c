@@ -11,6 +11,8 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -170,8 +172,10 @@ static bool read_word(struct rule *rule, const char *key, const char *value)
     }
     if (!strcmp(key, "crash") || !strcmp(key, "crash-after")) {
         bool after = key[5], target = !strcmp(value, "target");
-        fault->actions |= target ? (after ? FAULT_CRASH_TARGET_AFTER : FAULT_CRASH_TARGET)
-                                 : (after ? FAULT_CRASH_CALLER_AFTER : FAULT_CRASH_CALLER);
+        if (target)
+            fault->actions |= after ? FAULT_CRASH_TARGET_AFTER : FAULT_CRASH_TARGET;
+        else
+            fault->actions |= after ? FAULT_CRASH_CALLER_AFTER : FAULT_CRASH_CALLER;
         return target || !strcmp(value, "caller");
     }
     if (!strcmp(key, "state")) {
@@ -236,6 +240,7 @@ static struct rule *load_rule(const char *name)
     strcpy(rule->name, name);
     rule_path(rule, "", path, sizeof(path));
     int fd = node_open_file(path, O_RDONLY);
+    /* NOLINTNEXTLINE(clang-analyzer-unix.BlockInCriticalSection): a file in memory, and the lock is for reading rules. */
     ssize_t length = fd < 0 ? -1 : read(fd, text, sizeof(text) - 1);
     if (fd >= 0)
         close(fd);

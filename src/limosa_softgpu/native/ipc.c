@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include "memory.h"
 
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>

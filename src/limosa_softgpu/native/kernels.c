@@ -8,6 +8,7 @@
 #include "../../limosa/native/hash/chunk_hash.h"
 
 #include <sched.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>

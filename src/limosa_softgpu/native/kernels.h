@@ -2,7 +2,7 @@
 #ifndef LIMOSA_KERNELS_H
 #define LIMOSA_KERNELS_H
 
-#include "driver.h"
+#include "driver.h" // IWYU pragma: export
 
 #define MAX_PARAMETERS 4
 

@@ -5,7 +5,7 @@
 #ifndef LIMOSA_MEMORY_H
 #define LIMOSA_MEMORY_H
 
-#include "block.h"
+#include "block.h" // IWYU pragma: export
 
 /* Device memory taken from the node in one piece: one large allocation, or many small ones. */
 struct block {

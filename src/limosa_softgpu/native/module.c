@@ -3,13 +3,19 @@
 #include "kernels.h"
 
 #include <ctype.h>
+#include <fcntl.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #define ELF_MAGIC "\177ELF"
 #define FATBIN_MAGIC 0xba55ed50u
 #define WRAPPER_MAGIC 0x466243b1u
+#define IMAGE_LIMIT (1l << 30) /* no image is longer */
 #define MAX_SHARED 232448     /* that a block can ask for */
 #define DEFAULT_SHARED 49152  /* without asking */
 #define REGISTERS 32          /* something that a small kernel takes */
@@ -52,12 +58,13 @@ static bool is_ptx(const char *image)
 {
     int depth = 0;
     for (const char *at = image; *at; at++)
-        depth += *at == '{' ? 1 : *at == '}' ? -1 : 0;
+        depth += (*at == '{') - (*at == '}');
     return depth == 0 && strstr(image, ".target");
 }
 
-/* What there is to read: PTX as it is, or the contents of a container of images. Its compiled code is of no use. */
-static CUresult read_image(const void *image, const char **from, size_t *bytes)
+/* What there is to read: PTX as it is, or the contents of a container of images. Its compiled code is of no use. A container
+ * says itself how long it is; it is at most `room`, IMAGE_LIMIT where the caller's memory does not say. */
+static CUresult read_image(const void *image, size_t room, const char **from, size_t *bytes)
 {
     if (!image)
         return CUDA_ERROR_INVALID_VALUE;
@@ -78,6 +85,8 @@ static CUresult read_image(const void *image, const char **from, size_t *bytes)
     struct fatbin_wrapper wrapper;
     memcpy(&wrapper.magic, start, sizeof wrapper.magic);
     if (wrapper.magic == WRAPPER_MAGIC) {
+        if (room != IMAGE_LIMIT) /* a file has no address in it that means anything */
+            return CUDA_ERROR_INVALID_IMAGE;
         memcpy(&wrapper, start, sizeof wrapper);
         start = wrapper.data;
         if (!start)
@@ -88,6 +97,8 @@ static CUresult read_image(const void *image, const char **from, size_t *bytes)
     if (header.magic != FATBIN_MAGIC)
         return CUDA_ERROR_INVALID_IMAGE;
     memcpy(&header, start, sizeof header);
+    if (header.header_bytes < sizeof header || header.header_bytes > room || header.bytes > room - header.header_bytes)
+        return CUDA_ERROR_INVALID_IMAGE;
     *from = start;
     *bytes = header.header_bytes + header.bytes;
     if (!memmem(*from, *bytes, ".entry", 6)) {
@@ -97,13 +108,13 @@ static CUresult read_image(const void *image, const char **from, size_t *bytes)
     return CUDA_SUCCESS;
 }
 
-static CUresult load(struct module **made, struct context *context, const void *image)
+static CUresult load(struct module **made, struct context *context, const void *image, size_t room)
 {
     const char *from;
     size_t bytes;
     if (!made)
         return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = read_image(image, &from, &bytes);
+    CUresult result = read_image(image, room, &from, &bytes);
     if (result != CUDA_SUCCESS)
         return result;
     struct module *module = calloc(1, sizeof *module);
@@ -249,7 +260,7 @@ static CUresult get_function(void **handle, const void *of, const char *name)
 EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image)
 {
     ENTER(CALL_WORK);
-    RETURN(load((struct module **)module, call_.context, image));
+    RETURN(load((struct module **)module, call_.context, image, IMAGE_LIMIT));
 }
 
 EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int n_options, CUjit_option *options,
@@ -258,13 +269,14 @@ EXPORT CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned
     ENTER(CALL_WORK);
     if (n_options && (!options || !values))
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    RETURN(load((struct module **)module, call_.context, image)); /* options are for a compiler that is not there */
+    RETURN(load((struct module **)module, call_.context, image,
+                IMAGE_LIMIT)); /* options are for a compiler that is not there */
 }
 
 EXPORT CUresult cuModuleLoadFatBinary(CUmodule *module, const void *image)
 {
     ENTER(CALL_WORK);
-    RETURN(load((struct module **)module, call_.context, image));
+    RETURN(load((struct module **)module, call_.context, image, IMAGE_LIMIT));
 }
 
 EXPORT CUresult cuModuleLoad(CUmodule *module, const char *path)
@@ -272,17 +284,22 @@ EXPORT CUresult cuModuleLoad(CUmodule *module, const char *path)
     ENTER(CALL_WORK);
     if (!module || !path)
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    FILE *file = fopen(path, "rbe");
-    if (!file)
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat its;
+    if (fd < 0)
         RETURN(CUDA_ERROR_FILE_NOT_FOUND);
-    char *image = NULL;
-    size_t room = 0;
-    ssize_t length = getdelim(&image, &room, EOF, file); /* all of it, with a NUL after it */
-    fclose(file);
     CUresult result = CUDA_ERROR_INVALID_IMAGE;
-    if (length > 16) /* as much as is looked at before it is known what it is */
-        result = load((struct module **)module, call_.context, image);
-    free(image);
+    if (fstat(fd, &its) == 0 && its.st_size > 16
+        && its.st_size < IMAGE_LIMIT) { /* 16: looked at before it is known what it is */
+        size_t bytes = (size_t)its.st_size;
+        char *image = calloc(1, bytes + 1); /* with a NUL after all of it */
+        if (!image)
+            result = CUDA_ERROR_OUT_OF_MEMORY;
+        else if (read(fd, image, bytes) == (ssize_t)bytes)
+            result = load((struct module **)module, call_.context, image, bytes);
+        free(image);
+    }
+    close(fd);
     RETURN(result);
 }
 
@@ -335,9 +352,9 @@ EXPORT CUresult cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodu
         RETURN(CUDA_ERROR_INVALID_VALUE);
     driver_lock();
     const struct module *known = module_of(module);
-    CUresult result = !known                                     ? CUDA_ERROR_INVALID_HANDLE
-        : memmem(known->image, known->bytes, name, strlen(name)) ? CUDA_ERROR_NOT_SUPPORTED
-                                                                 : CUDA_ERROR_NOT_FOUND;
+    CUresult result = known ? CUDA_ERROR_NOT_FOUND : CUDA_ERROR_INVALID_HANDLE;
+    if (known && memmem(known->image, known->bytes, name, strlen(name)))
+        result = CUDA_ERROR_NOT_SUPPORTED;
     driver_unlock();
     if (result == CUDA_ERROR_NOT_SUPPORTED)
         node_log("variable %.100s: modules have no memory of their own", name);
@@ -350,7 +367,7 @@ EXPORT CUresult cuLibraryLoadData(CUlibrary *library, const void *image, CUjit_o
     ENTER(CALL_MANAGE);
     if ((n_jit && (!jit || !jit_values)) || (n_options && (!options || !values)))
         RETURN(CUDA_ERROR_INVALID_VALUE);
-    RETURN(load((struct module **)library, NULL, image));
+    RETURN(load((struct module **)library, NULL, image, IMAGE_LIMIT));
 }
 
 EXPORT CUresult cuLibraryUnload(CUlibrary library)
@@ -510,8 +527,10 @@ static CUresult occupancy(int *blocks, CUfunction function, int block, size_t sh
         return CUDA_ERROR_INVALID_HANDLE;
     int warps = (block + 31) / 32, by_threads = 64 / warps;
     int by_shared = shared ? (int)(MAX_SHARED / shared) : 32;
-    *blocks = block > 1024 ? 0 : by_threads < by_shared ? by_threads : by_shared;
-    *blocks = *blocks > 32 ? 32 : *blocks;
+    int fit = by_threads < by_shared ? by_threads : by_shared;
+    if (fit > 32)
+        fit = 32;
+    *blocks = block > 1024 ? 0 : fit;
     return CUDA_SUCCESS;
 }
 

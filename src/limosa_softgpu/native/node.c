@@ -7,6 +7,8 @@
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -455,6 +457,7 @@ uint64_t node_start_time(pid_t pid)
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return 0;
+    /* NOLINTNEXTLINE(clang-analyzer-unix.BlockInCriticalSection): of /proc/PID/stat nobody waits for anything. */
     ssize_t length = read(fd, text, sizeof(text) - 1);
     close(fd);
     if (length <= 0)

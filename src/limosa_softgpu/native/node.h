@@ -84,18 +84,23 @@ struct node_state {
     struct node_block blocks[NODE_MAX_BLOCKS];
 };
 
+static inline int node_bounded(int n, int most)
+{
+    if (n < 0)
+        return 0;
+    return n < most ? n : most;
+}
+
 /* How many there are. Everybody in the node may write there, also while root's processes read: these two are bounded,
  * and nothing else reads the numbers. */
 static inline int node_gpus(const struct node_state *node)
 {
-    int n = node->n_gpus;
-    return n < 0 ? 0 : n < NODE_MAX_GPUS ? n : NODE_MAX_GPUS;
+    return node_bounded(node->n_gpus, NODE_MAX_GPUS);
 }
 
 static inline int node_blocks(const struct node_state *node)
 {
-    int n = node->n_blocks;
-    return n < 0 ? 0 : n < NODE_MAX_BLOCKS ? n : NODE_MAX_BLOCKS;
+    return node_bounded(node->n_blocks, NODE_MAX_BLOCKS);
 }
 
 /* Map the node's state; the same pointer ever after. NULL with errno where there is no node.

@@ -1,6 +1,7 @@
 /* What can be asked about a pointer. */
 #include "memory.h"
 
+#include <stdint.h>
 #include <string.h>
 
 struct pointer {
@@ -43,6 +44,13 @@ static CUresult access_of(const struct pointer *pointer, struct context *context
 }
 
 /* One attribute of a pointer that is one of ours. A reservation with nothing in it has only the few that say so. */
+static int device_of(const struct allocation *allocation)
+{
+    if (allocation->ordinal >= 0)
+        return allocation->ordinal;
+    return allocation->context ? allocation->context->ordinal : 0;
+}
+
 static CUresult answer(const struct pointer *pointer, CUpointer_attribute attribute, CUdeviceptr address,
                        struct context *current, void *data)
 {
@@ -75,10 +83,7 @@ static CUresult answer(const struct pointer *pointer, CUpointer_attribute attrib
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_MANAGED: *(int *)data = managed; return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-        *(int *)data = !allocation     ? place->ordinal
-            : allocation->ordinal >= 0 ? allocation->ordinal
-            : allocation->context      ? allocation->context->ordinal
-                                       : 0;
+        *(int *)data = allocation ? device_of(allocation) : place->ordinal;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
         *(int *)data = allocation && allocation->kind == MEMORY_PLAIN;

@@ -281,14 +281,13 @@ EXPORT CUresult CUDAAPI cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessD
     if (!pool_valid(pool))
         result = CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < count && result == CUDA_SUCCESS; i++) {
-        if (map[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE)
-            result = CUDA_ERROR_INVALID_VALUE;
-        else if (!device_valid(map[i].location.id))
+        bool none = map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE;
+        bool device = map[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+        if (device && !device_valid(map[i].location.id))
             result = CUDA_ERROR_INVALID_DEVICE;
-        else if (map[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE && map[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+        else if (!device || (!none && map[i].flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+                 || (none && map[i].location.id == pool->ordinal)) /* its own device's access cannot be taken away */
             result = CUDA_ERROR_INVALID_VALUE;
-        else if (map[i].location.id == pool->ordinal && map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_NONE)
-            result = CUDA_ERROR_INVALID_VALUE; /* its own device's access cannot be taken away */
     }
     for (size_t i = 0; i < count && result == CUDA_SUCCESS; i++)
         pool->access[map[i].location.id] = map[i].flags;

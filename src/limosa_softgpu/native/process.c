@@ -3,13 +3,14 @@
 #include "driver.h"
 #include "fault.h"
 
-#include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -360,14 +361,19 @@ __attribute__((weak)) int gpu_after(int gpu)
 
 /* ------------------------------------------------------------------------------------------------------- cuInit --- */
 
+static bool is_space(char letter)
+{
+    return letter == ' ' || (letter >= '\t' && letter <= '\r');
+}
+
 /* The GPU that one word of CUDA_VISIBLE_DEVICES means, as an index in candidates[], or -1. */
 static int named_gpu(const char *word, const int *candidates, int n, bool by_uuid)
 {
-    while (isspace((unsigned char)*word))
+    while (is_space(*word))
         word++;
     if (!by_uuid) {
         char *end;
-        if (!isdigit((unsigned char)*word))
+        if (*word < '0' || *word > '9')
             return -1; /* also a negative number: it ends the list */
         unsigned long index = strtoul(word, &end, 10);
         return index < (unsigned long)n ? (int)index : -1;
@@ -377,15 +383,15 @@ static int named_gpu(const char *word, const int *candidates, int n, bool by_uui
     if (strncmp(word, "GPU-", 4) != 0)
         return -1;
     for (word += 4; *word && *word != ',' && length < sizeof wanted - 1; word++)
-        if (!isspace((unsigned char)*word))
-            wanted[length++] = (char)tolower((unsigned char)*word);
+        if (!is_space(*word))
+            wanted[length++] = *word;
     int found = -1;
     for (int i = 0; i < n; i++) {
         char uuid[40];
         const uint8_t *u = driver.node->gpus[candidates[i]].uuid;
         snprintf(uuid, sizeof uuid, "%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", u[0], u[1],
                  u[2], u[3], u[4], u[5], u[6], u[7], u[8], u[9], u[10], u[11], u[12], u[13], u[14], u[15]);
-        if (strncmp(uuid, wanted, length) != 0)
+        if (strncasecmp(uuid, wanted, length) != 0)
             continue;
         if (found >= 0)
             return -1; /* the prefix of more than one */
@@ -398,7 +404,7 @@ static int named_gpu(const char *word, const int *candidates, int n, bool by_uui
  * list ends at the first word that names none; a GPU named twice makes all of it empty. */
 static void enumerate_devices(void)
 {
-    int candidates[NODE_MAX_GPUS], n = 0;
+    int candidates[NODE_MAX_GPUS] = {0}, n = 0;
     for (int i = 0; i < node_gpus(driver.node); i++)
         if (driver.openable & (1u << i))
             candidates[n++] = i;
@@ -470,7 +476,9 @@ EXPORT CUresult cuInit(unsigned int flags)
     CUresult refused = call_begin(&call_, __func__, driver.initialised ? CALL_GATED : CALL_ANY);
     pthread_mutex_lock(&init_mutex);
     if (!driver.initialised) {
-        result = refused != CUDA_SUCCESS ? refused : node_reopen() == NULL ? CUDA_ERROR_NO_DEVICE : initialise();
+        result = refused;
+        if (result == CUDA_SUCCESS)
+            result = node_reopen() ? initialise() : CUDA_ERROR_NO_DEVICE;
         if (result != CUDA_SUCCESS)
             node_close(); /* a process that cannot use a GPU keeps nothing of the node mapped */
     }

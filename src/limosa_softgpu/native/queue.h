@@ -7,7 +7,7 @@
 #ifndef LIMOSA_QUEUE_H
 #define LIMOSA_QUEUE_H
 
-#include "driver.h"
+#include "driver.h" // IWYU pragma: export
 
 /* A point in a stream's work, reached or not: what an event records. */
 struct mark {

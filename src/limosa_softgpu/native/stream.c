@@ -3,8 +3,11 @@
 #include "queue.h"
 
 #include <errno.h>
+#include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static pthread_mutex_t queues = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed; /* some piece of work is done */
@@ -129,8 +132,8 @@ static unsigned long long thread_number(void)
 struct stream *stream_find(struct context *context, CUstream handle, CUresult *error)
 {
     bool legacy = handle == NULL || handle == CU_STREAM_LEGACY;
+    bool is_default = legacy || handle == CU_STREAM_PER_THREAD;
     unsigned long long owner = handle == CU_STREAM_PER_THREAD ? thread_number() : 0;
-    bool is_default = legacy || owner;
     if (is_default && !context) {
         *error = CUDA_ERROR_INVALID_CONTEXT;
         return NULL;
@@ -178,9 +181,8 @@ static bool may_run(const struct stream *stream, uint64_t number, const struct m
 }
 
 /* Run the head of a stream; the lock is let go meanwhile. */
-static void run_head(struct stream *stream)
+static void run_head(struct stream *stream, struct work *work)
 {
-    struct work *work = stream->head;
     work->taken = true;
     streams_unlock();
     if (work->run)
@@ -212,7 +214,7 @@ static void *worker(void *argument)
         else if (stream->head->taken || !may_run(stream, stream->head->number, stream->head->after))
             wait_for_change();
         else
-            run_head(stream);
+            run_head(stream, stream->head);
     }
     stream->worker = false;
     stream->references--; /* the list's is left */
@@ -335,7 +337,7 @@ CUresult stream_submit(struct context *context, CUstream handle, void (*run)(voi
     if (stream)
         result = stream_append(stream, run, argument, false, NULL, NULL);
     streams_unlock();
-    if (result != CUDA_SUCCESS)
+    if (!stream || result != CUDA_SUCCESS)
         free(argument);
     return result;
 }
@@ -355,8 +357,9 @@ CUresult stream_run(struct context *context, CUstream handle, void (*run)(void *
     }
     context = stream->context;
     if (!stream->head && may_run(stream, last_number + 1, NULL)) {
-        if (work_add(stream, run, argument, true))
-            run_head(stream);
+        struct work *work = work_add(stream, run, argument, true);
+        if (work)
+            run_head(stream, work);
         else
             result = CUDA_ERROR_OUT_OF_MEMORY;
         streams_unlock();
@@ -503,7 +506,10 @@ static CUresult create(CUstream *handle, struct context *context, unsigned flags
 {
     if (!handle || (flags & ~(unsigned)CU_STREAM_NON_BLOCKING))
         return CUDA_ERROR_INVALID_VALUE;
-    priority = priority > 0 ? 0 : priority < -5 ? -5 : priority;
+    if (priority > 0)
+        priority = 0;
+    if (priority < -5)
+        priority = -5;
     streams_lock();
     struct stream *stream = stream_make(context, flags, priority);
     streams_unlock();
@@ -552,16 +558,15 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     RETURN(destroy(stream));
 }
 
-/* What a stream says of itself: a copy, as it may be destroyed meanwhile. */
-static CUresult look(struct context *context, CUstream handle, struct stream *seen)
+/* What a stream says of itself: a copy, as it may be destroyed meanwhile. False where there is none, with the *error. */
+static bool look(struct context *context, CUstream handle, struct stream *seen, CUresult *error)
 {
-    CUresult result = CUDA_SUCCESS;
     streams_lock();
-    const struct stream *stream = stream_find(context, handle, &result);
+    const struct stream *stream = stream_find(context, handle, error);
     if (stream)
         *seen = *stream;
     streams_unlock();
-    return result;
+    return stream != NULL;
 }
 
 static CUresult query(struct context *context, CUstream handle)
@@ -581,8 +586,9 @@ static CUresult query(struct context *context, CUstream handle)
 
 struct context *stream_context(struct context *current, CUstream handle)
 {
-    struct stream seen = {0};
-    return look(current, handle, &seen) == CUDA_SUCCESS ? seen.context : NULL;
+    struct stream seen;
+    CUresult error;
+    return look(current, handle, &seen, &error) ? seen.context : NULL;
 }
 
 struct host_function {
@@ -606,10 +612,10 @@ static void run_host_function(void *argument)
 
 static CUresult add_host_function(struct context *context, CUstream handle, struct host_function wanted)
 {
-    struct stream seen = {0};
-    CUresult result = look(context, handle, &seen);
-    if (result != CUDA_SUCCESS)
-        return result;
+    struct stream seen;
+    CUresult error;
+    if (!look(context, handle, &seen, &error))
+        return error;
     struct host_function *host = malloc(sizeof *host);
     if (!host)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -636,11 +642,12 @@ static CUresult add_host_function(struct context *context, CUstream handle, stru
 /* Look at a stream and hand one thing of it out. */
 #define ANSWER(to, what)                                                                                               \
     {                                                                                                                  \
-        struct stream seen = {0};                                                                                      \
-        CUresult result = (to) ? look(call_.context, stream, &seen) : CUDA_ERROR_INVALID_VALUE;                        \
-        if (result == CUDA_SUCCESS)                                                                                    \
-            *(to) = (what);                                                                                            \
-        RETURN(result);                                                                                                \
+        struct stream seen;                                                                                            \
+        CUresult error = CUDA_ERROR_INVALID_VALUE;                                                                     \
+        if (!(to) || !look(call_.context, stream, &seen, &error))                                                      \
+            RETURN(error);                                                                                             \
+        *(to) = (what);                                                                                                \
+        RETURN(CUDA_SUCCESS);                                                                                          \
     }
 
 BOTH(cuStreamSynchronize, CALL_SYNC, RETURN(stream_wait(call_.context, stream));)

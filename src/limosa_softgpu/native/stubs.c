@@ -19,7 +19,7 @@
 #undef FUNCTION
 
 const struct function functions[] = {
-#define FUNCTION(symbol, base, version, per_thread, role) {#base, version, per_thread, (void *)symbol},
+#define FUNCTION(symbol, base, version, per_thread, role) {#base, version, per_thread, (void *)(symbol)},
 #include "../../limosa/native/driver/functions.list"
 #undef FUNCTION
 };

@@ -2,7 +2,7 @@
 #ifndef LIMOSA_VMM_H
 #define LIMOSA_VMM_H
 
-#include "block.h"
+#include "block.h" // IWYU pragma: export
 
 /* Things with an address, sorted by it. */
 struct piece {

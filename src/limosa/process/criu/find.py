@@ -76,7 +76,9 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
         reasons = ["none is installed, and there is no private folder"]
     lacks = missing_right(effective_capabilities(), os.geteuid())
     if lacks or not permitted:  # no CRIU would pass: what is missing is the right, not the program
-        raise CriuNotPermitted(detail=lacks or "; ".join(reasons))
+        root = os.geteuid() == 0
+        hint = "give this container CAP_SYS_ADMIN and CAP_SYS_PTRACE (docker run --cap-add)" if root else "use sudo"
+        raise CriuNotPermitted(detail=lacks or "; ".join(reasons), hint=hint)
     raise NoWorkingCriu(detail="; ".join(reasons))
 
 

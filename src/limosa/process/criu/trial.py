@@ -67,9 +67,7 @@ def missing_right(capabilities: int, uid: int) -> str:
         missing = [name for name in missing if name != "CAP_CHECKPOINT_RESTORE"]
         missing[missing.index("CAP_SYS_ADMIN")] += " (or CAP_CHECKPOINT_RESTORE)"
     who = "this container's root" if uid == 0 else f"uid {uid}"
-    return f"{who} lacks {' and '.join(missing)}, so CRIU may not run" + (
-        "" if uid == 0 else "; try again as root (sudo)"
-    )
+    return f"{who} lacks {' and '.join(missing)}"
 
 
 def trial(criu: Criu) -> TrialResult:

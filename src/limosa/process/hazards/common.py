@@ -13,6 +13,15 @@ def may_trace_anyone(obs: JobObservation) -> bool:
     return bool(obs.host.caps & _CAP_SYS_PTRACE)
 
 
+def more_rights(obs: JobObservation) -> str:
+    """Return how the caller gets the right to look into every process: sudo is of no use to root."""
+    if obs.host.uid != 0:
+        return "run limosa with sudo"
+    if not may_trace_anyone(obs):
+        return "give limosa CAP_SYS_PTRACE, which root lacks here (docker run --cap-add SYS_PTRACE)"
+    return "run limosa on the host, outside of this container"
+
+
 def common_hazards(obs: JobObservation) -> list[Reason]:
     """Return what stands against any operation on a job.
 
@@ -81,7 +90,7 @@ def _access(obs: JobObservation) -> list[Reason]:
                     id="wrong-user",
                     text=f"process {process.title} belongs to user {process.uid}, and limosa runs as {obs.host.uid}",
                     exit_code=11,
-                    hint="run limosa as that user or with sudo",
+                    hint=f"run limosa as that user, or {more_rights(obs)}",
                     pid=process.pid,
                 )
             )
@@ -92,7 +101,7 @@ def _access(obs: JobObservation) -> list[Reason]:
                     id="permission",
                     text=f"process {process.title} may not be looked into ({what} of /proc/{process.pid})",
                     exit_code=11,
-                    hint="run limosa with sudo",
+                    hint=more_rights(obs),
                     pid=process.pid,
                 )
             )

@@ -92,7 +92,7 @@ def _nccl(obs: JobObservation, holders: list[ProcessObservation]) -> Iterator[Re
     if not ranks:
         return
     names = ", ".join(process.title for process in ranks)
-    hint = "destroy the process group before, init it again after"
+    hint = "destroy the process group first, and create it again afterwards"
     if len(ranks) > 1:
         safe = all(map(_without_transports, ranks))
         ending = "peer-to-peer and shared memory are off, so this has a chance" if safe else "they would be lost"
@@ -171,10 +171,10 @@ def _rdma(holders: list[ProcessObservation]) -> Iterator[Reason]:
             fd = open_ones[0]
             yield Reason(
                 id="rdma",
-                text=f"process {process.title} has {fd.target} open (descriptor {fd.fd}): a network adapter may go on "
-                "with the place that its GPU memory has now",
+                text=f"process {process.title} has {fd.target} open (descriptor {fd.fd}): after a move a network "
+                "adapter could go on using the old place of its GPU memory",
                 exit_code=13,
-                hint="let it close its connections first; --force=rdma where it has registered host memory only",
+                hint="let it close its connections first; --force=rdma if it has registered host memory only",
                 pid=process.pid,
                 forceable=True,
             )
@@ -191,10 +191,10 @@ def _jax(holders: Iterable[ProcessObservation]) -> Iterator[Reason]:
         if asks_on(process):
             yield Reason(
                 id="jax",
-                text=f"process {process.title} computes with JAX, which goes on asking the driver about its work; a "
-                "question like that ends it by a segmentation fault while it is checkpointed",
+                text=f"process {process.title} computes with JAX, which keeps asking the driver about its work: if it "
+                "asks while it is checkpointed, it ends with a segmentation fault",
                 exit_code=13,
-                hint="start it with limosa run, where its calls wait; --force=jax where the loss of it is no harm",
+                hint="start it with limosa run, where its calls wait; --force=jax if you can lose it",
                 pid=process.pid,
                 forceable=True,
             )

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import msgspec
 
 from limosa.errors import Reason
-from limosa.process.hazards.common import may_trace_anyone
+from limosa.process.hazards.common import may_trace_anyone, more_rights
 from limosa.process.hazards.connections import connection_hazards, has_connections
 from limosa.process.hazards.descriptors import descriptor_hazards, file_hazards, locked_files, mapped_locks, terminals
 from limosa.process.hazards.proc_files import proc_hazards
@@ -168,7 +168,7 @@ def _tracing(obs: JobObservation) -> list[Reason]:
                 id="ptrace-scope",
                 text=f"kernel.yama.ptrace_scope is {scope}, which keeps CRIU from attaching to process {obs.root}",
                 exit_code=11,
-                hint="run limosa with sudo" if scope < 3 else "it can be lowered by a reboot only",
+                hint=more_rights(obs) if scope < 3 else "only a reboot can lower it",
                 pid=obs.root,
             )
         )
@@ -256,7 +256,7 @@ def _session(obs: JobObservation, shell_job: bool) -> list[Reason]:
             Reason(
                 id="session",
                 text=f"process {root.title} belongs to the session of process {root.sid}, which is not part of the "
-                "job; restored it will be in the session of whoever restores it",
+                "job; after a restore it will be in the session of whoever restored it",
                 hint="limosa run gives a job a session of its own",
                 pid=root.pid,
             )
@@ -283,8 +283,8 @@ def _sysv(process: ProcessObservation) -> list[Reason]:
             found.append(
                 Reason(
                     id="sysv-semaphores",
-                    text=f"the System V {word} {item.id} was made or changed by the job's user since the job runs; if "
-                    "it is the job's, it is not part of an image",
+                    text=f"the System V {word} {item.id} was made or changed by the job's user after the job had "
+                    "started; if the job uses it, it will be missing from the image",
                     pid=process.pid,
                 )
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from limosa.errors import Reason
+from limosa.process.hazards.common import more_rights
 from limosa.process.observation import FdObservation, JobObservation, Peer, ProcessObservation
 
 _RUN = "start the job with limosa run"
@@ -117,7 +118,7 @@ def _named(obs: JobObservation) -> Iterator[Reason]:
                 yield Reason(
                     id="shm-outside",
                     text=f"process {process.title} shares {m.path} with process {names(m.peers)}, which is not part of "
-                    "the job: what is in it is not in the image, a restored job has what is there then",
+                    "the job: its contents are not in the image; a restored job finds what is there then",
                     pid=process.pid,
                 )
 
@@ -130,6 +131,6 @@ def _hidden(obs: JobObservation) -> Iterator[Reason]:
             id="peers-hidden",
             text=f"{obs.host.hidden_processes} processes of other users may not be looked into: whether they hold the "
             "other end of the job's pipes or sockets is not known",
-            hint="run limosa with sudo to be sure",
+            hint=f"to be sure, {more_rights(obs)}",
             pid=obs.root,
         )

@@ -237,7 +237,7 @@ typedef struct CUctxCreateParams_st {
     CUctxCigParam *cigParams;
 } CUctxCreateParams;
 
-CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice dev);
+CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *handle, CUdevice device);
 CUresult CUDAAPI cuDevicePrimaryCtxRelease(CUdevice dev);
 CUresult CUDAAPI cuDevicePrimaryCtxRelease_v2(CUdevice dev);
 CUresult CUDAAPI cuDevicePrimaryCtxSetFlags(CUdevice dev, unsigned int flags);
@@ -256,23 +256,23 @@ CUresult CUDAAPI cuCtxPushCurrent(CUcontext context);
 CUresult CUDAAPI cuCtxPushCurrent_v2(CUcontext context);
 CUresult CUDAAPI cuCtxPopCurrent(CUcontext *context);
 CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context);
-CUresult CUDAAPI cuCtxSetCurrent(CUcontext context);
+CUresult CUDAAPI cuCtxSetCurrent(CUcontext handle);
 CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context);
 CUresult CUDAAPI cuCtxGetDevice(CUdevice *device);
-CUresult CUDAAPI cuCtxGetDevice_v2(CUdevice *device, CUcontext context);
+CUresult CUDAAPI cuCtxGetDevice_v2(CUdevice *device, CUcontext handle);
 CUresult CUDAAPI cuCtxGetFlags(unsigned int *flags);
 CUresult CUDAAPI cuCtxSetFlags(unsigned int flags);
-CUresult CUDAAPI cuCtxGetId(CUcontext context, unsigned long long *id);
+CUresult CUDAAPI cuCtxGetId(CUcontext handle, unsigned long long *id);
 CUresult CUDAAPI cuCtxSynchronize(void);
-CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext context);
+CUresult CUDAAPI cuCtxSynchronize_v2(CUcontext handle);
 CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value);
 CUresult CUDAAPI cuCtxGetLimit(size_t *value, CUlimit limit);
 CUresult CUDAAPI cuCtxGetCacheConfig(CUfunc_cache *config);
 CUresult CUDAAPI cuCtxSetCacheConfig(CUfunc_cache config);
-CUresult CUDAAPI cuCtxGetApiVersion(CUcontext context, unsigned int *version);
+CUresult CUDAAPI cuCtxGetApiVersion(CUcontext handle, unsigned int *version);
 CUresult CUDAAPI cuCtxGetStreamPriorityRange(int *least, int *greatest);
-CUresult CUDAAPI cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags);
-CUresult CUDAAPI cuCtxDisablePeerAccess(CUcontext peer);
+CUresult CUDAAPI cuCtxEnablePeerAccess(CUcontext handle, unsigned int flags);
+CUresult CUDAAPI cuCtxDisablePeerAccess(CUcontext handle);
 
 /* -------------------------------------------------------------------------------------------- modules, launches --- */
 
@@ -331,7 +331,7 @@ CUresult CUDAAPI cuModuleLoadFatBinary(CUmodule *module, const void *image);
 CUresult CUDAAPI cuModuleUnload(CUmodule module);
 CUresult CUDAAPI cuModuleGetLoadingMode(CUmoduleLoadingMode *mode);
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name);
-CUresult CUDAAPI cuModuleGetFunctionCount(unsigned int *count, CUmodule module);
+CUresult CUDAAPI cuModuleGetFunctionCount(unsigned int *count, CUmodule handle);
 CUresult CUDAAPI cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodule module, const char *name);
 CUresult CUDAAPI cuLibraryLoadData(CUlibrary *library, const void *image, CUjit_option *jit, void **jit_values,
                                    unsigned int n_jit, CUlibraryOption *options, void **values, unsigned int n_options);
@@ -341,7 +341,7 @@ CUresult CUDAAPI cuLibraryGetModule(CUmodule *module, CUlibrary library);
 CUresult CUDAAPI cuKernelGetFunction(CUfunction *function, CUkernel kernel);
 CUresult CUDAAPI cuKernelGetName(const char **name, CUkernel kernel);
 CUresult CUDAAPI cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfunction function);
-CUresult CUDAAPI cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value);
+CUresult CUDAAPI cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute, int value);
 CUresult CUDAAPI cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config);
 CUresult CUDAAPI cuFuncGetModule(CUmodule *module, CUfunction function);
 CUresult CUDAAPI cuFuncGetName(const char **name, CUfunction function);

@@ -135,13 +135,13 @@ CUresult CUDAAPI cuLaunchHostFunc_ptsz(CUstream stream, CUhostFn function, void 
 
 /* ---------------------------------------------------------------------------------------------------- events --- */
 
-CUresult CUDAAPI cuEventCreate(CUevent *event, unsigned int flags);
+CUresult CUDAAPI cuEventCreate(CUevent *handle, unsigned int flags);
 CUresult CUDAAPI cuEventRecord(CUevent event, CUstream stream);
 CUresult CUDAAPI cuEventRecord_ptsz(CUevent event, CUstream stream);
 CUresult CUDAAPI cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned int flags);
 CUresult CUDAAPI cuEventRecordWithFlags_ptsz(CUevent event, CUstream stream, unsigned int flags);
-CUresult CUDAAPI cuEventQuery(CUevent event);
-CUresult CUDAAPI cuEventSynchronize(CUevent event);
+CUresult CUDAAPI cuEventQuery(CUevent handle);
+CUresult CUDAAPI cuEventSynchronize(CUevent handle);
 CUresult CUDAAPI cuEventDestroy(CUevent event);
 CUresult CUDAAPI cuEventDestroy_v2(CUevent event);
 CUresult CUDAAPI cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end);
