@@ -10,12 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from limosa.errors import LimosaError
 from limosa.gpu.vmm import Contexts
 from limosa.image.chunks import Chunks
 from limosa.parking.crew import Crew, Hand, Pinned
-from limosa.parking.mover_protocol import Close, Poll, Request, Stop
+from limosa.parking.mover_protocol import Close, Failed, Poll, Progress, Stop
 from limosa.parking.mover_session import Reply, Session, Verb
+from limosa.parking.vault_protocol import Request
 
 KEY = "staging"
 POLL_SECONDS = 0.25
@@ -37,29 +40,17 @@ class Staging:
         self._ring: Pinned | None = None
         self._crew: Crew | None = None
 
-    def poll(self) -> dict[str, Any]:
+    def poll(self, asked: Poll, fds: Sequence[int]) -> dict[str, Any]:
         """Say how far it is; waits a moment."""
-        crew = self._crew
-        if crew is None:
-            return {"running": False, "done": 0, "total": 0, "chunks": 0, "seconds": 0.0, "failed": None}
-        over = crew.wait(POLL_SECONDS)
-        failed: dict[str, Any] | None = None
-        if over and crew.failed is not None:
-            failed = {"text": str(crew.failed), "kind": type(crew.failed).__name__, "errno": 0, "result": ""}
-            if isinstance(crew.failed, OSError):
-                failed |= {"kind": "OSError", "errno": crew.failed.errno or 0, "text": crew.failed.strerror or "?"}
-            if isinstance(crew.failed, LimosaError):
-                failed["result"] = str(crew.failed.fields.get("result", ""))
-        return {
-            "running": not over,
-            "done": crew.done,
-            "total": crew.total,
-            "chunks": crew.chunks,
-            "seconds": crew.seconds,
-            "failed": failed,
-        }
+        said, crew = Progress(done=0, total=0, running=False), self._crew
+        if crew is not None:
+            over = crew.wait(POLL_SECONDS)
+            failed = _why(crew.failed) if over and crew.failed is not None else None
+            said = Progress(crew.done, crew.total, not over, crew.chunks, crew.seconds, failed)
+        found: dict[str, Any] = msgspec.to_builtins(said)
+        return found
 
-    def stop(self) -> None:
+    def stop(self, asked: Stop | None = None, fds: Sequence[int] = ()) -> None:
         """Stop what was begun."""
         if self._crew is not None:
             self._crew.close()
@@ -98,6 +89,13 @@ class Staging:
     def _close_pieces(self) -> None:
         """Let go of what is the kind's own."""
         raise NotImplementedError
+
+
+def _why(error: BaseException) -> Failed:
+    if isinstance(error, OSError):
+        return Failed(error.strerror or "?", "OSError", error.errno or 0)
+    result = str(error.fields.get("result", "")) if isinstance(error, LimosaError) else ""
+    return Failed(str(error), type(error).__name__, result=result)
 
 
 def read_whole(fd: int, view: memoryview, offset: int) -> None:
@@ -143,25 +141,19 @@ def begin(session: Session, staging: Staging) -> None:
     session.pieces[KEY] = [staging]
 
 
-def staging_poll(session: Session, asked: Poll, fds: Sequence[int]) -> Reply:
-    """Tell how far it is."""
-    return held(session, Staging).poll()
-
-
-def staging_stop(session: Session, asked: Stop, fds: Sequence[int]) -> Reply:
-    """Stop what was begun."""
-    held(session, Staging).stop()
-    return {}
-
-
 def staging_close(session: Session, asked: Close, fds: Sequence[int]) -> Reply:
     """Let go of all of it."""
     session.drop(KEY)
     return {}
 
 
+def of(kind: type[_Kind], does: Callable[[_Kind, Any, Sequence[int]], Reply | None]) -> Verb:
+    """The verb that is a method of what is under way."""
+    return lambda session, asked, fds: does(held(session, kind), asked, fds) or {}
+
+
 VERBS: dict[type[Request], Verb] = {
-    Poll: staging_poll,
-    Stop: staging_stop,
+    Poll: of(Staging, Staging.poll),
+    Stop: of(Staging, Staging.stop),
     Close: staging_close,
 }

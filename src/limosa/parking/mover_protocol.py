@@ -1,4 +1,4 @@
-"""The requests to a mover and its answers; both sides have them from here (``vault_protocol.py`` says more)."""
+"""The requests to a mover and its answers; ``vault_protocol.py`` has those that both have, and says more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from limosa.image.chunks import MOST_CHUNK
 from limosa.ipc.messages import MOST_DESCRIPTORS, Count, Note, Numbers, Seconds, Text, Word, Words
+from limosa.parking.vault_protocol import Request
 
-CALL_SECONDS = 60.0
 MOST_NAMES = 1 << 13
 """Names of chunks, or ids of pieces, in one message."""
 _MOST_COPIES = 1 << 16
@@ -21,16 +21,6 @@ Ids = Annotated[list[Id], msgspec.Meta(max_length=MOST_NAMES)]
 ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHUNK)]
 Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 """How many; 0: as many as fit."""
-
-
-class Request(msgspec.Struct, tag_field="verb", kw_only=True):
-    """What all that is asked has in common: after how many seconds whoever asks takes the mover for hung."""
-
-    limit: Seconds = CALL_SECONDS
-
-
-class Ping(Request, tag="ping"):
-    """Say who you are, how busy, on which GPUs, and when you end."""
 
 
 class End(Request, tag="end"):
@@ -117,31 +107,10 @@ class Host(Request, tag="host"):
     rate: Speed = 0.0
 
 
-# --- descriptors that outlive whoever gave them -----------------------------------------------------------------------
-
-
-class Put(Request, tag="put"):
-    """Hold the descriptors, which are so many, under a key, instead of what it held."""
-
-    key: Word
-    n: Count
-    note: Note = b""
-
-
-class Get(Request, tag="get"):
-    """Give what is held under a key."""
-
-    key: Word
-
-
 class Unput(Request, tag="unput"):
     """Let go of what is held under a key."""
 
     key: Word
-
-
-class Keys(Request, tag="keys"):
-    """Say what is held."""
 
 
 # --- chunks of images -------------------------------------------------------------------------------------------------
@@ -249,10 +218,6 @@ class LoadStart(Request, tag="load-start"):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class Nothing(msgspec.Struct):
-    """It is done."""
-
-
 class Took(msgspec.Struct):
     """How long it took."""
 
@@ -263,12 +228,6 @@ class Copied(msgspec.Struct):
     """How many bytes."""
 
     bytes: Count
-
-
-class Number(msgspec.Struct):
-    """How many."""
-
-    n: Count
 
 
 class Noted(msgspec.Struct):

@@ -19,7 +19,7 @@ from limosa.gpu.vmm import Contexts
 from limosa.ipc.messages import Message
 from limosa.ipc.packet import Given
 from limosa.ipc.sessions import Answer, Sessions
-from limosa.parking.mover_protocol import Ping, Request
+from limosa.parking.vault_protocol import Ping, Request
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0

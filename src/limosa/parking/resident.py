@@ -18,8 +18,9 @@ import stat
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,7 +28,7 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc.messages import VERSION, Count, Message, Seconds, Word, Words, receive_all, send
 from limosa.ipc.packet import Wrong, hang_up, peer
 from limosa.ipc.side_by_side import SECONDS, within
-from limosa.parking.vault_protocol import MOST_KEYS, Keys, Ping
+from limosa.parking.vault_protocol import MOST_KEYS, Keys, Number, Ping, Put, Request
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -42,9 +43,8 @@ _WHAT = {
     "vault": "the vault, which holds a job's memory while it is moved,",
     "mover": "the mover, which copies device memory,",
 }
-
-
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound="Resident")
 _MOST_HOLDERS, _MOST_NAMES = 64, 1_000
 
 
@@ -356,3 +356,65 @@ def _may_live(kind: str, uid: int, name: str) -> bool:
     finally:
         hang_up(connection)
     return True
+
+
+class Resident:
+    """A connection to a user's vault or mover.
+
+    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`.
+
+    Args:
+        uid: whose; the caller's own, or, for root, anybody's.
+        found: one that was looked for; else it is started where it is not there.
+
+    Raises:
+        FailedUndone: it is not there and cannot be started.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, uid: int | None = None, *, found: Found | None = None):
+        self.uid = os.geteuid() if uid is None else uid
+        self._connection, self.identity, self.said = found or connect(self.kind, self.uid)
+
+    @classmethod
+    def all(cls: type[_S]) -> list[_S]:
+        """Return connections to those that live: the caller's own; for root, everybody's."""
+        return [cls(peer(found.connection)[1], found=found) for found in residents(cls.kind)]
+
+    @classmethod
+    def all_of(cls: type[_S], uid: int) -> tuple[list[_S], LimosaError | None]:
+        """Return connections to all of a user that may hold something, also those that are about to end.
+
+        Returns:
+            Those that answer, and an error where one does not.
+        """
+        found, silent = all_of(cls.kind, uid)
+        return [cls(uid, found=one) for one in found], silent
+
+    def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
+        """Have descriptors held under a key, also when we have ended, instead of what it held; ours stay ours.
+
+        Raises:
+            FailedUndone: it does not hold all of them.
+        """
+        n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds=fds).n
+        if n != len(fds):
+            raise FailedUndone(f"the {self.kind} holds {n} of {len(fds)} descriptors of {key}")
+
+    def held(self) -> dict[str, int]:
+        """Return how many descriptors are held, by key."""
+        return self._tell(Keys(), Holding).keys
+
+    def _tell(self, message: Request, type_: type[_T], *, fds: Sequence[int] = ()) -> _T:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the connection; what is held under keys stays held."""
+        hang_up(self._connection)
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
