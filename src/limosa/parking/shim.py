@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
@@ -324,12 +323,15 @@ class Shim:
         """Let another client have it."""
         hang_up(self._socket)
 
+    def leave(self) -> None:
+        """The same, until it is asked again: then it is connected to anew."""
+        self.close()
+        self._lost = True
+
     def __enter__(self) -> Shim:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- what is sent and received ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ resume reads them back, on any GPU of that chip.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ from limosa.ipc.sealed import is_sealed
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
-from limosa.operation.parked.holders import aside_key
+from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.step import Verb
 from limosa.operation.work import Work
@@ -58,6 +58,15 @@ class Layout(msgspec.Struct, frozen=True):
     pieces: Annotated[list[Placed], msgspec.Meta(max_length=MOST_PIECES)]
     saw: Words = []
     operation: Word = ""
+
+
+def laid_out(pieces: Iterable[Held]) -> tuple[list[Placed], int]:
+    """Where each of these pieces is in an arena, one after the other, and the bytes of all."""
+    found, end = list[Placed](), 0
+    for piece in pieces:
+        found.append(Placed(piece.id, piece.bytes, piece.gpu, end))
+        end += piece.bytes
+    return found, end
 
 
 def read_layout(fd: int) -> Layout:
@@ -140,25 +149,18 @@ def _out_of_arena(members: Sequence[Member], verb: Verb) -> list[Reason]:
 def _into_arena(members: Sequence[Member], going: Mapping[int, int], release: Release) -> list[Reason]:
     """What stands against a suspend: it cannot be suspended further, or there is nothing that could go alone."""
     away, awake = [m for m in members if m.away], [m for m in members if m.was == State.RUNNING and not m.away]
+    hint = "limosa suspend, without --release"
     if release != Release.MEMORY_ONLY:
         return [parked_reason(away)] if away else []
     if awake and not going and not away:
-        text = (
-            "it has no memory that could be given back alone: that needs a job started by limosa run, without --no-shim"
-        )
-        return [Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release")]
-    hint = "limosa suspend, without --release"
+        text = "it has no memory that could be given back alone: that needs a job started by limosa run"
+        text += ", without --no-shim"
+        return [Reason(id="no-shim", text=text, exit_code=13, hint=hint)]
+    text = "process {} has no memory that could be given back alone, and would run on"
     return [
-        Reason(
-            id="runs-on",
-            text=f"process {member.pid} has no memory that could be given back alone, and would run on",
-            exit_code=13,
-            hint=hint,
-            pid=member.pid,
-            forceable=True,
-        )
-        for member in awake
-        if member.pid not in going
+        Reason(id="runs-on", text=text.format(m.pid), exit_code=13, hint=hint, pid=m.pid, forceable=True)
+        for m in awake
+        if m.pid not in going
     ]
 
 
@@ -197,13 +199,10 @@ def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reas
     for uuid in sorted({m.map.get(u, u) for m in members if under_shim(m.pid) for u in m.held}):
         there = by_uuid.get(uuid)
         if there is not None and there.compute_mode != "default":
-            text = (
-                f"GPU {there.index} is in compute mode {there.compute_mode}: the mover, which copies the job's memory,"
-            )
+            text = f"GPU {there.index} is in compute mode {there.compute_mode}: "
+            text += "the mover, which copies the job's memory, could have no context beside it"
             hint = f"nvidia-smi -i {there.index} -c DEFAULT"
-            found.append(
-                Reason(id="exclusive", text=f"{text} could have no context beside it", exit_code=12, hint=hint)
-            )
+            found.append(Reason(id="exclusive", text=text, exit_code=12, hint=hint))
     return found
 
 

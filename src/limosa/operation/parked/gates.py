@@ -95,6 +95,18 @@ def leave(parts: Sequence[tuple[Member, Shim]]) -> None:
     each([(member, partial(one, shim)) for member, shim in parts])
 
 
+def open_whole(member: Member, shim: Shim, stand: Stand) -> None:
+    """Opens the gate of a process that has all of its memory, unless it is open.
+
+    Raises:
+        FailedUndone: it has not.
+    """
+    if stand is Stand.CLOSED:
+        shim.open_gate()
+    elif stand is not Stand.OPEN:
+        raise FailedUndone(f"not all of the memory of process {member.pid} came back to it")
+
+
 def stand_of(member: Member) -> Stand:
     """How the gate of a process stands; open where it has ended."""
     try:

@@ -16,7 +16,6 @@ from limosa.ipc.messages import Count, Word
 from limosa.ipc.packet import close_all
 from limosa.ipc.side_by_side import SECONDS, within
 from limosa.operation.journal import Member
-from limosa.parking.answers import Memory
 from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
 from limosa.parking.vault import Vault
@@ -61,11 +60,6 @@ def aside_key(member: Member) -> str:
     return f"aside/{member.identity.to_str()}"
 
 
-def note_of(pieces: Sequence[Memory], devices: Sequence[str]) -> bytes:
-    """What is noted with descriptors of these pieces, in their order."""
-    return msgspec.json.encode([Held(m.id, m.bytes, devices[m.device]) for m in pieces])
-
-
 def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     """Return what vault or mover hold under a key; the descriptors are the caller's to close.
 
@@ -73,13 +67,11 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
         LostMemory: both have said that they do not have it.
         FailedUndone: one of them could not be asked, or says something else.
     """
-    residents = Residents()
     try:
-        fds, note = residents.get(owner, key)
+        with contextlib.closing(Residents()) as residents:
+            fds, note = residents.get(owner, key)
     except KeyError:
         raise LostMemory(pid=member.pid) from None
-    finally:
-        residents.close()
     try:
         if len(note) > _LONGEST * (len(fds) + 1):  # decoded it is many times as large
             raise FailedUndone(f"what is noted of {len(fds)} pieces of process {member.pid} is too long")
@@ -169,8 +161,7 @@ def _owners(members: Sequence[Member]) -> set[int]:
 def _tell_all_of(kind: type[_R], uid: int, tell: Callable[[_R], None]) -> None:
     """Tells each resident of a user something; another user's for as long as they answer at once.
 
-    Raises:
-        FailedUndone: one of the caller's own could not be told. What another user's holds on to is that user's alone.
+    Raises where one of the caller's own could not be told: what another user's holds on to is that user's alone.
     """
 
     def told() -> LimosaError | None:
@@ -206,9 +197,5 @@ def _tell(residents: Sequence[_R], tell: Callable[[_R], None]) -> None:
 
 
 def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]) -> list[str]:
-    found = []
-    for key in held:
-        id_, side = [*key.split("/"), ""][:2]
-        if _OPERATION.fullmatch(id_) and meant(uid, id_, side):
-            found.append(key)
-    return found
+    named = {key: [*key.split("/"), ""][:2] for key in held}
+    return [key for key, (id_, side) in named.items() if _OPERATION.fullmatch(id_) and meant(uid, id_, side)]

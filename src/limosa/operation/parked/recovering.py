@@ -12,7 +12,7 @@ from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.parked import holders
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.gates import any_waits, leave, stand_of
+from limosa.operation.parked.gates import any_waits, leave, open_whole, stand_of
 from limosa.operation.parked.holders import key_of
 from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
@@ -174,8 +174,4 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
             stand = put_back(shim, pieces, fds)
         finally:
             close_all(fds)
-    if stand is Stand.CLOSED:
-        shim.open_gate()
-        stand = shim.hello().stand
-    if stand is not Stand.OPEN:
-        raise FailedUndone(f"process {member.pid} has not got all of its device memory back ({side})")
+    open_whole(member, shim, stand)
