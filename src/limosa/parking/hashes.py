@@ -136,8 +136,7 @@ class GpuHash:
     def prepare(self, key: Key, chunk: int, chunks: int) -> None:
         """Have all in place for that many chunks: then :meth:`digests` allocates nothing.
 
-        Raises:
-            DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
+        Raises DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
         """
         with self._lock:
             self._contexts.use(self._gpu)

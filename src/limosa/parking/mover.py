@@ -48,8 +48,7 @@ class Mover(Resident):
     def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
 
-        Raises:
-            NoRoomOnGpu: there is none.
+        Raises NoRoomOnGpu: there is none.
         """
         with self.ask(protocol.Make(key=key, sizes=list(sizes), gpu=gpu), wanted=len(sizes)).given as given:
             if len(given) != len(sizes):
@@ -122,9 +121,7 @@ class Mover(Resident):
     def get(self, key: str) -> tuple[list[int], bytes]:
         """Return what it holds so; descriptors are the caller's to close.
 
-        Raises:
-            KeyError: nothing under that key.
-            FailedUndone: it does not say.
+        Raises KeyError: nothing under that key; FailedUndone: it does not say.
         """
         answer = self.ask(Get(key=key), wanted=MOST_DESCRIPTORS)
         with answer.given as given:

@@ -99,11 +99,7 @@ def _why(error: BaseException) -> Failed:
 
 
 def read_whole(fd: int, view: memoryview, offset: int) -> None:
-    """Fill a buffer from a file.
-
-    Raises:
-        OSError: it ends before.
-    """
+    """Fill a buffer from a file. Raises OSError: it ends before."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], offset + done)
@@ -113,22 +109,14 @@ def read_whole(fd: int, view: memoryview, offset: int) -> None:
 
 
 def only(fds: Sequence[int]) -> int:
-    """The one descriptor that has come.
-
-    Raises:
-        ValueError: none, or more.
-    """
+    """The one descriptor that has come. Raises ValueError: none, or more."""
     if len(fds) != 1:
         raise ValueError(f"{len(fds)} descriptors instead of one")
     return fds[0]
 
 
 def held(session: Session, kind: type[_Kind]) -> _Kind:
-    """What the session has under way.
-
-    Raises:
-        ValueError: nothing of that kind.
-    """
+    """What the session has under way. Raises ValueError: nothing of that kind."""
     found: list[Any] = session.pieces.get(KEY, [])
     if not found or not isinstance(found[0], kind):
         raise ValueError(f"nothing of the kind is under way: {kind.__name__}")

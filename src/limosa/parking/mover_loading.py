@@ -36,8 +36,7 @@ class Load(Staging):
     def make(self, asked: LoadMake, fds: Sequence[int]) -> Reply:
         """Make memory on a GPU for pieces of a process, and give descriptors of it away.
 
-        Raises:
-            DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
+        Raises DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
         """
         wanted = dict(zip(asked.ids, asked.sizes, strict=True))
         pieces, given = made(self._contexts, asked.gpu, wanted.values())

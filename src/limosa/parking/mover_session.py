@@ -92,8 +92,7 @@ class Session:
     def held(self, key: str) -> list[Any]:
         """Return what it has had made or taken under a key.
 
-        Raises:
-            FailedUndone: nothing, ever: to copy it would seem to succeed.
+        Raises FailedUndone: nothing, ever: to copy it would seem to succeed.
         """
         if key not in self.pieces:
             raise FailedUndone(f"nothing was made or taken as {key}")

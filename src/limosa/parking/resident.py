@@ -83,8 +83,7 @@ class Found(NamedTuple):
 def understood(message: Message, type_: type[_T], who: str) -> _T:
     """Return what a resident said as what it should be: it is its user's, and may say anything.
 
-    Raises:
-        FailedUndone: it is something else.
+    Raises FailedUndone: it is something else.
     """
     try:
         return message.read_as(type_)
@@ -112,8 +111,7 @@ def socket_path(kind: str, uid: int) -> Path:
 def _connect(connection: socket.socket, kind: str, uid: int, name: str) -> None:
     """Connect to a socket in a user's folder, by descriptor: he may exchange what is there for something else.
 
-    Raises:
-        OSError: there is none, or nobody listens.
+    Raises OSError: there is none, or nobody listens.
     """
     with folders(kind, uid, whole=True) as found:
         for folder in found:
@@ -129,10 +127,8 @@ def connect(kind: str, uid: int) -> Found:
     """Return a connection to a user's resident, which is started where there is none.
 
     A mover that does not answer is ended and replaced: nothing is lost with it. A vault never is. One of another
-    version makes way for one of ours, if it holds nothing.
-
-    Raises:
-        FailedUndone: it does not answer, or cannot be started.
+    version makes way for one of ours, if it holds nothing. Raises FailedUndone: it does not answer, or cannot be
+    started.
     """
     path, end = socket_path(kind, uid), time.monotonic() + START_SECONDS
     started: subprocess.Popen[bytes] | None = None
@@ -157,8 +153,7 @@ def connect(kind: str, uid: int) -> Found:
 def _make_way(kind: str, uid: int, found: Found) -> None:
     """Ends a resident of another version that holds nothing.
 
-    Raises:
-        FailedUndone: it holds something, which only a Limosa of its version may move.
+    Raises FailedUndone: it holds something, which only a Limosa of its version may move.
     """
     with found.connection as connection:
         try:
@@ -248,8 +243,7 @@ def _signal(identity: Identity, uid: int, number: signal.Signals) -> None:
 def _unlink(kind: str, uid: int) -> None:
     """Removes a socket in a folder that its user may change meanwhile, by the folder's descriptor.
 
-    Raises:
-        OSError: it could not be removed, or is something else.
+    Raises OSError: it could not be removed, or is something else.
     """
     name = socket_name(kind)
     with folders(kind, uid) as found:
@@ -262,8 +256,7 @@ def _unlink(kind: str, uid: int) -> None:
 def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
     """Start a user's vault or mover. Two at once are no harm: only one can have the name.
 
-    Raises:
-        OSError: it cannot be started.
+    Raises OSError: it cannot be started.
     """
     mine = uid == os.geteuid()
     process = popen(
@@ -305,8 +298,7 @@ def _residents_of(kind: str, uid: int) -> list[Found]:
 def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
     """Return connections to all residents of a user that may hold something; ends none.
 
-    Returns:
-        Those that answer, and an error where one is there and does not: nobody knows what that one holds.
+    Returns those that answer, and an error where one is there and does not: nobody knows what that one holds.
     """
     found: list[Found] = []
     silent: LimosaError | None = None
@@ -386,8 +378,7 @@ class Resident:
     def all_of(cls: type[_S], uid: int) -> tuple[list[_S], LimosaError | None]:
         """Return connections to all of a user that may hold something, also those that are about to end.
 
-        Returns:
-            Those that answer, and an error where one does not.
+        Returns those that answer, and an error where one does not.
         """
         found, silent = all_of(cls.kind, uid)
         return [cls(uid, found=one) for one in found], silent
@@ -395,8 +386,7 @@ class Resident:
     def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
         """Have descriptors held under a key, also when we have ended, instead of what it held; ours stay ours.
 
-        Raises:
-            FailedUndone: it does not hold all of them.
+        Raises FailedUndone: it does not hold all of them.
         """
         n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds=fds).n
         if n != len(fds):

@@ -135,8 +135,7 @@ class Pool:
     def reserve(self, bytes_: int, until: float, used: int, cap: int) -> None:
         """Have so many bytes there, used and free together, until a moment; 0: what is used alone.
 
-        Raises:
-            NoRoom: the arena may not be so large.
+        Raises NoRoom: the arena may not be so large.
         """
         if bytes_ > cap:
             raise NoRoom

@@ -205,8 +205,7 @@ class Shim:
     def close_gate(self, seconds: float) -> None:
         """Hold the process still: no call is in the driver, all work is done.
 
-        Raises:
-            GateStaysOpen: not within that time; it is open again.
+        Raises GateStaysOpen: not within that time; it is open again.
         """
         try:
             self._ask(Verb.CLOSE, int(seconds * 1000), limit=seconds + self.limit)
@@ -268,8 +267,7 @@ class Shim:
     def kept(self) -> list[int]:
         """Return those descriptors, all of them or none, which are the caller's to close.
 
-        Raises:
-            ShimError: not all of them came.
+        Raises ShimError: not all of them came.
         """
         deadline = self._deadline()
         total = -1

@@ -168,8 +168,7 @@ class Loader(_Staging):
     def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
 
-        Raises:
-            NoRoomOnGpu: there is none.
+        Raises NoRoomOnGpu: there is none.
         """
         with Given() as found:
             for start in range(0, len(ids), _MOST_IDS):
@@ -192,9 +191,7 @@ class Loader(_Staging):
     def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
         """Read all that is wanted since the last time.
 
-        Raises:
-            DamagedImage: a chunk is missing, or not what its name says.
-            FailedUndone: something else went wrong.
+        Raises DamagedImage: a chunk is missing, or not what its name says; FailedUndone: something else went wrong.
         """
         self._mover.ask(protocol.LoadStart(threads=threads))
         return _wait(self._mover, told, stop, STALL_SECONDS, self._image)

@@ -54,9 +54,7 @@ class Vault(Resident):
     def get(self, key: str) -> tuple[list[int], bytes]:
         """Return descriptors, which are the caller's to close, and the note.
 
-        Raises:
-            KeyError: nothing is held under that key.
-            FailedUndone: it does not say.
+        Raises KeyError: nothing is held under that key; FailedUndone: it does not say.
         """
 
         def refused(said: Refusal) -> Exception:
@@ -101,8 +99,7 @@ class Vault(Resident):
     def reserve(self, bytes_: int, seconds: float, cap: int) -> list[int]:
         """Have the arena that large for so long, and return the segments that nobody uses; ours to close.
 
-        Raises:
-            NoRoomOnHost: it may not be so large.
+        Raises NoRoomOnHost: it may not be so large.
         """
         self._ask(Reserve(bytes=bytes_, seconds=seconds, cap=cap), Nothing, refused=_no_room(bytes_, cap))
         return self._ask(AskArena(with_free=True), Nothing, wanted=MOST_DESCRIPTORS)[1].take()

@@ -134,11 +134,8 @@ class VaultServer:
     def answer(self, asked: Asked, fds: Given) -> tuple[dict[str, Any], list[int]]:
         """Do what is asked; what is taken of the descriptors is the vault's.
 
-        Returns:
-            What is said, and descriptors to go with it, which stay the vault's.
-
-        Raises:
-            NoRoom: the arena may not grow so far.
+        Returns what is said, and descriptors to go with it, which stay the vault's. Raises NoRoom: the arena may not
+        grow so far.
         """
         match asked:
             case Put(key, n, note):
@@ -176,8 +173,7 @@ class VaultServer:
     def segments(self, key: str, sizes: list[int], cap: int, again: bool) -> list[int]:
         """Make segments a key's; what it had does not count, and may be among them.
 
-        Raises:
-            NoRoom: the arena may not grow so far; the key has what it had.
+        Raises NoRoom: the arena may not grow so far; the key has what it had.
         """
         before = self.held.get(key, Entry())
         own = [fd for fd in before.fds if again and key.startswith(ARENA) and is_segment(fd)]

@@ -70,11 +70,7 @@ def laid_out(pieces: Iterable[Held]) -> tuple[list[Placed], int]:
 
 
 def read_layout(fd: int) -> Layout:
-    """What is where in an arena.
-
-    Raises:
-        CannotBeMoved: it says nothing that can be read.
-    """
+    """What is where in an arena. Raises CannotBeMoved: it says nothing that can be read."""
     try:
         if not is_sealed(fd):
             raise CannotBeMoved(detail="the arena of the suspended job cannot be read (it may change)")
@@ -217,12 +213,8 @@ def copy_all(
 def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[list[int], bool]:
     """What is held of a suspended process under the first of these keys, or by itself.
 
-    Returns:
-        Descriptors, which are the caller's to close, none where everybody has said that he holds nothing; and whether
-        the process alone has them.
-
-    Raises:
-        FailedUndone: the process has none, and somebody does not say.
+    Returns descriptors, which are the caller's to close, none where everybody has said that he holds nothing; and
+    whether the process alone has them. Raises FailedUndone: the process has none, and somebody does not say.
     """
     unsaid: LimosaError | None = None
     for key in keys:
@@ -241,9 +233,7 @@ def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[l
 def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
     """What is held of a suspended process, by the vault or by itself; descriptors, which are the caller's to close.
 
-    Raises:
-        CannotBeMoved: nobody holds anything.
-        FailedUndone: the process does not, and the vault does not say.
+    Raises CannotBeMoved: nobody holds anything; FailedUndone: the process does not, and the vault does not say.
     """
     fds, by_itself = find_arena(residents, shim, [aside_key(member)])
     if not fds and by_itself:
@@ -256,8 +246,7 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
 def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], Layout]:
     """The segments among what is held of a suspended process, and what is where in them.
 
-    Raises:
-        CannotBeMoved: it is no arena.
+    Raises CannotBeMoved: it is no arena.
     """
     layouts = [fd for fd in arena if not is_segment(fd)]
     if len(layouts) != 1:

@@ -87,11 +87,7 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
+        """Waits until all is copied. Raises FailedUndone: it was not."""
 
     @abc.abstractmethod
     def arrive(self) -> None:
@@ -100,15 +96,13 @@ class Carrier(abc.ABC):
     def leave(self) -> None:  # noqa: B027 - nothing, where nothing was mapped
         """Undoes :meth:`arrive`, before the driver takes the process back: once nothing is copied any more.
 
-        Raises:
-            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
+        Raises UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
         """
 
     def open(self) -> None:  # noqa: B027 - nothing, where the job does not go on by it
         """Opens the gates; from the first one on there is no way back.
 
-        Raises:
-            UndoFailed: one could not be opened: ``recover`` opens it.
+        Raises UndoFailed: one could not be opened: ``recover`` opens it.
         """
 
     @abc.abstractmethod
@@ -201,10 +195,8 @@ class Beside(Carrier, Generic[P]):
     def _home(self, part: P) -> bool:
         """Gives a process its own memory back and opens its gate; the driver has brought it home before.
 
-        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
-
-        Returns:
-            Whether it is at home.
+        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended. Returns
+        whether it is at home.
         """
         member, shim = part.member, part.shim
         if not part.touched:  # it may not even answer: stopped by somebody, say

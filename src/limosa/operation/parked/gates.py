@@ -26,8 +26,7 @@ GATE_SECONDS = 5.0
 def close(shims: Sequence[Shim], clock: Clock) -> None:
     """Closes gates at once; within the operation's own limit, where that is less.
 
-    Raises:
-        GateStaysOpen: one could not be closed in time; others may be closed now.
+    Raises GateStaysOpen: one could not be closed in time; others may be closed now.
     """
     together([partial(shim.close_gate, clock.at_most(GATE_SECONDS)) for shim in shims])
 
@@ -48,11 +47,7 @@ class Gates:
         self._work, self.opened = work, False
 
     def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Notes it and opens them.
-
-        Raises:
-            UndoFailed: one does not open.
-        """
+        """Notes it and opens them. Raises UndoFailed: one does not open."""
         self.opened = True
         for member, _ in parts:
             self._work.try_note("open", "begin", member.pid)
@@ -67,11 +62,7 @@ class Gates:
             raise gate_was_opened(self._work.operation, str(error)) from error
 
     def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Takes what was mapped out again.
-
-        Raises:
-            UndoFailed: one was opened, and the job may run.
-        """
+        """Takes what was mapped out again. Raises UndoFailed: one was opened, and the job may run."""
         if self.opened:
             raise gate_was_opened(self._work.operation)
         leave(parts)
@@ -96,11 +87,7 @@ def leave(parts: Sequence[tuple[Member, Shim]]) -> None:
 
 
 def open_whole(member: Member, shim: Shim, stand: Stand) -> None:
-    """Opens the gate of a process that has all of its memory, unless it is open.
-
-    Raises:
-        FailedUndone: it has not.
-    """
+    """Opens the gate of a process that has all of its memory, unless it is open. Raises FailedUndone: it has not."""
     if stand is Stand.CLOSED:
         shim.open_gate()
     elif stand is not Stand.OPEN:
@@ -140,8 +127,7 @@ def any_shut(members: Sequence[Member]) -> bool:
 def refuse_shut(members: Sequence[Member]) -> None:
     """The last look before an operation says that jobs run: of these nobody has opened the gate, so it has to be open.
 
-    Raises:
-        FailedUndone: one would stand still although it was said to run.
+    Raises FailedUndone: one would stand still although it was said to run.
     """
     for member in members:
         stand = Stand.OPEN

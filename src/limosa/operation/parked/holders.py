@@ -63,9 +63,8 @@ def aside_key(member: Member) -> str:
 def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     """Return what vault or mover hold under a key; the descriptors are the caller's to close.
 
-    Raises:
-        LostMemory: both have said that they do not have it.
-        FailedUndone: one of them could not be asked, or says something else.
+    Raises LostMemory: both have said that they do not have it; FailedUndone: one of them could not be asked, or says
+    something else.
     """
     try:
         with contextlib.closing(Residents()) as residents:
@@ -105,8 +104,7 @@ def forget(operation: str, *, but: str | None = None, of: Sequence[Member] = ())
 def forget_arenas(members: Sequence[Member]) -> None:
     """Have vaults let go of arenas that these processes, which run, have no need of.
 
-    Raises:
-        FailedUndone: the caller's own vault, which may hold one, could not be told.
+    Raises FailedUndone: the caller's own vault, which may hold one, could not be told.
     """
     keys = {aside_key(member) for member in members}
 

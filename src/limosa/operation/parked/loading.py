@@ -137,9 +137,7 @@ class Loading(Carrier):
     def wait(self) -> None:
         """Wait until every byte is there, and was compared.
 
-        Raises:
-            DamagedImage: a chunk is not what its name says.
-            FailedUndone: something else went wrong.
+        Raises DamagedImage: a chunk is not what its name says; FailedUndone: something else went wrong.
         """
         self._reading.wait()
         self._work.check()

@@ -169,8 +169,7 @@ class Moving(Beside[_Part]):
     def _note_shares(self, part: _Part, pieces: Iterable[Memory]) -> None:
         """Has what is shared since it was made on the other side be the one for all that have it.
 
-        Raises:
-            CannotBeMoved: its process makes it itself, and the others could not have that.
+        Raises CannotBeMoved: its process makes it itself, and the others could not have that.
         """
         for piece in pieces:
             if not piece.share or piece.share in self._shared or piece.id not in part.source:

@@ -24,11 +24,8 @@ LARGE = 512 << 20
 def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
     """Connects to the members that run under the shim and have memory that can be parked.
 
-    Returns:
-        Connections by pid; the caller closes them.
-
-    Raises:
-        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
+    Returns connections by pid; the caller closes them. Raises CannotBeMoved: one runs under the shim and does not
+    answer: the driver might lose its memory.
     """
     found: dict[int, Shim] = {}
     try:
@@ -51,8 +48,7 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
 def hello_of(member: Member) -> tuple[Shim, Hello] | None:
     """Connects to a process and asks where it stands; None where it does not run under the shim, or has ended.
 
-    Raises:
-        CannotBeMoved: it runs under the shim and does not answer: the driver might lose its memory.
+    Raises CannotBeMoved: it runs under the shim and does not answer: the driver might lose its memory.
     """
     shim: Shim | None = None
     try:
@@ -133,9 +129,7 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     """Whether a move has no room for both copies at once: the parked way lets go of the source last.
 
     Jobs that change places may be moved by the driver all the same, which puts all of it into host memory first.
-
-    Returns:
-        What is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
+    Returns what is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
     """
     wanted: dict[str, int] = {}
     seen: set[int] = set()

@@ -28,8 +28,7 @@ _DRIVER = "driver"
 def go_on(dead: Journal) -> bool:
     """Finishes what had begun to go on: gives every process its memory there, if it lacks it, and opens it.
 
-    Returns:
-        Whether it had begun to. If not, nothing was done, and :func:`go_back` is the way.
+    Returns whether it had begun to. If not, nothing was done, and :func:`go_back` is the way.
     """
     members = _parked(dead)
     # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
@@ -131,8 +130,7 @@ def _runs(member: Member) -> bool:
 def _refuse_lost(dead: Journal, members: Sequence[Member]) -> None:
     """What was held is let go of where everybody has his memory.
 
-    Raises:
-        FailedUndone: somebody's is away, and in no arena.
+    Raises FailedUndone: somebody's is away, and in no arena.
     """
     if not all_in_arenas(dead.header.id, [m for m in members if m.identity.alive()]):
         raise FailedUndone("a process of it has not got its device memory back, which is still held")

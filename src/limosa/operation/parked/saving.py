@@ -344,8 +344,7 @@ class Saveable(msgspec.Struct):
 def look_for(members: Sequence[Member]) -> Saveable:
     """Connect to the members that run under the shim and have something to park.
 
-    Raises:
-        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
+    Raises CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
     """
     found = Saveable()
     try:
@@ -372,9 +371,7 @@ def look_for(members: Sequence[Member]) -> Saveable:
 def keep_again(dead: Journal) -> None:
     """What ``recover`` does for suspended jobs: the arenas that they let go of for CRIU are theirs again.
 
-    Raises:
-        LostMemory: nobody has one any more.
-        FailedUndone: somebody could not be asked.
+    Raises LostMemory: nobody has one any more; FailedUndone: somebody could not be asked.
     """
     asleep = [m for m in dead.header.members if dead.began("unkeep", m.pid) and m.identity.alive()]
     each([(member, partial(_keep_again, member, dead.header.id)) for member in asleep])

@@ -50,11 +50,7 @@ def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> li
 
 
 def refuse_outside(shims: Mapping[int, Shim]) -> None:
-    """Asks all of them now.
-
-    Raises:
-        CannotBeMoved: somebody else has memory of theirs.
-    """
+    """Asks all of them now. Raises CannotBeMoved: somebody else has memory of theirs."""
     found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
     if found:
         raise CannotBeMoved(detail=found[0][1])

@@ -33,9 +33,7 @@ def strand(
     """Puts a suspended process's memory into an arena that vault and process hold, and notes it as suspended with it.
 
     The driver's half is checkpointed; ``away``: on its destination. ``operation`` is the id of the one that it is of.
-
-    Raises:
-        FailedUndone: no GPU has room for a context that could copy.
+    Raises FailedUndone: no GPU has room for a context that could copy.
     """
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].gpu, pieces[i].id))
     layout, offset = laid_out(pieces[i] for i in order)
