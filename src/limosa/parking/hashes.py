@@ -50,11 +50,7 @@ _CONTEXT = "limosa 2026-11 chunk hash: keys of rows, lanes and strips"
 
 
 class Key:
-    """What a chunk's digest depends on beside the chunk.
-
-    Attributes:
-        raw: 32 bytes, secret as long as digests made with it are compared.
-    """
+    """What a chunk's digest depends on beside the chunk: 32 bytes, secret as long as such digests are compared."""
 
     def __init__(self, raw: bytes):
         if len(raw) != 32:
@@ -113,14 +109,10 @@ def _host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int, newe
 
 
 class GpuHash:
-    """Hashes memory of one GPU on that GPU, for a process with contexts (the mover).
+    """Hashes memory of one GPU (a UUID) on that GPU, for a process with contexts (the mover).
 
     What is asked for by several threads is done one after the other. What it needs there (keys: an eighth of a chunk's
     bytes; 48 bytes for each chunk) is allocated when first needed, or by :meth:`prepare`, and kept.
-
-    Args:
-        contexts: this process's.
-        gpu: UUID.
     """
 
     def __init__(self, contexts: Contexts, gpu: str):
@@ -145,20 +137,10 @@ class GpuHash:
     def digests(
         self, ranges: Sequence[tuple[int, int]], key: Key, chunk: int = CHUNK, stream: Any = 0
     ) -> list[list[bytes]]:
-        """Hash ranges of device memory in one launch; the context is the calling thread's afterwards.
+        """Hash ranges of device memory (address, bytes) in one launch; returns the digest of each chunk of each range.
 
-        Args:
-            ranges: address and bytes of each.
-            key: the operation's.
-            chunk: bytes of a chunk.
-            stream: where it is done, after what is there.
-
-        Returns:
-            For each range the digest of each chunk.
-
-        Raises:
-            InvalidArgument: sizes that cannot be.
-            DriverError: the driver refuses.
+        It is done on ``stream``, after what is there; the context is the calling thread's afterwards. Raises
+        InvalidArgument: sizes that cannot be; DriverError: the driver refuses.
         """
         from limosa.gpu.vmm import call
 

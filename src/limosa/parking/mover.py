@@ -59,29 +59,17 @@ class Mover(Resident):
     def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> int:
         """Have it copy, all at once, what keys hold to what others hold; returns how many bytes.
 
-        Args:
-            copies: source's key, target's key, the GPU that copies.
-            limit: seconds after which it counts as hung.
-            rate: bytes a second; 0: as fast as it goes.
-
-        Raises:
-            FailedUndone: not all of it was copied.
+        A copy is a source's key, a target's, and the GPU that copies. After ``limit`` seconds the mover counts as hung;
+        ``rate`` is in bytes a second, 0: as fast as it goes. Raises FailedUndone: not all of it was copied.
         """
         message = protocol.Copy(copies=list(copies), rate=rate)
         return self._all(self._tell(message, Copied, limit).bytes, [source for source, _, _ in copies])
 
     def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
-        """Have it map segments of the arena, as one piece of memory; the descriptors stay ours.
+        """Have it map segments of the arena, as one piece of memory; the descriptors stay ours. Returns seconds.
 
-        Args:
-            key: what it is held as.
-            fds: the segments.
-            bytes_: how much of them will be used.
-            gpu: one whose context is there.
-            pin: have what is not pinned yet pinned: takes its time (2 GB/s and more).
-
-        Returns:
-            Seconds.
+        So many bytes of them will be used; the GPU is one whose context is there. ``pin``: have what is not pinned yet
+        pinned, which takes its time (2 GB/s and more).
         """
         message = protocol.Hold(key=key, bytes=bytes_, gpu=gpu, pin=pin)
         return self._tell(message, Took, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
@@ -100,14 +88,7 @@ class Mover(Resident):
     ) -> int:
         """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns how many bytes.
 
-        Args:
-            way: "out" or "in".
-            copies: key, the arena's key, where in it, the GPU that copies.
-            limit: seconds after which it counts as hung.
-            rate: bytes a second; 0: as fast as it goes.
-
-        Raises:
-            FailedUndone: not all of it was copied.
+        Each copy is a key, the arena's key, where in it, and the GPU that copies; the rest is as :meth:`copy` has it.
         """
         message = protocol.Host(way=way, copies=list(copies), rate=rate)
         return self._all(self._tell(message, Copied, limit).bytes, [key for key, _, _, _ in copies])
@@ -160,17 +141,10 @@ class Mover(Resident):
         self.close()
 
     def ask(self, message: Request, limit: float | None = None, fds: Sequence[int] = (), *, wanted: int = 0) -> Message:
-        """Ask something; returns the answer, whose descriptors are ours to close.
+        """Ask something; returns the answer, whose descriptors (so many as are ``wanted``) are ours to close.
 
-        Args:
-            message: what is asked.
-            limit: seconds after which the mover counts as hung: it is ended then.
-            fds: descriptors to send along; they stay ours.
-            wanted: how many may come back.
-
-        Raises:
-            FailedUndone: it could not do it, has gone or hangs.
-            NoRoomOnGpu: there is no device memory for it.
+        A mover that has not answered after ``limit`` seconds is ended. Raises FailedUndone: it could not do it, has
+        gone or hangs; NoRoomOnGpu: there is no device memory for it.
         """
         limit = CALL_SECONDS if limit is None else limit
         try:
@@ -195,11 +169,7 @@ class Mover(Resident):
         return answer
 
     def hung(self, how: str) -> FailedUndone:
-        """End it, and return what is to be raised.
-
-        Args:
-            how: what it has not done for how long.
-        """
+        """End it, and return what is to be raised: ``how`` says what it has not done for how long."""
         replace("mover", self.uid, self.identity)
         return FailedUndone(f"the mover, which copies device memory, {how}; it was ended")
 

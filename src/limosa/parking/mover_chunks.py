@@ -26,13 +26,7 @@ _Kind = TypeVar("_Kind", bound="Staging")
 
 
 class Staging:
-    """Device memory on its way into the folder of chunks of an image, or out of it.
-
-    Args:
-        contexts: the process's.
-        folder: descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-    """
+    """Device memory on its way into an image's folder of chunks, which stays the caller's, or out of it."""
 
     def __init__(self, contexts: Contexts, folder: int, chunk: int):
         self._contexts, self._chunk = contexts, chunk

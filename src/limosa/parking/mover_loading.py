@@ -20,13 +20,7 @@ class Damaged(Exception):
 
 
 class Load(Staging):
-    """The chunks of an image on their way into device memory: what is not what its name says does not get there.
-
-    Args:
-        contexts: the process's.
-        folder: descriptor of the folder of chunks; stays the caller's.
-        chunk: bytes of a chunk.
-    """
+    """The chunks of an image on their way into device memory: what is not what its name says does not get there."""
 
     def __init__(self, contexts: Contexts, folder: int, chunk: int):
         super().__init__(contexts, folder, chunk)

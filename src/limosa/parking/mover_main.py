@@ -141,14 +141,7 @@ def starting(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the mover.
-
-    Args:
-        argv: the user whose jobs it is for.
-
-    Returns:
-        The exit code.
-    """
+    """Run the mover for a user; returns the exit code."""
     verbs = all_verbs()
     with contextlib.suppress(Exception):  # it is asked for again, and says then what is missing
         binding.load_binding()

@@ -73,19 +73,12 @@ class DropAll(Request, tag="drop-all"):
 
 
 class Hold(Request, tag="hold"):
-    """Have segments as a key, as one piece of memory.
-
-    Attributes:
-        key: what they are held as.
-        bytes: how much of it will be used; the rest is made zero where there may be another's.
-        gpu: one whose context is there.
-        pin: whether what is not pinned yet is pinned.
-    """
+    """Have segments as a key, as one piece of memory."""
 
     key: Word
-    bytes: Count
-    gpu: Word
-    pin: bool = False
+    bytes: Count  # how much of it will be used; the rest is made zero where there may be another's
+    gpu: Word  # one whose context is there
+    pin: bool = False  # whether what is not pinned yet is pinned
 
 
 class Warm(Request, tag="warm"):

@@ -31,12 +31,9 @@ from limosa.parking.vault_protocol import Request
 
 
 class Aside:
-    """A piece of memory that is in host memory: in segments of an arena.
+    """A piece of memory that is in host memory: at an offset of all segments of an arena.
 
-    Args:
-        segments: all of them; those that it is in are held by descriptors of our own.
-        offset: where it begins, counted through all of them.
-        bytes_: its size.
+    Those that it is in are held by descriptors of our own.
     """
 
     def __init__(self, segments: Sequence[int], offset: int, bytes_: int):
@@ -86,14 +83,7 @@ class Differs(Exception):
 
 
 class Save(Staging):
-    """A job's device memory on its way into the folder of chunks of an image.
-
-    Args:
-        contexts: the process's.
-        folder: descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-        key: what finds changes; None where nothing is copied twice.
-    """
+    """A job's device memory on its way into an image's folder of chunks; without a key nothing is copied twice."""
 
     def __init__(self, contexts: Contexts, folder: int, chunk: int, key: bytes | None):
         super().__init__(contexts, folder, chunk)

@@ -49,21 +49,13 @@ _MOST_HOLDERS, _MOST_NAMES = 64, 1_000
 
 
 class Greeting(msgspec.Struct):
-    """What a resident says of itself.
+    """What a resident says of itself."""
 
-    Attributes:
-        version: of what it understands (``messages.VERSION``).
-        sessions: how many others a mover serves.
-        gpus: UUIDs of those on which a mover has contexts.
-        ends_in: seconds until a mover ends by itself; None while it is in use.
-        retiring: it is about to end, and another is to be started.
-    """
-
-    version: int = 0
-    sessions: Count = 0
-    gpus: Words = []
-    ends_in: Seconds | None = None
-    retiring: bool = False
+    version: int = 0  # of what it understands (``messages.VERSION``)
+    sessions: Count = 0  # how many others a mover serves
+    gpus: Words = []  # UUIDs of those on which a mover has contexts
+    ends_in: Seconds | None = None  # seconds until a mover ends by itself; None while it is in use
+    retiring: bool = False  # it is about to end, and another is to be started
 
 
 class Holding(msgspec.Struct):
@@ -174,14 +166,8 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
 def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> Found | None:
     """Return a connection to a user's resident, or None where there is none that answers.
 
-    Args:
-        kind: "vault" or "mover".
-        uid: whose.
-        name: of its socket; one that is retiring counts as well then.
-        replaces: whether a mover that hangs is ended.
-
-    Raises:
-        FailedUndone: it does not answer, or not as it should.
+    With the name of a socket, one that is retiring counts as well; ``replaces``: a mover that hangs is ended. Raises
+    FailedUndone: it does not answer, or not as it should.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -351,16 +337,10 @@ def _may_live(kind: str, uid: int, name: str) -> bool:
 
 
 class Resident:
-    """A connection to a user's vault or mover.
+    """A connection to a user's vault or mover: one that was ``found``, else it is started where it is not there.
 
-    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`.
-
-    Args:
-        uid: whose; the caller's own, or, for root, anybody's.
-        found: one that was looked for; else it is started where it is not there.
-
-    Raises:
-        FailedUndone: it is not there and cannot be started.
+    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`. The user is the
+    caller, or, for root, anybody. Raises FailedUndone: it is not there and cannot be started.
     """
 
     kind: ClassVar[str]

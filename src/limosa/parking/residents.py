@@ -37,17 +37,10 @@ class Residents:
         return self._movers[owner]
 
     def put(self, owner: int, key: str, fds: Sequence[int], note: bytes = b"", *, mover: bool = True) -> None:
-        """Have both hold descriptors under a key, instead of what it held; ours stay ours.
+        """Have both hold descriptors under a key, with a note, instead of what it held; ours stay ours.
 
-        Args:
-            owner: the job's.
-            key: what they are called.
-            fds: the descriptors.
-            note: what is to be known about them.
-            mover: False where the vault alone is to hold them: what is held for long keeps a mover from ending.
-
-        Raises:
-            FailedUndone: one of them does not.
+        Without ``mover`` the vault alone holds them: what is held for long keeps a mover from ending. Raises
+        FailedUndone: one of them does not.
         """
         self._of_vault(owner, lambda vault: vault.put(key, fds, note))
         if mover:

@@ -81,12 +81,10 @@ class Shim:
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
-        refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end: the driver
-            checkpoints it no more.
+        refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end.
 
     Raises:
-        NoSuchProcess: it has ended.
-        ShimError: it does not run under the shim, or belongs to somebody else.
+        NoSuchProcess, ShimError: it has ended; it does not run under the shim, or is somebody else's.
     """
 
     def __init__(

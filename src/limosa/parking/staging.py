@@ -45,12 +45,7 @@ Told = Callable[[int, int], None]
 
 
 class _Staging:
-    """One side's chunks: what is said to the mover about them.
-
-    Args:
-        mover: who does it; stays the caller's.
-        chunk: bytes of a chunk.
-    """
+    """One side's chunks: what is said about them to the mover, which stays the caller's."""
 
     _taking: type[SaveTake | LoadTake]
 
@@ -70,13 +65,9 @@ class _Staging:
 
 
 class Saver(_Staging):
-    """Writes device memory into the folder of chunks of an image.
+    """Writes device memory into an image's folder of chunks; the mover and the folder's descriptor stay the caller's.
 
-    Args:
-        mover: who does it; stays the caller's.
-        folder: the descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-        key: for the hashes that find changes (32 bytes); None where everything is copied once.
+    The key (32 bytes) is for the hashes that find changes; None where everything is copied once.
     """
 
     _taking = SaveTake
@@ -117,17 +108,9 @@ class Saver(_Staging):
     ) -> Done:
         """Copy what is marked into files ("copy"), what has changed into memory ("keep"), or that into files ("write").
 
-        Args:
-            what: see above.
-            told: progress.
-            stop: asked from time to time: then what was begun is left.
-            rate: bytes a second; 0: as fast as it goes.
-            nice: what its threads give way by.
-            threads: how many; 0: as many as fit.
-
-        Raises:
-            OSError: the disk said no.
-            FailedUndone: something else did.
+        ``stop`` is asked from time to time: then what was begun is left. The threads (0: as many as fit) keep to
+        ``rate`` bytes a second (0: as fast as it goes). Raises OSError: the disk said no; FailedUndone: something else
+        did.
         """
         self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice, threads=threads))
         limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
@@ -149,14 +132,7 @@ class Saver(_Staging):
 
 
 class Loader(_Staging):
-    """Reads the chunks of an image into device memory.
-
-    Args:
-        mover: who does it; stays the caller's.
-        folder: the descriptor of the folder of chunks; stays the caller's.
-        chunk: bytes of a chunk.
-        image: the image's path, as it is named where a chunk is damaged.
-    """
+    """Reads the chunks of an image, whose path errors name, into device memory; mover and folder stay the caller's."""
 
     _taking = LoadTake
 

@@ -34,11 +34,7 @@ _WHO = "the vault, which holds a job's memory,"
 
 
 class Vault(Resident):
-    """A connection to a user's vault.
-
-    Args:
-        uid, found: as :class:`Resident` has them.
-        limit: seconds for an answer.
+    """A connection to a user's vault, which answers within so many seconds.
 
     Attributes:
         lost: whether the connection is of no use any more; another may be.
@@ -69,22 +65,14 @@ class Vault(Resident):
     def drop(self, key: str, *, again: bool = False) -> int:
         """Let go of a key; returns how many descriptors it held.
 
-        Args:
-            key: what it is held as.
-            again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
+        ``again``: segments of the arena may be another's: nobody writes to them or reads them any more.
         """
         return self._tell(Drop(key=key, again=again), Number).n
 
     def segments(self, key: str, bytes_: int, cap: int) -> list[int]:
-        """Return segments of the arena for so many bytes, held as that key from now on; ours to close.
+        """Return segments of the arena for so many bytes, held as that key ("aside/…") from now on; ours to close.
 
-        Args:
-            key: "aside/…", of a process.
-            bytes_: how much is to go into them.
-            cap: how large the arena may be in all.
-
-        Raises:
-            NoRoomOnHost: it may not grow so far.
+        Raises NoRoomOnHost: the arena may not grow so far, to ``cap`` in all.
         """
         sizes = sizes_for(bytes_)
         message = Segments(key=key, sizes=sizes, cap=cap, again=True)

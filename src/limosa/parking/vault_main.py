@@ -119,9 +119,7 @@ class VaultServer:
     def let_go(self, key: str, again: bool = False) -> int:
         """Let go of a key; returns how many descriptors it held.
 
-        Args:
-            key: what it is held as.
-            again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
+        ``again``: segments of the arena may be another's: nobody writes to them or reads them any more.
         """
         entry = self.held.pop(key, Entry())
         n = len(entry.fds)
@@ -240,9 +238,7 @@ class VaultSession:
 def run(path: str, told: threading.Event) -> None:
     """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``.
 
-    Args:
-        path: where it listens.
-        told: set to have it end as soon as it holds nothing and nobody is connected.
+    ``told`` is set to have it end as soon as it holds nothing and nobody is connected.
     """
     # Whoever has the lock is the vault; a socket that is there is of one that was killed.
     guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -280,14 +276,7 @@ def run(path: str, told: threading.Event) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the vault.
-
-    Args:
-        argv: the user whose jobs it is for.
-
-    Returns:
-        The exit code.
-    """
+    """Run the vault for a user; returns the exit code."""
     told = threading.Event()
     begin("limosa-vault", int(argv[0]), [signal.SIGTERM])
     signal.signal(signal.SIGTERM, lambda number, frame: told.set())

@@ -78,23 +78,14 @@ Asked = Put | Get | Drop | Keys | Ping | Segments | Reserve | AskArena
 
 
 class Arena(msgspec.Struct):
-    """What there is of the arena.
-
-    Attributes:
-        used: bytes that are in use.
-        free: bytes that nobody uses.
-        reserved: bytes that are to be there.
-        seconds: for how long.
-        by: bytes in use by key.
-        inodes: of all segments.
-    """
+    """What there is of the arena: bytes that are in use (in all, by key), that nobody uses, that are to be there."""
 
     used: Count
     free: Count
     reserved: Count
-    seconds: Seconds
+    seconds: Seconds  # for how long
     by: Annotated[dict[Word, Count], msgspec.Meta(max_length=MOST_KEYS)]
-    inodes: Numbers
+    inodes: Numbers  # of all segments
 
 
 class Number(msgspec.Struct):

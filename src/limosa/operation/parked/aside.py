@@ -83,24 +83,16 @@ def read_layout(fd: int) -> Layout:
 
 
 class InArena(msgspec.Struct):
-    """What goes into an arena, or lies in one.
+    """What goes into an arena, or lies in one."""
 
-    Attributes:
-        bytes: by pid, what a suspend puts there.
-        reasons: what stands against that.
-    """
-
-    bytes: dict[int, int] = {}
-    reasons: list[Reason] = []
+    bytes: dict[int, int] = {}  # by pid, what a suspend puts there
+    reasons: list[Reason] = []  # what stands against that
 
 
 def ask(verb: Verb, members: Sequence[Member], release: Release) -> InArena:
-    """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
+    """What stands against an operation where memory goes into the arena, or is there.
 
-    Args:
-        verb: what is to be done.
-        members: the job's; of those whose memory alone is suspended ``away`` and ``held`` are filled in.
-        release: what a suspend is to give back.
+    Of members whose memory alone is suspended ``away`` and ``held`` are filled in.
     """
     going: dict[int, int] = {}
     wanted: dict[int, int] = {}

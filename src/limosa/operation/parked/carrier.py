@@ -115,11 +115,7 @@ class Carrier(abc.ABC):
 
 
 class Beside(Carrier, Generic[P]):
-    """What the carriers beside the driver's steps have in common.
-
-    Args:
-        work: the operation.
-    """
+    """What the carriers beside the driver's steps have in common."""
 
     _sides: ClassVar[tuple[str, ...]] = ("source",)
     """What vault and mover hold of each process."""

@@ -87,16 +87,11 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
 
 
 def forget(operation: str, *, but: str | None = None, of: Sequence[Member] = ()) -> None:
-    """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one.
+    """Have everybody let go of what they hold for an operation (not jobs' own arenas): all sides, or all ``but`` one.
 
-    Args:
-        operation: its id.
-        but: the side that is kept.
-        of: processes that live: who may hold something for them has to be told. Without any, everybody is told who
-            answers: what is held of a process that has ended they let go of themselves.
-
-    Raises:
-        FailedUndone: one of the caller's own who may hold something of these could not be told.
+    With ``of``, processes that live, who may hold something for them has to be told: raises FailedUndone where one of
+    the caller's own could not be. Without any, everybody is told who answers: what is held of a process that has ended
+    they let go of themselves.
     """
     _forget(lambda _, id_, side: id_ == operation and side != but, of)
 

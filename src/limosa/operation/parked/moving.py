@@ -75,13 +75,7 @@ class _Later(NamedTuple):
 
 
 class Moving(Beside[_Part]):
-    """The parked part of one move.
-
-    Args:
-        work: the operation.
-        members: its processes.
-        shims: connections to those that are parked; closed by :meth:`close`.
-    """
+    """The parked part of one move; ``shims`` are connections to those that are parked, closed by :meth:`close`."""
 
     _sides = ("source", "target")
 

@@ -65,19 +65,12 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
 
 
 class Parkable(msgspec.Struct):
-    """What the shims of a job say.
+    """What the shims of a job say."""
 
-    Attributes:
-        bytes: by pid, what can be parked.
-        reasons: memory that the driver could not bring back.
-        known: the processes whose shim has told all that they share.
-        small: those of them that have left the driver no large allocation.
-    """
-
-    bytes: dict[int, int] = {}
-    reasons: list[Reason] = []
-    known: set[int] = set()
-    small: set[int] = set()
+    bytes: dict[int, int] = {}  # by pid, what can be parked
+    reasons: list[Reason] = []  # memory that the driver could not bring back
+    known: set[int] = set()  # the processes whose shim has told all that they share
+    small: set[int] = set()  # those of them that have left the driver no large allocation
 
 
 def ask(members: Sequence[Member], *, software: bool) -> Parkable:
@@ -85,10 +78,6 @@ def ask(members: Sequence[Member], *, software: bool) -> Parkable:
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
-
-    Args:
-        members: its processes.
-        software: whether the GPUs are software GPUs.
     """
     found: list[Reason] = []
     total: dict[int, int] = {}

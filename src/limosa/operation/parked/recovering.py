@@ -45,12 +45,8 @@ def go_on(dead: Journal) -> bool:
 def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Leads every process home: its memory from where it was to go, then the driver's half, then what was held for it.
 
-    Args:
-        dead: the journal of the operation.
-        driver_home: brings the driver's half back to where it was.
-
-    Raises:
-        LeftSuspended: there is no room for it at home any more; it stays suspended.
+    ``driver_home`` brings the driver's half back. Raises LeftSuspended: there is no room for it at home any more; it
+    stays suspended.
     """
     members = _parked(dead)
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
@@ -85,12 +81,7 @@ def _parked(dead: Journal) -> list[Member]:
 def let_go(operation: str, members: Sequence[Member]) -> None:
     """Lets everybody release what they hold for an operation that is over, and the arenas of jobs that run.
 
-    Args:
-        operation: its id.
-        members: the processes that it worked on.
-
-    Raises:
-        FailedUndone: a vault or mover of the caller's that may hold something of these could not be told.
+    Raises FailedUndone: a vault or mover of the caller's that may hold something of these members could not be told.
     """
     living = [m for m in members if m.identity.alive()]
     try:

@@ -85,12 +85,10 @@ class Saving(Beside[_Part]):
 
     Args:
         work: the operation.
-        awake: members that run under the shim, with connections to them.
-        asleep: members whose memory is in arenas, the same.
-        folder: the descriptor of the image's folder of chunks.
-        chunk: bytes of a chunk.
-        rounds: how often what has changed is copied again while the job runs: at most so often; None: for as long as it
-            becomes less; 0: everything is copied in the pause.
+        awake, asleep: members that run under the shim, and those whose memory is in arenas, with connections to them.
+        folder, chunk: the descriptor of the image's folder of chunks; bytes of a chunk.
+        rounds: how often what has changed is copied again while the job runs, at most; None: for as long as it becomes
+            less; 0: everything is copied in the pause.
         rate: bytes a second, for copies made while the job runs; 0: as fast as it goes.
     """
 
@@ -328,17 +326,11 @@ class Saving(Beside[_Part]):
 
 
 class Saveable(msgspec.Struct):
-    """The members of a job that run under the shim, with connections to them.
+    """The members of a job that run under the shim, with connections to them."""
 
-    Attributes:
-        awake: those with memory that can be parked.
-        asleep: those whose memory is in an arena.
-        only_so: whether the driver would lose some of that.
-    """
-
-    awake: list[tuple[Member, Shim]] = []
-    asleep: list[tuple[Member, Shim]] = []
-    only_so: bool = False
+    awake: list[tuple[Member, Shim]] = []  # those with memory that can be parked
+    asleep: list[tuple[Member, Shim]] = []  # those whose memory is in an arena
+    only_so: bool = False  # whether the driver would lose some of that
 
 
 def look_for(members: Sequence[Member]) -> Saveable:
