@@ -736,8 +736,8 @@ HELD = (
     Mutant(
         "source-not-held",
         _OPERATION + "parked/moving.py",
-        '_sides = ("source", "target")\n',
-        '_sides = ("target",)\n',
+        'sides = ("source", "target")\n',
+        'sides = ("target",)\n',
         "limosa is killed, and nobody has the memory that the job left",
         ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back[move-limosa]",),
     ),

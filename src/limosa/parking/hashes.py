@@ -78,26 +78,14 @@ def table_bytes(chunk: int) -> int:
     return _FIXED + _tiles(chunk) * _COLUMNS * _STRIP
 
 
-def host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int = CHUNK) -> list[bytes]:
-    """Hash host memory; other threads run meanwhile, and may do the same.
+def host(
+    data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int = CHUNK, newest: int = _NEWEST
+) -> list[bytes]:
+    """Hash so much of host memory (an address, or the bytes themselves); returns the digest of each chunk.
 
-    Args:
-        data: an address, or the bytes themselves.
-        bytes_: how much of it.
-        key: the operation's.
-        chunk: bytes of a chunk.
-
-    Returns:
-        The digest of each chunk.
-
-    Raises:
-        InvalidArgument: sizes that cannot be.
-        FailedUndone: the library has not been built.
+    Other threads run meanwhile, and may do the same. ``newest``: the newest of the processor's ways that is used.
+    Raises InvalidArgument: sizes that cannot be; FailedUndone: the library has not been built.
     """
-    return _host(data, bytes_, key, chunk)
-
-
-def _host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int, newest: int = _NEWEST) -> list[bytes]:
     _check(bytes_, chunk)
     if not isinstance(data, int) and bytes_ > len(data):
         raise InvalidArgument(f"{bytes_} bytes of {len(data)}")

@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 
 from limosa.errors import FailedUndone
 from limosa.gpu.vmm import Contexts, Piece
+from limosa.parking import mover_protocol as protocol
 from limosa.parking.crew import Crew, Hand, Pinned, Slot, default_threads
 from limosa.parking.hashes import GpuHash, Key, host
 from limosa.parking.mover_chunks import Staging, begin, of, only, read_whole
-from limosa.parking.mover_protocol import (
-    SaveAside,
-    SaveDiffer,
-    SaveDrop,
-    SaveNames,
-    SaveOpen,
-    SaveReady,
-    SaveStart,
-    SaveTake,
-)
 from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.rate import Rate
 from limosa.parking.segments import LARGE, fits
@@ -94,26 +85,26 @@ class Save(Staging):
         self._hashes: dict[str, GpuHash] = {}
         self._rate, self._rate_lock = Rate(), threading.Lock()
 
-    def take(self, asked: SaveTake, fds: Sequence[int]) -> None:
+    def take(self, asked: protocol.SaveTake, fds: Sequence[int]) -> None:
         """Have pieces of a process's memory on a GPU, by their descriptors."""
         self._contexts.use(asked.gpu)
         user = [self._contexts.ordinal(asked.gpu)]
         for id_, size, fd in zip(asked.ids, asked.sizes, fds, strict=True):
             self._pieces[asked.pid, id_] = _Staged(Piece.take(fd, size, user), asked.gpu, self._chunk)
 
-    def aside(self, asked: SaveAside, fds: Sequence[int]) -> None:
+    def aside(self, asked: protocol.SaveAside, fds: Sequence[int]) -> None:
         """Have pieces of a suspended process's memory, in the segments that the descriptors are of."""
         for id_, size, offset in asked.places:
             self._pieces[asked.pid, id_] = _Staged(Aside(fds, offset, size), asked.gpu, self._chunk)
 
-    def drop(self, asked: SaveDrop, fds: Sequence[int]) -> None:
+    def drop(self, asked: protocol.SaveDrop, fds: Sequence[int]) -> None:
         """Forget pieces that the process has freed."""
         for id_ in asked.ids:
             staged = self._pieces.pop((asked.pid, id_), None)
             if staged is not None:
                 staged.memory.close()
 
-    def ready(self, asked: SaveReady, fds: Sequence[int]) -> None:
+    def ready(self, asked: protocol.SaveReady, fds: Sequence[int]) -> None:
         """Have pinned memory, and what hashing needs, in place: nothing is allocated in the pause."""
         for gpu, pieces in self._on_gpus().items():
             if self._key is not None:
@@ -128,14 +119,14 @@ class Save(Staging):
             self._kept = Pinned(slots, self._chunk)
             self._free.extend(self._kept.slot(n) for n in range(slots))
 
-    def differ(self, asked: SaveDiffer, fds: Sequence[int]) -> dict[str, Any]:
+    def differ(self, asked: protocol.SaveDiffer, fds: Sequence[int]) -> dict[str, Any]:
         """Hash all of it on the GPUs and mark what is not what has arrived."""
         begun = time.monotonic()
         changed = self._mark()
         size = sum(size for _, size in changed)
         return {"changed": len(changed), "bytes": size, "seconds": time.monotonic() - begun}
 
-    def start(self, asked: SaveStart, fds: Sequence[int]) -> None:
+    def start(self, asked: protocol.SaveStart, fds: Sequence[int]) -> None:
         """Begin to "copy" what is marked into files, to "keep" what has changed in memory, or to "write" what was kept.
 
         Only one at a time.
@@ -155,7 +146,7 @@ class Save(Staging):
             held = [(spot, self._size(*spot)) for spot in kept]
             self._crew = Crew(held, self._write, hands, threads=threads, nice=asked.nice)
 
-    def names(self, asked: SaveNames, fds: Sequence[int]) -> dict[str, Any]:
+    def names(self, asked: protocol.SaveNames, fds: Sequence[int]) -> dict[str, Any]:
         """The names of chunks, 32 bytes each."""
         found = [self._pieces[pid, id_].names[start : start + count] for pid, id_, start, count in asked.parts]
         return {"names": b"".join(bytes.fromhex(name) for part in found for name in part)}
@@ -252,19 +243,19 @@ class Save(Staging):
         return min(self._chunk, piece.memory.bytes - i * self._chunk)
 
 
-def save_open(session: Session, asked: SaveOpen, fds: Sequence[int]) -> Reply:
+def save_open(session: Session, asked: protocol.SaveOpen, fds: Sequence[int]) -> Reply:
     """Begin to save; the descriptor is of the folder."""
     begin(session, Save(session.contexts, only(fds), asked.chunk, asked.key or None))
     return {}
 
 
 VERBS: dict[type[Request], Verb] = {
-    SaveOpen: save_open,
-    SaveTake: of(Save, Save.take),
-    SaveAside: of(Save, Save.aside),
-    SaveDrop: of(Save, Save.drop),
-    SaveReady: of(Save, Save.ready),
-    SaveDiffer: of(Save, Save.differ),
-    SaveStart: of(Save, Save.start),
-    SaveNames: of(Save, Save.names),
+    protocol.SaveOpen: save_open,
+    protocol.SaveTake: of(Save, Save.take),
+    protocol.SaveAside: of(Save, Save.aside),
+    protocol.SaveDrop: of(Save, Save.drop),
+    protocol.SaveReady: of(Save, Save.ready),
+    protocol.SaveDiffer: of(Save, Save.differ),
+    protocol.SaveStart: of(Save, Save.start),
+    protocol.SaveNames: of(Save, Save.names),
 }

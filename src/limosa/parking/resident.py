@@ -265,30 +265,19 @@ def residents(kind: str) -> list[Found]:
     caller = os.geteuid()
     with folders(kind) as everybodys:
         others = sorted({folder.uid for folder in everybodys} - {caller}) if caller == 0 else []
-    theirs = within(SECONDS, [functools.partial(_residents_of, kind, uid) for uid in others])
-    return [*_residents_of(kind, caller), *itertools.chain.from_iterable(theirs)]
+    theirs = within(SECONDS, [functools.partial(all_of, kind, uid, retiring=False) for uid in others])
+    return [one for found, _ in (all_of(kind, caller, retiring=False), *theirs) for one in found]
 
 
-def _residents_of(kind: str, uid: int) -> list[Found]:
-    found = []
-    names = [""]
-    with contextlib.suppress(LimosaError, OSError):
-        names += _holders(kind, uid)
-    for name in names:
-        with contextlib.suppress(LimosaError, OSError):
-            if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
-                found.append(one)
-    return found
+def all_of(kind: str, uid: int, *, retiring: bool = True) -> tuple[list[Found], LimosaError | None]:
+    """Return connections to all residents of a user that may hold something; ends none: it may hold a last copy.
 
-
-def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
-    """Return connections to all residents of a user that may hold something; ends none.
-
-    Returns those that answer, and an error where one is there and does not: nobody knows what that one holds.
+    Without ``retiring`` the one that has the name is left out where it is about to end. Returns those that answer, and
+    an error where one is there and does not: nobody knows what that one holds.
     """
     found: list[Found] = []
     silent: LimosaError | None = None
-    names = [socket_name(kind)]
+    names = [socket_name(kind) if retiring else ""]
     try:
         names += _holders(kind, uid)
     except (LimosaError, OSError) as error:
@@ -299,6 +288,8 @@ def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
                 found.append(one)
         except LimosaError as error:
             silent = error
+        except OSError as error:
+            silent = FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})")
     return found, silent
 
 

@@ -11,22 +11,10 @@ from typing import TypeVar
 from limosa.errors import FailedUndone, LimosaError, NoRoomOnHost
 from limosa.ipc.messages import MOST_DESCRIPTORS, receive_all, send
 from limosa.ipc.packet import Given
+from limosa.parking import vault_protocol as protocol
 from limosa.parking.resident import Found, Resident, understood
 from limosa.parking.segments import fits, room_for, sizes_for
-from limosa.parking.vault_protocol import (
-    NO_ROOM,
-    Arena,
-    AskArena,
-    Drop,
-    Get,
-    Noted,
-    Nothing,
-    Number,
-    Refusal,
-    Request,
-    Reserve,
-    Segments,
-)
+from limosa.parking.vault_protocol import NO_ROOM, Arena, Noted, Nothing, Number, Refusal, Request
 from limosa.process.memory import gib
 
 _T = TypeVar("_T")
@@ -56,7 +44,7 @@ class Vault(Resident):
         def refused(said: Refusal) -> Exception:
             return _failed(said) if said.there else KeyError(key)
 
-        said, given = self._ask(Get(key=key), Noted, wanted=MOST_DESCRIPTORS, refused=refused)
+        said, given = self._ask(protocol.Get(key=key), Noted, wanted=MOST_DESCRIPTORS, refused=refused)
         with given:
             if said.n != len(given):
                 raise FailedUndone(f"the vault gave {len(given)} of {said.n} descriptors of {key}")
@@ -67,7 +55,7 @@ class Vault(Resident):
 
         ``again``: segments of the arena may be another's: nobody writes to them or reads them any more.
         """
-        return self._tell(Drop(key=key, again=again), Number).n
+        return self._tell(protocol.Drop(key=key, again=again), Number).n
 
     def segments(self, key: str, bytes_: int, cap: int) -> list[int]:
         """Return segments of the arena for so many bytes, held as that key ("aside/…") from now on; ours to close.
@@ -75,7 +63,7 @@ class Vault(Resident):
         Raises NoRoomOnHost: the arena may not grow so far, to ``cap`` in all.
         """
         sizes = sizes_for(bytes_)
-        message = Segments(key=key, sizes=sizes, cap=cap, again=True)
+        message = protocol.Segments(key=key, sizes=sizes, cap=cap, again=True)
         _, given = self._ask(message, Nothing, wanted=len(sizes), refused=_no_room(bytes_, cap))
         with given:
             fds = given.take()
@@ -89,12 +77,12 @@ class Vault(Resident):
 
         Raises NoRoomOnHost: it may not be so large.
         """
-        self._ask(Reserve(bytes=bytes_, seconds=seconds, cap=cap), Nothing, refused=_no_room(bytes_, cap))
-        return self._ask(AskArena(with_free=True), Nothing, wanted=MOST_DESCRIPTORS)[1].take()
+        self._ask(protocol.Reserve(bytes=bytes_, seconds=seconds, cap=cap), Nothing, refused=_no_room(bytes_, cap))
+        return self._ask(protocol.AskArena(with_free=True), Nothing, wanted=MOST_DESCRIPTORS)[1].take()
 
     def arena(self) -> Arena:
         """Return what there is of the arena."""
-        return self._tell(AskArena(), Arena)
+        return self._tell(protocol.AskArena(), Arena)
 
     def _tell(self, message: Request, type_: type[_T], *, fds: Sequence[int] = ()) -> _T:
         return self._ask(message, type_, fds)[0]

@@ -24,6 +24,7 @@ from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.left_closed import closed_reason
+from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.step import Verb
 from limosa.operation.work import Work
 from limosa.parking.answers import MOST_BYTES
@@ -195,11 +196,19 @@ def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reas
 
 
 def copy_all(
-    work: Work, residents: Residents, way: Literal["out", "in"], copies: Mapping[int, Sequence[Copy]], limit: float
+    work: Work,
+    residents: Residents,
+    way: Literal["out", "in"],
+    some: Sequence[tuple[int, Sequence[Copy]]],
+    bytes_: int,
 ) -> None:
-    """Copies between GPUs and arenas, each owner's by his mover, all at once; ``way`` is "out" or "in"."""
+    """Copies between GPUs and arenas, what each owner's processes have by his mover, all at once."""
+    copies: dict[int, list[Copy]] = {}
+    for owner, own in some:
+        copies.setdefault(owner, []).extend(own)
     with work.spent("copy"):
-        together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])
+        limit, mover = copy_limit(bytes_), residents.mover
+        together([partial(mover(owner).host, way, own, limit) for owner, own in copies.items()])
 
 
 def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[list[int], bool]:

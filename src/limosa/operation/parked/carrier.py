@@ -38,7 +38,10 @@ class Process:
         source, target: descriptors of its memory where it was, and where it goes to, by the pieces' numbers.
         mapped: whether it was going to be given memory where it goes to.
         touched: whether its gate was going to be closed.
+        sides: what of it vault and mover hold.
     """
+
+    sides: ClassVar[tuple[str, ...]] = ("source",)
 
     def __init__(self, member: Member, shim: Shim, arena: Sequence[int] = ()):
         self.member, self.shim, self.arena = member, shim, list(arena)
@@ -117,9 +120,6 @@ class Carrier(abc.ABC):
 class Beside(Carrier, Generic[P]):
     """What the carriers beside the driver's steps have in common."""
 
-    _sides: ClassVar[tuple[str, ...]] = ("source",)
-    """What vault and mover hold of each process."""
-
     def __init__(self, work: Work):
         self._work = work
         self._parts: list[P] = []
@@ -152,9 +152,7 @@ class Beside(Carrier, Generic[P]):
         self.release()
 
     def release(self) -> None:
-        for part in self._parts:
-            for side in self._sides:
-                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, side))
+        self._forget()
         self.close()
 
     def close(self) -> None:
@@ -163,8 +161,14 @@ class Beside(Carrier, Generic[P]):
             part.close()
         self._residents.close()
 
+    def _forget(self) -> None:
+        """Has vault and mover let go; one that was killed has."""
+        for part in self._parts:
+            for side in part.sides:
+                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, side))
+
     def _hold(self, part: P) -> None:
-        for side in self._sides:
+        for side in part.sides:
             pieces, fds = part.held(side), getattr(part, side)
             key = key_of(self._work.id, part.member, side)
             self._residents.put(part.shim.owner, key, [fds[p.id] for p in pieces], msgspec.json.encode(pieces))
@@ -172,7 +176,7 @@ class Beside(Carrier, Generic[P]):
     def _hold_again(self) -> None:
         """Vault and mover may have been killed since, and others be in their place."""
         for part in self._parts:
-            sides = {key_of(self._work.id, part.member, side): len(getattr(part, side)) for side in self._sides}
+            sides = {key_of(self._work.id, part.member, side): len(getattr(part, side)) for side in part.sides}
             if self._residents.missing(part.shim.owner, sides):
                 self._hold(part)
 

@@ -62,13 +62,7 @@ class _Part:
 
 
 class Loading(Carrier):
-    """The parked part of one restore.
-
-    Args:
-        work: the operation.
-        image: open; stays the caller's.
-        members: its processes with CUDA state; what is made for them is taken off what they hold.
-    """
+    """The parked part of one restore of an image, which stays open; takes what is made off what members hold."""
 
     def __init__(self, work: Work, image: Image, members: Sequence[Member]):
         self._work, self._image = work, image

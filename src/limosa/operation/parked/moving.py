@@ -33,6 +33,8 @@ _BLIND = "its processes share device memory, and one did not see the GPU that it
 class _Part(Process):
     """One process, and what is known of each piece of its memory."""
 
+    sides = ("source", "target")
+
     def __init__(self, member: Member, shim: Shim):
         super().__init__(member, shim)
         self.devices = shim.devices()
@@ -76,8 +78,6 @@ class _Later(NamedTuple):
 
 class Moving(Beside[_Part]):
     """The parked part of one move; ``shims`` are connections to those that are parked, closed by :meth:`close`."""
-
-    _sides = ("source", "target")
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         super().__init__(work)

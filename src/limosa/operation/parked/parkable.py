@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -22,24 +22,29 @@ LARGE = 512 << 20
 
 
 def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
-    """Connects to the members that run under the shim and have memory that can be parked.
+    """Connects to the members that have memory that can be parked, as :func:`connected` does; by pid."""
+    some = connected(members, lambda _, hello: hello.bytes > 0 and hello.stand is Stand.OPEN)
+    return {member.pid: shim for member, shim in some}
 
-    Returns connections by pid; the caller closes them. Raises CannotBeMoved: one runs under the shim and does not
-    answer: the driver might lose its memory.
+
+def connected(members: Sequence[Member], wanted: Callable[[Member, Hello], bool]) -> list[tuple[Member, Shim]]:
+    """Connects to the members under the shim that are wanted; the caller closes the connections.
+
+    Raises CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
     """
-    found: dict[int, Shim] = {}
+    found: list[tuple[Member, Shim]] = []
     try:
         for member in members:
             hello = hello_of(member)
             if hello is None:
                 continue
             shim, said = hello
-            if said.bytes and said.stand is Stand.OPEN:
-                found[member.pid] = shim
+            if wanted(member, said):
+                found.append((member, shim))
             else:
                 shim.close()
     except BaseException:
-        for shim in found.values():
+        for _, shim in found:
             shim.close()
         raise
     return found

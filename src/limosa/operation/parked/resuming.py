@@ -20,6 +20,8 @@ from limosa.parking.shim import Shim
 class _Coming(Process):
     """One process on its way back."""
 
+    sides = ("target",)
+
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
         super().__init__(member, shim, arena)
         self.segments, layout = parts_of(member, arena)
@@ -53,8 +55,6 @@ class _Coming(Process):
 class Resuming(Beside[_Coming]):
     """The parked part of one resume."""
 
-    _sides = ("target",)
-
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         super().__init__(work)
         mine = [(m, shims[m.pid]) for m in members if m.pid in shims]
@@ -79,11 +79,8 @@ class Resuming(Beside[_Coming]):
                 mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
 
     def copy(self) -> None:
-        copies: dict[int, list[Copy]] = {}
-        for part in self._parts:
-            copies.setdefault(part.shim.owner, []).extend(part.copies(seen=True))
-        limit = copy_limit(self.bytes)
-        self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, limit))
+        copies = [(part.shim.owner, part.copies(seen=True)) for part in self._parts]
+        self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, self.bytes))
 
     def arrive(self) -> None:
         """Maps the memory where it was; what the process must make itself is made and filled before."""

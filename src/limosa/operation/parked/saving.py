@@ -20,7 +20,6 @@ from functools import partial
 import msgspec
 
 from limosa import gpu
-from limosa.errors import LimosaError
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.ipc.packet import close_all
@@ -31,10 +30,11 @@ from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
-from limosa.operation.parked.parkable import hello_of
+from limosa.operation.parked.parkable import connected
 from limosa.operation.parked.pieces import export
 from limosa.operation.results import Round
 from limosa.operation.work import Work
+from limosa.parking.answers import Hello
 from limosa.parking.hashes import Key
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -69,6 +69,8 @@ class _Part(Process):
 
 class _Suspended(_Part):
     """One that is suspended: its memory is in an arena, which the vault and the process itself hold."""
+
+    sides = (ARENA,)
 
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
         super().__init__(member, shim, arena)
@@ -275,20 +277,14 @@ class Saving(Beside[_Part]):
             numbers.setdefault(share, len(numbers))
         copy_of = {part.share.get(i): (part.member.pid, i) for part in self._parts for i in part.copied}
         for part in self._parts:
-            pieces = [(part.member.pid, id_, size) for id_, size in sorted(part.bytes.items())]
-            copies = [(*(copy_of[part.share[i]] if i not in part.copied else (pid, i)), n) for pid, i, n in pieces]
-            found.append(
-                DeviceMemory(
-                    pid=part.member.pid,
-                    saw=part.saw,
-                    pieces=[
-                        DevicePiece(
-                            id=id_, bytes=size, gpu=part.gpus[id_], share=numbers[part.share.get(id_, 0)], chunks=chunks
-                        )
-                        for (_, id_, size), chunks in zip(pieces, saver.names(copies), strict=True)
-                    ],
-                )
-            )
+            pid, ids = part.member.pid, sorted(part.bytes)
+            copies = [(*((pid, i) if i in part.copied else copy_of[part.share[i]]), part.bytes[i]) for i in ids]
+            there = [(i, part.bytes[i], part.gpus[i], numbers[part.share.get(i, 0)]) for i in ids]
+            pieces = [
+                DevicePiece(id=id_, bytes=size, gpu=uuid, share=share, chunks=chunks)
+                for (id_, size, uuid, share), chunks in zip(there, saver.names(copies), strict=True)
+            ]
+            found.append(DeviceMemory(pid=pid, saw=part.saw, pieces=pieces))
         self.device = [process for process in found if process.pieces]
 
     # -- afterwards ----------------------------------------------------------------------------------------------
@@ -309,15 +305,7 @@ class Saving(Beside[_Part]):
 
     def release(self) -> None:
         self._copying.settle()  # it reads what is about to be given back
-        self._forget()
-        self.close()
-
-    def _forget(self) -> None:
-        """Have the vault let go; one that was killed has."""
-        for part in self._parts:
-            with contextlib.suppress(LimosaError, OSError, EOFError):
-                side = ARENA if isinstance(part, _Suspended) else "source"
-                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, side))
+        super().release()
 
     def undo(self) -> None:
         """Both."""
@@ -334,30 +322,23 @@ class Saveable(msgspec.Struct):
 
 
 def look_for(members: Sequence[Member]) -> Saveable:
-    """Connect to the members that run under the shim and have something to park.
+    """Connect to the members that run under the shim and have something to park, as :func:`parkable.connected` does."""
 
-    Raises CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
-    """
-    found = Saveable()
+    def wanted(member: Member, hello: Hello) -> bool:
+        if member.was == gpu.State.CHECKPOINTED:
+            return hello.stand is Stand.AWAY
+        return hello.stand is Stand.OPEN and hello.bytes > 0 and member.was == gpu.State.RUNNING
+
+    some = connected(members, wanted)
+    asleep = [(member, shim) for member, shim in some if member.was == gpu.State.CHECKPOINTED]
+    awake = [(member, shim) for member, shim in some if member.was == gpu.State.RUNNING]
     try:
-        for member in members:
-            answer = hello_of(member)
-            if answer is None:
-                continue
-            shim, hello = answer
-            if hello.stand is Stand.AWAY and member.was == gpu.State.CHECKPOINTED:
-                found.asleep.append((member, shim))
-                found.only_so = True
-            elif hello.stand is Stand.OPEN and hello.bytes and member.was == gpu.State.RUNNING:
-                found.awake.append((member, shim))
-                found.only_so |= any(piece.imported for piece in shim.memories())
-            else:
-                shim.close()
+        came_so = any(piece.imported for _, shim in awake for piece in shim.memories())
     except BaseException:
-        for _, shim in found.awake + found.asleep:
+        for _, shim in some:
             shim.close()
         raise
-    return found
+    return Saveable(awake, asleep, only_so=came_so or bool(asleep))
 
 
 def keep_again(dead: Journal) -> None:

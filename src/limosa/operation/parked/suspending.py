@@ -16,7 +16,7 @@ from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import Copy, Layout, Placed, copy_all, laid_out
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held, aside_key
-from limosa.operation.parked.pieces import copy_limit, export
+from limosa.operation.parked.pieces import export
 from limosa.operation.parked.stranded import let_arena_go
 from limosa.operation.work import Work
 from limosa.parking.answers import Memory
@@ -41,6 +41,11 @@ class _Going(Process):
     def pieces(self) -> list[Memory]:
         """What can be parked, in the order of the arena."""
         return sorted((m for m in self.shim.memories() if not m.shared), key=lambda m: (m.device, m.id))
+
+    def copies(self) -> list[Copy]:
+        """What is to be copied: key, arena, where in it, GPU."""
+        first = {p.gpu: p.offset for p in reversed(self.layout)}
+        return [(f"{self.member.pid}/{uuid}", f"{self.member.pid}/arena", first[uuid], uuid) for uuid in sorted(first)]
 
 
 class Suspending(Beside[_Going]):
@@ -99,14 +104,8 @@ class Suspending(Beside[_Going]):
             self._take_away(self._parts)
 
     def copy(self) -> None:
-        copies: dict[int, list[Copy]] = {}
-        for part in self._parts:
-            for gpu in sorted({p.gpu for p in part.layout}):
-                first = next(p for p in part.layout if p.gpu == gpu)
-                one = (f"{part.member.pid}/{gpu}", f"{part.member.pid}/arena", first.offset, gpu)
-                copies.setdefault(part.shim.owner, []).append(one)
-        limit = copy_limit(self.bytes)
-        self._copying.start(lambda: copy_all(self._work, self._residents, "out", copies, limit))
+        copies = [(part.shim.owner, part.copies()) for part in self._parts if part.layout]
+        self._copying.start(lambda: copy_all(self._work, self._residents, "out", copies, self.bytes))
 
     def arrive(self) -> None:
         """Has each arena held by the vault and by the job itself, and what it holds counted as the job's."""
