@@ -56,13 +56,13 @@ class Mover(Resident):
             self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
             return given.take()
 
-    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> int:
+    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float) -> int:
         """Have it copy, all at once, what keys hold to what others hold; returns how many bytes.
 
-        A copy is a source's key, a target's, and the GPU that copies. After ``limit`` seconds the mover counts as hung;
-        ``rate`` is in bytes a second, 0: as fast as it goes. Raises FailedUndone: not all of it was copied.
+        A copy is a source's key, a target's, and the GPU that copies. After ``limit`` seconds the mover counts as hung.
+        Raises FailedUndone: not all of it was copied.
         """
-        message = protocol.Copy(copies=list(copies), rate=rate)
+        message = protocol.Copy(copies=list(copies))
         return self._all(self._tell(message, Copied, limit).bytes, [source for source, _, _ in copies])
 
     def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
@@ -83,14 +83,12 @@ class Mover(Resident):
         """Return how many bytes of the arena it has pinned."""
         return self._tell(protocol.Pinned(), Copied).bytes
 
-    def host(
-        self, way: Literal["out", "in"], copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0
-    ) -> int:
+    def host(self, way: Literal["out", "in"], copies: Sequence[tuple[str, str, int, str]], limit: float) -> int:
         """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns how many bytes.
 
         Each copy is a key, the arena's key, where in it, and the GPU that copies; the rest is as :meth:`copy` has it.
         """
-        message = protocol.Host(way=way, copies=list(copies), rate=rate)
+        message = protocol.Host(way=way, copies=list(copies))
         return self._all(self._tell(message, Copied, limit).bytes, [key for key, _, _, _ in copies])
 
     def _all(self, done: int, keys: Sequence[str]) -> int:

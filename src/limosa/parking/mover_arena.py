@@ -15,10 +15,9 @@ from typing import Any
 
 from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts, HostPiece, call
-from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Streams
+from limosa.parking.mover_memory import CHUNK, Streams
 from limosa.parking.mover_protocol import Hold, Host, Pinned, Warm
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
-from limosa.parking.rate import Rate
 from limosa.parking.resident import look_for
 from limosa.parking.segments import LARGE, is_segment
 from limosa.parking.vault import Vault
@@ -211,16 +210,13 @@ def pinned(session: Session, asked: Pinned, fds: Sequence[int]) -> Reply:
 
 def host(session: Session, asked: Host, fds: Sequence[int]) -> Reply:
     """Copy keys to an arena ("out") or back ("in"), all at once."""
-    rate = Rate(asked.rate)
-    begun, out = time.monotonic(), asked.way == "out"
-    chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work: list[tuple[str, list[tuple[int, int, int]]]] = []
     slow: list[tuple[str, tuple[int, int, int]]] = []
     for key, arena, begin, gpu in asked.copies:
         held, spans, offset = session.held(arena)[0], [], begin
         for piece in session.held(key):
             at = piece.at
-            for there, size, is_pinned in held.spans(offset, piece.bytes, chunk):
+            for there, size, is_pinned in held.spans(offset, piece.bytes, CHUNK):
                 if is_pinned:
                     spans.append((at, there, size))
                 else:
@@ -231,9 +227,8 @@ def host(session: Session, asked: Host, fds: Sequence[int]) -> Reply:
 
     def one(span: tuple[int, int, int], *stream: Any) -> None:
         device, there, size = span
-        target, source = (there, device) if out else (device, there)
-        rate.spend(size)
-        call(("cuMemcpyDtoH" if out else "cuMemcpyHtoD") + ("Async" if stream else ""), target, source, size, *stream)
+        way, target, source = ("DtoH", there, device) if asked.way == "out" else ("HtoD", device, there)
+        call(f"cuMemcpy{way}Async" if stream else f"cuMemcpy{way}", target, source, size, *stream)
 
     def some(share: list[tuple[str, tuple[int, int, int]]]) -> None:
         for gpu, span in share:
@@ -248,7 +243,7 @@ def host(session: Session, asked: Host, fds: Sequence[int]) -> Reply:
         for task in waited:
             task.result()
     spans = [span for _, span in slow] + [span for _, some_ in work for span in some_]
-    return {"seconds": time.monotonic() - begun, "bytes": sum(size for _, _, size in spans)}
+    return {"bytes": sum(size for _, _, size in spans)}
 
 
 VERBS: dict[type[Request], Verb] = {Hold: hold, Warm: warm, Pinned: pinned, Host: host}

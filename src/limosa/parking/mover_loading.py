@@ -57,7 +57,7 @@ class Load(Staging):
     def start(self, asked: LoadStart, fds: Sequence[int]) -> None:
         """Begin to read what is wanted since the last time."""
         self.stop()
-        threads = asked.threads or default_threads(beside=False)
+        threads = default_threads(beside=False)
         if not self._pieces:
             return
         tasks = [((name, size, places), size * len(places)) for name, (size, places) in self._wanted.items()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -10,11 +9,10 @@ from limosa.gpu.vmm import Contexts, Piece, call
 from limosa.ipc.packet import close_all
 from limosa.parking.mover_protocol import Copy, Drop, DropAll, Make, Prepare, Take
 from limosa.parking.mover_session import Reply, Session, Verb
-from limosa.parking.rate import Rate
 from limosa.parking.vault_protocol import Request
 
 STREAMS = 4
-CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
+CHUNK = 64 << 20
 _T = TypeVar("_T")
 
 
@@ -62,21 +60,14 @@ def made(contexts: Contexts, gpu: str, sizes: Iterable[int]) -> tuple[list[Piece
 
 def copy(session: Session, asked: Copy, fds: Sequence[int]) -> Reply:
     """Copy, all at once, what keys hold to what others hold, in their order."""
-    rate = Rate(asked.rate)
-    begun, work = time.monotonic(), []
-    chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
+    work = []
     for source, target, gpu in asked.copies:
         pairs = zip(session.held(source), session.held(target), strict=True)
-        spans = [(b.at + i, a.at + i, min(chunk, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, chunk)]
+        spans = [(b.at + i, a.at + i, min(CHUNK, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, CHUNK)]
         work.append((gpu, spans))
-
-    def one(span: tuple[int, int, int], stream: Any) -> None:
-        rate.spend(span[2])
-        call("cuMemcpyDtoDAsync", *span, stream)
-
     with Streams(session) as streams:
-        streams.in_turns(work, one)
-    return {"seconds": time.monotonic() - begun, "bytes": sum(size for _, spans in work for _, _, size in spans)}
+        streams.in_turns(work, lambda span, stream: call("cuMemcpyDtoDAsync", *span, stream))
+    return {"bytes": sum(size for _, spans in work for _, _, size in spans)}
 
 
 def drop(session: Session, asked: Drop, fds: Sequence[int]) -> Reply:

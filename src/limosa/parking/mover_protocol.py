@@ -19,8 +19,6 @@ Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Id = Annotated[int, msgspec.Meta(ge=0)]
 Ids = Annotated[list[Id], msgspec.Meta(max_length=MOST_NAMES)]
 ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHUNK)]
-Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
-"""How many; 0: as many as fit."""
 
 
 class End(Request, tag="end"):
@@ -56,7 +54,6 @@ class Copy(Request, tag="copy"):
     """Copy from what keys hold to what others hold: source, target, the GPU that copies."""
 
     copies: Annotated[list[tuple[Word, Word, Word]], msgspec.Meta(max_length=_MOST_COPIES)]
-    rate: Speed = 0.0
 
 
 class Drop(Request, tag="drop"):
@@ -97,7 +94,6 @@ class Host(Request, tag="host"):
 
     way: Literal["out", "in"]
     copies: Annotated[list[tuple[Word, Word, Count, Word]], msgspec.Meta(max_length=_MOST_COPIES)]
-    rate: Speed = 0.0
 
 
 class Unput(Request, tag="unput"):
@@ -170,7 +166,6 @@ class SaveStart(Request, tag="save-start"):
     what: Literal["copy", "keep", "write"]
     rate: Speed = 0.0
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
-    threads: Threads = 0
 
 
 class SaveNames(Request, tag="save-names"):
@@ -204,8 +199,6 @@ class LoadWant(Request, tag="load-want"):
 
 class LoadStart(Request, tag="load-start"):
     """Read what is wanted."""
-
-    threads: Threads = 0
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class Save(Staging):
         """
         self.stop()
         most = default_threads(beside=False)
-        threads = asked.threads or (most if asked.what == "keep" else default_threads())  # that is in the pause
+        threads = most if asked.what == "keep" else default_threads()  # that is in the pause
         hands = self._hands(max(threads, most))
         if asked.rate != self._rate.bytes_per_second:  # else round after round counts as one
             self._rate = Rate(asked.rate)

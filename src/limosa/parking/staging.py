@@ -104,15 +104,13 @@ class Saver(_Staging):
         stop: Callable[[], bool] = lambda: False,
         rate: float = 0.0,
         nice: int = 0,
-        threads: int = 0,
     ) -> Done:
         """Copy what is marked into files ("copy"), what has changed into memory ("keep"), or that into files ("write").
 
-        ``stop`` is asked from time to time: then what was begun is left. The threads (0: as many as fit) keep to
-        ``rate`` bytes a second (0: as fast as it goes). Raises OSError: the disk said no; FailedUndone: something else
-        did.
+        ``stop`` is asked from time to time: then what was begun is left. ``rate`` is in bytes a second, 0: as fast as
+        it goes. Raises OSError: the disk said no; FailedUndone: something else did.
         """
-        self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice, threads=threads))
+        self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice))
         limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
         return _wait(self._mover, told, stop, limit)
 
@@ -164,12 +162,12 @@ class Loader(_Staging):
                 told.append((*pieces[n][:2], start, raw))
             self._mover.ask(protocol.LoadWant(parts=told))
 
-    def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
+    def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False) -> Done:
         """Read all that is wanted since the last time.
 
         Raises DamagedImage: a chunk is missing, or not what its name says; FailedUndone: something else went wrong.
         """
-        self._mover.ask(protocol.LoadStart(threads=threads))
+        self._mover.ask(protocol.LoadStart())
         return _wait(self._mover, told, stop, STALL_SECONDS, self._image)
 
 

@@ -22,8 +22,8 @@ from limosa.ipc.sealed import is_sealed
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
+from limosa.operation.parked.gates import closed_reason
 from limosa.operation.parked.holders import Held, aside_key
-from limosa.operation.parked.left_closed import closed_reason
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.step import Verb
 from limosa.operation.work import Work

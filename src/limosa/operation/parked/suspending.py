@@ -124,7 +124,7 @@ class Suspending(Beside[_Going]):
 
     def _home(self, part: _Going) -> bool:
         if not part.touched:  # it has heard of nothing yet
-            self._let_arena_go(part)
+            self._drop_arena(part)
             return True
         home = super()._home(part)
         if home:
@@ -134,8 +134,8 @@ class Suspending(Beside[_Going]):
     def let_arenas_go(self) -> None:
         """Lets go of the segments that were to be filled: nothing is in them."""
         for part in self._parts:
-            self._let_arena_go(part)
+            self._drop_arena(part)
 
-    def _let_arena_go(self, part: _Going) -> None:
+    def _drop_arena(self, part: _Going) -> None:
         if part.sizes:
             self._residents.drop(part.shim.owner, aside_key(part.member))
