@@ -18,7 +18,7 @@ from limosa.errors import InvalidArgument
 from limosa.native.build import HASH, build_hash
 from limosa.native.hash import make_ptx
 from limosa.parking import hashes
-from limosa.parking.hashes import MOST_CHUNK, PTX, Key, _host, host, table_bytes
+from limosa.parking.hashes import MOST_CHUNK, PTX, Key, host, table_bytes
 
 KEY = Key(bytes(range(32)))
 M64 = (1 << 64) - 1
@@ -58,13 +58,13 @@ def test_is_what_its_header_says(size: int) -> None:
     """Also by each way that a processor may have."""
     data = random.Random(size).randbytes(size)
     expected = by_the_book(data, KEY)
-    assert [_host(data, size, KEY, MOST_CHUNK, newest) for newest in range(4)] == [[expected]] * 4
+    assert [host(data, size, KEY, MOST_CHUNK, newest) for newest in range(4)] == [[expected]] * 4
 
 
 @pytest.mark.parametrize("content", [b"\0", b"\xff", b"\x80\0\0\0"])
 def test_every_way_is_the_same_at_the_ends_of_numbers(content: bytes) -> None:
     data = content * (65536 // len(content))
-    assert len({_host(data, 65536, KEY, 65536, newest)[0] for newest in range(4)}) == 1
+    assert len({host(data, 65536, KEY, 65536, newest)[0] for newest in range(4)}) == 1
 
 
 def test_chunks_of_a_range() -> None:

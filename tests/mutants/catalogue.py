@@ -155,9 +155,9 @@ UNDO = (
     ),
     Mutant(
         "copy-still-reads",
-        _OPERATION + "parked/moving.py",
-        "        self._copying.settle()  # it reads what is about to be given back\n",
-        "",
+        _OPERATION + "parked/carrier.py",
+        "        self._copying.settle()  # it reads what is about to be given back\n        each(",
+        "        each(",
         "the mover reads memory that the job has again",
         ("tests/operation/test_half_opened.py",),
     ),
@@ -736,8 +736,8 @@ HELD = (
     Mutant(
         "source-not-held",
         _OPERATION + "parked/moving.py",
-        'for side, fds in (("source", part.source), ("target", part.target)):\n            ids',
-        'for side, fds in (("target", part.target),):\n            ids',
+        'sides = ("source", "target")\n',
+        'sides = ("target",)\n',
         "limosa is killed, and nobody has the memory that the job left",
         ("tests/e2e_soft/test_soft_parked.py::test_whoever_is_killed_the_job_comes_back[move-limosa]",),
     ),

@@ -31,7 +31,7 @@ from limosa import operation
 from limosa.ipc.messages import VERSION, receive, send
 from limosa.operation import claims, jobs, journal, recover_users
 from limosa.operation.journal import Header
-from limosa.operation.parked import left_closed
+from limosa.operation.parked import gates
 from limosa.parking.mover import Mover
 from limosa.parking.resident import socket_name
 from limosa.parking.vault import Vault
@@ -88,7 +88,7 @@ def base(monkeypatch: pytest.MonkeyPatch, double: DriverDouble) -> Iterator[Path
     path.chmod(0o755)
     monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(path / "run"))
     monkeypatch.setattr(recover_users, "SECONDS", 1.0)
-    for module in (jobs, left_closed):  # a look at the maps of all processes here is no part of this
+    for module in (jobs, gates):  # a look at the maps of all processes here is no part of this
         monkeypatch.setattr(module, "candidates", list)
     for kind in KINDS:
         places.own_folder(kind)

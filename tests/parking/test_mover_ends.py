@@ -14,8 +14,8 @@ from limosa.ipc.messages import receive, send
 from limosa.ipc.sessions import serve
 from limosa.parking import mover_holding, mover_main
 from limosa.parking.mover_main import MoverServer
-from limosa.parking.mover_protocol import Keys, Ping
 from limosa.parking.mover_session import Session, Shared
+from limosa.parking.vault_protocol import Keys, Ping
 
 
 def test_the_end_that_comes_while_it_looks_around_is_not_overwritten(

@@ -24,8 +24,8 @@ from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDe
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, drivers, journal
 from limosa.operation.journal import Journal
-from limosa.operation.parked import holders, left_closed
-from limosa.operation.parked.gates import any_waits
+from limosa.operation.parked import holders
+from limosa.operation.parked.gates import any_waits, open_left
 from limosa.operation.parked.recovering import go_back, let_go
 from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
 from limosa.operation.recover_users import recover_users
@@ -106,7 +106,7 @@ def _everything(
                 claim.release()
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
-        found += left_closed.open_left(dry_run=dry_run)
+        found += open_left(dry_run=dry_run)
     for folder in [folders] if isinstance(folders, (str, os.PathLike)) else folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
 

@@ -12,20 +12,8 @@ import msgspec
 
 from limosa.gpu.names import uuid_of_bytes
 from limosa.ipc.packet import Wrong, text
-from limosa.parking.protocol import (
-    AWAY,
-    COUNT_KINDS,
-    COUNTS,
-    IMPORTED,
-    MAPPED,
-    MESSAGE,
-    PAIR,
-    PLAIN,
-    RECORD,
-    SHARED,
-    Role,
-    Stand,
-)
+from limosa.parking import protocol
+from limosa.parking.protocol import AWAY, COUNT_KINDS, IMPORTED, MAPPED, PLAIN, SHARED, Role, Stand
 
 MOST_BYTES = 1 << 46
 """Of device memory that one process can have: 64 TiB."""
@@ -51,32 +39,18 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """One piece of device memory that the shim looks after.
+    """One piece of device memory that the shim looks after."""
 
-    Attributes:
-        id: its number in that process, never used twice.
-        bytes: physical size, a multiple of 2 MiB.
-        device: the process's number of its GPU.
-        at: the address where it is first mapped, 0 where it is not.
-        plain: whether it is of cuMemAlloc (else of cuMemCreate).
-        shared: whether somebody whom nobody knows was given it; such memory stays with the driver.
-        away: whether it is not there at the moment.
-        imported: whether it came by the parked way, or from another process: the driver could save it, and not bring
-            it back.
-        share: the number under which several processes have it (legacy IPC handles); 0: this one alone.
-        owner: the pid of the process that gave it, where another did (-1: nobody knows which); else 0.
-    """
-
-    id: int
-    bytes: int
-    device: int
-    at: int = 0
-    plain: bool = False
-    shared: bool = False
-    away: bool = False
-    imported: bool = False
-    share: int = 0
-    owner: int = 0
+    id: int  # its number in that process, never used twice
+    bytes: int  # physical size, a multiple of 2 MiB
+    device: int  # the process's number of its GPU
+    at: int = 0  # the address where it is first mapped, 0 where it is not
+    plain: bool = False  # whether it is of cuMemAlloc (else of cuMemCreate)
+    shared: bool = False  # whether somebody whom nobody knows was given it; such memory stays with the driver
+    away: bool = False  # whether it is not there at the moment
+    imported: bool = False  # it came the parked way, or from another process: the driver could not bring it back
+    share: int = 0  # the number under which several processes have it (legacy IPC handles); 0: this one alone
+    owner: int = 0  # the pid of the process that gave it, where another did (-1: nobody knows which); else 0
 
 
 class Called(msgspec.Struct, frozen=True):
@@ -98,12 +72,12 @@ class Hello(msgspec.Struct, frozen=True):
 
 def message(packet: bytes) -> tuple[Message, bytes]:
     """Return the message and what stands behind it."""
-    if len(packet) < MESSAGE.size:
+    if len(packet) < protocol.MESSAGE.size:
         raise Wrong("less than a message")
-    found = Message(*MESSAGE.unpack_from(packet))
+    found = Message(*protocol.MESSAGE.unpack_from(packet))
     if found.result <= -_ERRNOS:
         raise Wrong("a result that there is not")
-    return found, packet[MESSAGE.size :]
+    return found, packet[protocol.MESSAGE.size :]
 
 
 def hello(said: Message) -> Hello:
@@ -128,8 +102,8 @@ def bounded(number: int, most: int) -> int:
 
 def memories(data: bytes, n: int) -> Iterator[Memory]:
     """Yield the pieces of one packet."""
-    exactly(data, n * RECORD.size)
-    for id_, bytes_, at, share, device, flags, owner, _ in RECORD.iter_unpack(data):
+    exactly(data, n * protocol.RECORD.size)
+    for id_, bytes_, at, share, device, flags, owner, _ in protocol.RECORD.iter_unpack(data):
         if not 0 < bytes_ <= MOST_BYTES or device >= MOST_GPUS or flags & ~_FLAGS or not -1 <= owner <= _MOST_PID:
             raise Wrong(f"a piece of memory that there cannot be ({bytes_} bytes on device {device})")
         yield Memory(
@@ -148,8 +122,8 @@ def memories(data: bytes, n: int) -> Iterator[Memory]:
 
 def pairs(data: bytes, n: int) -> Iterator[tuple[int, int]]:
     """Yield the pairs of one packet: share, pid."""
-    exactly(data, n * PAIR.size)
-    for share, pid in PAIR.iter_unpack(data):
+    exactly(data, n * protocol.PAIR.size)
+    for share, pid in protocol.PAIR.iter_unpack(data):
         if not 0 < pid <= _MOST_PID:
             raise Wrong(f"a process that there cannot be ({pid})")
         yield share, pid
@@ -181,9 +155,9 @@ def gpus(said: Message, data: bytes) -> tuple[list[str], list[str]]:
 
 def counts(data: bytes) -> dict[str, tuple[int, int]]:
     """Return pieces and bytes of each kind that is left to the driver."""
-    exactly(data, COUNTS.size)
+    exactly(data, protocol.COUNTS.size)
     # They are counted without a lock: in passing one may be less than nothing.
-    values = [0 if value >> 63 else min(value, MOST_BYTES) for value in COUNTS.unpack(data)]
+    values = [0 if value >> 63 else min(value, MOST_BYTES) for value in protocol.COUNTS.unpack(data)]
     n = len(COUNT_KINDS)
     return {kind: (values[i], values[n + i]) for i, kind in enumerate(COUNT_KINDS)}
 

@@ -50,11 +50,7 @@ _CONTEXT = "limosa 2026-11 chunk hash: keys of rows, lanes and strips"
 
 
 class Key:
-    """What a chunk's digest depends on beside the chunk.
-
-    Attributes:
-        raw: 32 bytes, secret as long as digests made with it are compared.
-    """
+    """What a chunk's digest depends on beside the chunk: 32 bytes, secret as long as such digests are compared."""
 
     def __init__(self, raw: bytes):
         if len(raw) != 32:
@@ -82,26 +78,14 @@ def table_bytes(chunk: int) -> int:
     return _FIXED + _tiles(chunk) * _COLUMNS * _STRIP
 
 
-def host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int = CHUNK) -> list[bytes]:
-    """Hash host memory; other threads run meanwhile, and may do the same.
+def host(
+    data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int = CHUNK, newest: int = _NEWEST
+) -> list[bytes]:
+    """Hash so much of host memory (an address, or the bytes themselves); returns the digest of each chunk.
 
-    Args:
-        data: an address, or the bytes themselves.
-        bytes_: how much of it.
-        key: the operation's.
-        chunk: bytes of a chunk.
-
-    Returns:
-        The digest of each chunk.
-
-    Raises:
-        InvalidArgument: sizes that cannot be.
-        FailedUndone: the library has not been built.
+    Other threads run meanwhile, and may do the same. ``newest``: the newest of the processor's ways that is used.
+    Raises InvalidArgument: sizes that cannot be; FailedUndone: the library has not been built.
     """
-    return _host(data, bytes_, key, chunk)
-
-
-def _host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int, newest: int = _NEWEST) -> list[bytes]:
     _check(bytes_, chunk)
     if not isinstance(data, int) and bytes_ > len(data):
         raise InvalidArgument(f"{bytes_} bytes of {len(data)}")
@@ -113,14 +97,10 @@ def _host(data: int | bytes | bytearray, bytes_: int, key: Key, chunk: int, newe
 
 
 class GpuHash:
-    """Hashes memory of one GPU on that GPU, for a process with contexts (the mover).
+    """Hashes memory of one GPU (a UUID) on that GPU, for a process with contexts (the mover).
 
     What is asked for by several threads is done one after the other. What it needs there (keys: an eighth of a chunk's
     bytes; 48 bytes for each chunk) is allocated when first needed, or by :meth:`prepare`, and kept.
-
-    Args:
-        contexts: this process's.
-        gpu: UUID.
     """
 
     def __init__(self, contexts: Contexts, gpu: str):
@@ -136,8 +116,7 @@ class GpuHash:
     def prepare(self, key: Key, chunk: int, chunks: int) -> None:
         """Have all in place for that many chunks: then :meth:`digests` allocates nothing.
 
-        Raises:
-            DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
+        Raises DriverError: CUDA_ERROR_OUT_OF_MEMORY above all.
         """
         with self._lock:
             self._contexts.use(self._gpu)
@@ -146,20 +125,10 @@ class GpuHash:
     def digests(
         self, ranges: Sequence[tuple[int, int]], key: Key, chunk: int = CHUNK, stream: Any = 0
     ) -> list[list[bytes]]:
-        """Hash ranges of device memory in one launch; the context is the calling thread's afterwards.
+        """Hash ranges of device memory (address, bytes) in one launch; returns the digest of each chunk of each range.
 
-        Args:
-            ranges: address and bytes of each.
-            key: the operation's.
-            chunk: bytes of a chunk.
-            stream: where it is done, after what is there.
-
-        Returns:
-            For each range the digest of each chunk.
-
-        Raises:
-            InvalidArgument: sizes that cannot be.
-            DriverError: the driver refuses.
+        It is done on ``stream``, after what is there; the context is the calling thread's afterwards. Raises
+        InvalidArgument: sizes that cannot be; DriverError: the driver refuses.
         """
         from limosa.gpu.vmm import call
 

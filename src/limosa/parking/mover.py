@@ -5,54 +5,16 @@ What a connection has made and taken belongs to it, and is released when the con
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Literal, TypeVar
 
-from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
-from limosa.ipc.messages import (
-    MOST_DESCRIPTORS,
-    Message,
-    receive_all,
-    send,
-)
-from limosa.ipc.packet import hang_up, peer
+from limosa.errors import FailedUndone, NoRoomOnGpu
+from limosa.ipc.messages import MOST_DESCRIPTORS, Message, receive_all, send
+from limosa.parking import mover_protocol as protocol
 from limosa.parking import resident
-from limosa.parking.mover_protocol import (
-    CALL_SECONDS,
-    Copied,
-    Copy,
-    Drop,
-    DropAll,
-    End,
-    Get,
-    Hold,
-    Host,
-    Keys,
-    Make,
-    Noted,
-    Nothing,
-    Number,
-    Pinned,
-    Prepare,
-    Put,
-    Refusal,
-    Request,
-    Take,
-    Took,
-    Unput,
-    Warm,
-)
-from limosa.parking.resident import (
-    Found,
-    Holding,
-    all_of,
-    connect,
-    replace,
-    residents,
-    understood,
-)
+from limosa.parking.mover_protocol import Copied, Took
+from limosa.parking.resident import Found, Resident, replace, understood
+from limosa.parking.vault_protocol import CALL_SECONDS, Get, Nothing, Number, Request
 
 SLOWEST_PIN = 0.5e9
 """Bytes a second; 2.2 to 2.6e9 were measured."""
@@ -61,114 +23,72 @@ _T = TypeVar("_T")
 WHO = "the mover, which copies device memory,"
 
 
-class Mover:
-    """A connection to a user's mover, which is started if there is none.
-
-    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`.
+class Mover(Resident):
+    """A connection to a user's mover, which is started if there is none. What it has made or taken for us goes with it.
 
     Args:
-        uid: whose; the caller's own, or, for root, anybody's.
-        found: one that was looked for; else it is started where it is not there.
-
-    Raises:
-        FailedUndone: it is not there and cannot be started.
+        uid, found: as :class:`Resident` has them.
     """
 
-    def __init__(self, uid: int | None = None, *, found: Found | None = None) -> None:
-        self.uid = os.geteuid() if uid is None else uid
-        self._connection, self.identity, self.said = found or connect("mover", self.uid)
+    kind = "mover"
+
+    def __init__(self, uid: int | None = None, *, found: Found | None = None):
+        super().__init__(uid, found=found)
         self._sizes: dict[str, int] = {}  # what is to be copied is known here as well
-
-    @classmethod
-    def all(cls) -> list[Mover]:
-        """Return connections to the movers that live: the caller's own; for root, everybody's."""
-        return [cls(peer(found.connection)[1], found=found) for found in residents("mover")]
-
-    @classmethod
-    def all_of(cls, uid: int) -> tuple[list[Mover], LimosaError | None]:
-        """Return connections to all movers of a user that may hold something, also those that are about to end.
-
-        Returns:
-            Those that answer, and an error where one does not.
-        """
-        found, silent = all_of("mover", uid)
-        return [cls(uid, found=one) for one in found], silent
 
     def prepare(self, gpus: Sequence[str]) -> None:
         """Have contexts on these GPUs (UUIDs) ready."""
-        self._tell(Prepare(gpus=list(gpus)), Nothing)
+        self._tell(protocol.Prepare(gpus=list(gpus)), Nothing)
 
     def take(self, key: str, fds: Sequence[int], sizes: Sequence[int], gpu: str) -> None:
         """Have it map memory, to be used from a GPU; the descriptors stay ours."""
-        self._tell(Take(key=key, sizes=list(sizes), gpu=gpu), Nothing, fds=fds)
+        self._tell(protocol.Take(key=key, sizes=list(sizes), gpu=gpu), Nothing, fds=fds)
         self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
 
     def make(self, key: str, sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
 
-        Raises:
-            NoRoomOnGpu: there is none.
+        Raises NoRoomOnGpu: there is none.
         """
-        with self.ask(Make(key=key, sizes=list(sizes), gpu=gpu), wanted=len(sizes)).given as given:
+        with self.ask(protocol.Make(key=key, sizes=list(sizes), gpu=gpu), wanted=len(sizes)).given as given:
             if len(given) != len(sizes):
                 raise FailedUndone(f"the mover made {len(given)} of {len(sizes)} pieces of memory")
             self._sizes[key] = self._sizes.get(key, 0) + sum(sizes)
             return given.take()
 
-    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float, rate: float = 0.0) -> int:
+    def copy(self, copies: Sequence[tuple[str, str, str]], limit: float) -> int:
         """Have it copy, all at once, what keys hold to what others hold; returns how many bytes.
 
-        Args:
-            copies: source's key, target's key, the GPU that copies.
-            limit: seconds after which it counts as hung.
-            rate: bytes a second; 0: as fast as it goes.
-
-        Raises:
-            FailedUndone: not all of it was copied.
+        A copy is a source's key, a target's, and the GPU that copies. After ``limit`` seconds the mover counts as hung.
+        Raises FailedUndone: not all of it was copied.
         """
-        message = Copy(copies=list(copies), rate=rate)
+        message = protocol.Copy(copies=list(copies))
         return self._all(self._tell(message, Copied, limit).bytes, [source for source, _, _ in copies])
 
     def hold(self, key: str, fds: Sequence[int], bytes_: int, gpu: str, *, pin: bool) -> float:
-        """Have it map segments of the arena, as one piece of memory; the descriptors stay ours.
+        """Have it map segments of the arena, as one piece of memory; the descriptors stay ours. Returns seconds.
 
-        Args:
-            key: what it is held as.
-            fds: the segments.
-            bytes_: how much of them will be used.
-            gpu: one whose context is there.
-            pin: have what is not pinned yet pinned: takes its time (2 GB/s and more).
-
-        Returns:
-            Seconds.
+        So many bytes of them will be used; the GPU is one whose context is there. ``pin``: have what is not pinned yet
+        pinned, which takes its time (2 GB/s and more).
         """
-        message = Hold(key=key, bytes=bytes_, gpu=gpu, pin=pin)
+        message = protocol.Hold(key=key, bytes=bytes_, gpu=gpu, pin=pin)
         return self._tell(message, Took, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def warm(self, fds: Sequence[int], bytes_: int, gpu: str, keep: float) -> float:
         """Have it pin segments that nobody uses yet, and not end for so many seconds; returns what it took."""
-        message = Warm(gpu=gpu, seconds=keep)
+        message = protocol.Warm(gpu=gpu, seconds=keep)
         return self._tell(message, Took, CALL_SECONDS + bytes_ / SLOWEST_PIN, fds).seconds
 
     def pinned(self) -> int:
         """Return how many bytes of the arena it has pinned."""
-        return self._tell(Pinned(), Copied).bytes
+        return self._tell(protocol.Pinned(), Copied).bytes
 
-    def host(
-        self, way: Literal["out", "in"], copies: Sequence[tuple[str, str, int, str]], limit: float, rate: float = 0.0
-    ) -> int:
+    def host(self, way: Literal["out", "in"], copies: Sequence[tuple[str, str, int, str]], limit: float) -> int:
         """Have it copy, all at once, what keys hold to arenas ("out") or back ("in"); returns how many bytes.
 
-        Args:
-            way: "out" or "in".
-            copies: key, the arena's key, where in it, the GPU that copies.
-            limit: seconds after which it counts as hung.
-            rate: bytes a second; 0: as fast as it goes.
-
-        Raises:
-            FailedUndone: not all of it was copied.
+        Each copy is a key, the arena's key, where in it, and the GPU that copies; the rest is as :meth:`copy` has it.
         """
-        message = Host(way=way, copies=list(copies), rate=rate)
+        message = protocol.Host(way=way, copies=list(copies))
         return self._all(self._tell(message, Copied, limit).bytes, [key for key, _, _, _ in copies])
 
     def _all(self, done: int, keys: Sequence[str]) -> int:
@@ -177,48 +97,32 @@ class Mover:
             raise FailedUndone(f"the mover copied {done} of {wanted} bytes")
         return done
 
-    def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
-        """Have it hold descriptors, also when we have ended; ours stay ours.
-
-        Raises:
-            FailedUndone: it does not hold all of them.
-        """
-        n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds=fds).n
-        if n != len(fds):
-            raise FailedUndone(f"the mover holds {n} of {len(fds)} descriptors of {key}")
-
     def get(self, key: str) -> tuple[list[int], bytes]:
         """Return what it holds so; descriptors are the caller's to close.
 
-        Raises:
-            KeyError: nothing under that key.
-            FailedUndone: it does not say.
+        Raises KeyError: nothing under that key; FailedUndone: it does not say.
         """
         answer = self.ask(Get(key=key), wanted=MOST_DESCRIPTORS)
         with answer.given as given:
-            said = understood(answer, Noted, WHO)
+            said = understood(answer, protocol.Noted, WHO)
             if not said.there:
                 raise KeyError(key)
             if said.n != len(given):
                 raise FailedUndone(f"the mover gave {len(given)} of {said.n} descriptors of {key}")
             return given.take(), said.note
 
-    def held(self) -> dict[str, int]:
-        """Return how many descriptors it holds so, by key."""
-        return self._tell(Keys(), Holding).keys
-
     def unput(self, key: str) -> None:
         """Have it no longer hold what it held so."""
-        self._tell(Unput(key=key), Number)
+        self._tell(protocol.Unput(key=key), Number)
 
     def drop(self, key: str) -> None:
         """Have it let go of a key."""
-        self._tell(Drop(key=key), Nothing)
+        self._tell(protocol.Drop(key=key), Nothing)
         self._sizes.pop(key, None)
 
     def end(self) -> None:
         """Have it end as soon as nobody needs it."""
-        self._tell(End(), Nothing)
+        self._tell(protocol.End(), Nothing)
 
     def leave(self) -> None:
         """Let the mover release what it made or took for us, and end the connection.
@@ -228,36 +132,17 @@ class Mover:
         """
         try:
             self._connection.settimeout(resident.ANSWER_SECONDS)
-            send(self._connection, DropAll())
+            send(self._connection, protocol.DropAll())
             receive_all(self._connection, resident.ANSWER_SECONDS, fds=0, memory=True)
         except (OSError, EOFError, ValueError):
             pass
         self.close()
 
-    def close(self) -> None:
-        """End the connection; what it held for us and nobody else holds is let go of soon."""
-        hang_up(self._connection)
-
-    def __enter__(self) -> Mover:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def ask(self, message: Request, limit: float | None = None, fds: Sequence[int] = (), *, wanted: int = 0) -> Message:
-        """Ask something; returns the answer, whose descriptors are ours to close.
+        """Ask something; returns the answer, whose descriptors (so many as are ``wanted``) are ours to close.
 
-        Args:
-            message: what is asked.
-            limit: seconds after which the mover counts as hung: it is ended then.
-            fds: descriptors to send along; they stay ours.
-            wanted: how many may come back.
-
-        Raises:
-            FailedUndone: it could not do it, has gone or hangs.
-            NoRoomOnGpu: there is no device memory for it.
+        A mover that has not answered after ``limit`` seconds is ended. Raises FailedUndone: it could not do it, has
+        gone or hangs; NoRoomOnGpu: there is no device memory for it.
         """
         limit = CALL_SECONDS if limit is None else limit
         try:
@@ -271,27 +156,20 @@ class Mover:
             text = str(error) or "it was killed"
             raise FailedUndone(f"the mover, which copies device memory, has gone ({text})") from error
         try:
-            self._raise(understood(answer, Refusal, WHO))
+            said = understood(answer, protocol.Refusal, WHO)
+            if said.result == "CUDA_ERROR_OUT_OF_MEMORY" and said.error is not None:
+                raise NoRoomOnGpu(detail="the destination filled up while memory was made there")
+            if said.error is not None:
+                raise FailedUndone(f"the mover: {said.error}")
         except BaseException:
             answer.given.close()
             raise
         return answer
 
     def hung(self, how: str) -> FailedUndone:
-        """End it, and return what is to be raised.
-
-        Args:
-            how: what it has not done for how long.
-        """
+        """End it, and return what is to be raised: ``how`` says what it has not done for how long."""
         replace("mover", self.uid, self.identity)
         return FailedUndone(f"the mover, which copies device memory, {how}; it was ended")
 
     def _tell(self, message: Request, type_: type[_T], limit: float | None = None, fds: Sequence[int] = ()) -> _T:
         return understood(self.ask(message, limit, fds), type_, WHO)
-
-    @staticmethod
-    def _raise(said: Refusal) -> None:
-        if said.error is not None:
-            if said.result == "CUDA_ERROR_OUT_OF_MEMORY":
-                raise NoRoomOnGpu(detail="the destination filled up while memory was made there")
-            raise FailedUndone(f"the mover: {said.error}")

@@ -15,13 +15,13 @@ from typing import Any
 
 from limosa.errors import DriverError, FailedUndone, LimosaError
 from limosa.gpu.vmm import Contexts, HostPiece, call
-from limosa.parking.mover_memory import CHUNK, CHUNK_RATED, Streams
-from limosa.parking.mover_protocol import Hold, Host, Pinned, Request, Warm
+from limosa.parking.mover_memory import CHUNK, Streams
+from limosa.parking.mover_protocol import Hold, Host, Pinned, Warm
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
-from limosa.parking.rate import Rate
 from limosa.parking.resident import look_for
 from limosa.parking.segments import LARGE, is_segment
 from limosa.parking.vault import Vault
+from limosa.parking.vault_protocol import Request
 
 TOUCH = 64 << 20
 """What one thread has the kernel back at a time."""
@@ -210,57 +210,40 @@ def pinned(session: Session, asked: Pinned, fds: Sequence[int]) -> Reply:
 
 def host(session: Session, asked: Host, fds: Sequence[int]) -> Reply:
     """Copy keys to an arena ("out") or back ("in"), all at once."""
-    rate = Rate(asked.rate)
-    begun, total, out = time.monotonic(), 0, asked.way == "out"
-    chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work: list[tuple[str, list[tuple[int, int, int]]]] = []
-    slow: list[tuple[str, int, int, int]] = []
+    slow: list[tuple[str, tuple[int, int, int]]] = []
     for key, arena, begin, gpu in asked.copies:
         held, spans, offset = session.held(arena)[0], [], begin
         for piece in session.held(key):
             at = piece.at
-            for there, size, is_pinned in held.spans(offset, piece.bytes, chunk):
+            for there, size, is_pinned in held.spans(offset, piece.bytes, CHUNK):
                 if is_pinned:
                     spans.append((at, there, size))
                 else:
-                    slow.append((gpu, at, there, size))
-                at, total = at + size, total + size
+                    slow.append((gpu, (at, there, size)))
+                at += size
             offset += piece.bytes
         work.append((gpu, spans))
 
-    def one(share: list[tuple[str, int, int, int]]) -> None:
-        for gpu, device, there, size in share:
+    def one(span: tuple[int, int, int], *stream: Any) -> None:
+        device, there, size = span
+        way, target, source = ("DtoH", there, device) if asked.way == "out" else ("HtoD", device, there)
+        call(f"cuMemcpy{way}Async" if stream else f"cuMemcpy{way}", target, source, size, *stream)
+
+    def some(share: list[tuple[str, tuple[int, int, int]]]) -> None:
+        for gpu, span in share:
             session.contexts.use(gpu)
-            rate.spend(size)
-            _copy(out, device, there, size, None)
+            one(span)
 
     # What is not pinned is copied by the driver through memory of its own while the caller waits: several threads.
     with ThreadPoolExecutor(COPIERS) as threads:
-        waited = [threads.submit(one, slow[i::COPIERS]) for i in range(COPIERS if slow else 0)]
+        waited = [threads.submit(some, slow[i::COPIERS]) for i in range(COPIERS if slow else 0)]
         with Streams(session) as streams:
-            for turn in range(max((len(spans) for _, spans in work), default=0)):  # in turns: all at work at once
-                for gpu, spans in work:
-                    if turn < len(spans):
-                        device, there, size = spans[turn]
-                        rate.spend(size)
-                        _copy(out, device, there, size, streams.next(gpu))
+            streams.in_turns(work, one)
         for task in waited:
             task.result()
-    return {"seconds": time.monotonic() - begun, "bytes": total}
+    spans = [span for _, span in slow] + [span for _, some_ in work for span in some_]
+    return {"bytes": sum(size for _, _, size in spans)}
 
 
-def _copy(out: bool, device: int, there: int, size: int, stream: Any) -> None:
-    target, source = (there, device) if out else (device, there)
-    name = "cuMemcpyDtoH" if out else "cuMemcpyHtoD"
-    if stream is None:
-        call(name, target, source, size)
-    else:
-        call(f"{name}Async", target, source, size, stream)
-
-
-VERBS: dict[type[Request], Verb] = {
-    Hold: hold,
-    Warm: warm,
-    Pinned: pinned,
-    Host: host,
-}
+VERBS: dict[type[Request], Verb] = {Hold: hold, Warm: warm, Pinned: pinned, Host: host}

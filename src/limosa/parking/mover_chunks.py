@@ -10,12 +10,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
 from limosa.errors import LimosaError
 from limosa.gpu.vmm import Contexts
 from limosa.image.chunks import Chunks
 from limosa.parking.crew import Crew, Hand, Pinned
-from limosa.parking.mover_protocol import Close, Poll, Request, Stop
+from limosa.parking.mover_protocol import Close, Failed, Poll, Progress, Stop
 from limosa.parking.mover_session import Reply, Session, Verb
+from limosa.parking.vault_protocol import Request
 
 KEY = "staging"
 POLL_SECONDS = 0.25
@@ -23,13 +26,7 @@ _Kind = TypeVar("_Kind", bound="Staging")
 
 
 class Staging:
-    """Device memory on its way into the folder of chunks of an image, or out of it.
-
-    Args:
-        contexts: the process's.
-        folder: descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-    """
+    """Device memory on its way into an image's folder of chunks, which stays the caller's, or out of it."""
 
     def __init__(self, contexts: Contexts, folder: int, chunk: int):
         self._contexts, self._chunk = contexts, chunk
@@ -37,29 +34,17 @@ class Staging:
         self._ring: Pinned | None = None
         self._crew: Crew | None = None
 
-    def poll(self) -> dict[str, Any]:
+    def poll(self, asked: Poll, fds: Sequence[int]) -> dict[str, Any]:
         """Say how far it is; waits a moment."""
-        crew = self._crew
-        if crew is None:
-            return {"running": False, "done": 0, "total": 0, "chunks": 0, "seconds": 0.0, "failed": None}
-        over = crew.wait(POLL_SECONDS)
-        failed: dict[str, Any] | None = None
-        if over and crew.failed is not None:
-            failed = {"text": str(crew.failed), "kind": type(crew.failed).__name__, "errno": 0, "result": ""}
-            if isinstance(crew.failed, OSError):
-                failed |= {"kind": "OSError", "errno": crew.failed.errno or 0, "text": crew.failed.strerror or "?"}
-            if isinstance(crew.failed, LimosaError):
-                failed["result"] = str(crew.failed.fields.get("result", ""))
-        return {
-            "running": not over,
-            "done": crew.done,
-            "total": crew.total,
-            "chunks": crew.chunks,
-            "seconds": crew.seconds,
-            "failed": failed,
-        }
+        said, crew = Progress(done=0, total=0, running=False), self._crew
+        if crew is not None:
+            over = crew.wait(POLL_SECONDS)
+            failed = _why(crew.failed) if over and crew.failed is not None else None
+            said = Progress(crew.done, crew.total, not over, crew.chunks, crew.seconds, failed)
+        found: dict[str, Any] = msgspec.to_builtins(said)
+        return found
 
-    def stop(self) -> None:
+    def stop(self, asked: Stop | None = None, fds: Sequence[int] = ()) -> None:
         """Stop what was begun."""
         if self._crew is not None:
             self._crew.close()
@@ -100,12 +85,15 @@ class Staging:
         raise NotImplementedError
 
 
-def read_whole(fd: int, view: memoryview, offset: int) -> None:
-    """Fill a buffer from a file.
+def _why(error: BaseException) -> Failed:
+    if isinstance(error, OSError):
+        return Failed(error.strerror or "?", "OSError", error.errno or 0)
+    result = str(error.fields.get("result", "")) if isinstance(error, LimosaError) else ""
+    return Failed(str(error), type(error).__name__, result=result)
 
-    Raises:
-        OSError: it ends before.
-    """
+
+def read_whole(fd: int, view: memoryview, offset: int) -> None:
+    """Fill a buffer from a file. Raises OSError: it ends before."""
     done = 0
     while done < len(view):
         got = os.preadv(fd, [view[done:]], offset + done)
@@ -115,22 +103,14 @@ def read_whole(fd: int, view: memoryview, offset: int) -> None:
 
 
 def only(fds: Sequence[int]) -> int:
-    """The one descriptor that has come.
-
-    Raises:
-        ValueError: none, or more.
-    """
+    """The one descriptor that has come. Raises ValueError: none, or more."""
     if len(fds) != 1:
         raise ValueError(f"{len(fds)} descriptors instead of one")
     return fds[0]
 
 
 def held(session: Session, kind: type[_Kind]) -> _Kind:
-    """What the session has under way.
-
-    Raises:
-        ValueError: nothing of that kind.
-    """
+    """What the session has under way. Raises ValueError: nothing of that kind."""
     found: list[Any] = session.pieces.get(KEY, [])
     if not found or not isinstance(found[0], kind):
         raise ValueError(f"nothing of the kind is under way: {kind.__name__}")
@@ -143,25 +123,19 @@ def begin(session: Session, staging: Staging) -> None:
     session.pieces[KEY] = [staging]
 
 
-def staging_poll(session: Session, asked: Poll, fds: Sequence[int]) -> Reply:
-    """Tell how far it is."""
-    return held(session, Staging).poll()
-
-
-def staging_stop(session: Session, asked: Stop, fds: Sequence[int]) -> Reply:
-    """Stop what was begun."""
-    held(session, Staging).stop()
-    return {}
-
-
 def staging_close(session: Session, asked: Close, fds: Sequence[int]) -> Reply:
     """Let go of all of it."""
     session.drop(KEY)
     return {}
 
 
+def of(kind: type[_Kind], does: Callable[[_Kind, Any, Sequence[int]], Reply | None]) -> Verb:
+    """The verb that is a method of what is under way."""
+    return lambda session, asked, fds: does(held(session, kind), asked, fds) or {}
+
+
 VERBS: dict[type[Request], Verb] = {
-    Poll: staging_poll,
-    Stop: staging_stop,
+    Poll: of(Staging, Staging.poll),
+    Stop: of(Staging, Staging.stop),
     Close: staging_close,
 }

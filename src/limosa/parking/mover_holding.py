@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from limosa.errors import FailedUndone
 from limosa.ipc.packet import Given
-from limosa.parking.mover_protocol import Get, Keys, Put, Request, Unput
+from limosa.parking.mover_protocol import Unput
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.vault_main import Entry, let_ended_go
+from limosa.parking.vault_protocol import Get, Keys, Put, Request
 
 
 def put(session: Session, asked: Put, fds: Sequence[int]) -> Reply:
@@ -67,9 +68,4 @@ def look(shared: Shared) -> None:
         let_ended_go(shared.resident)
 
 
-VERBS: dict[type[Request], Verb] = {
-    Put: put,
-    Get: get,
-    Unput: unput,
-    Keys: keys,
-}
+VERBS: dict[type[Request], Verb] = {Put: put, Get: get, Unput: unput, Keys: keys}

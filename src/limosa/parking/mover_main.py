@@ -22,10 +22,11 @@ from limosa.gpu import binding
 from limosa.ipc.messages import VERSION
 from limosa.ipc.sessions import Sessions, listen
 from limosa.parking import mover_arena, mover_chunks, mover_holding, mover_loading, mover_memory, mover_saving
-from limosa.parking.mover_protocol import End, Ping, Request
+from limosa.parking.mover_protocol import End
 from limosa.parking.mover_session import Reply, Session, Shared, Verb
 from limosa.parking.resident import holder_path, look_for, socket_path
 from limosa.parking.resident_main import begin, listens
+from limosa.parking.vault_protocol import Ping, Request
 
 GROUPS = (mover_memory, mover_arena, mover_holding, mover_chunks, mover_saving, mover_loading)
 NAME = "limosa-mover"
@@ -140,14 +141,7 @@ def starting(path: Path) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the mover.
-
-    Args:
-        argv: the user whose jobs it is for.
-
-    Returns:
-        The exit code.
-    """
+    """Run the mover for a user; returns the exit code."""
     verbs = all_verbs()
     with contextlib.suppress(Exception):  # it is asked for again, and says then what is missing
         binding.load_binding()

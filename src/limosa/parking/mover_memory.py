@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
-from limosa.gpu.vmm import Piece, call
-from limosa.parking.mover_protocol import Copy, Drop, DropAll, Make, Prepare, Request, Take
+from limosa.gpu.vmm import Contexts, Piece, call
+from limosa.ipc.packet import close_all
+from limosa.parking.mover_protocol import Copy, Drop, DropAll, Make, Prepare, Take
 from limosa.parking.mover_session import Reply, Session, Verb
-from limosa.parking.rate import Rate
+from limosa.parking.vault_protocol import Request
 
 STREAMS = 4
-CHUNK, CHUNK_RATED = 64 << 20, 8 << 20
+CHUNK = 64 << 20
+_T = TypeVar("_T")
 
 
 def prepare(session: Session, asked: Prepare, fds: Sequence[int]) -> Reply:
@@ -35,43 +35,39 @@ def take(session: Session, asked: Take, fds: Sequence[int]) -> Reply:
 
 def make(session: Session, asked: Make, fds: Sequence[int]) -> Reply:
     """Make memory on a GPU and give descriptors of it away."""
-    session.contexts.use(asked.gpu)
-    ordinal = session.contexts.ordinal(asked.gpu)
-    made: list[Piece] = []
+    pieces, given = made(session.contexts, asked.gpu, asked.sizes)
+    session.pieces.setdefault(asked.key, []).extend(pieces)
+    return {}, given
+
+
+def made(contexts: Contexts, gpu: str, sizes: Iterable[int]) -> tuple[list[Piece], list[int]]:
+    """Return new pieces of memory on a GPU, all of them or none, and descriptors of them."""
+    contexts.use(gpu)
+    ordinal = contexts.ordinal(gpu)
+    pieces: list[Piece] = []
     given: list[int] = []
     try:
-        for size in asked.sizes:
-            made.append(Piece.make(size, ordinal, [ordinal]))
-            given.append(made[-1].export())
+        for size in sizes:
+            pieces.append(Piece.make(size, ordinal, [ordinal]))
+            given.append(pieces[-1].export())
     except BaseException:
-        for fd in given:
-            os.close(fd)
-        for piece in made:
+        close_all(given)
+        for piece in pieces:
             piece.close()
         raise
-    session.pieces.setdefault(asked.key, []).extend(made)
-    return {}, given
+    return pieces, given
 
 
 def copy(session: Session, asked: Copy, fds: Sequence[int]) -> Reply:
     """Copy, all at once, what keys hold to what others hold, in their order."""
-    rate = Rate(asked.rate)
-    begun, total = time.monotonic(), 0
-    chunk = CHUNK_RATED if rate.bytes_per_second else CHUNK
     work = []
     for source, target, gpu in asked.copies:
         pairs = zip(session.held(source), session.held(target), strict=True)
-        spans = [(b.at + i, a.at + i, min(chunk, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, chunk)]
+        spans = [(b.at + i, a.at + i, min(CHUNK, a.bytes - i)) for a, b in pairs for i in range(0, a.bytes, CHUNK)]
         work.append((gpu, spans))
     with Streams(session) as streams:
-        for turn in range(max((len(spans) for _, spans in work), default=0)):  # in turns: all of them at work at once
-            for gpu, spans in work:
-                if turn < len(spans):
-                    to, from_, size = spans[turn]
-                    rate.spend(size)
-                    call("cuMemcpyDtoDAsync", to, from_, size, streams.next(gpu))
-                    total += size
-    return {"seconds": time.monotonic() - begun, "bytes": total}
+        streams.in_turns(work, lambda span, stream: call("cuMemcpyDtoDAsync", *span, stream))
+    return {"bytes": sum(size for _, spans in work for _, _, size in spans)}
 
 
 def drop(session: Session, asked: Drop, fds: Sequence[int]) -> Reply:
@@ -103,6 +99,13 @@ class Streams:
         self._turn += 1
         return self._made[gpu][self._turn % STREAMS]
 
+    def in_turns(self, work: Sequence[tuple[str, Sequence[_T]]], copy_: Callable[[_T, Any], None]) -> None:
+        """Put the parts of each GPU's work on its streams, in turns: all of them are at work at once."""
+        for turn in range(max((len(parts) for _, parts in work), default=0)):
+            for gpu, parts in work:
+                if turn < len(parts):
+                    copy_(parts[turn], self.next(gpu))
+
     def __enter__(self) -> Streams:
         return self
 
@@ -114,11 +117,4 @@ class Streams:
                 call("cuStreamDestroy", stream)
 
 
-VERBS: dict[type[Request], Verb] = {
-    Prepare: prepare,
-    Take: take,
-    Make: make,
-    Copy: copy,
-    Drop: drop,
-    DropAll: drop_all,
-}
+VERBS: dict[type[Request], Verb] = {Prepare: prepare, Take: take, Make: make, Copy: copy, Drop: drop, DropAll: drop_all}

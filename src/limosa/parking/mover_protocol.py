@@ -1,4 +1,4 @@
-"""The requests to a mover and its answers; both sides have them from here (``vault_protocol.py`` says more)."""
+"""The requests to a mover and its answers; ``vault_protocol.py`` has those that both have, and says more."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import msgspec
 
 from limosa.image.chunks import MOST_CHUNK
 from limosa.ipc.messages import MOST_DESCRIPTORS, Count, Note, Numbers, Seconds, Text, Word, Words
+from limosa.parking.vault_protocol import Request
 
-CALL_SECONDS = 60.0
 MOST_NAMES = 1 << 13
 """Names of chunks, or ids of pieces, in one message."""
 _MOST_COPIES = 1 << 16
@@ -19,18 +19,6 @@ Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 Id = Annotated[int, msgspec.Meta(ge=0)]
 Ids = Annotated[list[Id], msgspec.Meta(max_length=MOST_NAMES)]
 ChunkSize = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHUNK)]
-Threads = Annotated[int, msgspec.Meta(ge=0, le=1024)]
-"""How many; 0: as many as fit."""
-
-
-class Request(msgspec.Struct, tag_field="verb", kw_only=True):
-    """What all that is asked has in common: after how many seconds whoever asks takes the mover for hung."""
-
-    limit: Seconds = CALL_SECONDS
-
-
-class Ping(Request, tag="ping"):
-    """Say who you are, how busy, on which GPUs, and when you end."""
 
 
 class End(Request, tag="end"):
@@ -66,7 +54,6 @@ class Copy(Request, tag="copy"):
     """Copy from what keys hold to what others hold: source, target, the GPU that copies."""
 
     copies: Annotated[list[tuple[Word, Word, Word]], msgspec.Meta(max_length=_MOST_COPIES)]
-    rate: Speed = 0.0
 
 
 class Drop(Request, tag="drop"):
@@ -83,19 +70,12 @@ class DropAll(Request, tag="drop-all"):
 
 
 class Hold(Request, tag="hold"):
-    """Have segments as a key, as one piece of memory.
-
-    Attributes:
-        key: what they are held as.
-        bytes: how much of it will be used; the rest is made zero where there may be another's.
-        gpu: one whose context is there.
-        pin: whether what is not pinned yet is pinned.
-    """
+    """Have segments as a key, as one piece of memory."""
 
     key: Word
-    bytes: Count
-    gpu: Word
-    pin: bool = False
+    bytes: Count  # how much of it will be used; the rest is made zero where there may be another's
+    gpu: Word  # one whose context is there
+    pin: bool = False  # whether what is not pinned yet is pinned
 
 
 class Warm(Request, tag="warm"):
@@ -114,34 +94,12 @@ class Host(Request, tag="host"):
 
     way: Literal["out", "in"]
     copies: Annotated[list[tuple[Word, Word, Count, Word]], msgspec.Meta(max_length=_MOST_COPIES)]
-    rate: Speed = 0.0
-
-
-# --- descriptors that outlive whoever gave them -----------------------------------------------------------------------
-
-
-class Put(Request, tag="put"):
-    """Hold the descriptors, which are so many, under a key, instead of what it held."""
-
-    key: Word
-    n: Count
-    note: Note = b""
-
-
-class Get(Request, tag="get"):
-    """Give what is held under a key."""
-
-    key: Word
 
 
 class Unput(Request, tag="unput"):
     """Let go of what is held under a key."""
 
     key: Word
-
-
-class Keys(Request, tag="keys"):
-    """Say what is held."""
 
 
 # --- chunks of images -------------------------------------------------------------------------------------------------
@@ -208,7 +166,6 @@ class SaveStart(Request, tag="save-start"):
     what: Literal["copy", "keep", "write"]
     rate: Speed = 0.0
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
-    threads: Threads = 0
 
 
 class SaveNames(Request, tag="save-names"):
@@ -243,14 +200,8 @@ class LoadWant(Request, tag="load-want"):
 class LoadStart(Request, tag="load-start"):
     """Read what is wanted."""
 
-    threads: Threads = 0
-
 
 # --- answers ----------------------------------------------------------------------------------------------------------
-
-
-class Nothing(msgspec.Struct):
-    """It is done."""
 
 
 class Took(msgspec.Struct):
@@ -263,12 +214,6 @@ class Copied(msgspec.Struct):
     """How many bytes."""
 
     bytes: Count
-
-
-class Number(msgspec.Struct):
-    """How many."""
-
-    n: Count
 
 
 class Noted(msgspec.Struct):

@@ -11,38 +11,20 @@ from typing import Any, NamedTuple
 
 from limosa.errors import FailedUndone
 from limosa.gpu.vmm import Contexts, Piece
+from limosa.parking import mover_protocol as protocol
 from limosa.parking.crew import Crew, Hand, Pinned, Slot, default_threads
 from limosa.parking.hashes import GpuHash, Key, host
-from limosa.parking.mover_chunks import (
-    Staging,
-    begin,
-    held,
-    only,
-    read_whole,
-)
-from limosa.parking.mover_protocol import (
-    Request,
-    SaveAside,
-    SaveDiffer,
-    SaveDrop,
-    SaveNames,
-    SaveOpen,
-    SaveReady,
-    SaveStart,
-    SaveTake,
-)
+from limosa.parking.mover_chunks import Staging, begin, of, only, read_whole
 from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.rate import Rate
 from limosa.parking.segments import LARGE, fits
+from limosa.parking.vault_protocol import Request
 
 
 class Aside:
-    """A piece of memory that is in host memory: in segments of an arena.
+    """A piece of memory that is in host memory: at an offset of all segments of an arena.
 
-    Args:
-        segments: all of them; those that it is in are held by descriptors of our own.
-        offset: where it begins, counted through all of them.
-        bytes_: its size.
+    Those that it is in are held by descriptors of our own.
     """
 
     def __init__(self, segments: Sequence[int], offset: int, bytes_: int):
@@ -92,14 +74,7 @@ class Differs(Exception):
 
 
 class Save(Staging):
-    """A job's device memory on its way into the folder of chunks of an image.
-
-    Args:
-        contexts: the process's.
-        folder: descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-        key: what finds changes; None where nothing is copied twice.
-    """
+    """A job's device memory on its way into an image's folder of chunks; without a key nothing is copied twice."""
 
     def __init__(self, contexts: Contexts, folder: int, chunk: int, key: bytes | None):
         super().__init__(contexts, folder, chunk)
@@ -110,36 +85,32 @@ class Save(Staging):
         self._hashes: dict[str, GpuHash] = {}
         self._rate, self._rate_lock = Rate(), threading.Lock()
 
-    def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
-        """Have pieces of a process's memory on a GPU."""
-        self._contexts.use(gpu)
-        user = [self._contexts.ordinal(gpu)]
-        for id_, size, fd in zip(ids, sizes, fds, strict=True):
-            self._pieces[pid, id_] = _Staged(Piece.take(fd, size, user), gpu, self._chunk)
+    def take(self, asked: protocol.SaveTake, fds: Sequence[int]) -> None:
+        """Have pieces of a process's memory on a GPU, by their descriptors."""
+        self._contexts.use(asked.gpu)
+        user = [self._contexts.ordinal(asked.gpu)]
+        for id_, size, fd in zip(asked.ids, asked.sizes, fds, strict=True):
+            self._pieces[asked.pid, id_] = _Staged(Piece.take(fd, size, user), asked.gpu, self._chunk)
 
-    def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
-        """Have pieces of a suspended process's memory: each is (id, bytes, where in the segments)."""
-        for id_, size, offset in places:
-            self._pieces[pid, id_] = _Staged(Aside(fds, offset, size), gpu, self._chunk)
+    def aside(self, asked: protocol.SaveAside, fds: Sequence[int]) -> None:
+        """Have pieces of a suspended process's memory, in the segments that the descriptors are of."""
+        for id_, size, offset in asked.places:
+            self._pieces[asked.pid, id_] = _Staged(Aside(fds, offset, size), asked.gpu, self._chunk)
 
-    def drop(self, pid: int, ids: Sequence[int]) -> None:
+    def drop(self, asked: protocol.SaveDrop, fds: Sequence[int]) -> None:
         """Forget pieces that the process has freed."""
-        for id_ in ids:
-            staged = self._pieces.pop((pid, id_), None)
+        for id_ in asked.ids:
+            staged = self._pieces.pop((asked.pid, id_), None)
             if staged is not None:
                 staged.memory.close()
 
-    def ready(self, hold: int) -> None:
-        """Have pinned memory, and what hashing needs, in place: nothing is allocated in the pause.
-
-        Args:
-            hold: bytes of changed chunks that can wait in memory until the job runs again.
-        """
+    def ready(self, asked: protocol.SaveReady, fds: Sequence[int]) -> None:
+        """Have pinned memory, and what hashing needs, in place: nothing is allocated in the pause."""
         for gpu, pieces in self._on_gpus().items():
             if self._key is not None:
                 chunks = sum(len(piece.names) for piece in pieces)
                 self._hash(gpu).prepare(self._key, self._chunk, chunks)
-        slots = -(-hold // self._chunk)
+        slots = -(-asked.hold // self._chunk)
         if slots > (self._kept.slots if self._kept is not None else 0):
             if self._kept is not None:
                 self._kept.close()
@@ -148,38 +119,37 @@ class Save(Staging):
             self._kept = Pinned(slots, self._chunk)
             self._free.extend(self._kept.slot(n) for n in range(slots))
 
-    def differ(self) -> dict[str, Any]:
+    def differ(self, asked: protocol.SaveDiffer, fds: Sequence[int]) -> dict[str, Any]:
         """Hash all of it on the GPUs and mark what is not what has arrived."""
         begun = time.monotonic()
         changed = self._mark()
         size = sum(size for _, size in changed)
         return {"changed": len(changed), "bytes": size, "seconds": time.monotonic() - begun}
 
-    def start(self, what: str, rate: float, nice: int, threads: int) -> None:
+    def start(self, asked: protocol.SaveStart, fds: Sequence[int]) -> None:
         """Begin to "copy" what is marked into files, to "keep" what has changed in memory, or to "write" what was kept.
 
         Only one at a time.
         """
         self.stop()
         most = default_threads(beside=False)
-        threads = threads or (most if what == "keep" else default_threads())  # that is in the pause
+        threads = most if asked.what == "keep" else default_threads()  # that is in the pause
         hands = self._hands(max(threads, most))
-        if rate != self._rate.bytes_per_second:  # else round after round counts as one
-            self._rate = Rate(rate)
-        if what == "copy":
-            self._crew = Crew(self._marked(), self._copy, hands, threads=threads, nice=nice)
-        elif what == "keep":
+        if asked.rate != self._rate.bytes_per_second:  # else round after round counts as one
+            self._rate = Rate(asked.rate)
+        if asked.what == "copy":
+            self._crew = Crew(self._marked(), self._copy, hands, threads=threads, nice=asked.nice)
+        elif asked.what == "keep":
             self._crew = Crew([], self._keep, hands, threads=threads, first=self._mark)
         else:
-            held = [
-                (_Spot(piece, i), self._size(piece, i)) for piece in self._pieces.values() for i in sorted(piece.held)
-            ]
-            self._crew = Crew(held, self._write, hands, threads=threads, nice=nice)
+            kept = [_Spot(piece, i) for piece in self._pieces.values() for i in sorted(piece.held)]
+            held = [(spot, self._size(*spot)) for spot in kept]
+            self._crew = Crew(held, self._write, hands, threads=threads, nice=asked.nice)
 
-    def names(self, parts: Sequence[tuple[int, int, int, int]]) -> bytes:
-        """The names of chunks, 32 bytes each: of each part (pid, id, from which chunk on, how many)."""
-        found = [self._pieces[pid, id_].names[start : start + count] for pid, id_, start, count in parts]
-        return b"".join(bytes.fromhex(name) for part in found for name in part)
+    def names(self, asked: protocol.SaveNames, fds: Sequence[int]) -> dict[str, Any]:
+        """The names of chunks, 32 bytes each."""
+        found = [self._pieces[pid, id_].names[start : start + count] for pid, id_, start, count in asked.parts]
+        return {"names": b"".join(bytes.fromhex(name) for part in found for name in part)}
 
     # -- what the threads do -------------------------------------------------------------------------------------
 
@@ -228,12 +198,8 @@ class Save(Staging):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _marked(self) -> list[tuple[_Spot, int]]:
-        return [
-            (_Spot(piece, i), self._size(piece, i))
-            for piece in self._pieces.values()
-            for i, name in enumerate(piece.names)
-            if not name
-        ]
+        spots = (_Spot(piece, i) for piece in self._pieces.values() for i, name in enumerate(piece.names) if not name)
+        return [(spot, self._size(*spot)) for spot in spots]
 
     def _mark(self) -> list[tuple[_Spot, int]]:
         """Take the names from chunks that have changed, and note what they are now; return all without a name."""
@@ -277,59 +243,19 @@ class Save(Staging):
         return min(self._chunk, piece.memory.bytes - i * self._chunk)
 
 
-def save_open(session: Session, asked: SaveOpen, fds: Sequence[int]) -> Reply:
+def save_open(session: Session, asked: protocol.SaveOpen, fds: Sequence[int]) -> Reply:
     """Begin to save; the descriptor is of the folder."""
     begin(session, Save(session.contexts, only(fds), asked.chunk, asked.key or None))
     return {}
 
 
-def save_take(session: Session, asked: SaveTake, fds: Sequence[int]) -> Reply:
-    """Have pieces that are on a GPU, by their descriptors."""
-    held(session, Save).take(asked.pid, asked.ids, asked.sizes, asked.gpu, fds)
-    return {}
-
-
-def save_aside(session: Session, asked: SaveAside, fds: Sequence[int]) -> Reply:
-    """Have pieces that are in host memory, in the segments that the descriptors are of."""
-    held(session, Save).aside(asked.pid, asked.places, asked.gpu, fds)
-    return {}
-
-
-def save_drop(session: Session, asked: SaveDrop, fds: Sequence[int]) -> Reply:
-    """Forget pieces."""
-    held(session, Save).drop(asked.pid, asked.ids)
-    return {}
-
-
-def save_ready(session: Session, asked: SaveReady, fds: Sequence[int]) -> Reply:
-    """Have all in place for the pause."""
-    held(session, Save).ready(asked.hold)
-    return {}
-
-
-def save_differ(session: Session, asked: SaveDiffer, fds: Sequence[int]) -> Reply:
-    """Look what has changed."""
-    return held(session, Save).differ()
-
-
-def save_start(session: Session, asked: SaveStart, fds: Sequence[int]) -> Reply:
-    """Begin."""
-    held(session, Save).start(asked.what, asked.rate, asked.nice, asked.threads)
-    return {}
-
-
-def save_names(session: Session, asked: SaveNames, fds: Sequence[int]) -> Reply:
-    """Tell names of chunks."""
-    return {"names": held(session, Save).names(asked.parts)}
-
-
 VERBS: dict[type[Request], Verb] = {
-    SaveOpen: save_open,
-    SaveTake: save_take,
-    SaveAside: save_aside,
-    SaveDrop: save_drop,
-    SaveReady: save_ready,
-    SaveDiffer: save_differ,
-    SaveStart: save_start,
-    SaveNames: save_names,
+    protocol.SaveOpen: save_open,
+    protocol.SaveTake: of(Save, Save.take),
+    protocol.SaveAside: of(Save, Save.aside),
+    protocol.SaveDrop: of(Save, Save.drop),
+    protocol.SaveReady: of(Save, Save.ready),
+    protocol.SaveDiffer: of(Save, Save.differ),
+    protocol.SaveStart: of(Save, Save.start),
+    protocol.SaveNames: of(Save, Save.names),
 }

@@ -19,7 +19,7 @@ from limosa.gpu.vmm import Contexts
 from limosa.ipc.messages import Message
 from limosa.ipc.packet import Given
 from limosa.ipc.sessions import Answer, Sessions
-from limosa.parking.mover_protocol import Ping, Request
+from limosa.parking.vault_protocol import Ping, Request
 
 Reply = dict[str, Any] | tuple[dict[str, Any], list[int]]
 STUCK_GRACE = 10.0
@@ -92,8 +92,7 @@ class Session:
     def held(self, key: str) -> list[Any]:
         """Return what it has had made or taken under a key.
 
-        Raises:
-            FailedUndone: nothing, ever: to copy it would seem to succeed.
+        Raises FailedUndone: nothing, ever: to copy it would seem to succeed.
         """
         if key not in self.pieces:
             raise FailedUndone(f"nothing was made or taken as {key}")

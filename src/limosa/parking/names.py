@@ -31,15 +31,10 @@ _MOST_STAND_INS = 4096
 
 
 class Name(NamedTuple):
-    """What a socket may be called.
+    """What a socket may be called."""
 
-    Attributes:
-        address: as connect(2) takes it.
-        version: of what is spoken there.
-    """
-
-    address: str
-    version: int
+    address: str  # as connect(2) takes it
+    version: int  # of what is spoken there
 
 
 def names_of(pid: int) -> list[Name]:
@@ -79,9 +74,6 @@ def stand_ins(images_fd: int) -> Iterator[dict[str, int]]:
 
     Others may have read their names and taken them since, and CRIU would fail. Each shim closes what stands in for its
     socket and makes one with another name.
-
-    Args:
-        images_fd: the open folder with CRIU's images.
     """
     prefix = b"\0" + _PREFIX.encode()
     inodes = [inode for inode, name in listening_names(images_fd).items() if name.startswith(prefix)]

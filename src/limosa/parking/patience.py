@@ -11,11 +11,7 @@ FORGOTTEN_AFTER = 60.0
 
 
 class Patience:
-    """What each user's processes have had this program wait lately.
-
-    Args:
-        seconds: how long all of a user's processes together may.
-    """
+    """What each user's processes have had this program wait lately, of the seconds that all of them together may."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds

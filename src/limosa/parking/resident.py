@@ -18,8 +18,9 @@ import stat
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 
@@ -27,7 +28,7 @@ from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc.messages import VERSION, Count, Message, Seconds, Word, Words, receive_all, send
 from limosa.ipc.packet import Wrong, hang_up, peer
 from limosa.ipc.side_by_side import SECONDS, within
-from limosa.parking.vault_protocol import MOST_KEYS, Keys, Ping
+from limosa.parking.vault_protocol import MOST_KEYS, Keys, Number, Ping, Put, Request
 from limosa.process.belief import owners_of
 from limosa.process.candidates import is_own
 from limosa.process.identity import Handle, Identity
@@ -42,28 +43,19 @@ _WHAT = {
     "vault": "the vault, which holds a job's memory while it is moved,",
     "mover": "the mover, which copies device memory,",
 }
-
-
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound="Resident")
 _MOST_HOLDERS, _MOST_NAMES = 64, 1_000
 
 
 class Greeting(msgspec.Struct):
-    """What a resident says of itself.
+    """What a resident says of itself."""
 
-    Attributes:
-        version: of what it understands (``messages.VERSION``).
-        sessions: how many others a mover serves.
-        gpus: UUIDs of those on which a mover has contexts.
-        ends_in: seconds until a mover ends by itself; None while it is in use.
-        retiring: it is about to end, and another is to be started.
-    """
-
-    version: int = 0
-    sessions: Count = 0
-    gpus: Words = []
-    ends_in: Seconds | None = None
-    retiring: bool = False
+    version: int = 0  # of what it understands (``messages.VERSION``)
+    sessions: Count = 0  # how many others a mover serves
+    gpus: Words = []  # UUIDs of those on which a mover has contexts
+    ends_in: Seconds | None = None  # seconds until a mover ends by itself; None while it is in use
+    retiring: bool = False  # it is about to end, and another is to be started
 
 
 class Holding(msgspec.Struct):
@@ -83,8 +75,7 @@ class Found(NamedTuple):
 def understood(message: Message, type_: type[_T], who: str) -> _T:
     """Return what a resident said as what it should be: it is its user's, and may say anything.
 
-    Raises:
-        FailedUndone: it is something else.
+    Raises FailedUndone: it is something else.
     """
     try:
         return message.read_as(type_)
@@ -112,8 +103,7 @@ def socket_path(kind: str, uid: int) -> Path:
 def _connect(connection: socket.socket, kind: str, uid: int, name: str) -> None:
     """Connect to a socket in a user's folder, by descriptor: he may exchange what is there for something else.
 
-    Raises:
-        OSError: there is none, or nobody listens.
+    Raises OSError: there is none, or nobody listens.
     """
     with folders(kind, uid, whole=True) as found:
         for folder in found:
@@ -129,10 +119,8 @@ def connect(kind: str, uid: int) -> Found:
     """Return a connection to a user's resident, which is started where there is none.
 
     A mover that does not answer is ended and replaced: nothing is lost with it. A vault never is. One of another
-    version makes way for one of ours, if it holds nothing.
-
-    Raises:
-        FailedUndone: it does not answer, or cannot be started.
+    version makes way for one of ours, if it holds nothing. Raises FailedUndone: it does not answer, or cannot be
+    started.
     """
     path, end = socket_path(kind, uid), time.monotonic() + START_SECONDS
     started: subprocess.Popen[bytes] | None = None
@@ -157,8 +145,7 @@ def connect(kind: str, uid: int) -> Found:
 def _make_way(kind: str, uid: int, found: Found) -> None:
     """Ends a resident of another version that holds nothing.
 
-    Raises:
-        FailedUndone: it holds something, which only a Limosa of its version may move.
+    Raises FailedUndone: it holds something, which only a Limosa of its version may move.
     """
     with found.connection as connection:
         try:
@@ -179,14 +166,8 @@ def _make_way(kind: str, uid: int, found: Found) -> None:
 def look_for(kind: str, uid: int, name: str = "", *, replaces: bool = True) -> Found | None:
     """Return a connection to a user's resident, or None where there is none that answers.
 
-    Args:
-        kind: "vault" or "mover".
-        uid: whose.
-        name: of its socket; one that is retiring counts as well then.
-        replaces: whether a mover that hangs is ended.
-
-    Raises:
-        FailedUndone: it does not answer, or not as it should.
+    With the name of a socket, one that is retiring counts as well; ``replaces``: a mover that hangs is ended. Raises
+    FailedUndone: it does not answer, or not as it should.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -248,8 +229,7 @@ def _signal(identity: Identity, uid: int, number: signal.Signals) -> None:
 def _unlink(kind: str, uid: int) -> None:
     """Removes a socket in a folder that its user may change meanwhile, by the folder's descriptor.
 
-    Raises:
-        OSError: it could not be removed, or is something else.
+    Raises OSError: it could not be removed, or is something else.
     """
     name = socket_name(kind)
     with folders(kind, uid) as found:
@@ -262,8 +242,7 @@ def _unlink(kind: str, uid: int) -> None:
 def start(kind: str, uid: int) -> subprocess.Popen[bytes]:
     """Start a user's vault or mover. Two at once are no harm: only one can have the name.
 
-    Raises:
-        OSError: it cannot be started.
+    Raises OSError: it cannot be started.
     """
     mine = uid == os.geteuid()
     process = popen(
@@ -286,31 +265,19 @@ def residents(kind: str) -> list[Found]:
     caller = os.geteuid()
     with folders(kind) as everybodys:
         others = sorted({folder.uid for folder in everybodys} - {caller}) if caller == 0 else []
-    theirs = within(SECONDS, [functools.partial(_residents_of, kind, uid) for uid in others])
-    return [*_residents_of(kind, caller), *itertools.chain.from_iterable(theirs)]
+    theirs = within(SECONDS, [functools.partial(all_of, kind, uid, retiring=False) for uid in others])
+    return [one for found, _ in (all_of(kind, caller, retiring=False), *theirs) for one in found]
 
 
-def _residents_of(kind: str, uid: int) -> list[Found]:
-    found = []
-    names = [""]
-    with contextlib.suppress(LimosaError, OSError):
-        names += _holders(kind, uid)
-    for name in names:
-        with contextlib.suppress(LimosaError, OSError):
-            if (one := look_for(kind, uid, name, replaces=False)) is not None:  # it may hold a last copy
-                found.append(one)
-    return found
+def all_of(kind: str, uid: int, *, retiring: bool = True) -> tuple[list[Found], LimosaError | None]:
+    """Return connections to all residents of a user that may hold something; ends none: it may hold a last copy.
 
-
-def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
-    """Return connections to all residents of a user that may hold something; ends none.
-
-    Returns:
-        Those that answer, and an error where one is there and does not: nobody knows what that one holds.
+    Without ``retiring`` the one that has the name is left out where it is about to end. Returns those that answer, and
+    an error where one is there and does not: nobody knows what that one holds.
     """
     found: list[Found] = []
     silent: LimosaError | None = None
-    names = [socket_name(kind)]
+    names = [socket_name(kind) if retiring else ""]
     try:
         names += _holders(kind, uid)
     except (LimosaError, OSError) as error:
@@ -321,6 +288,8 @@ def all_of(kind: str, uid: int) -> tuple[list[Found], LimosaError | None]:
                 found.append(one)
         except LimosaError as error:
             silent = error
+        except OSError as error:
+            silent = FailedUndone(f"{_WHAT[kind]} cannot be asked ({error})")
     return found, silent
 
 
@@ -356,3 +325,57 @@ def _may_live(kind: str, uid: int, name: str) -> bool:
     finally:
         hang_up(connection)
     return True
+
+
+class Resident:
+    """A connection to a user's vault or mover: one that was ``found``, else it is started where it is not there.
+
+    Its answers are its user's word: whatever they are, the worst result is a :class:`LimosaError`. The user is the
+    caller, or, for root, anybody. Raises FailedUndone: it is not there and cannot be started.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, uid: int | None = None, *, found: Found | None = None):
+        self.uid = os.geteuid() if uid is None else uid
+        self._connection, self.identity, self.said = found or connect(self.kind, self.uid)
+
+    @classmethod
+    def all(cls: type[_S]) -> list[_S]:
+        """Return connections to those that live: the caller's own; for root, everybody's."""
+        return [cls(peer(found.connection)[1], found=found) for found in residents(cls.kind)]
+
+    @classmethod
+    def all_of(cls: type[_S], uid: int) -> tuple[list[_S], LimosaError | None]:
+        """Return connections to all of a user that may hold something, also those that are about to end.
+
+        Returns those that answer, and an error where one does not.
+        """
+        found, silent = all_of(cls.kind, uid)
+        return [cls(uid, found=one) for one in found], silent
+
+    def put(self, key: str, fds: Sequence[int], note: bytes = b"") -> None:
+        """Have descriptors held under a key, also when we have ended, instead of what it held; ours stay ours.
+
+        Raises FailedUndone: it does not hold all of them.
+        """
+        n = self._tell(Put(key=key, note=note, n=len(fds)), Number, fds=fds).n
+        if n != len(fds):
+            raise FailedUndone(f"the {self.kind} holds {n} of {len(fds)} descriptors of {key}")
+
+    def held(self) -> dict[str, int]:
+        """Return how many descriptors are held, by key."""
+        return self._tell(Keys(), Holding).keys
+
+    def _tell(self, message: Request, type_: type[_T], *, fds: Sequence[int] = ()) -> _T:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End the connection; what is held under keys stays held."""
+        hang_up(self._connection)
+
+    def __enter__(self: _S) -> _S:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -21,11 +21,7 @@ TELLS = "LIMOSA_RESIDENT_TELLS"
 def main(argv: list[str]) -> int:
     """Become a vault or mover that is nobody's child: whoever calls Limosa may be a job itself.
 
-    Args:
-        argv: "vault" or "mover", and the user it is for.
-
-    Returns:
-        The exit code, as soon as it listens.
+    Takes "vault" or "mover" and the user it is for; returns the exit code, as soon as it listens.
     """
     kind, *arguments = argv
     came_up, tells = os.pipe()
@@ -39,17 +35,10 @@ def main(argv: list[str]) -> int:
 
 
 def begin(name: str, uid: int, ignored: Sequence[signal.Signals] = ()) -> None:
-    """Take a name, as many descriptors as may be, and the rights of the user it is for.
+    """Take a name, which ``ps`` shows, as many descriptors as may be, and the rights of the user it is for.
 
-    Import what is needed before: what root runs need not be readable for him.
-
-    Args:
-        name: what ``ps`` shows.
-        uid: the user.
-        ignored: signals to ignore besides those that a terminal sends.
-
-    Raises:
-        OSError: it may not be that user.
+    Import what is needed before: what root runs need not be readable for him. Signals that a terminal sends are
+    ignored, and these. Raises OSError: it may not be that user.
     """
     for number in (*_IGNORED, *ignored):
         signal.signal(number, signal.SIG_IGN)

@@ -25,37 +25,22 @@ class Residents:
         self._movers: dict[int, Mover] = {}
 
     def vault(self, owner: int) -> Vault:
-        """Return the vault of a job's owner.
-
-        Raises:
-            FailedUndone: it cannot be started, or does not answer.
-        """
+        """Return the vault of a job's owner. Raises FailedUndone: it cannot be started, or does not answer."""
         if owner not in self._vaults:
             self._vaults[owner] = Vault(owner)
         return self._vaults[owner]
 
     def mover(self, owner: int) -> Mover:
-        """Return the mover of a job's owner.
-
-        Raises:
-            FailedUndone: it cannot be started.
-        """
+        """Return the mover of a job's owner. Raises FailedUndone: it cannot be started."""
         if owner not in self._movers:
             self._movers[owner] = Mover(owner)
         return self._movers[owner]
 
     def put(self, owner: int, key: str, fds: Sequence[int], note: bytes = b"", *, mover: bool = True) -> None:
-        """Have both hold descriptors under a key, instead of what it held; ours stay ours.
+        """Have both hold descriptors under a key, with a note, instead of what it held; ours stay ours.
 
-        Args:
-            owner: the job's.
-            key: what they are called.
-            fds: the descriptors.
-            note: what is to be known about them.
-            mover: False where the vault alone is to hold them: what is held for long keeps a mover from ending.
-
-        Raises:
-            FailedUndone: one of them does not.
+        Without ``mover`` the vault alone holds them: what is held for long keeps a mover from ending. Raises
+        FailedUndone: one of them does not.
         """
         self._of_vault(owner, lambda vault: vault.put(key, fds, note))
         if mover:
@@ -64,18 +49,15 @@ class Residents:
     def segments(self, owner: int, key: str, bytes_: int, cap: int) -> list[int]:
         """Return segments of the arena, held as that key from now on; see :meth:`Vault.segments`.
 
-        Raises:
-            NoRoomOnHost: it may not grow so far.
-            FailedUndone: the vault does not answer.
+        Raises NoRoomOnHost: it may not grow so far; FailedUndone: the vault does not answer.
         """
         return self._of_vault(owner, lambda vault: vault.segments(key, bytes_, cap))
 
     def get(self, owner: int, key: str) -> tuple[list[int], bytes]:
         """Return descriptors, which are the caller's to close, and the note, from whoever of the two has them.
 
-        Raises:
-            KeyError: both have said that they hold nothing so.
-            FailedUndone: one could not be asked, and the other has nothing.
+        Raises KeyError: both have said that they hold nothing so; FailedUndone: one could not be asked, and the other
+        has nothing.
         """
         unasked: LimosaError | None = None
         try:
@@ -114,8 +96,7 @@ class Residents:
     def missing(self, owner: int, wanted: Mapping[str, int]) -> set[str]:
         """Return which of these keys one of the two has not so many descriptors of: it was killed meanwhile.
 
-        Raises:
-            FailedUndone: one of them does not answer.
+        Raises FailedUndone: one of them does not answer.
         """
         vault, mover = self._of_vault(owner, lambda vault: vault.held()), self.mover(owner).held()
         return {key for key, n in wanted.items() if vault.get(key) != n or mover.get(key) != n}

@@ -82,15 +82,10 @@ class Pool:
         return sum(size for _, size, _ in self.free)
 
     def take(self, sizes: Sequence[int], used: int, cap: int) -> list[int]:
-        """Return segments of these sizes: free ones first, what is missing is made.
+        """Return segments of sizes as :func:`sizes_for` gives them: free ones first, what is missing is made.
 
-        Args:
-            sizes: as :func:`sizes_for` gives them.
-            used: bytes of segments that are in use.
-            cap: how large the arena may be; free segments go where they are in the way.
-
-        Raises:
-            NoRoom: it would become larger; nothing was taken.
+        With ``used`` bytes in use the arena may be no larger than the cap: free segments go where they are in the way.
+        Raises NoRoom: it would become larger; nothing was taken.
         """
         if used + sum(sizes) > cap:
             raise NoRoom
@@ -135,8 +130,7 @@ class Pool:
     def reserve(self, bytes_: int, until: float, used: int, cap: int) -> None:
         """Have so many bytes there, used and free together, until a moment; 0: what is used alone.
 
-        Raises:
-            NoRoom: the arena may not be so large.
+        Raises NoRoom: the arena may not be so large.
         """
         if bytes_ > cap:
             raise NoRoom

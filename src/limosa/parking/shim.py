@@ -11,7 +11,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
@@ -82,12 +81,10 @@ class Shim:
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
-        refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end: the driver
-            checkpoints it no more.
+        refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end.
 
     Raises:
-        NoSuchProcess: it has ended.
-        ShimError: it does not run under the shim, or belongs to somebody else.
+        NoSuchProcess, ShimError: it has ended; it does not run under the shim, or is somebody else's.
     """
 
     def __init__(
@@ -206,8 +203,7 @@ class Shim:
     def close_gate(self, seconds: float) -> None:
         """Hold the process still: no call is in the driver, all work is done.
 
-        Raises:
-            GateStaysOpen: not within that time; it is open again.
+        Raises GateStaysOpen: not within that time; it is open again.
         """
         try:
             self._ask(Verb.CLOSE, int(seconds * 1000), limit=seconds + self.limit)
@@ -269,8 +265,7 @@ class Shim:
     def kept(self) -> list[int]:
         """Return those descriptors, all of them or none, which are the caller's to close.
 
-        Raises:
-            ShimError: not all of them came.
+        Raises ShimError: not all of them came.
         """
         deadline = self._deadline()
         total = -1
@@ -324,12 +319,15 @@ class Shim:
         """Let another client have it."""
         hang_up(self._socket)
 
+    def leave(self) -> None:
+        """The same, until it is asked again: then it is connected to anew."""
+        self.close()
+        self._lost = True
+
     def __enter__(self) -> Shim:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- what is sent and received ---------------------------------------------------------------------------------

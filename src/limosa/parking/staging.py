@@ -10,39 +10,18 @@ from typing import Annotated, Literal
 import msgspec
 
 from limosa.errors import DamagedImage, FailedUndone, NoRoomOnGpu
-from limosa.ipc.messages import Count, Message, Seconds
+from limosa.ipc.messages import Count, Seconds
 from limosa.ipc.packet import Given
-from limosa.parking.mover import WHO, Mover
-from limosa.parking.mover_protocol import (
-    CALL_SECONDS,
-    Changed,
-    Close,
-    Failed,
-    LoadMake,
-    LoadOpen,
-    LoadStart,
-    LoadTake,
-    LoadWant,
-    Poll,
-    Progress,
-    Request,
-    SaveAside,
-    SaveDiffer,
-    SaveDrop,
-    SaveNames,
-    SaveOpen,
-    SaveReady,
-    SaveStart,
-    SaveTake,
-    Stop,
-)
+from limosa.parking import mover_protocol as protocol
+from limosa.parking.mover import SLOWEST_PIN, WHO, Mover
+from limosa.parking.mover_protocol import Changed, Failed, LoadTake, Progress, SaveTake
 from limosa.parking.resident import understood
+from limosa.parking.vault_protocol import CALL_SECONDS
 
 STALL_SECONDS = 300.0
 """After so long in which not one more chunk was read or written a driver call hangs; a slow disk gets on."""
 MOST_THREADS = 16
 """How many chunks may be under way at a time, at most, where a rate is to be kept."""
-SLOWEST_PIN = 0.5e9
 NICE = 10
 """What the threads that work beside a running job give way by."""
 _MOST_NAMES = 2000  # 64 KB of a packet
@@ -66,12 +45,7 @@ Told = Callable[[int, int], None]
 
 
 class _Staging:
-    """One side's chunks: what is said to the mover about them.
-
-    Args:
-        mover: who does it; stays the caller's.
-        chunk: bytes of a chunk.
-    """
+    """One side's chunks: what is said about them to the mover, which stays the caller's."""
 
     _taking: type[SaveTake | LoadTake]
 
@@ -80,52 +54,47 @@ class _Staging:
 
     def close(self) -> None:
         """Have it let go of everything; files stay, and memory that somebody has a descriptor of."""
-        self._ask(Close())
+        self._mover.ask(protocol.Close())
 
     def take(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
         """Have it map pieces of a process's memory on a GPU; the descriptors stay ours."""
         for start in range(0, len(ids), _MOST_IDS):
             some = slice(start, start + _MOST_IDS)
             message = self._taking(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
-            self._ask(message, fds=fds[some])
-
-    def _ask(self, message: Request, limit: float | None = None, fds: Sequence[int] = ()) -> Message:
-        return self._mover.ask(message, limit, fds)
+            self._mover.ask(message, fds=fds[some])
 
 
 class Saver(_Staging):
-    """Writes device memory into the folder of chunks of an image.
+    """Writes device memory into an image's folder of chunks; the mover and the folder's descriptor stay the caller's.
 
-    Args:
-        mover: who does it; stays the caller's.
-        folder: the descriptor of the folder; stays the caller's.
-        chunk: bytes of a chunk.
-        key: for the hashes that find changes (32 bytes); None where everything is copied once.
+    The key (32 bytes) is for the hashes that find changes; None where everything is copied once.
     """
 
     _taking = SaveTake
 
     def __init__(self, mover: Mover, folder: int, chunk: int, key: bytes | None):
         super().__init__(mover, chunk)
-        self._ask(SaveOpen(chunk=chunk, key=key or b""), fds=[folder])
+        self._mover.ask(protocol.SaveOpen(chunk=chunk, key=key or b""), fds=[folder])
 
     def aside(self, pid: int, places: Sequence[tuple[int, int, int]], gpu: str, fds: Sequence[int]) -> None:
         """Have it read pieces from host memory: each is (id, bytes, where in the segments of an arena)."""
         for start in range(0, len(places), _MOST_NAMES):
-            self._ask(SaveAside(pid=pid, places=list(places[start : start + _MOST_NAMES]), gpu=gpu), fds=fds)
+            self._mover.ask(
+                protocol.SaveAside(pid=pid, places=list(places[start : start + _MOST_NAMES]), gpu=gpu), fds=fds
+            )
 
     def drop(self, pid: int, ids: Sequence[int]) -> None:
         """Have it let go of pieces that were freed."""
         if ids:
-            self._ask(SaveDrop(pid=pid, ids=list(ids)))
+            self._mover.ask(protocol.SaveDrop(pid=pid, ids=list(ids)))
 
     def ready(self, hold: int) -> None:
         """Have all in place for the pause, and so much memory for what has changed by then."""
-        self._ask(SaveReady(hold=hold), CALL_SECONDS + hold / SLOWEST_PIN)
+        self._mover.ask(protocol.SaveReady(hold=hold), CALL_SECONDS + hold / SLOWEST_PIN)
 
     def differ(self) -> Changed:
         """Hash all of it where it is; what is not what was copied is copied by the next :meth:`run`."""
-        return understood(self._ask(SaveDiffer()), Changed, WHO)
+        return understood(self._mover.ask(protocol.SaveDiffer()), Changed, WHO)
 
     def run(
         self,
@@ -135,23 +104,13 @@ class Saver(_Staging):
         stop: Callable[[], bool] = lambda: False,
         rate: float = 0.0,
         nice: int = 0,
-        threads: int = 0,
     ) -> Done:
         """Copy what is marked into files ("copy"), what has changed into memory ("keep"), or that into files ("write").
 
-        Args:
-            what: see above.
-            told: progress.
-            stop: asked from time to time: then what was begun is left.
-            rate: bytes a second; 0: as fast as it goes.
-            nice: what its threads give way by.
-            threads: how many; 0: as many as fit.
-
-        Raises:
-            OSError: the disk said no.
-            FailedUndone: something else did.
+        ``stop`` is asked from time to time: then what was begun is left. ``rate`` is in bytes a second, 0: as fast as
+        it goes. Raises OSError: the disk said no; FailedUndone: something else did.
         """
-        self._ask(SaveStart(what=what, rate=rate, nice=nice, threads=threads))
+        self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice))
         limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
         return _wait(self._mover, told, stop, limit)
 
@@ -160,7 +119,7 @@ class Saver(_Staging):
         found: list[list[str]] = [[] for _ in pieces]
         for parts in _parts(pieces, self.chunk):
             wanted = [(*pieces[n][:2], start, count) for n, start, count in parts]
-            raw = understood(self._ask(SaveNames(parts=wanted)), _Names, WHO).names
+            raw = understood(self._mover.ask(protocol.SaveNames(parts=wanted)), _Names, WHO).names
             if len(raw) != 32 * sum(count for _, _, count in parts):
                 raise FailedUndone(f"{WHO} told {len(raw)} bytes of names of chunks")
             at = 0
@@ -171,32 +130,24 @@ class Saver(_Staging):
 
 
 class Loader(_Staging):
-    """Reads the chunks of an image into device memory.
-
-    Args:
-        mover: who does it; stays the caller's.
-        folder: the descriptor of the folder of chunks; stays the caller's.
-        chunk: bytes of a chunk.
-        image: the image's path, as it is named where a chunk is damaged.
-    """
+    """Reads the chunks of an image, whose path errors name, into device memory; mover and folder stay the caller's."""
 
     _taking = LoadTake
 
     def __init__(self, mover: Mover, folder: int, chunk: int, image: str):
         super().__init__(mover, chunk)
         self._image = image
-        self._ask(LoadOpen(chunk=chunk), fds=[folder])
+        self._mover.ask(protocol.LoadOpen(chunk=chunk), fds=[folder])
 
     def make(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str) -> list[int]:
         """Have it make memory on a GPU; returns descriptors, which are ours to close.
 
-        Raises:
-            NoRoomOnGpu: there is none.
+        Raises NoRoomOnGpu: there is none.
         """
         with Given() as found:
             for start in range(0, len(ids), _MOST_IDS):
                 some = slice(start, start + _MOST_IDS)
-                message = LoadMake(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+                message = protocol.LoadMake(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
                 found.add(self._mover.ask(message, wanted=len(ids[some])).given)
             if len(found) != len(ids):
                 raise FailedUndone(f"the mover made {len(found)} of {len(ids)} pieces of memory")
@@ -209,23 +160,21 @@ class Loader(_Staging):
             for n, start, count in parts:
                 raw = b"".join(bytes.fromhex(name) for name in names[n][start : start + count])
                 told.append((*pieces[n][:2], start, raw))
-            self._ask(LoadWant(parts=told))
+            self._mover.ask(protocol.LoadWant(parts=told))
 
-    def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False, threads: int = 0) -> Done:
+    def run(self, *, told: Told = lambda *_: None, stop: Callable[[], bool] = lambda: False) -> Done:
         """Read all that is wanted since the last time.
 
-        Raises:
-            DamagedImage: a chunk is missing, or not what its name says.
-            FailedUndone: something else went wrong.
+        Raises DamagedImage: a chunk is missing, or not what its name says; FailedUndone: something else went wrong.
         """
-        self._ask(LoadStart(threads=threads))
+        self._mover.ask(protocol.LoadStart())
         return _wait(self._mover, told, stop, STALL_SECONDS, self._image)
 
 
 def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, image: str = "") -> Done:
     done, since = -1, time.monotonic()
     while True:
-        said = understood(mover.ask(Poll()), Progress, WHO)
+        said = understood(mover.ask(protocol.Poll()), Progress, WHO)
         told(said.done, said.total)
         if said.failed is not None:
             _raise(said.failed, image)
@@ -236,7 +185,7 @@ def _wait(mover: Mover, told: Told, stop: Callable[[], bool], limit: float, imag
         elif time.monotonic() - since > limit:
             raise mover.hung(f"has copied nothing for {limit:g} s")
         if stop():
-            mover.ask(Stop())
+            mover.ask(protocol.Stop())
             return Done(said.chunks, said.done, said.seconds)
 
 

@@ -119,9 +119,7 @@ class VaultServer:
     def let_go(self, key: str, again: bool = False) -> int:
         """Let go of a key; returns how many descriptors it held.
 
-        Args:
-            key: what it is held as.
-            again: whether segments of the arena may be another's: nobody writes to them or reads them any more.
+        ``again``: segments of the arena may be another's: nobody writes to them or reads them any more.
         """
         entry = self.held.pop(key, Entry())
         n = len(entry.fds)
@@ -134,11 +132,8 @@ class VaultServer:
     def answer(self, asked: Asked, fds: Given) -> tuple[dict[str, Any], list[int]]:
         """Do what is asked; what is taken of the descriptors is the vault's.
 
-        Returns:
-            What is said, and descriptors to go with it, which stay the vault's.
-
-        Raises:
-            NoRoom: the arena may not grow so far.
+        Returns what is said, and descriptors to go with it, which stay the vault's. Raises NoRoom: the arena may not
+        grow so far.
         """
         match asked:
             case Put(key, n, note):
@@ -176,8 +171,7 @@ class VaultServer:
     def segments(self, key: str, sizes: list[int], cap: int, again: bool) -> list[int]:
         """Make segments a key's; what it had does not count, and may be among them.
 
-        Raises:
-            NoRoom: the arena may not grow so far; the key has what it had.
+        Raises NoRoom: the arena may not grow so far; the key has what it had.
         """
         before = self.held.get(key, Entry())
         own = [fd for fd in before.fds if again and key.startswith(ARENA) and is_segment(fd)]
@@ -244,9 +238,7 @@ class VaultSession:
 def run(path: str, told: threading.Event) -> None:
     """Answer until nothing has been held, and nobody has asked, for ``IDLE_SECONDS``.
 
-    Args:
-        path: where it listens.
-        told: set to have it end as soon as it holds nothing and nobody is connected.
+    ``told`` is set to have it end as soon as it holds nothing and nobody is connected.
     """
     # Whoever has the lock is the vault; a socket that is there is of one that was killed.
     guard = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -284,14 +276,7 @@ def run(path: str, told: threading.Event) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the vault.
-
-    Args:
-        argv: the user whose jobs it is for.
-
-    Returns:
-        The exit code.
-    """
+    """Run the vault for a user; returns the exit code."""
     told = threading.Event()
     begin("limosa-vault", int(argv[0]), [signal.SIGTERM])
     signal.signal(signal.SIGTERM, lambda number, frame: told.set())

@@ -1,4 +1,4 @@
-"""The requests to a vault and its answers; both sides have them from here.
+"""The requests to a vault and its answers, and those that a mover has as well; both sides have them from here.
 
 What comes from the other side is decoded as one of these and bounded by them. Neither side believes anything else.
 """
@@ -11,12 +11,15 @@ import msgspec
 
 from limosa.ipc.messages import Count, Note, Numbers, Seconds, Text, Word
 
+CALL_SECONDS = 60.0
 NO_ROOM = "no room in the arena"
 MOST_KEYS = 1 << 16
 
 
 class Request(msgspec.Struct, tag_field="verb", kw_only=True):
-    """What all that is asked has in common."""
+    """What all that is asked has in common: after how many seconds whoever asks takes a mover for hung."""
+
+    limit: Seconds = CALL_SECONDS
 
 
 class Put(Request, tag="put"):
@@ -45,7 +48,7 @@ class Keys(Request, tag="keys"):
 
 
 class Ping(Request, tag="ping"):
-    """Say who you are."""
+    """Say who you are; of a mover also how busy, on which GPUs, and when it ends."""
 
 
 class Segments(Request, tag="segments"):
@@ -75,23 +78,14 @@ Asked = Put | Get | Drop | Keys | Ping | Segments | Reserve | AskArena
 
 
 class Arena(msgspec.Struct):
-    """What there is of the arena.
-
-    Attributes:
-        used: bytes that are in use.
-        free: bytes that nobody uses.
-        reserved: bytes that are to be there.
-        seconds: for how long.
-        by: bytes in use by key.
-        inodes: of all segments.
-    """
+    """What there is of the arena: bytes that are in use (in all, by key), that nobody uses, that are to be there."""
 
     used: Count
     free: Count
     reserved: Count
-    seconds: Seconds
+    seconds: Seconds  # for how long
     by: Annotated[dict[Word, Count], msgspec.Meta(max_length=MOST_KEYS)]
-    inodes: Numbers
+    inodes: Numbers  # of all segments
 
 
 class Number(msgspec.Struct):

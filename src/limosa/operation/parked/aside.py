@@ -9,7 +9,7 @@ resume reads them back, on any GPU of that chip.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -22,8 +22,9 @@ from limosa.ipc.sealed import is_sealed
 from limosa.operation.arena import refusals
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked.calls import together
-from limosa.operation.parked.holders import aside_key
-from limosa.operation.parked.left_closed import closed_reason
+from limosa.operation.parked.gates import closed_reason
+from limosa.operation.parked.holders import Held, aside_key
+from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.step import Verb
 from limosa.operation.work import Work
 from limosa.parking.answers import MOST_BYTES
@@ -60,12 +61,17 @@ class Layout(msgspec.Struct, frozen=True):
     operation: Word = ""
 
 
-def read_layout(fd: int) -> Layout:
-    """What is where in an arena.
+def laid_out(pieces: Iterable[Held]) -> tuple[list[Placed], int]:
+    """Where each of these pieces is in an arena, one after the other, and the bytes of all."""
+    found, end = list[Placed](), 0
+    for piece in pieces:
+        found.append(Placed(piece.id, piece.bytes, piece.gpu, end))
+        end += piece.bytes
+    return found, end
 
-    Raises:
-        CannotBeMoved: it says nothing that can be read.
-    """
+
+def read_layout(fd: int) -> Layout:
+    """What is where in an arena. Raises CannotBeMoved: it says nothing that can be read."""
     try:
         if not is_sealed(fd):
             raise CannotBeMoved(detail="the arena of the suspended job cannot be read (it may change)")
@@ -78,24 +84,16 @@ def read_layout(fd: int) -> Layout:
 
 
 class InArena(msgspec.Struct):
-    """What goes into an arena, or lies in one.
+    """What goes into an arena, or lies in one."""
 
-    Attributes:
-        bytes: by pid, what a suspend puts there.
-        reasons: what stands against that.
-    """
-
-    bytes: dict[int, int] = {}
-    reasons: list[Reason] = []
+    bytes: dict[int, int] = {}  # by pid, what a suspend puts there
+    reasons: list[Reason] = []  # what stands against that
 
 
 def ask(verb: Verb, members: Sequence[Member], release: Release) -> InArena:
-    """What stands against an operation where memory goes into the arena, or is there; says who is ``away``.
+    """What stands against an operation where memory goes into the arena, or is there.
 
-    Args:
-        verb: what is to be done.
-        members: the job's; of those whose memory alone is suspended ``away`` and ``held`` are filled in.
-        release: what a suspend is to give back.
+    Of members whose memory alone is suspended ``away`` and ``held`` are filled in.
     """
     going: dict[int, int] = {}
     wanted: dict[int, int] = {}
@@ -140,25 +138,18 @@ def _out_of_arena(members: Sequence[Member], verb: Verb) -> list[Reason]:
 def _into_arena(members: Sequence[Member], going: Mapping[int, int], release: Release) -> list[Reason]:
     """What stands against a suspend: it cannot be suspended further, or there is nothing that could go alone."""
     away, awake = [m for m in members if m.away], [m for m in members if m.was == State.RUNNING and not m.away]
+    hint = "limosa suspend, without --release"
     if release != Release.MEMORY_ONLY:
         return [parked_reason(away)] if away else []
     if awake and not going and not away:
-        text = (
-            "it has no memory that could be given back alone: that needs a job started by limosa run, without --no-shim"
-        )
-        return [Reason(id="no-shim", text=text, exit_code=13, hint="limosa suspend, without --release")]
-    hint = "limosa suspend, without --release"
+        text = "it has no memory that could be given back alone: that needs a job started by limosa run"
+        text += ", without --no-shim"
+        return [Reason(id="no-shim", text=text, exit_code=13, hint=hint)]
+    text = "process {} has no memory that could be given back alone, and would run on"
     return [
-        Reason(
-            id="runs-on",
-            text=f"process {member.pid} has no memory that could be given back alone, and would run on",
-            exit_code=13,
-            hint=hint,
-            pid=member.pid,
-            forceable=True,
-        )
-        for member in awake
-        if member.pid not in going
+        Reason(id="runs-on", text=text.format(m.pid), exit_code=13, hint=hint, pid=m.pid, forceable=True)
+        for m in awake
+        if m.pid not in going
     ]
 
 
@@ -197,33 +188,34 @@ def shut_to_movers(inventory: Inventory, members: Sequence[Member]) -> list[Reas
     for uuid in sorted({m.map.get(u, u) for m in members if under_shim(m.pid) for u in m.held}):
         there = by_uuid.get(uuid)
         if there is not None and there.compute_mode != "default":
-            text = (
-                f"GPU {there.index} is in compute mode {there.compute_mode}: the mover, which copies the job's memory,"
-            )
+            text = f"GPU {there.index} is in compute mode {there.compute_mode}: "
+            text += "the mover, which copies the job's memory, could have no context beside it"
             hint = f"nvidia-smi -i {there.index} -c DEFAULT"
-            found.append(
-                Reason(id="exclusive", text=f"{text} could have no context beside it", exit_code=12, hint=hint)
-            )
+            found.append(Reason(id="exclusive", text=text, exit_code=12, hint=hint))
     return found
 
 
 def copy_all(
-    work: Work, residents: Residents, way: Literal["out", "in"], copies: Mapping[int, Sequence[Copy]], limit: float
+    work: Work,
+    residents: Residents,
+    way: Literal["out", "in"],
+    some: Sequence[tuple[int, Sequence[Copy]]],
+    bytes_: int,
 ) -> None:
-    """Copies between GPUs and arenas, each owner's by his mover, all at once; ``way`` is "out" or "in"."""
+    """Copies between GPUs and arenas, what each owner's processes have by his mover, all at once."""
+    copies: dict[int, list[Copy]] = {}
+    for owner, own in some:
+        copies.setdefault(owner, []).extend(own)
     with work.spent("copy"):
-        together([partial(residents.mover(owner).host, way, some, limit) for owner, some in copies.items()])
+        limit, mover = copy_limit(bytes_), residents.mover
+        together([partial(mover(owner).host, way, own, limit) for owner, own in copies.items()])
 
 
 def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[list[int], bool]:
     """What is held of a suspended process under the first of these keys, or by itself.
 
-    Returns:
-        Descriptors, which are the caller's to close, none where everybody has said that he holds nothing; and whether
-        the process alone has them.
-
-    Raises:
-        FailedUndone: the process has none, and somebody does not say.
+    Returns descriptors, which are the caller's to close, none where everybody has said that he holds nothing; and
+    whether the process alone has them. Raises FailedUndone: the process has none, and somebody does not say.
     """
     unsaid: LimosaError | None = None
     for key in keys:
@@ -242,9 +234,7 @@ def find_arena(residents: Residents, shim: Shim, keys: Sequence[str]) -> tuple[l
 def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
     """What is held of a suspended process, by the vault or by itself; descriptors, which are the caller's to close.
 
-    Raises:
-        CannotBeMoved: nobody holds anything.
-        FailedUndone: the process does not, and the vault does not say.
+    Raises CannotBeMoved: nobody holds anything; FailedUndone: the process does not, and the vault does not say.
     """
     fds, by_itself = find_arena(residents, shim, [aside_key(member)])
     if not fds and by_itself:
@@ -257,8 +247,7 @@ def arena_of(residents: Residents, member: Member, shim: Shim) -> list[int]:
 def parts_of(member: Member, arena: Sequence[int]) -> tuple[list[int], Layout]:
     """The segments among what is held of a suspended process, and what is where in them.
 
-    Raises:
-        CannotBeMoved: it is no arena.
+    Raises CannotBeMoved: it is no arena.
     """
     layouts = [fd for fd in arena if not is_segment(fd)]
     if len(layouts) != 1:

@@ -29,12 +29,7 @@ KEPT_FREE = 1 << 30
 
 
 class Bulk:
-    """Host memory that the members' processes have ready for what the driver saves of them.
-
-    Args:
-        members: the processes of an operation.
-        parked: connections to those whose memory is parked: they stay somebody else's.
-    """
+    """Host memory that processes have ready for what the driver saves; ``parked`` are connections that stay others'."""
 
     def __init__(self, members: Sequence[Member], parked: Mapping[int, Shim]):
         self._members = members

@@ -31,8 +31,7 @@ def together(calls: Sequence[Callable[[], object]]) -> None:
 def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
     """Does something for each process, whatever comes of the others; one that has ended needs nothing.
 
-    Raises:
-        LimosaError: the first that failed.
+    Raises LimosaError: the first that failed.
     """
     failed: list[BaseException] = []
     for member, call in calls:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
 
 from limosa.errors import FailedUndone
 from limosa.gpu import State
+from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
-from limosa.operation.parked.gates import Gates
-from limosa.operation.parked.holders import Held
+from limosa.operation.parked.calls import each
+from limosa.operation.parked.gates import Gates, open_whole
+from limosa.operation.parked.holders import Held, key_of
 from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import strand
 from limosa.operation.work import Work
@@ -26,13 +31,34 @@ from limosa.parking.residents import Residents
 from limosa.parking.shim import Shim
 
 
-class Process(Protocol):
-    """One process of a job, as each of them knows it."""
+class Process:
+    """One process of a job, as a carrier knows it: what leads to each piece of its memory, and to its arena.
 
-    member: Member
-    shim: Shim
-    mapped: bool
-    """Whether it was going to be given memory where it goes to."""
+    Attributes:
+        source, target: descriptors of its memory where it was, and where it goes to, by the pieces' numbers.
+        mapped: whether it was going to be given memory where it goes to.
+        touched: whether its gate was going to be closed.
+        sides: what of it vault and mover hold.
+    """
+
+    sides: ClassVar[tuple[str, ...]] = ("source",)
+
+    def __init__(self, member: Member, shim: Shim, arena: Sequence[int] = ()):
+        self.member, self.shim, self.arena = member, shim, list(arena)
+        self.source: dict[int, int] = {}
+        self.target: dict[int, int] = {}
+        self.mapped = self.touched = False
+
+    def held(self, side: str) -> list[Held]:
+        """The pieces of "source" or "target", in the order in which they are held."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        fds = {*self.source.values(), *self.target.values(), *self.arena}
+        for of in (self.source, self.target, self.arena):
+            of.clear()
+        close_all(fds)
+        self.shim.close()
 
 
 P = TypeVar("P", bound=Process)
@@ -64,11 +90,7 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     def wait(self) -> None:
-        """Waits until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
+        """Waits until all is copied. Raises FailedUndone: it was not."""
 
     @abc.abstractmethod
     def arrive(self) -> None:
@@ -77,15 +99,13 @@ class Carrier(abc.ABC):
     def leave(self) -> None:  # noqa: B027 - nothing, where nothing was mapped
         """Undoes :meth:`arrive`, before the driver takes the process back: once nothing is copied any more.
 
-        Raises:
-            UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
+        Raises UndoFailed: a gate was opened: the job may run, and ``recover`` opens the others.
         """
 
     def open(self) -> None:  # noqa: B027 - nothing, where the job does not go on by it
         """Opens the gates; from the first one on there is no way back.
 
-        Raises:
-            UndoFailed: one could not be opened: ``recover`` opens it.
+        Raises UndoFailed: one could not be opened: ``recover`` opens it.
         """
 
     @abc.abstractmethod
@@ -98,11 +118,7 @@ class Carrier(abc.ABC):
 
 
 class Beside(Carrier, Generic[P]):
-    """What the carriers of ``move``, ``suspend`` and ``resume`` have in common.
-
-    Args:
-        work: the operation.
-    """
+    """What the carriers beside the driver's steps have in common."""
 
     def __init__(self, work: Work):
         self._work = work
@@ -110,7 +126,6 @@ class Beside(Carrier, Generic[P]):
         self._residents = Residents()
         self._gates = Gates(work)
         self._copying = Background("limosa-copy")
-        self._touched: set[int] = set()
         self._bytes = 0
 
     @property
@@ -131,32 +146,69 @@ class Beside(Carrier, Generic[P]):
     def open(self) -> None:
         self._gates.open([(part.member, part.shim) for part in self._parts])
 
-    def _begin_to_park(self) -> None:
-        """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
-        for part in self._parts:
-            self._work.note("park", "begin", part.member.pid)
-            self._touched.add(part.member.pid)
+    def back(self) -> None:
+        self._copying.settle()  # it reads what is about to be given back
+        each([(part.member, partial(self._home, part)) for part in self._parts])
+        self.release()
 
-    def _go_home(self, part: P, pieces: Sequence[Held], fds: Sequence[int]) -> bool:
+    def release(self) -> None:
+        self._forget()
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        for part in self._parts:
+            part.close()
+        self._residents.close()
+
+    def _forget(self) -> None:
+        """Has vault and mover let go; one that was killed has."""
+        for part in self._parts:
+            for side in part.sides:
+                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, side))
+
+    def _hold(self, part: P) -> None:
+        for side in part.sides:
+            pieces, fds = part.held(side), getattr(part, side)
+            key = key_of(self._work.id, part.member, side)
+            self._residents.put(part.shim.owner, key, [fds[p.id] for p in pieces], msgspec.json.encode(pieces))
+
+    def _hold_again(self) -> None:
+        """Vault and mover may have been killed since, and others be in their place."""
+        for part in self._parts:
+            sides = {key_of(self._work.id, part.member, side): len(getattr(part, side)) for side in part.sides}
+            if self._residents.missing(part.shim.owner, sides):
+                self._hold(part)
+
+    def _begin_to_park(self, parts: Sequence[P]) -> None:
+        """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
+        for part in parts:
+            self._work.note("park", "begin", part.member.pid)
+            part.touched = True
+
+    @staticmethod
+    def _take_away(parts: Sequence[P]) -> None:
+        for part in parts:
+            if part.shim.unmap() is not Stand.AWAY and part.source:
+                raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+
+    def _home(self, part: P) -> bool:
         """Gives a process its own memory back and opens its gate; the driver has brought it home before.
 
-        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
-
-        Returns:
-            Whether it is at home.
+        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended. Returns
+        whether it is at home.
         """
         member, shim = part.member, part.shim
-        if member.pid not in self._touched:  # it may not even answer: stopped by somebody, say
+        if not part.touched:  # it may not even answer: stopped by somebody, say
             return True
         stand = shim.hello().stand
         if stand is Stand.AWAY:
+            pieces = part.held("source")
+            fds = [part.source[p.id] for p in pieces]
             if driver_steps.settled_state(self._work.driver, member.pid) == State.CHECKPOINTED:
                 away = driver_steps.is_away(member, "checkpointed", self._work.journal)
                 strand(member, shim, pieces, fds, away=away, operation=self._work.id)
                 return False
             stand = put_back(shim, pieces, fds)
-        if stand is Stand.CLOSED:
-            shim.open_gate()
-        elif stand is not Stand.OPEN:
-            raise FailedUndone(f"not all of the memory of process {member.pid} came back to it")
+        open_whole(member, shim, stand)
         return True

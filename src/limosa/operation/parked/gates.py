@@ -1,33 +1,41 @@
 """The gates of processes under the shim: closed before their memory is taken, opened when it is back.
 
-Once the first one has opened there is no way back, only forward.
+Once the first one has opened there is no way back, only forward. A gate that somebody left closed has its job stand
+still although nobody works on it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from functools import partial
 
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, UndoFailed
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
 from limosa.gpu import State
+from limosa.operation import claims
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import each, together
+from limosa.operation.results import Recovered
 from limosa.operation.work import Clock, Work
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
+from limosa.process.candidates import candidates
+from limosa.process.identity import Identity
+from limosa.process.slurp import slurp
 
 STACK_BYTES = 16
 """What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
 GATE_SECONDS = 5.0
 """How long a process may take to come out of the driver and finish its work on the GPU."""
+_ANSWER, _PATIENCE = 4.0, 1.0
+"""Seconds for one that is looked at because its gate may have been left closed."""
 
 
 def close(shims: Sequence[Shim], clock: Clock) -> None:
     """Closes gates at once; within the operation's own limit, where that is less.
 
-    Raises:
-        GateStaysOpen: one could not be closed in time; others may be closed now.
+    Raises GateStaysOpen: one could not be closed in time; others may be closed now.
     """
     together([partial(shim.close_gate, clock.at_most(GATE_SECONDS)) for shim in shims])
 
@@ -48,11 +56,7 @@ class Gates:
         self._work, self.opened = work, False
 
     def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Notes it and opens them.
-
-        Raises:
-            UndoFailed: one does not open.
-        """
+        """Notes it and opens them. Raises UndoFailed: one does not open."""
         self.opened = True
         for member, _ in parts:
             self._work.try_note("open", "begin", member.pid)
@@ -67,11 +71,7 @@ class Gates:
             raise gate_was_opened(self._work.operation, str(error)) from error
 
     def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Takes what was mapped out again.
-
-        Raises:
-            UndoFailed: one was opened, and the job may run.
-        """
+        """Takes what was mapped out again. Raises UndoFailed: one was opened, and the job may run."""
         if self.opened:
             raise gate_was_opened(self._work.operation)
         leave(parts)
@@ -93,6 +93,14 @@ def leave(parts: Sequence[tuple[Member, Shim]]) -> None:
             shim.unmap()
 
     each([(member, partial(one, shim)) for member, shim in parts])
+
+
+def open_whole(member: Member, shim: Shim, stand: Stand) -> None:
+    """Opens the gate of a process that has all of its memory, unless it is open. Raises FailedUndone: it has not."""
+    if stand is Stand.CLOSED:
+        shim.open_gate()
+    elif stand is not Stand.OPEN:
+        raise FailedUndone(f"not all of the memory of process {member.pid} came back to it")
 
 
 def stand_of(member: Member) -> Stand:
@@ -128,8 +136,7 @@ def any_shut(members: Sequence[Member]) -> bool:
 def refuse_shut(members: Sequence[Member]) -> None:
     """The last look before an operation says that jobs run: of these nobody has opened the gate, so it has to be open.
 
-    Raises:
-        FailedUndone: one would stand still although it was said to run.
+    Raises FailedUndone: one would stand still although it was said to run.
     """
     for member in members:
         stand = Stand.OPEN
@@ -137,3 +144,55 @@ def refuse_shut(members: Sequence[Member]) -> None:
             stand = shim.hello().stand
         if stand is not Stand.OPEN:
             raise FailedUndone(f"the gate of process {member.pid} is {stand.name.lower()}: it would not go on")
+
+
+def closed_reason(pid: int) -> Reason:
+    """The refusal for a process whose gate is closed before anything was done to it."""
+    text = f"the gate of process {pid} is closed: somebody held it still and has not let it go on"
+    return Reason(id="gate-closed", text=text, exit_code=19, hint="limosa recover opens it", pid=pid)
+
+
+def open_left(*, dry_run: bool = False) -> list[Recovered]:
+    """Opens the gates of processes that have all their memory and that nobody works on, or died working on.
+
+    An operation claims a process before it closes its gate. One that died has left its claim and journal, which say
+    more than the gate does.
+    """
+    found = []
+    for pid in candidates():
+        if not under_shim(pid) or not _is_in_reach(pid) or _is_claimed(pid):
+            continue
+        with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER, _PATIENCE) as shim:
+            if shim.hello().stand is not Stand.CLOSED or _is_claimed(pid):
+                continue
+            entry = Recovered(kind="gate", pid=pid, state="running")
+            found.append(entry)
+            if dry_run:
+                entry.did = f"would open the gate of process {pid}, which somebody left closed"
+                continue
+            try:
+                shim.open_gate()
+                entry.did = f"opened the gate of process {pid}, which somebody left closed"
+            except LimosaError as error:
+                entry.state, entry.error, entry.exit_code = "unknown", str(error), 40
+    return found
+
+
+def _is_in_reach(pid: int) -> bool:
+    """Whether its socket has a name here, and claims on it would be seen.
+
+    In another network namespace nobody need wait for it. One that was started with another runtime folder is somebody
+    else's who keeps his claims there.
+    """
+    try:
+        if os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
+            return False
+        environment = slurp(f"/proc/{pid}/environ").split(b"\0")
+    except OSError:
+        return False
+    folders = [word.partition(b"=")[2] for word in environment if word.startswith(b"LIMOSA_RUNTIME_DIR=")]
+    return not folders or folders[0] == os.environb.get(b"LIMOSA_RUNTIME_DIR", b"")
+
+
+def _is_claimed(pid: int) -> bool:
+    return any(pid == one.pid for claim in claims.everybodys(whole=True) for one in claim.pids)

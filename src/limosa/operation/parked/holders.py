@@ -16,7 +16,6 @@ from limosa.ipc.messages import Count, Word
 from limosa.ipc.packet import close_all
 from limosa.ipc.side_by_side import SECONDS, within
 from limosa.operation.journal import Member
-from limosa.parking.answers import Memory
 from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
 from limosa.parking.vault import Vault
@@ -61,25 +60,17 @@ def aside_key(member: Member) -> str:
     return f"aside/{member.identity.to_str()}"
 
 
-def note_of(pieces: Sequence[Memory], devices: Sequence[str]) -> bytes:
-    """What is noted with descriptors of these pieces, in their order."""
-    return msgspec.json.encode([Held(m.id, m.bytes, devices[m.device]) for m in pieces])
-
-
 def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     """Return what vault or mover hold under a key; the descriptors are the caller's to close.
 
-    Raises:
-        LostMemory: both have said that they do not have it.
-        FailedUndone: one of them could not be asked, or says something else.
+    Raises LostMemory: both have said that they do not have it; FailedUndone: one of them could not be asked, or says
+    something else.
     """
-    residents = Residents()
     try:
-        fds, note = residents.get(owner, key)
+        with contextlib.closing(Residents()) as residents:
+            fds, note = residents.get(owner, key)
     except KeyError:
         raise LostMemory(pid=member.pid) from None
-    finally:
-        residents.close()
     try:
         if len(note) > _LONGEST * (len(fds) + 1):  # decoded it is many times as large
             raise FailedUndone(f"what is noted of {len(fds)} pieces of process {member.pid} is too long")
@@ -96,16 +87,11 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
 
 
 def forget(operation: str, *, but: str | None = None, of: Sequence[Member] = ()) -> None:
-    """Have everybody let go of what they hold for an operation (not of jobs' own arenas): all sides, or all but one.
+    """Have everybody let go of what they hold for an operation (not jobs' own arenas): all sides, or all ``but`` one.
 
-    Args:
-        operation: its id.
-        but: the side that is kept.
-        of: processes that live: who may hold something for them has to be told. Without any, everybody is told who
-            answers: what is held of a process that has ended they let go of themselves.
-
-    Raises:
-        FailedUndone: one of the caller's own who may hold something of these could not be told.
+    With ``of``, processes that live, who may hold something for them has to be told: raises FailedUndone where one of
+    the caller's own could not be. Without any, everybody is told who answers: what is held of a process that has ended
+    they let go of themselves.
     """
     _forget(lambda _, id_, side: id_ == operation and side != but, of)
 
@@ -113,8 +99,7 @@ def forget(operation: str, *, but: str | None = None, of: Sequence[Member] = ())
 def forget_arenas(members: Sequence[Member]) -> None:
     """Have vaults let go of arenas that these processes, which run, have no need of.
 
-    Raises:
-        FailedUndone: the caller's own vault, which may hold one, could not be told.
+    Raises FailedUndone: the caller's own vault, which may hold one, could not be told.
     """
     keys = {aside_key(member) for member in members}
 
@@ -169,8 +154,7 @@ def _owners(members: Sequence[Member]) -> set[int]:
 def _tell_all_of(kind: type[_R], uid: int, tell: Callable[[_R], None]) -> None:
     """Tells each resident of a user something; another user's for as long as they answer at once.
 
-    Raises:
-        FailedUndone: one of the caller's own could not be told. What another user's holds on to is that user's alone.
+    Raises where one of the caller's own could not be told: what another user's holds on to is that user's alone.
     """
 
     def told() -> LimosaError | None:
@@ -206,9 +190,5 @@ def _tell(residents: Sequence[_R], tell: Callable[[_R], None]) -> None:
 
 
 def _keys(uid: int, held: dict[str, int], meant: Callable[[int, str, str], bool]) -> list[str]:
-    found = []
-    for key in held:
-        id_, side = [*key.split("/"), ""][:2]
-        if _OPERATION.fullmatch(id_) and meant(uid, id_, side):
-            found.append(key)
-    return found
+    named = {key: [*key.split("/"), ""][:2] for key in held}
+    return [key for key, (id_, side) in named.items() if _OPERATION.fullmatch(id_) and meant(uid, id_, side)]

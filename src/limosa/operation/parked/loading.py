@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
+from limosa.ipc.packet import close_all
 from limosa.operation.background import Background
 from limosa.operation.journal import Member
 from limosa.operation.parked.carrier import Carrier
@@ -47,15 +48,13 @@ class _Part:
         return self.shim
 
     def there(self, piece: DevicePiece) -> str:
-        """The GPU that a piece goes to."""
         return self.member.map.get(piece.gpu, piece.gpu)
 
     def _imports(self, piece: DevicePiece) -> bool:
         return not self.saw or self.there(piece) in self.saw
 
     def close(self) -> None:
-        for fd in self.target.values():
-            os.close(fd)
+        close_all(self.target.values())
         self.target.clear()
         if self.shim is not None:
             self.shim.close()
@@ -63,13 +62,7 @@ class _Part:
 
 
 class Loading(Carrier):
-    """The parked part of one restore.
-
-    Args:
-        work: the operation.
-        image: open; stays the caller's.
-        members: its processes with CUDA state; what is made for them is taken off what they hold.
-    """
+    """The parked part of one restore of an image, which stays open; takes what is made off what members hold."""
 
     def __init__(self, work: Work, image: Image, members: Sequence[Member]):
         self._work, self._image = work, image
@@ -89,19 +82,13 @@ class Loading(Carrier):
 
     @property
     def shims(self) -> dict[int, Shim]:
-        """None is taken away from: memory comes."""
-        return {}
+        return {}  # none is taken away from: memory comes
 
     @property
     def bytes(self) -> int:
         return self._image.manifest.device_bytes
 
     def prepare(self) -> None:
-        """Make memory on the GPUs.
-
-        Raises:
-            NoRoomOnGpu: there is none.
-        """
         image = self._image
         loader = self._loader = Loader(
             self._residents.mover(os.geteuid()), image.chunks_fd, image.manifest.chunk_bytes, str(image.path)
@@ -124,7 +111,6 @@ class Loading(Carrier):
                 part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
 
     def copy(self) -> None:
-        """Begin to fill it."""
         self._reading.start(self._read)
 
     def _read(self) -> None:
@@ -139,20 +125,13 @@ class Loading(Carrier):
         work.timings["chunks"] = work.timings.get("chunks", 0.0) + done.seconds
 
     def check(self) -> None:
-        """Stop here where it has failed already.
-
-        Raises:
-            DamagedImage: a chunk is not what its name says.
-            FailedUndone: something else went wrong.
-        """
+        """Stop here where it has failed already: raises what :meth:`wait` does."""
         self._reading.check()
 
     def wait(self) -> None:
         """Wait until every byte is there, and was compared.
 
-        Raises:
-            DamagedImage: a chunk is not what its name says.
-            FailedUndone: something else went wrong.
+        Raises DamagedImage: a chunk is not what its name says; FailedUndone: something else went wrong.
         """
         self._reading.wait()
         self._work.check()
@@ -175,12 +154,10 @@ class Loading(Carrier):
                 try:
                     self._loader.take(pid, ids, [piece.bytes for piece in mine], gpu, fds)
                 finally:
-                    for fd in fds:
-                        os.close(fd)
+                    close_all(fds)
                 self._loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
 
     def arrive(self) -> None:
-        """Map the memory where it was; the driver has restored what it carries, and unlocked."""
         for part in self._parts:
             member = part.member
             ids = sorted(part.target)
@@ -196,11 +173,6 @@ class Loading(Carrier):
                 raise FailedUndone(f"process {member.pid} could not be given its device memory back")
 
     def open(self) -> None:
-        """Open the gates; from the first one on there is no way back.
-
-        Raises:
-            UndoFailed: one could not be opened: ``recover`` opens it.
-        """
         self._gates.open([(part.member, part.connected()) for part in self._parts])
 
     def back(self) -> None:
@@ -208,7 +180,6 @@ class Loading(Carrier):
         self.release()
 
     def release(self) -> None:
-        """Let go of everything that is not the job's own."""
         self._leave.set()
         self._reading.settle()
         for part in self._parts:

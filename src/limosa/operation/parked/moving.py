@@ -18,9 +18,9 @@ from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Member
 from limosa.operation.parked import gates, shares
-from limosa.operation.parked.calls import each, together
-from limosa.operation.parked.carrier import Beside
-from limosa.operation.parked.holders import Held, key_of, note_of
+from limosa.operation.parked.calls import together
+from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.holders import Held
 from limosa.operation.parked.pieces import copy_limit, export
 from limosa.operation.work import Work
 from limosa.parking.answers import Memory
@@ -30,17 +30,16 @@ from limosa.parking.shim import Shim
 _BLIND = "its processes share device memory, and one did not see the GPU that it is to go to when it began"
 
 
-class _Part:
-    """One process: its shim, and each piece of its memory with the descriptors that lead to it."""
+class _Part(Process):
+    """One process, and what is known of each piece of its memory."""
+
+    sides = ("source", "target")
 
     def __init__(self, member: Member, shim: Shim):
-        self.member, self.shim = member, shim
-        self.source: dict[int, int] = {}
-        self.target: dict[int, int] = {}
+        super().__init__(member, shim)
         self.devices = shim.devices()
         self.known: dict[int, Memory] = {}
         self.later: list[_Later] = []
-        self.mapped = False
         self._sees: dict[str, bool] = {}
 
     def sees(self, gpu_: str) -> bool:
@@ -49,10 +48,9 @@ class _Part:
             self._sees[gpu_] = self.shim.sees(gpu_)
         return self._sees[gpu_]
 
-    def keys(self, operation: str) -> dict[str, int]:
-        """What is held for it, and how many descriptors that is."""
-        sides = (("source", self.source), ("target", self.target))
-        return {key_of(operation, self.member, side): len(fds) for side, fds in sides}
+    def held(self, side: str) -> list[Held]:
+        known = [self.known[i] for i in sorted(getattr(self, side))]
+        return [Held(m.id, m.bytes, self.devices[m.device]) for m in known]
 
     def pieces(self) -> list[Memory]:
         return [m for m in self.shim.memories() if not m.shared]
@@ -69,13 +67,6 @@ class _Part:
             found.setdefault(self.places(piece), []).append(piece)
         return found
 
-    def close(self) -> None:
-        for fd in {*self.source.values(), *self.target.values()}:
-            os.close(fd)
-        self.source.clear()
-        self.target.clear()
-        self.shim.close()
-
 
 class _Later(NamedTuple):
     """Pieces that their process makes itself when it is there; until then the mover keeps the room for them."""
@@ -86,13 +77,7 @@ class _Later(NamedTuple):
 
 
 class Moving(Beside[_Part]):
-    """The parked part of one move.
-
-    Args:
-        work: the operation.
-        members: its processes.
-        shims: connections to those that are parked; closed by :meth:`close`.
-    """
+    """The parked part of one move; ``shims`` are connections to those that are parked, closed by :meth:`close`."""
 
     def __init__(self, work: Work, members: Sequence[Member], shims: dict[int, Shim]):
         super().__init__(work)
@@ -104,7 +89,6 @@ class Moving(Beside[_Part]):
     # -- before the pause ----------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Makes the destination's memory and has everything held by vault and mover; the jobs run on meanwhile."""
         shares.refuse_outside(self.shims)
         for owner in {part.shim.owner for part in self._parts}:
             gpus = {b for part in self._parts if part.shim.owner == owner for b in part.member.map.values()}
@@ -154,29 +138,11 @@ class Moving(Beside[_Part]):
                 here, there = part.places(piece)
                 part.target[piece.id] = part.source[piece.id] if here == there else os.dup(self._shared[piece.share])
 
-    def _hold(self, part: _Part) -> None:
-        for side, fds in (("source", part.source), ("target", part.target)):
-            ids = sorted(fds)
-            note = note_of([part.known[i] for i in ids], part.devices)
-            key = key_of(self._work.id, part.member, side)
-            self._residents.put(part.shim.owner, key, [fds[i] for i in ids], note)
-
-    def _hold_again(self) -> None:
-        """Vault and mover may have been killed since, and others be in their place."""
-        for part in self._parts:
-            if self._residents.missing(part.shim.owner, part.keys(self._work.id)):
-                self._hold(part)
-
     # -- the pause -----------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Closes all gates at once, follows what was allocated or freed since, and takes the memory away.
-
-        Raises:
-            GateStaysOpen: one could not be closed in time; :meth:`back` opens the others.
-        """
         self._hold_again()
-        self._begin_to_park()
+        self._begin_to_park(self._parts)
         with self._work.spent("gate"):
             gates.close([part.shim for part in self._parts], self._work)
             for part in self._parts:
@@ -192,15 +158,12 @@ class Moving(Beside[_Part]):
                 close_all({part.source.pop(gone), part.target.pop(gone, -1)} - {-1})
             self._add(part, [m for i, m in sorted(now.items()) if i not in part.source])
             self._hold(part)
-        for part in self._parts:
-            if part.shim.unmap() is not Stand.AWAY and part.source:
-                raise FailedUndone(f"process {part.member.pid} did not let go of its memory")
+        self._take_away(self._parts)
 
     def _note_shares(self, part: _Part, pieces: Iterable[Memory]) -> None:
         """Has what is shared since it was made on the other side be the one for all that have it.
 
-        Raises:
-            CannotBeMoved: its process makes it itself, and the others could not have that.
+        Raises CannotBeMoved: its process makes it itself, and the others could not have that.
         """
         for piece in pieces:
             if not piece.share or piece.share in self._shared or piece.id not in part.source:
@@ -210,8 +173,6 @@ class Moving(Beside[_Part]):
             self._shared[piece.share] = os.dup(part.target[piece.id])
 
     def copy(self) -> None:
-        """Copies in the background; the driver's checkpoint runs meanwhile."""
-
         def copy() -> None:
             with self._work.spent("copy"):
                 self._copy(self._copies)
@@ -219,7 +180,6 @@ class Moving(Beside[_Part]):
         self._copying.start(copy)
 
     def arrive(self) -> None:
-        """Maps the destination's memory where the source's was."""
         for part in self._parts:
             self._work.note("map", "begin", part.member.pid)
             part.mapped = True
@@ -261,34 +221,7 @@ class Moving(Beside[_Part]):
         limit, movers = copy_limit(self.bytes), self._residents.mover
         together([partial(movers(owner).copy, some, limit) for owner, some in copies.items()])
 
-    def release(self) -> None:
-        """Lets go of everything: the job runs, so nobody needs the source any more."""
-        for part in self._parts:
-            for key in part.keys(self._work.id):
-                self._residents.drop(part.shim.owner, key)
-        self.close()
-
-    # -- the way back --------------------------------------------------------------------------------------------
-
-    def back(self) -> None:
-        """Gives every process its own memory back and opens its gate; the driver has brought it home before.
-
-        Where the driver could not, for want of room, its memory goes into an arena and it stays suspended.
-        """
-        self._copying.settle()  # it reads what is about to be given back
-        each([(part.member, partial(self._home, part)) for part in self._parts])
-        self.release()
-
-    def _home(self, part: _Part) -> None:
-        ids = sorted(part.source)
-        pieces = [Held(i, part.known[i].bytes, part.devices[part.known[i].device]) for i in ids]
-        self._go_home(part, pieces, [part.source[i] for i in ids])
-
     def close(self) -> None:
-        """Ends the connections."""
-        for part in self._parts:
-            part.close()
-        for fd in self._shared.values():
-            os.close(fd)
+        close_all(self._shared.values())
         self._shared.clear()
-        self._residents.close()
+        super().close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -22,27 +22,29 @@ LARGE = 512 << 20
 
 
 def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
-    """Connects to the members that run under the shim and have memory that can be parked.
+    """Connects to the members that have memory that can be parked, as :func:`connected` does; by pid."""
+    some = connected(members, lambda _, hello: hello.bytes > 0 and hello.stand is Stand.OPEN)
+    return {member.pid: shim for member, shim in some}
 
-    Returns:
-        Connections by pid; the caller closes them.
 
-    Raises:
-        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
+def connected(members: Sequence[Member], wanted: Callable[[Member, Hello], bool]) -> list[tuple[Member, Shim]]:
+    """Connects to the members under the shim that are wanted; the caller closes the connections.
+
+    Raises CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
     """
-    found: dict[int, Shim] = {}
+    found: list[tuple[Member, Shim]] = []
     try:
         for member in members:
             hello = hello_of(member)
             if hello is None:
                 continue
             shim, said = hello
-            if said.bytes and said.stand is Stand.OPEN:
-                found[member.pid] = shim
+            if wanted(member, said):
+                found.append((member, shim))
             else:
                 shim.close()
     except BaseException:
-        for shim in found.values():
+        for _, shim in found:
             shim.close()
         raise
     return found
@@ -51,8 +53,7 @@ def shims_of(members: Sequence[Member]) -> dict[int, Shim]:
 def hello_of(member: Member) -> tuple[Shim, Hello] | None:
     """Connects to a process and asks where it stands; None where it does not run under the shim, or has ended.
 
-    Raises:
-        CannotBeMoved: it runs under the shim and does not answer: the driver might lose its memory.
+    Raises CannotBeMoved: it runs under the shim and does not answer: the driver might lose its memory.
     """
     shim: Shim | None = None
     try:
@@ -69,19 +70,12 @@ def hello_of(member: Member) -> tuple[Shim, Hello] | None:
 
 
 class Parkable(msgspec.Struct):
-    """What the shims of a job say.
+    """What the shims of a job say."""
 
-    Attributes:
-        bytes: by pid, what can be parked.
-        reasons: memory that the driver could not bring back.
-        known: the processes whose shim has told all that they share.
-        small: those of them that have left the driver no large allocation.
-    """
-
-    bytes: dict[int, int] = {}
-    reasons: list[Reason] = []
-    known: set[int] = set()
-    small: set[int] = set()
+    bytes: dict[int, int] = {}  # by pid, what can be parked
+    reasons: list[Reason] = []  # memory that the driver could not bring back
+    known: set[int] = set()  # the processes whose shim has told all that they share
+    small: set[int] = set()  # those of them that have left the driver no large allocation
 
 
 def ask(members: Sequence[Member], *, software: bool) -> Parkable:
@@ -89,10 +83,6 @@ def ask(members: Sequence[Member], *, software: bool) -> Parkable:
 
     Memory that came by the parked way was made by somebody else: NVML does not know it as the process's, and the driver
     would save it and could not bring it back (a handle that was imported: NOT_SUPPORTED, measured).
-
-    Args:
-        members: its processes.
-        software: whether the GPUs are software GPUs.
     """
     found: list[Reason] = []
     total: dict[int, int] = {}
@@ -133,9 +123,7 @@ def too_full(inventory: gpu.Inventory, members: Sequence[Member]) -> tuple[str, 
     """Whether a move has no room for both copies at once: the parked way lets go of the source last.
 
     Jobs that change places may be moved by the driver all the same, which puts all of it into host memory first.
-
-    Returns:
-        What is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
+    Returns what is short, in a sentence, or ""; and whether the driver could not carry it (it came by the parked way).
     """
     wanted: dict[str, int] = {}
     seen: set[int] = set()

@@ -12,7 +12,7 @@ from limosa.operation import driver_steps
 from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.parked import holders
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.gates import any_waits, leave, stand_of
+from limosa.operation.parked.gates import any_waits, leave, open_whole, stand_of
 from limosa.operation.parked.holders import key_of
 from limosa.operation.parked.pieces import put_back
 from limosa.operation.parked.stranded import has_arena, let_arena_go, strand
@@ -28,8 +28,7 @@ _DRIVER = "driver"
 def go_on(dead: Journal) -> bool:
     """Finishes what had begun to go on: gives every process its memory there, if it lacks it, and opens it.
 
-    Returns:
-        Whether it had begun to. If not, nothing was done, and :func:`go_back` is the way.
+    Returns whether it had begun to. If not, nothing was done, and :func:`go_back` is the way.
     """
     members = _parked(dead)
     # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
@@ -46,12 +45,8 @@ def go_on(dead: Journal) -> bool:
 def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Leads every process home: its memory from where it was to go, then the driver's half, then what was held for it.
 
-    Args:
-        dead: the journal of the operation.
-        driver_home: brings the driver's half back to where it was.
-
-    Raises:
-        LeftSuspended: there is no room for it at home any more; it stays suspended.
+    ``driver_home`` brings the driver's half back. Raises LeftSuspended: there is no room for it at home any more; it
+    stays suspended.
     """
     members = _parked(dead)
     each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
@@ -86,12 +81,7 @@ def _parked(dead: Journal) -> list[Member]:
 def let_go(operation: str, members: Sequence[Member]) -> None:
     """Lets everybody release what they hold for an operation that is over, and the arenas of jobs that run.
 
-    Args:
-        operation: its id.
-        members: the processes that it worked on.
-
-    Raises:
-        FailedUndone: a vault or mover of the caller's that may hold something of these could not be told.
+    Raises FailedUndone: a vault or mover of the caller's that may hold something of these members could not be told.
     """
     living = [m for m in members if m.identity.alive()]
     try:
@@ -131,8 +121,7 @@ def _runs(member: Member) -> bool:
 def _refuse_lost(dead: Journal, members: Sequence[Member]) -> None:
     """What was held is let go of where everybody has his memory.
 
-    Raises:
-        FailedUndone: somebody's is away, and in no arena.
+    Raises FailedUndone: somebody's is away, and in no arena.
     """
     if not all_in_arenas(dead.header.id, [m for m in members if m.identity.alive()]):
         raise FailedUndone("a process of it has not got its device memory back, which is still held")
@@ -174,8 +163,4 @@ def _map_and_open(dead: Journal, member: Member, shim: Shim, side: str) -> None:
             stand = put_back(shim, pieces, fds)
         finally:
             close_all(fds)
-    if stand is Stand.CLOSED:
-        shim.open_gate()
-        stand = shim.hello().stand
-    if stand is not Stand.OPEN:
-        raise FailedUndone(f"process {member.pid} has not got all of its device memory back ({side})")
+    open_whole(member, shim, stand)

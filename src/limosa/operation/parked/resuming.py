@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
-
-import msgspec
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member, added_up
 from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
-from limosa.operation.parked.carrier import Beside
-from limosa.operation.parked.holders import Held, aside_key, key_of
+from limosa.operation.parked.carrier import Beside, Process
+from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import copy_limit
 from limosa.operation.work import Work
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim
 
 
-class _Coming:
+class _Coming(Process):
     """One process on its way back."""
 
+    sides = ("target",)
+
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
-        self.member, self.shim, self.arena = member, shim, arena
+        super().__init__(member, shim, arena)
         self.segments, layout = parts_of(member, arena)
         self.layout, self.saw = layout.pieces, set(layout.saw)
-        self.target: dict[int, int] = {}
-        self.mapped = False
+
+    def held(self, side: str) -> list[Held]:
+        return [Held(p.id, p.bytes, self.there(p)) for p in self.layout if p.id in self.target]
 
     def there(self, placed: Placed) -> str:
         """The GPU that a piece goes to."""
@@ -51,13 +51,6 @@ class _Coming:
         pid = self.member.pid
         return [(f"{pid}/{gpu}", f"{pid}/arena", mine[0].offset, gpu) for gpu, mine in self.on(seen=seen).items()]
 
-    def close(self) -> None:
-        for fd in (*self.target.values(), *self.arena):
-            os.close(fd)
-        self.target.clear()
-        self.arena.clear()
-        self.shim.close()
-
 
 class Resuming(Beside[_Coming]):
     """The parked part of one resume."""
@@ -69,7 +62,6 @@ class Resuming(Beside[_Coming]):
         self._bytes = sum(p.bytes for part in self._parts for p in part.layout)
 
     def prepare(self) -> None:
-        """Makes memory on the GPUs and has the arenas mapped: pinned where they have been so far."""
         for part in self._parts:
             pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
             for gpu, mine in part.on(seen=True).items():
@@ -86,19 +78,9 @@ class Resuming(Beside[_Coming]):
                 total = sum(p.bytes for p in part.layout)
                 mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
 
-    def _hold(self, part: _Coming) -> None:
-        there = [p for p in part.layout if p.id in part.target]
-        note = msgspec.json.encode([Held(p.id, p.bytes, part.there(p)) for p in there])
-        key, fds = key_of(self._work.id, part.member, "target"), [part.target[p.id] for p in there]
-        self._residents.put(part.shim.owner, key, fds, note)
-
     def copy(self) -> None:
-        """Copies in the background; the driver does its part meanwhile."""
-        copies: dict[int, list[Copy]] = {}
-        for part in self._parts:
-            copies.setdefault(part.shim.owner, []).extend(part.copies(seen=True))
-        limit = copy_limit(self.bytes)
-        self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, limit))
+        copies = [(part.shim.owner, part.copies(seen=True)) for part in self._parts]
+        self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, self.bytes))
 
     def arrive(self) -> None:
         """Maps the memory where it was; what the process must make itself is made and filled before."""
@@ -129,22 +111,13 @@ class Resuming(Beside[_Coming]):
     def back(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""
         self._copying.settle()
-        self._close()
+        super().release()
 
     def release(self) -> None:
-        """The jobs run: nobody needs what is in the arenas any more."""
         for part in self._parts:
             again = False
             with contextlib.suppress(LimosaError):
                 part.shim.keep()
                 again = True
-            with contextlib.suppress(LimosaError):  # the job runs, whoever was killed
-                self._residents.drop(part.shim.owner, aside_key(part.member), again=again)
-        self._close()
-
-    def _close(self) -> None:
-        for part in self._parts:
-            with contextlib.suppress(LimosaError):
-                self._residents.drop(part.shim.owner, key_of(self._work.id, part.member, "target"))
-            part.close()
-        self._residents.close()
+            self._residents.drop(part.shim.owner, aside_key(part.member), again=again)
+        super().release()

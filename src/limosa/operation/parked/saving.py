@@ -20,22 +20,21 @@ from functools import partial
 import msgspec
 
 from limosa import gpu
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
-from limosa.operation import counting, driver_steps
-from limosa.operation.background import Background
+from limosa.ipc.packet import close_all
+from limosa.operation import counting
 from limosa.operation.journal import Journal, Member, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
-from limosa.operation.parked.carrier import Carrier
+from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import ARENA, Held, LostMemory, aside_key, key_of
-from limosa.operation.parked.parkable import hello_of
-from limosa.operation.parked.pieces import export, put_back
-from limosa.operation.parked.stranded import strand
+from limosa.operation.parked.parkable import connected
+from limosa.operation.parked.pieces import export
 from limosa.operation.results import Round
 from limosa.operation.work import Work
+from limosa.parking.answers import Hello
 from limosa.parking.hashes import Key
 from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
@@ -51,51 +50,30 @@ HOLD_SPARE, HOLD_MOST = 64 << 20, 8 << 30
 """Memory for what changes until the pause: a quarter more than the last round found, and this; at most so much."""
 
 
-class _Part:
-    """One process: its pieces, each with the descriptor that leads to it; or the arena that its memory is in."""
+class _Part(Process):
+    """One process, and what is known of each piece of its memory."""
 
-    def __init__(self, member: Member, shim: Shim):
-        self.member, self.owner = member, shim.owner
-        self.shim: Shim | None = shim
+    def __init__(self, member: Member, shim: Shim, arena: Sequence[int] = ()):
+        super().__init__(member, shim, arena)
         self.saw = shim.saw()
         # The driver is not asked where it has put the process aside.
         self.devices = shim.devices() if member.was == gpu.State.RUNNING else []
-        self.source: dict[int, int] = {}
         self.bytes: dict[int, int] = {}
         self.gpus: dict[int, str] = {}
         self.share: dict[int, int] = {}
-        self.touched = False  # its gate was going to be closed
         self.copied: set[int] = set()  # of what several processes have, one alone is
 
-    @property
-    def pid(self) -> int:
-        return self.member.pid
-
-    def connected(self) -> Shim:
-        """Its shim, connected to again where that was let go of."""
-        if self.shim is None:
-            self.shim = Shim(self.member.identity)
-        return self.shim
-
-    def leave(self) -> None:
-        """Let go of the connection: CRIU would meet it."""
-        if self.shim is not None:
-            self.shim.close()
-            self.shim = None
-
-    def close(self) -> None:
-        for fd in self.source.values():
-            os.close(fd)
-        self.source.clear()
-        self.leave()
+    def held(self, side: str) -> list[Held]:
+        return [Held(i, self.bytes[i], self.gpus[i]) for i in sorted(self.source)]
 
 
 class _Suspended(_Part):
     """One that is suspended: its memory is in an arena, which the vault and the process itself hold."""
 
+    sides = (ARENA,)
+
     def __init__(self, member: Member, shim: Shim, arena: list[int]):
-        super().__init__(member, shim)
-        self.arena = arena
+        super().__init__(member, shim, arena)
         self.segments, layout = parts_of(member, arena)
         self.layout = layout.pieces
         self.bytes = {p.id: p.bytes for p in self.layout}
@@ -103,24 +81,16 @@ class _Suspended(_Part):
         self.share = {m.id: m.share for m in shim.memories()}
         self.let_go = False
 
-    def close(self) -> None:
-        super().close()
-        for fd in self.arena:
-            os.close(fd)
-        self.arena.clear()
 
-
-class Saving(Carrier):
+class Saving(Beside[_Part]):
     """The parked part of one checkpoint.
 
     Args:
         work: the operation.
-        awake: members that run under the shim, with connections to them.
-        asleep: members whose memory is in arenas, the same.
-        folder: the descriptor of the image's folder of chunks.
-        chunk: bytes of a chunk.
-        rounds: how often what has changed is copied again while the job runs: at most so often; None: for as long as it
-            becomes less; 0: everything is copied in the pause.
+        awake, asleep: members that run under the shim, and those whose memory is in arenas, with connections to them.
+        folder, chunk: the descriptor of the image's folder of chunks; bytes of a chunk.
+        rounds: how often what has changed is copied again while the job runs, at most; None: for as long as it becomes
+            less; 0: everything is copied in the pause.
         rate: bytes a second, for copies made while the job runs; 0: as fast as it goes.
     """
 
@@ -135,25 +105,27 @@ class Saving(Carrier):
         rounds: int | None = None,
         rate: float = 0.0,
     ):
-        self._work, self._folder, self._chunk, self._rate = work, folder, chunk, rate
+        super().__init__(work)
+        self._folder, self._chunk, self._rate = folder, chunk, rate
         self._limit = MOST_ROUNDS if rounds is None else rounds
-        self._parts: list[_Part] = []
-        self._residents = Residents()
-        self._saver: Saver | None = None
-        self._copying = Background("limosa-copy")
+        self._maybe_saver: Saver | None = None
         self.rounds: list[Round] = []
         self.device: list[DeviceMemory] = []
-        for member, shim in awake:
-            self._parts.append(_Part(member, shim))
-        for member, shim in asleep:
-            self._parts.append(_Suspended(member, shim, self._arena(member, shim)))
+        self._parts = [_Part(member, shim) for member, shim in awake]
+        self._parts += [_Suspended(m, shim, arena_of(self._residents, m, shim)) for m, shim in asleep]
 
-    def _arena(self, member: Member, shim: Shim) -> list[int]:
-        return arena_of(self._residents, member, shim)
+    @property
+    def _saver(self) -> Saver:
+        assert self._maybe_saver is not None
+        return self._maybe_saver
+
+    @property
+    def _running(self) -> list[_Part]:
+        return [part for part in self._parts if not isinstance(part, _Suspended)]
 
     @property
     def shims(self) -> dict[int, Shim]:
-        return {part.pid: part.connected() for part in self._parts if not isinstance(part, _Suspended)}
+        return {part.member.pid: part.shim for part in self._running}
 
     @property
     def bytes(self) -> int:
@@ -167,43 +139,42 @@ class Saving(Carrier):
         counted: set[int] = set()
         for part in self._parts:
             own = shares.one_each(part.share, sorted(part.bytes), counted)
-            if part.pid == pid and not isinstance(part, _Suspended):
+            if part.member.pid == pid and not isinstance(part, _Suspended):
                 return added_up({part.gpus[i]: part.bytes[i]} for i in own)
         return {}
 
     # -- while the job runs --------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Have the memory held and mapped, and copied round after round."""
-        running = [part for part in self._parts if not isinstance(part, _Suspended)]
+        running = self._running
         key = Key.fresh().raw if self._limit and running else None
         # The caller's own mover: it writes into a folder that is the caller's.
-        self._saver = Saver(self._residents.mover(os.geteuid()), self._folder, self._chunk, key)
+        saver = Saver(self._residents.mover(os.geteuid()), self._folder, self._chunk, key)
+        self._maybe_saver = saver
         for part in self._parts:
             if isinstance(part, _Suspended):
                 part.copied = self._not_shared(part, [p.id for p in part.layout])
                 for uuid in sorted({part.gpus[i] for i in part.copied}):
                     mine = [p for p in part.layout if p.id in part.copied and part.gpus[p.id] == uuid]
-                    self._saver.aside(part.pid, [(p.id, p.bytes, p.offset) for p in mine], uuid, part.segments)
+                    saver.aside(part.member.pid, [(p.id, p.bytes, p.offset) for p in mine], uuid, part.segments)
         shares.refuse_outside(self.shims)  # it would be somebody else's and the image's, and no more the same
         self._follow()
-        changed = self.bytes if self._limit == 0 else self._copy_rounds() if running else self._copy_once()
+        changed = self.bytes
+        if self._limit and not running:
+            self._one_round()  # what is suspended does not change
+        elif self._limit:
+            changed = self._copy_rounds()
         spare = host_memory()[1] // 4
         if running:
             self._weigh(running)
-            self._saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
+            saver.ready(min(changed + changed // 4 + HOLD_SPARE, HOLD_MOST, spare))
 
     def _weigh(self, running: Sequence[_Part]) -> None:
         """Note what the driver will carry."""
         inventory = gpu.inventory()
         for part in running:
-            pieces = [m for m in part.connected().memories() if m.id in part.bytes]
+            pieces = [m for m in part.shim.memories() if m.id in part.bytes]
             counting.note_beside(inventory, part.member, part.devices, pieces)
-
-    def _copy_once(self) -> int:
-        """What is suspended does not change."""
-        self._one_round()
-        return 0
 
     def _copy_rounds(self) -> int:
         """Copy until it becomes no less; returns the bytes that the last look found changed."""
@@ -211,7 +182,6 @@ class Saving(Carrier):
         for _ in range(self._limit):
             copied = self._one_round(hashing)
             self._follow()
-            assert self._saver is not None
             self._saver.ready(0)
             found = self._saver.differ()
             changed, hashing = found.bytes, found.seconds
@@ -221,7 +191,6 @@ class Saving(Carrier):
 
     def _one_round(self, hashing: float = 0.0) -> int:
         work = self._work
-        assert self._saver is not None
         number = len(self.rounds) + 1
 
         def told(done: int, total: int) -> None:
@@ -240,15 +209,13 @@ class Saving(Carrier):
 
     def _follow(self) -> None:
         """Take in what was allocated and let go of what was freed since the last time."""
-        saver = self._saver
-        assert saver is not None
-        running = [part for part in self._parts if not isinstance(part, _Suspended)]
+        saver, running = self._saver, self._running
         for part in running:
-            shim = part.connected()
+            shim = part.shim
             now = {m.id: m for m in shim.memories() if not m.shared}
             part.share.update({i: m.share for i, m in now.items()})
             gone = set(part.source) - set(now)
-            saver.drop(part.pid, sorted(gone & part.copied))
+            saver.drop(part.member.pid, sorted(gone & part.copied))
             part.copied -= gone
             for id_ in gone:
                 os.close(part.source.pop(id_))
@@ -259,151 +226,86 @@ class Saving(Carrier):
                 for m, fd in zip(new, fds, strict=True):
                     part.source[m.id], part.bytes[m.id], part.gpus[m.id] = fd, m.bytes, part.devices[m.device]
             if new or gone:
-                ids = sorted(part.source)
-                held = [part.source[i] for i in ids]
-                key = key_of(self._work.id, part.member, "source")
-                note = msgspec.json.encode([Held(i, part.bytes[i], part.gpus[i]) for i in ids])
-                self._residents.put(part.owner, key, held, note)
+                self._hold(part)
         for part in running:  # when all are known: who frees what others have leaves it to them
             new_ids = self._not_shared(part, set(part.source) - part.copied)
             part.copied |= new_ids
             for uuid in sorted({part.gpus[i] for i in new_ids}):
                 ids = sorted(i for i in new_ids if part.gpus[i] == uuid)
-                saver.take(part.pid, ids, [part.bytes[i] for i in ids], uuid, [part.source[i] for i in ids])
+                saver.take(part.member.pid, ids, [part.bytes[i] for i in ids], uuid, [part.source[i] for i in ids])
 
     # -- the pause -----------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Close all gates at once, follow what was allocated or freed since, and take the memory away.
-
-        Raises:
-            GateStaysOpen: one could not be closed in time; :meth:`back` opens the others.
-        """
+        running = self._running
         with self._work.timed("gate", "holding still"):
-            running = [part for part in self._parts if not isinstance(part, _Suspended)]
+            self._begin_to_park(running)
+            gates.close([part.shim for part in running], self._work)
             for part in running:
-                self._work.note("park", "begin", part.pid)
-                part.touched = True
-            gates.close([part.connected() for part in running], self._work)
-            for part in running:
-                gates.lower_stack(part.connected())
+                gates.lower_stack(part.shim)
             shares.refuse_outside(self.shims)
             self._follow()
-            for part in running:
-                if part.connected().unmap() is not Stand.AWAY and part.source:
-                    raise FailedUndone(f"process {part.pid} did not let go of its memory")
+            self._take_away(running)
 
     def copy(self) -> None:
         """Copy what has changed, in the background: the memory is still there, the driver works beside it."""
-        self._copying.start(self._keep)
 
-    def _keep(self) -> None:
-        assert self._saver is not None
-        done = self._saver.run("keep")
-        self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
-        self._work.timings["copy_in_pause"] = done.seconds
+        def keep() -> None:
+            done = self._saver.run("keep")
+            self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, in_pause=True))
+            self._work.timings["copy_in_pause"] = done.seconds
 
-    def wait(self) -> None:
-        """Wait until all is copied.
-
-        Raises:
-            FailedUndone: it was not.
-        """
-        self._copying.wait()
+        self._copying.start(keep)
 
     def disconnect(self) -> None:
         """Let the job have nothing of ours: no connection, no descriptor. CRIU dumps it now."""
         for part in self._parts:
             if isinstance(part, _Suspended):
                 # The job has it no more from here on: the mover has it in its place, as long as this lasts.
-                self._residents.put(part.owner, key_of(self._work.id, part.member, ARENA), part.arena)
-                self._work.note("unkeep", "begin", part.pid)
+                self._residents.put(part.shim.owner, key_of(self._work.id, part.member, ARENA), part.arena)
+                self._work.note("unkeep", "begin", part.member.pid)
                 part.let_go = True
-                part.connected().keep()
-            part.leave()
+                part.shim.keep()
+            part.shim.leave()
 
     def arrive(self) -> None:
-        """Write what was kept in memory, and note what the manifest says of all of it."""
         saver = self._saver
-        assert saver is not None
         saver.run("write", told=lambda done, total: self._work.progress(Progress("write", done=done, total=total)))
         found = []
         numbers = {0: 0}  # the processes' own numbers of what they share are of 64 bits, and mean nothing elsewhere
         for share in (share for part in self._parts for share in part.share.values()):
             numbers.setdefault(share, len(numbers))
-        copy_of = {part.share.get(i): (part.pid, i) for part in self._parts for i in part.copied}
+        copy_of = {part.share.get(i): (part.member.pid, i) for part in self._parts for i in part.copied}
         for part in self._parts:
-            pieces = [(part.pid, id_, size) for id_, size in sorted(part.bytes.items())]
-            copies = [(*(copy_of[part.share[i]] if i not in part.copied else (pid, i)), n) for pid, i, n in pieces]
-            found.append(
-                DeviceMemory(
-                    pid=part.pid,
-                    saw=part.saw,
-                    pieces=[
-                        DevicePiece(
-                            id=id_, bytes=size, gpu=part.gpus[id_], share=numbers[part.share.get(id_, 0)], chunks=chunks
-                        )
-                        for (_, id_, size), chunks in zip(pieces, saver.names(copies), strict=True)
-                    ],
-                )
-            )
+            pid, ids = part.member.pid, sorted(part.bytes)
+            copies = [(*((pid, i) if i in part.copied else copy_of[part.share[i]]), part.bytes[i]) for i in ids]
+            there = [(i, part.bytes[i], part.gpus[i], numbers[part.share.get(i, 0)]) for i in ids]
+            pieces = [
+                DevicePiece(id=id_, bytes=size, gpu=uuid, share=share, chunks=chunks)
+                for (id_, size, uuid, share), chunks in zip(there, saver.names(copies), strict=True)
+            ]
+            found.append(DeviceMemory(pid=pid, saw=part.saw, pieces=pieces))
         self.device = [process for process in found if process.pieces]
 
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     def back(self) -> None:
-        """Give every process what is its own back and open its gate; the driver has brought it home before.
-
-        What a checkpoint does that leaves the job running, and every undo. Where the driver could not, for want of
-        room, its memory goes into an arena and it stays suspended.
-        """
+        """What a checkpoint does that leaves the job running, and every undo."""
         self._copying.settle()  # it reads what is about to be given back
-        for part in self._parts:
-            try:
-                self._back(part)
-            except NoSuchProcess:
-                continue
-            except LimosaError:
-                if part.member.identity.alive():
-                    raise
+        each([(part.member, partial(self._home, part)) for part in self._parts])
         self._forget()
 
-    def _back(self, part: _Part) -> None:
-        if isinstance(part, _Suspended):
-            if part.let_go:
-                part.connected().keep(part.arena)
-                part.let_go = False
-            return
-        if not part.touched:  # it may not even answer: stopped by somebody, say
-            return
-        shim = part.connected()
-        stand = shim.hello().stand
-        if stand is Stand.AWAY:
-            pieces = [Held(i, part.bytes[i], part.gpus[i]) for i in part.source]
-            fds = list(part.source.values())
-            if driver_steps.settled_state(self._work.driver, part.pid) == gpu.State.CHECKPOINTED:
-                strand(part.member, shim, pieces, fds, away=False, operation=self._work.id)
-                return
-            stand = put_back(shim, pieces, fds)
-        if stand is Stand.CLOSED:
-            shim.open_gate()
-        if shim.hello().stand is not Stand.OPEN:
-            raise FailedUndone(f"process {part.pid} does not go on")
+    def _home(self, part: _Part) -> bool:
+        if not isinstance(part, _Suspended):
+            return super()._home(part)
+        if part.let_go:
+            part.shim.keep(part.arena)
+            part.let_go = False
+        return True
 
     def release(self) -> None:
-        """Let go of everything."""
         self._copying.settle()  # it reads what is about to be given back
-        self._forget()
-        for part in self._parts:
-            part.close()
-        self._residents.close()
-
-    def _forget(self) -> None:
-        """Have the vault let go; one that was killed has."""
-        for part in self._parts:
-            with contextlib.suppress(LimosaError, OSError, EOFError):
-                side = ARENA if isinstance(part, _Suspended) else "source"
-                self._residents.drop(part.owner, key_of(self._work.id, part.member, side))
+        super().release()
 
     def undo(self) -> None:
         """Both."""
@@ -412,53 +314,37 @@ class Saving(Carrier):
 
 
 class Saveable(msgspec.Struct):
-    """The members of a job that run under the shim, with connections to them.
+    """The members of a job that run under the shim, with connections to them."""
 
-    Attributes:
-        awake: those with memory that can be parked.
-        asleep: those whose memory is in an arena.
-        only_so: whether the driver would lose some of that.
-    """
-
-    awake: list[tuple[Member, Shim]] = []
-    asleep: list[tuple[Member, Shim]] = []
-    only_so: bool = False
+    awake: list[tuple[Member, Shim]] = []  # those with memory that can be parked
+    asleep: list[tuple[Member, Shim]] = []  # those whose memory is in an arena
+    only_so: bool = False  # whether the driver would lose some of that
 
 
 def look_for(members: Sequence[Member]) -> Saveable:
-    """Connect to the members that run under the shim and have something to park.
+    """Connect to the members that run under the shim and have something to park, as :func:`parkable.connected` does."""
 
-    Raises:
-        CannotBeMoved: one runs under the shim and does not answer: the driver might lose its memory.
-    """
-    found = Saveable()
+    def wanted(member: Member, hello: Hello) -> bool:
+        if member.was == gpu.State.CHECKPOINTED:
+            return hello.stand is Stand.AWAY
+        return hello.stand is Stand.OPEN and hello.bytes > 0 and member.was == gpu.State.RUNNING
+
+    some = connected(members, wanted)
+    asleep = [(member, shim) for member, shim in some if member.was == gpu.State.CHECKPOINTED]
+    awake = [(member, shim) for member, shim in some if member.was == gpu.State.RUNNING]
     try:
-        for member in members:
-            answer = hello_of(member)
-            if answer is None:
-                continue
-            shim, hello = answer
-            if hello.stand is Stand.AWAY and member.was == gpu.State.CHECKPOINTED:
-                found.asleep.append((member, shim))
-                found.only_so = True
-            elif hello.stand is Stand.OPEN and hello.bytes and member.was == gpu.State.RUNNING:
-                found.awake.append((member, shim))
-                found.only_so |= any(piece.imported for piece in shim.memories())
-            else:
-                shim.close()
+        came_so = any(piece.imported for _, shim in awake for piece in shim.memories())
     except BaseException:
-        for _, shim in found.awake + found.asleep:
+        for _, shim in some:
             shim.close()
         raise
-    return found
+    return Saveable(awake, asleep, only_so=came_so or bool(asleep))
 
 
 def keep_again(dead: Journal) -> None:
     """What ``recover`` does for suspended jobs: the arenas that they let go of for CRIU are theirs again.
 
-    Raises:
-        LostMemory: nobody has one any more.
-        FailedUndone: somebody could not be asked.
+    Raises LostMemory: nobody has one any more; FailedUndone: somebody could not be asked.
     """
     asleep = [m for m in dead.header.members if dead.began("unkeep", m.pid) and m.identity.alive()]
     each([(member, partial(_keep_again, member, dead.header.id)) for member in asleep])
@@ -473,5 +359,4 @@ def _keep_again(member: Member, operation: str) -> None:
             shim.keep(fds)
             residents.put(shim.owner, aside_key(member), fds, mover=False)
         finally:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)

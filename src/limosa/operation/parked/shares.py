@@ -20,14 +20,9 @@ ANSWER_SECONDS = 2.0
 
 
 def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> list[tuple[int, str]]:
-    """The memory of these processes that cannot be parked because somebody else has it.
+    """The memory of these processes (by pid) that cannot be parked because somebody else has it.
 
-    Args:
-        shims: connections to the processes that take part, by pid.
-        pieces: their memory, by pid.
-
-    Returns:
-        Pairs: a process that takes part, and what speaks against it in words.
+    Returns pairs: a process that takes part, and what speaks against it in words.
     """
     found = []
     asked: dict[int, Callable[[int], bool]] = {}
@@ -50,11 +45,7 @@ def outside(shims: Mapping[int, Shim], pieces: Mapping[int, list[Memory]]) -> li
 
 
 def refuse_outside(shims: Mapping[int, Shim]) -> None:
-    """Asks all of them now.
-
-    Raises:
-        CannotBeMoved: somebody else has memory of theirs.
-    """
+    """Asks all of them now. Raises CannotBeMoved: somebody else has memory of theirs."""
     found = outside(shims, {pid: shim.memories() for pid, shim in shims.items()})
     if found:
         raise CannotBeMoved(detail=found[0][1])
@@ -63,12 +54,8 @@ def refuse_outside(shims: Mapping[int, Shim]) -> None:
 def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> list[int]:
     """Picks one of a process's pieces for each memory that is not in ``there`` yet, and adds it to ``there``.
 
-    A process may have the same memory twice: opened in two contexts.
-
-    Args:
-        share: under which number others have a piece, by its id; 0 or nothing: it is its own.
-        ids: the pieces.
-        there: such numbers.
+    ``share`` has the number under which others have a piece, by its id; 0 or nothing: it is its own. A process may have
+    the same memory twice: opened in two contexts.
     """
     found = []
     for id_ in ids:
@@ -82,12 +69,8 @@ def one_each(share: Mapping[int, int], ids: Iterable[int], there: set[int]) -> l
 def join(parts: Iterable[tuple[Shim, dict[int, int]]]) -> None:
     """Makes one memory again of what several processes share, after each got memory of its own with the same contents.
 
-    Args:
-        parts: processes that come back, and the descriptors that they are to map, by their memory's numbers. Of shared
-            memory all get the first one's; the others' are closed.
-
-    Raises:
-        CannotBeMoved: one of them makes its memory itself, and the others could not have that.
+    Of shared memory all get the descriptor of the first one, by the memory's number; the others' are closed. Raises
+    CannotBeMoved: one of them makes its memory itself, and the others could not have that.
     """
     first: dict[int, int] = {}
     with_none: set[int] = set()

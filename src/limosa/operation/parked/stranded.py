@@ -6,16 +6,17 @@ goes into an arena in host memory, as after a suspend, so that ``resume`` finds 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from limosa import gpu
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
-from limosa.ipc.packet import close_all
+from limosa.ipc.packet import Given, close_all
 from limosa.operation.arena import arena_cap
 from limosa.operation.journal import Member
-from limosa.operation.parked.aside import Layout, Placed, read_layout
+from limosa.operation.parked.aside import Layout, Placed, laid_out, read_layout
 from limosa.operation.parked.holders import Held, aside_key
 from limosa.operation.parked.pieces import copy_limit
 from limosa.parking.mover import Mover
@@ -31,34 +32,17 @@ def strand(
 ) -> None:
     """Puts a suspended process's memory into an arena that vault and process hold, and notes it as suspended with it.
 
-    Args:
-        member: the process; its driver's half is checkpointed.
-        shim: a connection to it.
-        pieces: its memory.
-        fds: what leads to each of them.
-        away: whether the driver knows the process on its destination.
-        operation: the id of the operation that it is of.
-
-    Raises:
-        FailedUndone: no GPU has room for a context that could copy.
+    The driver's half is checkpointed; ``away``: on its destination. ``operation`` is the id of the one that it is of.
+    Raises FailedUndone: no GPU has room for a context that could copy.
     """
     order = sorted(range(len(pieces)), key=lambda i: (pieces[i].gpu, pieces[i].id))
-    layout: list[Placed] = []
-    offset = 0
-    for piece in (pieces[i] for i in order):
-        layout.append(Placed(piece.id, piece.bytes, piece.gpu, offset))
-        offset += piece.bytes
-    residents = Residents()
-    held: list[int] = []
-    try:
-        held += residents.segments(shim.owner, aside_key(member), offset, arena_cap())
-        _copy_out(shim.owner, [(pieces[i], fds[i]) for i in order], list(held))
-        held.append(layout_file(msgspec.json.encode(Layout(layout, shim.saw(), operation))))
-        residents.put(shim.owner, aside_key(member), held, mover=False)
-        shim.keep(held)
-    finally:
-        residents.close()
-        close_all(held)
+    layout, offset = laid_out(pieces[i] for i in order)
+    with contextlib.closing(Residents()) as residents, Given() as held:
+        held.add(Given(residents.segments(shim.owner, aside_key(member), offset, arena_cap())))
+        _copy_out(shim.owner, [(pieces[i], fds[i]) for i in order], held.fds)
+        held.add(Given([layout_file(msgspec.json.encode(Layout(layout, shim.saw(), operation)))]))
+        residents.put(shim.owner, aside_key(member), held.fds, mover=False)
+        shim.keep(held.fds)
     _note(member, layout, member.map if away else {})
 
 
@@ -96,12 +80,7 @@ def _copy_out(owner: int, pieces: Sequence[tuple[Held, int]], arena: Sequence[in
 
 
 def has_arena(shim: Shim, operation: str = "") -> bool:
-    """Whether its memory lies in an arena already, by what the process itself holds.
-
-    Args:
-        shim: a connection to it.
-        operation: the one that has to have filled it; "": any.
-    """
+    """Whether its memory lies in an arena that this operation ("": any) has filled, by what it holds itself."""
     fds = shim.kept()
     try:
         layouts = [read_layout(fd) for fd in fds if not is_segment(fd)]
@@ -115,8 +94,5 @@ def has_arena(shim: Shim, operation: str = "") -> bool:
 def let_arena_go(member: Member, shim: Shim) -> None:
     """Its memory is where it belongs: nobody needs its arena."""
     shim.keep()
-    residents = Residents()
-    try:
+    with contextlib.closing(Residents()) as residents:
         residents.drop(shim.owner, aside_key(member))
-    finally:
-        residents.close()
