@@ -47,37 +47,22 @@ def arena_cap() -> int:
 
 
 class Arena(msgspec.Struct, kw_only=True):
-    """What there is of a user's arena.
+    """What there is of a user's arena."""
 
-    Attributes:
-        user: whose it is, where that is not the caller.
-        used: bytes of segments that hold a suspended job's memory, or are just being filled.
-        held_by: those bytes by the pid of the process whose memory it is.
-        free: bytes of segments that are kept for the next.
-        pinned: bytes that are pinned: copied at the speed of the bus.
-        reserved: bytes that were asked to be there.
-        seconds: for how long they are kept.
-        cap: how large it may be, in bytes; None: as large as host memory lets it.
-        vault: the process that holds it, or 0.
-        mover: the process that pins it, or 0.
-        mover_memory: device memory of the mover's contexts, by GPU UUID.
-        mover_ends_in: seconds until the mover ends by itself; None while it is in use, or is not there.
-        others: for root, those of other users.
-    """
-
-    user: str = ""
-    used: int = 0
-    held_by: dict[int, int] = {}
-    free: int = 0
-    pinned: int = 0
-    reserved: int = 0
-    seconds: float = 0.0
-    cap: int | None = None
-    vault: int = 0
-    mover: int = 0
-    mover_memory: dict[str, int] = {}
+    user: str = ""  # whose it is, where that is not the caller
+    used: int = 0  # bytes of segments that hold a suspended job's memory, or are just being filled
+    held_by: dict[int, int] = {}  # those bytes by the pid of the process whose memory it is
+    free: int = 0  # bytes of segments that are kept for the next
+    pinned: int = 0  # bytes that are pinned: copied at the speed of the bus
+    reserved: int = 0  # bytes that were asked to be there
+    seconds: float = 0.0  # for how long they are kept
+    cap: int | None = None  # how large it may be, in bytes; None: as large as host memory lets it
+    vault: int = 0  # the process that holds it, or 0
+    mover: int = 0  # the process that pins it, or 0
+    mover_memory: dict[str, int] = {}  # device memory of the mover's contexts, by GPU UUID
+    # seconds until the mover ends by itself; None while it is in use, or is not there
     mover_ends_in: float | None = None
-    others: list[Arena] = []
+    others: list[Arena] = []  # for root, those of other users
 
 
 def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = False) -> Arena:

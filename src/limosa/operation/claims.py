@@ -43,30 +43,19 @@ _PATIENCE = 1.0  # seconds for which claims that were written at the same time g
 
 
 class Claim(msgspec.Struct, kw_only=True):
-    """What one operation has spoken for.
+    """What one operation has spoken for."""
 
-    Attributes:
-        id: the operation's id.
-        operation: the verb.
-        holder: the process that made it.
-        pids: the processes it works on.
-        gpus: bytes by GPU UUID that must stay free for it (its destination, and its way back).
-        paths: image folders it writes or restores, by all their names.
-        owner: whose it is. This and the next two are for whoever reads it to say, whatever the file says.
-        alive: whether its holder lives, and is the owner's.
-        left: whether its holder is dead and has left a journal.
-    """
-
-    id: Id
-    operation: Word
-    holder: Identity
-    pids: list[Identity] = []
-    gpus: Sizes = {}
+    id: Id  # the operation's id
+    operation: Word  # the verb
+    holder: Identity  # the process that made it
+    pids: list[Identity] = []  # the processes it works on
+    gpus: Sizes = {}  # bytes by GPU UUID that must stay free for it (its destination, and its way back)
+    # image folders it writes or restores, by all their names
     paths: Annotated[list[PathText], msgspec.Meta(max_length=16)] = []
     since: Time = msgspec.field(default_factory=time.time)
-    owner: int = -1
-    alive: bool = True
-    left: bool = False
+    owner: int = -1  # whose it is. This and the next two are for whoever reads it to say, whatever the file says.
+    alive: bool = True  # whether its holder lives, and is the owner's
+    left: bool = False  # whether its holder is dead and has left a journal
 
     def save(self) -> None:
         """Writes or rewrites the claim."""

@@ -25,23 +25,15 @@ class Status(Term):
 
 
 class Check(msgspec.Struct, kw_only=True):
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        name: stable ("driver", "criu", "ptrace_scope" …).
-        status: "ok", "warn" (something will be slower or is not possible) or "fail" (something needed does not work).
-        detail: what was found, in a sentence.
-        fix: what to type or to change, or "".
-        exit_code: what a failure exits with; 0 unless status is "fail".
-        more: what only some want to know, or "".
-    """
-
-    name: str
+    name: str  # stable ("driver", "criu", "ptrace_scope" …)
+    # "ok", "warn" (something will be slower or is not possible) or "fail" (something needed does not work)
     status: Status
-    detail: str
-    fix: str = ""
-    exit_code: int = 0
-    more: str = ""
+    detail: str  # what was found, in a sentence
+    fix: str = ""  # what to type or to change, or ""
+    exit_code: int = 0  # what a failure exits with; 0 unless status is "fail"
+    more: str = ""  # what only some want to know, or ""
 
 
 def ok(name: str, detail: str, more: str = "") -> Check:

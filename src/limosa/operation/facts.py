@@ -22,61 +22,37 @@ from limosa.terms import Release
 
 
 class Ask(msgspec.Struct, kw_only=True, frozen=True):
-    """What is asked for, and how hard to look.
+    """What is asked for, and how hard to look."""
 
-    Attributes:
-        verb: what is to be done.
-        where: where the job is to go.
-        release: what a suspend is to give back.
-        leave_running: a checkpoint's option.
-        force: ids of reasons that become warnings.
-        check_room: False where several jobs change places and room is looked at for all of them together.
-        freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
-        probe_memory: where host memory looks short, touch and free what is missing and look again.
-        inventory: what NVML says, where it was asked just now; None: it is asked.
-        more: further reasons from the observation and the members (an image's).
-    """
-
-    verb: Verb
-    where: Where = Where()
-    release: Release = Release.ALL
-    leave_running: bool = False
-    force: Collection[str] = ()
-    check_room: bool = True
+    verb: Verb  # what is to be done
+    where: Where = Where()  # where the job is to go
+    release: Release = Release.ALL  # what a suspend is to give back
+    leave_running: bool = False  # a checkpoint's option
+    force: Collection[str] = ()  # ids of reasons that become warnings
+    check_room: bool = True  # False where several jobs change places and room is looked at for all of them together
+    # bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken)
     freed: Mapping[str, int] = {}
-    probe_memory: bool = True
-    inventory: gpu.Inventory | None = None
+    probe_memory: bool = True  # where host memory looks short, touch and free what is missing and look again
+    inventory: gpu.Inventory | None = None  # what NVML says, where it was asked just now; None: it is asked
+    # further reasons from the observation and the members (an image's)
     more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: ()
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        job: which.
-        tree: its processes.
-        observation: what ``/proc`` shows of them.
-        claim: the operation that works on it, or has left it in the middle.
-        members: the processes that hold CUDA state.
-        unasked: of which the driver does not tell.
-        inventory: what NVML says; None where it cannot be asked, or nobody has CUDA state.
-        nowhere: why where it is, or is to go, makes no sense.
-        unknown: members of which it is not known how much they hold.
-        parked: what the shims say of the memory that they look after.
-        arena: what lies in arenas, or is to go there.
-    """
-
-    job: Job
-    tree: list[Identity]
-    observation: JobObservation
-    claim: claims.Claim | None = None
-    members: list[Member] = []
-    unasked: list[Reason] = []
-    inventory: gpu.Inventory | None = None
-    nowhere: LimosaError | None = None
-    unknown: list[Reason] = []
+    job: Job  # which
+    tree: list[Identity]  # its processes
+    observation: JobObservation  # what ``/proc`` shows of them
+    claim: claims.Claim | None = None  # the operation that works on it, or has left it in the middle
+    members: list[Member] = []  # the processes that hold CUDA state
+    unasked: list[Reason] = []  # of which the driver does not tell
+    inventory: gpu.Inventory | None = None  # what NVML says; None where it cannot be asked, or nobody has CUDA state
+    nowhere: LimosaError | None = None  # why where it is, or is to go, makes no sense
+    unknown: list[Reason] = []  # members of which it is not known how much they hold
+    # what the shims say of the memory that they look after
     parked: parkable.Parkable = msgspec.field(default_factory=parkable.Parkable)
-    arena: aside.InArena = msgspec.field(default_factory=aside.InArena)
+    arena: aside.InArena = msgspec.field(default_factory=aside.InArena)  # what lies in arenas, or is to go there
 
     @property
     def busy(self) -> bool:

@@ -20,17 +20,11 @@ from limosa.process.slurp import slurp
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job is to go: at most one of ``to`` and ``gpu_map``.
+    """Where a job is to go: at most one of ``to`` and ``gpu_map``."""
 
-    Attributes:
-        to: a GPU (index, UUID, PCI bus id).
-        source: the GPU to clear (``--from``), needed where the job is on several.
-        gpu_map: what changes, "0=1,1=0" or a mapping.
-    """
-
-    to: str | None = None
-    source: str | None = None
-    gpu_map: str | Mapping[str, str] | None = None
+    to: str | None = None  # a GPU (index, UUID, PCI bus id)
+    source: str | None = None  # the GPU to clear (``--from``), needed where the job is on several
+    gpu_map: str | Mapping[str, str] | None = None  # what changes, "0=1,1=0" or a mapping
 
 
 def find_members(

@@ -13,23 +13,14 @@ from limosa.process.tree import group_by_topmost
 
 
 class Holder(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that holds memory on a GPU, and the job that it belongs to.
+    """A process that holds memory on a GPU, and the job that it belongs to."""
 
-    Attributes:
-        pid: the process.
-        job: pid of the job's topmost process; the process itself where nobody started it by ``limosa run``.
-        name: the job's name, or "".
-        user: the process's owner.
-        command: its argument vector; empty where it cannot be seen from here.
-        limosa: whether it is Limosa's own (the mover, the vault): nobody's job.
-    """
-
-    pid: int
-    job: int
-    name: str = ""
-    user: str = ""
-    command: list[str] = []
-    limosa: bool = False
+    pid: int  # the process
+    job: int  # pid of the job's topmost process; the process itself where nobody started it by ``limosa run``
+    name: str = ""  # the job's name, or ""
+    user: str = ""  # the process's owner
+    command: list[str] = []  # its argument vector; empty where it cannot be seen from here
+    limosa: bool = False  # whether it is Limosa's own (the mover, the vault): nobody's job
 
 
 def holders(pids: Iterable[int]) -> dict[int, Holder]:

@@ -30,47 +30,29 @@ def release_of(said: ReleaseLike) -> Release:
 
 
 class ForceOptions(TypedDict, total=False):
-    """What every verb that can refuse is told.
+    """What every verb that can refuse is told."""
 
-    Attributes:
-        force: ids of reasons to treat as warnings.
-    """
-
-    force: Collection[str]
+    force: Collection[str]  # ids of reasons to treat as warnings
 
 
 class ToggleOptions(ForceOptions, total=False):
-    """What ``toggle`` can be planned with.
+    """What ``toggle`` can be planned with."""
 
-    Attributes:
-        max_pause: seconds a job may stand still; refused beforehand by estimate.
-    """
-
-    max_pause: float | None
+    max_pause: float | None  # seconds a job may stand still; refused beforehand by estimate
 
 
 class SuspendOptions(ToggleOptions, total=False):
-    """What ``suspend`` can be planned with.
+    """What ``suspend`` can be planned with."""
 
-    Attributes:
-        release: "all", or "memory-only": the job's context stays on its GPU.
-    """
-
-    release: ReleaseLike
+    release: ReleaseLike  # "all", or "memory-only": the job's context stays on its GPU
 
 
 class WhereOptions(TypedDict, total=False):
-    """Where a job is to go.
+    """Where a job is to go."""
 
-    Attributes:
-        to: the destination GPU: index, UUID or PCI bus id.
-        source: the GPU to clear, where a job is on several.
-        gpu_map: instead of ``to``: what changes, "0=1,1=0" or a mapping.
-    """
-
-    to: str | None
-    source: str | None
-    gpu_map: str | Mapping[str, str] | None
+    to: str | None  # the destination GPU: index, UUID or PCI bus id
+    source: str | None  # the GPU to clear, where a job is on several
+    gpu_map: str | Mapping[str, str] | None  # instead of ``to``: what changes, "0=1,1=0" or a mapping
 
 
 class MoveOptions(ToggleOptions, WhereOptions, total=False):
@@ -78,23 +60,14 @@ class MoveOptions(ToggleOptions, WhereOptions, total=False):
 
 
 class CriuOptions(ForceOptions, total=False):
-    """What ``checkpoint`` and ``restore`` have in common; names as CRIU and podman have them.
+    """What ``checkpoint`` and ``restore`` have in common; names as CRIU and podman have them."""
 
-    Attributes:
-        tcp_established: connected TCP sockets stay connected.
-        tcp_close: connected TCP sockets come back closed.
-        shell_job: the job is attached to a terminal.
-        file_locks: dump file locks.
-        criu: CRIU's path.
-        print_stats: fill in the result's ``stats``.
-    """
-
-    tcp_established: bool
-    tcp_close: bool
-    shell_job: bool
-    file_locks: bool
-    criu: str | None
-    print_stats: bool
+    tcp_established: bool  # connected TCP sockets stay connected
+    tcp_close: bool  # connected TCP sockets come back closed
+    shell_job: bool  # the job is attached to a terminal
+    file_locks: bool  # dump file locks
+    criu: str | None  # CRIU's path
+    print_stats: bool  # fill in the result's ``stats``
 
 
 class CheckpointOptions(CriuOptions, total=False):
@@ -112,13 +85,9 @@ class CheckpointOptions(CriuOptions, total=False):
 
 
 class PlanCheckpointOptions(CheckpointOptions):
-    """What planning a ``checkpoint`` is told: the folder as well.
+    """What planning a ``checkpoint`` is told: the folder as well."""
 
-    Attributes:
-        output: the image's folder.
-    """
-
-    output: str | os.PathLike[str]
+    output: str | os.PathLike[str]  # the image's folder
 
 
 class RestoreOptions(CriuOptions, WhereOptions, total=False):

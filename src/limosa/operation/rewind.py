@@ -34,20 +34,13 @@ class Rewind(msgspec.Struct, kw_only=True):
 
     All of it is done in one open folder, whose path had no link in it, and to the very file that was looked at: the
     folder may be its user's, who could put a link to one of root's there at any time.
-
-    Attributes:
-        path: the file.
-        size: bytes it had when the job was checkpointed.
-        grown: bytes it has now.
-        kept: where its tail is kept: beside it, as its owner's.
-        inode: the file's inode number: another one under its name is another file.
     """
 
-    path: str
-    size: int
-    grown: int
-    kept: str
-    inode: int = 0
+    path: str  # the file
+    size: int  # bytes it had when the job was checkpointed
+    grown: int  # bytes it has now
+    kept: str  # where its tail is kept: beside it, as its owner's
+    inode: int = 0  # the file's inode number: another one under its name is another file
 
     def do(self) -> None:
         """Keeps the tail, on disk, then cuts the file.
