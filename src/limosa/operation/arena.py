@@ -32,11 +32,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def arena_cap() -> int:
-    """How large the arena may be, in bytes: ``LIMOSA_ARENA_MAX`` ("64G"), else as large as host memory lets it.
-
-    Raises:
-        UsageError: the setting is no size.
-    """
+    """The arena's largest size in bytes: ``LIMOSA_ARENA_MAX`` ("64G"; UsageError), else as host memory lets it."""
     text = os.environ.get("LIMOSA_ARENA_MAX", "").strip()
     if not text:
         return 1 << 62
@@ -68,16 +64,10 @@ class Arena(msgspec.Struct, kw_only=True):
 def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = False) -> Arena:
     """Shows the caller's arena; has it made and pinned, or given back.
 
-    Args:
-        bytes_: how large it is to be, used and free together; None: as it is; 0: what nobody uses is given back.
-        keep: for how many seconds, from now on.
-        end: have the mover, and workers of the driver that wait for a command, end as soon as nobody needs them, and
-            what nobody uses given back.
-
-    Raises:
-        NoRoomOnHost: the arena may not be so large, or host memory has no room.
-        GpuUnavailable: there is no GPU: nothing can be pinned.
-        FailedUndone: vault or mover do not answer.
+    ``bytes_``: how large it is to be, used and free together, for ``keep`` seconds from now on; None: as it is; 0: what
+    nobody uses is given back. ``end``: that, and the mover, and workers of the driver that wait for a command, end as
+    soon as nobody needs them. Raises NoRoomOnHost (it may not be so large, or host memory has no room), GpuUnavailable
+    (nothing can be pinned), FailedUndone (vault or mover do not answer).
     """
     if end:
         bytes_ = 0

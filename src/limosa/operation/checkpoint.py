@@ -39,10 +39,8 @@ def checkpoint(
 ) -> CheckpointResult:
     """Writes a job to disk; see :class:`Options` for the rest of the arguments.
 
-    Raises:
-        Refused: something stands against it; nothing was touched.
-        FailedUndone: it failed and the job runs on; ``fields["image"]`` where an image was committed all the same.
-        LimosaError: others, each with its exit code.
+    Raises Refused (nothing was touched), FailedUndone (the job runs on; ``fields["image"]`` where an image was
+    committed all the same), and others with their exit codes.
     """
     chosen = Options(output=output, **options)
     which = job(like)

@@ -82,12 +82,8 @@ def names_of(path: str | os.PathLike[str]) -> set[str]:
 def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Claim]:
     """Every claim that counts, as far as its owner may make it.
 
-    Args:
-        whole: whether that there is no claim will be believed.
-        of: processes whose users' claims have to be known then as well.
-
-    Raises:
-        FailedUndone: with ``whole``: nobody can say what is claimed.
+    ``whole``: that there is no claim will be believed, also of the users of these processes (``of``): FailedUndone
+    where nobody can say what is claimed.
     """
     caller, processes = os.geteuid(), Processes()
     journals: set[tuple[int, str]] | None = None
@@ -116,11 +112,7 @@ def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Clai
 
 
 def on(tree: Iterable[Identity]) -> Claim | None:
-    """The claim of another operation, living or dead, on one of these processes.
-
-    Raises:
-        FailedUndone: nobody can say what is claimed.
-    """
+    """The claim of another operation, living or dead, on one of these processes; FailedUndone: nobody can say."""
     pids = set(tree)
     return next((claim for claim in everybodys(whole=True, of=pids) if not pids.isdisjoint(claim.pids)), None)
 
@@ -162,13 +154,8 @@ def _lives(holder: Identity) -> bool:
 def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
     """Claims jobs (and images), or says who has them; see the module.
 
-    Args:
-        claim: what to claim.
-        check: called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
-
-    Raises:
-        Busy: another operation works on one of them, or died working on it (the hint says ``limosa recover``).
-        FailedUndone: nobody can say what is claimed.
+    ``check`` is called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
+    Raises Busy (another works on one of them, or died working on it) and FailedUndone (nobody can say what is claimed).
     """
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
     with runtime.lock(_KIND):
@@ -195,11 +182,7 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
 
 
 def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
-    """Refuses what somebody else has; removes a claim of the caller's own whose operation is gone.
-
-    Raises:
-        Busy: somebody has it, or died while he had it.
-    """
+    """Raises Busy for what somebody else has; removes a claim of the caller's own whose operation is gone."""
     wanted = set(claim.pids)
     for other in others:
         shared, path = wanted & set(other.pids), in_the_way(other, claim.paths)
@@ -216,16 +199,10 @@ def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
 
 
 def reserved(uuid: str, but: str = "", most: int = 1 << 50, *, whole: bool = True) -> int:
-    """Bytes of that GPU that others speak for: operations under way, and those that are still to be recovered.
+    """Bytes of that GPU that others than ``but`` speak for: operations under way, and those still to be recovered.
 
-    Args:
-        uuid: the GPU.
-        but: the id of the operation whose claim does not count.
-        most: its size: nobody speaks for more.
-        whole: False for a way back, which is gone whatever cannot be read.
-
-    Raises:
-        FailedUndone: with ``whole``: nobody can say what is claimed.
+    Nobody speaks for more than ``most``, its size. ``whole``: FailedUndone where nobody can say what is claimed; False
+    for a way back, which is gone whatever cannot be read.
     """
     by_owner: dict[int, int] = {}
     for claim in everybodys(whole=whole):

@@ -33,13 +33,9 @@ def by_gpu(devices: Sequence[str], pieces: Iterable[Memory]) -> dict[str, tuple[
 
 
 def held(counted: int, own: int, imported: int, *, software: bool) -> int:
-    """Bytes that a process holds on a GPU.
+    """Bytes that a process holds on a GPU: as NVML counts, and what the shim knows to be made by it, and imported.
 
-    Args:
-        counted: what NVML says.
-        own: bytes that the shim manages and the process has made.
-        imported: bytes that somebody else has made, or that left the process and came back.
-        software: whether it is a software GPU.
+    Imported is what somebody else has made, or what left the process and came back.
     """
     counts_all = software and counted >= own + imported
     return counted if counts_all else max(counted, own) + imported
@@ -51,13 +47,9 @@ def beside(counted: int, own: int, imported: int, *, software: bool) -> int:
 
 
 def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pieces: Iterable[Memory]) -> None:
-    """Notes what the driver will carry of a process.
+    """Notes in ``beside`` what the driver will carry where these pieces go the parked way.
 
-    Args:
-        inventory: from before anything was unmapped.
-        member: its ``beside`` is filled in.
-        devices: the UUIDs of its GPUs by its own numbers.
-        pieces: what goes the parked way.
+    The inventory is from before anything was unmapped; ``devices`` are the UUIDs of its GPUs by its own numbers.
     """
     parts = by_gpu(devices, pieces)
     member.beside = {

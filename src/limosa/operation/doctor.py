@@ -55,15 +55,10 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 
 def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: None) -> Diagnosis:
-    """Look at the machine.
+    """Look at the machine; the checks come in the order in which they depend on each other.
 
-    Args:
-        fix: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing.
-        criu: path of the criu program to look at instead of the one that would be found.
-        log: told in words what is being fixed.
-
-    Returns:
-        The checks, those that stop something first where they depend on each other.
+    ``fix``: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing; ``log``
+    is told. ``criu``: the program to look at instead of the one that would be found.
     """
     present = gpu_present()
     *checks, persistence = driver_checks(facts_of(present))

@@ -70,12 +70,7 @@ def call_limit(member: Member) -> float:
 
 
 def lock(work: Work, members: Sequence[Member]) -> None:
-    """Locks in order; the members' undo must be on the stack before.
-
-    Raises:
-        DriverTimeout: one could not be locked in time.
-        DriverError: the driver refused.
-    """
+    """Locks in order, once their undo is made ready. Raises DriverTimeout (not in time) and DriverError."""
     for member in members:
         if member.was != gpu.State.RUNNING:
             continue
@@ -116,11 +111,7 @@ def checkpoint(work: Work, members: Sequence[Member]) -> None:
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
-    """Restores in parallel with each member's map; looks at the room on the GPUs right before (measured).
-
-    Raises:
-        NoRoomOnGpu: the memory does not fit; restore was not called.
-    """
+    """Restores in parallel with each one's map; looks at the room right before (measured): NoRoomOnGpu, none tried."""
     inventory = work.driver.inventory()
     room.check(inventory, members, work.id, made=work.made)
     total = device_bytes(members)
@@ -212,9 +203,7 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
     """The state of a process once no call on it is under way any more; "gone" or "" (no CUDA state) included.
 
     A state query blocks while a checkpoint or restore is in flight (measured), also one by a dead controller.
-
-    Raises:
-        DriverHung: the driver has not answered within ``patience`` seconds (None: a quarter of an hour).
+    DriverHung: no answer within ``patience`` seconds (None: a quarter of an hour).
     """
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
     none_before = False
@@ -267,11 +256,9 @@ def bring_back(
     """Leads every member to the state and the GPU it had before the operation, whatever state it is in now.
 
     Where a process stands is told by the journal (each restore notes where it leads to, and how it ended) and by its
-    state: a restore of which no end is known has happened if the process is not checkpointed any more.
-
-    Raises:
-        LeftSuspended: there is no room for it on its GPU any more; it stays checkpointed, with a record.
-        UndoFailed: the driver's state afterwards is not what it was.
+    state: a restore of which no end is known has happened if the process is not checkpointed any more. Raises
+    LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
+    afterwards is not what it was).
     """
     alive = [m for m in members if m.identity.alive()]
     for member in alive:
@@ -372,12 +359,7 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
 
 
 def _show(member: Member, uuids: Iterable[str]) -> None:
-    """Lets a job from which GPUs are hidden see these and no others.
-
-    Raises:
-        NoSuchProcess: it has ended.
-        OSError: it is not permitted.
-    """
+    """Lets a job from which GPUs are hidden see these and no others. Raises NoSuchProcess, OSError (no permission)."""
     if not member.sees:
         return
     try:
@@ -417,12 +399,9 @@ def _moved(member: Member) -> dict[str, str]:
 
 
 def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: Release = Release.ALL) -> None:
-    """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
+    """Notes that these stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
 
-    Args:
-        members: of one or several jobs.
-        away: those that stand on the GPU they were moved to.
-        release: what was given back: "all" or "memory-only".
+    ``away``: those that stand on the GPU they were moved to. ``release``: what was given back.
     """
     for root in {m.root or m.pid for m in members}:
         of_root = [m for m in members if (m.root or m.pid) == root]

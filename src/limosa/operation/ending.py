@@ -29,19 +29,10 @@ _KILLED_SECONDS = 30.0  # a process with a GPU takes up to seconds to end
 def wait(
     which: JobLike, *, cancel: threading.Event | None = None, while_waiting: Callable[[], bool] | None = None
 ) -> WaitResult:
-    """Waits until a job's topmost process has ended.
+    """Waits until a job's topmost process has ended; its exit code where the kernel (6.15 on) or a checkpoint tells it.
 
-    Args:
-        which: the job.
-        cancel: set it to stop waiting.
-        while_waiting: called again and again meanwhile; true where it has more to do at once.
-
-    Returns:
-        Its exit code, where the kernel tells it (Linux 6.15 and newer) or a checkpoint ended it.
-
-    Raises:
-        NoSuchProcess: there is no such job.
-        CancelledUndone: ``cancel`` was set; the job is as it was.
+    ``cancel``: set it to stop waiting (CancelledUndone: the job is as it was). ``while_waiting``: called again and
+    again meanwhile; true where it has more to do at once. NoSuchProcess: there is no such job.
     """
     found = job(which)
     with Handle(found.root) as handle:
@@ -76,20 +67,10 @@ def stop(
 ) -> StopResult:
     """Ends a job: SIGTERM to its topmost process, and after ``grace`` seconds SIGKILL to all that is left of it.
 
-    Once the topmost process has ended its children are sent SIGTERM, too, unless they end with it.
-
-    Args:
-        which: the job.
-        grace: seconds it has to end by itself.
-        kill: SIGKILL at once, also of a suspended job.
-        progress: told what is waited for.
-        cancel: set it to stop waiting: nothing is killed then.
-
-    Raises:
-        JobSuspended: it is suspended, and would not get to handle the signal.
-        Busy: another operation works on it, or has died and left it in the middle.
-        PermissionDenied: it is somebody else's.
-        CancelledUndone: ``cancel`` was set; it has been sent SIGTERM.
+    Once the topmost process has ended its children are sent SIGTERM, too, unless they end with it. ``kill``: SIGKILL at
+    once, also of a suspended job. ``cancel``: set it to stop waiting: nothing is killed then (CancelledUndone). Raises
+    JobSuspended (it would not get to handle the signal), Busy (another operation works on it, or has left it in the
+    middle), PermissionDenied.
     """
     found = job(which)
     refuse_ancestor(found.root)

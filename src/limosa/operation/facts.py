@@ -66,13 +66,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
-    """Reads the job, the driver and NVML.
-
-    Raises:
-        NoSuchProcess: it is gone, or a zombie.
-        PermissionDenied: it cannot be read.
-        CancelledUndone, TimedOutUndone: the ``clock`` says so.
-    """
+    """Reads the job, the driver and NVML. Raises NoSuchProcess, PermissionDenied, and what the clock does."""
     tree = job_tree(which.root)
     facts = Facts(job=which, tree=tree, observation=observe(which.root), claim=claims.on(tree))
     facts.members, facts.unasked = find_members(driver, which.root, tree, facts.observation, clock)

@@ -20,12 +20,8 @@ _DRIVERS = "/dev/nvidia"  # what the driver has mapped there it has let go since
 def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list[TreeProcess], list[OpenFile]]:
     """The frozen tree's processes and its regular files: sizes, and positions in those open for writing.
 
-    Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of
-    mappings would be paid for by the pause), their sizes are read now.
-
-    Args:
-        prepared: the plan.
-        lent: names that files have for CRIU alone.
+    Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of mappings
+    would be paid for by the pause), their sizes are read now. ``lent``: names that files have for CRIU alone.
     """
     cuda = {m.pid: m for m in prepared.members}
     tree, files = [], []

@@ -24,12 +24,7 @@ END_SECONDS = 5.0
 
 
 def spare(seen: gpu.Inventory, members: Sequence[Member]) -> dict[str, int]:
-    """Device memory by GPU UUID of movers that nobody needs, nor will for these members: as good as free.
-
-    Args:
-        seen: the GPUs.
-        members: what is to come there; those under the shim need their owner's mover themselves.
-    """
+    """Device memory by GPU UUID of movers that nobody needs, nor will for these members: those under the shim will."""
     needed = {_owner(m.pid) for m in members if under_shim(m.pid)}
     found: dict[str, int] = {}
     for mover in _idle_ones():

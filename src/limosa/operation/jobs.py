@@ -41,12 +41,7 @@ JobLike = int | str | Identity | Job | _Started
 
 
 def job(like: JobLike) -> Job:
-    """The job that is meant.
-
-    Raises:
-        NoSuchProcess: no such pid or name.
-        InvalidArgument: it is nothing that names a job.
-    """
+    """The job that is meant. Raises NoSuchProcess (no such pid or name) and InvalidArgument (it names no job)."""
     if isinstance(like, Job):
         return like
     known = getattr(like, "identity", like)
@@ -74,18 +69,10 @@ def resolve(
     everything: bool = False,
     driver: gpu.Driver | None = None,
 ) -> list[Job]:
-    """The jobs that a command line names.
+    """The jobs that a command line names: by pid and name, all on a GPU (also suspended ones from there), or all.
 
-    Args:
-        specs: pids and names.
-        on_gpu: all jobs that hold memory on this GPU (also suspended ones that came from there).
-        everything: all jobs that hold CUDA state.
-        driver: a client of the driver's worker that the caller has; None: one for this call.
-
-    Raises:
-        UsageError: nothing named, or the same job twice.
-        NoSuchProcess: no such pid or name, or no job there.
-        GpuUnavailable: ``on_gpu`` without a driver.
+    ``driver``: a client that the caller has; None: one for this call. Raises UsageError (nothing named, or the same job
+    twice), NoSuchProcess (no such pid or name, or no job there) and GpuUnavailable.
     """
     if sum((bool(specs), on_gpu is not None, everything)) != 1:
         raise UsageError(detail="name jobs, or --gpu GPU, or --all (one of the three)")
@@ -115,11 +102,7 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     """The topmost ancestors, among these and the roots of ``run`` jobs, of these processes.
 
     Limosa's own ancestors are no jobs: a notebook that uses CUDA and starts ``limosa`` on its children is not in the
-    way of seeing them.
-
-    Args:
-        pids: the processes.
-        cuda: every process that holds CUDA state, where that was asked for just now.
+    way of seeing them. ``cuda``: all that hold CUDA state, where that was asked for just now.
     """
     own = {a.pid for a in ancestors()} | {os.getpid()}
     wanted = set(pids) - own

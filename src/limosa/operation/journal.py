@@ -146,11 +146,7 @@ class Journal:
 
     @classmethod
     def create(cls, header: Header) -> Journal:
-        """Writes the header of a new journal.
-
-        Raises:
-            OSError: no room, no permission.
-        """
+        """Writes the header of a new journal; OSError: no room, no permission."""
         header.boot = boot_id()
         path = own_folder(KIND) / f"{header.id}.jsonl"
         return unless_taken(path, lambda: cls._create(path, header))
@@ -178,10 +174,8 @@ class Journal:
     def take(cls, path: Path) -> Journal | None:
         """Opens the journal of a dead operation of the caller's own; None where somebody works on it, or it is gone.
 
-        A file that is not the caller's, no regular file, or not called what it says it is, is none.
-
-        Raises:
-            FailedUndone: it is there, and cannot be read: this process can open no file more, say.
+        A file that is not the caller's, no regular file, or not called what it says it is, is none. FailedUndone: it is
+        there, and cannot be read: this process can open no file more, say.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND | os.O_NONBLOCK)
@@ -210,11 +204,7 @@ class Journal:
         return self.header.boot != boot_id()
 
     def note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
-        """Appends a record and syncs it.
-
-        Raises:
-            OSError: the journal cannot be written: the operation must not go on.
-        """
+        """Appends a record and syncs it; OSError: it cannot be written, and the operation must not go on."""
         record = Record(step=step, phase=phase, pid=pid, time=time.time(), data=data)
         self._write(record)
         self.records.append(record)
@@ -246,12 +236,9 @@ class Journal:
         return self.last(step, pid) is not None
 
     def finish(self) -> None:
-        """Removes the journal: nothing is left to recover.
+        """Removes the journal: nothing is left to recover; OSError: it can be neither removed nor emptied.
 
-        Where it cannot be removed it is emptied: an empty journal says nothing, and what it spoke of is done.
-
-        Raises:
-            OSError: neither can be done.
+        An empty one says nothing, and what it spoke of is done.
         """
         try:
             os.unlink(self.path)
@@ -312,13 +299,7 @@ def dead(only: str | None = None) -> Iterator[Journal]:
     """The journals, taken one at a time, of the caller's operations that nobody works on any more.
 
     Root's own as well: what another user's journal says is not believed with root's rights (``recover`` has that user
-    look at it).
-
-    Args:
-        only: the id of the one to look for.
-
-    Raises:
-        FailedUndone: after all others: one of them cannot be read, or nobody can say which there are.
+    look at it). FailedUndone, after all others: one cannot be read, or nobody can say which there are.
     """
     folder, unread = own_folder(KIND), None
     names: list[str] = []

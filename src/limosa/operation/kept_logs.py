@@ -13,15 +13,9 @@ _KEPT = 20  # logs; a verbose one has a few MiB, and /run is memory
 
 
 def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
-    """Copies a log out of a folder into the caller's ``logs`` and removes the oldest beyond twenty.
+    """Copies a log out of a folder into the caller's ``logs`` under an operation's id; keeps the newest twenty.
 
-    Args:
-        folder_fd: the folder CRIU logged into.
-        name: the log's name there.
-        operation_id: what to call it.
-
-    Returns:
-        Where it is kept; where it could not be copied, where it was.
+    Returns where it is kept; where it could not be copied, where it was.
     """
     folder = own_folder("logs")
     target = folder / f"{operation_id}.log"

@@ -28,11 +28,8 @@ _FAMILY = "inet "  # CRIU's tables are of this family; manifests name them witho
 def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: Criu | None = None) -> None:
     """Gives a living job its network back after a dump that did not end by itself; harmless after any other.
 
-    Args:
-        tree: the job's processes.
-        log_fd: the folder with CRIU's log of that dump, or -1 where there is none any more.
-        root_pid: the job's topmost process.
-        criu: whose ``nft`` to use; None: one that works here.
+    ``log_fd``: the folder with CRIU's log of that dump, or -1. ``criu``: whose ``nft`` to use; None: one that works
+    here.
     """
     for table in tables_of(log_fd, root_pid, criu):
         remove_table(table, criu)
@@ -50,13 +47,10 @@ def end_rest(tree: Iterable[Identity]) -> None:
 
 
 def let_go_on(tree: Iterable[Identity]) -> list[int]:
-    """Continues what is stopped (state T), or about to be, of a job with CUDA state that CRIU has brought back.
+    """Continues what is stopped (state T), or about to be, of a job that CRIU has brought back; returns the pids.
 
     It was stopped between the last look at it and the moment when CRIU froze it, and CRIU brings it back as it found
     it; the driver cannot be asked about a stopped process, it answers after SIGCONT (measured).
-
-    Returns:
-        The pids that were stopped.
     """
     found = []
     for identity in stopped(tree):
@@ -82,12 +76,7 @@ def _is_to_stop(pid: int) -> bool:
 
 
 def remove_table(table: str, criu: Criu | None = None) -> None:
-    """Removes a table that CRIU left in nftables; one that is not there is no error.
-
-    Args:
-        table: its name, with or without "inet".
-        criu: whose ``nft`` to use; None: one that works here.
-    """
+    """Removes a table that CRIU left in nftables (with or without "inet"); one that is not there is no error."""
     with contextlib.suppress(LimosaError, OSError):
         name = table if table.startswith(_FAMILY) else _FAMILY + table
         network.remove_table(criu or find_criu(), name)
@@ -96,10 +85,7 @@ def remove_table(table: str, criu: Criu | None = None) -> None:
 def tables_of(log_fd: int, root_pid: int = 0, criu: Criu | None = None) -> list[str]:
     """The tables there are of the run that wrote this log: its id is cut short in their name; before 4.2 the pid.
 
-    Args:
-        log_fd: the folder with the log, or -1.
-        root_pid: the job's topmost process; 0 where it is not known.
-        criu: whose ``nft`` to use; None: one that works here.
+    The folder with the log is -1, and the job's topmost pid 0, where they are not known.
     """
     said = _RUN_ID.search(read_at(log_fd, DUMP_LOG, 1 << 12)) if log_fd >= 0 else None
     run_id = said[1].decode() if said else ""

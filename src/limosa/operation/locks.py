@@ -160,10 +160,7 @@ def _varint(value: int) -> bytes:
 def see_all_there(manifest: Manifest, criu: Identity | None) -> None:
     """Looks whether each process has the locks that it had; CRIU holds them all by ptrace and is about to let them go.
 
-    Where one is missing, all are ended: CRIU asks nobody any more, and goes on if it can.
-
-    Raises:
-        FailedUndone: locks are missing, and nothing runs.
+    Where one is missing, all are ended (FailedUndone): CRIU asks nobody any more, and goes on if it can.
     """
     missing = [entry for entry in manifest.locks if set(entry.locks) - set(_locks(entry.pid, entry.fd))]
     if not missing:

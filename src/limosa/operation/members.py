@@ -127,22 +127,10 @@ def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:
 def place(
     members: Sequence[Member], root: Identity, inventory: gpu.Inventory, where: Where, *, only_back: bool
 ) -> list[Reason]:
-    """Completes the members: what they hold, which GPUs they can open, where they go.
+    """Completes a job's members: what they hold, which GPUs they can open, where they go.
 
-    Args:
-        members: of one job.
-        root: its topmost process.
-        inventory: what NVML says.
-        where: where it is to go.
-        only_back: a map that changes nothing is none: each goes where it was.
-
-    Returns:
-        Warnings: of which it is not known how much they hold.
-
-    Raises:
-        InvalidMap: the map cannot be.
-        UnknownGpu: no such GPU.
-        UsageError: the source is not clear.
+    ``only_back``: a map that changes nothing is none: each goes where it was. Returns warnings: of which it is not
+    known how much they hold. Raises InvalidMap, UnknownGpu, UsageError (the source is not clear).
     """
     unknown: list[Reason] = []
     record = records.SuspendRecord.of(root, whole=True)
@@ -192,11 +180,7 @@ def openable_by(member: Member, inventory: gpu.Inventory) -> list[gpu.Gpu]:
 
 
 def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
-    """What the user wants changed, as GPU UUIDs.
-
-    Raises:
-        InvalidMap: both a destination and a map, or the job is on several GPUs and none was named, or on none.
-    """
+    """What the user wants changed, as GPU UUIDs. InvalidMap: a destination and a map, or it is not clear from where."""
     if where.gpu_map is not None and (where.to is not None or where.source is not None):
         raise InvalidMap(detail="name a destination (--to) or a map (--map), not both")
     if where.gpu_map is not None:

@@ -39,7 +39,7 @@ from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
 from limosa.operation.transfer import result_of, transfer
-from limosa.operation.turns import GO, Turns
+from limosa.operation.turns import GO, Turn, Turns
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
@@ -77,7 +77,7 @@ class _How(NamedTuple):
             cancel=self.cancel,
             started=started,
             driver=self.driver,
-            turn=self.turns.of_one() if self.turns is not None else None,
+            turn=Turn(self.turns) if self.turns is not None else None,
         )
 
 

@@ -25,15 +25,7 @@ from limosa.terms import Release
 def look_at(
     ask: Ask, which: Job, driver: gpu.Driver, *, max_pause: float | None = None, clock: Clock | None = None
 ) -> Prepared:
-    """Plans ``move``, ``suspend``, ``resume`` or ``toggle`` for one job.
-
-    Args:
-        ask: which of them, and how.
-        which: the job.
-        driver: asked for states.
-        max_pause: seconds.
-        clock: how long it may take.
-    """
+    """Plans ``move``, ``suspend``, ``resume`` or ``toggle`` for one job."""
 
     def again(verb: Verb) -> Prepared:
         return look(which, msgspec.structs.replace(ask, verb=verb), driver, clock)

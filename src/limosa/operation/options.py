@@ -18,11 +18,7 @@ ReleaseLike = Release | Literal["all", "memory-only"]
 
 
 def release_of(said: ReleaseLike) -> Release:
-    """The word for what a caller said.
-
-    Raises:
-        UsageError: there is no such word.
-    """
+    """The word for what a caller said; UsageError: there is none."""
     try:
         return Release(said)
     except ValueError:

@@ -48,15 +48,8 @@ def plan(verb: Literal["checkpoint"], like: JobLike, **options: Unpack[PlanCheck
 def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     """What a verb would do to a job, and what stands against it. Touches nothing.
 
-    Args:
-        verb: "move", "suspend", "resume", "toggle" or "checkpoint".
-        like: the job.
-        **options: the verb's own (:mod:`limosa.operation.options`): ``to``, ``source``, ``gpu_map``, ``release``,
-            ``max_pause``, ``force``; for checkpoint ``output``, ``leave_running`` and CRIU's.
-
-    Raises:
-        NoSuchProcess: there is no such job.
-        UsageError: no such verb or option.
+    The options are the verb's own (:mod:`limosa.operation.options`). Raises NoSuchProcess, and UsageError for a verb or
+    an option that is none.
     """
     if verb not in _KNOWN:
         raise UsageError(detail=f"no plan for {verb!r}: {', '.join(_KNOWN)}")
@@ -82,11 +75,6 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
 def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:
     """What restoring an image would do, and what stands against it. Touches nothing.
 
-    Args:
-        image: the folder of the image.
-        **options: the verb's own (:class:`limosa.operation.restore_options.Options`).
-
-    Raises:
-        LimosaError: it is no image that can be read.
+    The options are those of ``restore``. LimosaError: it is no image that can be read.
     """
     return restore_plan.look_at(image, restore_options.Options(**options))

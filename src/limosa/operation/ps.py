@@ -27,11 +27,8 @@ from limosa.terms import JobState, Release, Route
 def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     """All jobs that hold CUDA state or were started by ``limosa run``.
 
-    NVML does not show a suspended job; those are found by asking the driver about every process that has libcuda
-    mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
-
-    Args:
-        driver: asked for states; None starts one. A caller that looks again and again keeps one.
+    NVML does not show a suspended job; those are found by asking the driver (None: one for this call) about every
+    process that has libcuda mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
     """
     with drivers.using(driver) as asked:
         states = cuda_states(asked)

@@ -62,9 +62,7 @@ def entry_of(dead: Journal, **fields: object) -> Recovered:
 def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
     """Brings a job back that was being written, where it has not ended with its image whole.
 
-    Raises:
-        LeftSuspended: there is no room for it on its GPU any more.
-        LimosaError: it could not be brought back: its journal stays.
+    Raises LeftSuspended (no room on its GPU any more), or what kept it from being brought back: its journal stays.
     """
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
@@ -184,11 +182,7 @@ def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
 
 
 def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
-    """Lets a restored job run if all of it is there. Otherwise ends the rest of it: the image is the copy.
-
-    Raises:
-        LimosaError: neither can be done: its journal stays.
-    """
+    """Lets a restored job run if all of it is there. Otherwise ends the rest of it: the image is the copy."""
     header = dead.header
     _wait_for_criu(dead, "criu-restore", progress)
     if _criu_was_done(dead):
@@ -224,11 +218,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
 
 
 def _still_an_image(dead: Journal) -> None:
-    """The tree may be ended only where its image is there to be restored again.
-
-    Raises:
-        DamagedImage: it is not: the tree is left as it is.
-    """
+    """Raises DamagedImage where a tree may not be ended: its image is not there to be restored again."""
     with open_image(dead.header.image, trust=False):
         pass
 
@@ -310,11 +300,9 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
 
 
 def _closed(members: Sequence[Member]) -> list[Shim]:
-    """The shims of those that have their memory and whose gate is closed; not where one's memory is not there yet.
+    """The shims of those that have their memory and whose gate is closed.
 
-    Raises:
-        FailedUndone: the device memory of one of them has not come: the image is read again as a whole.
-        CannotBeMoved: the shim of one does not answer.
+    FailedUndone: the memory of one is not there yet (the image is read again as a whole); CannotBeMoved: no answer.
     """
     found: list[Shim] = []
     try:

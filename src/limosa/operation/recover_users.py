@@ -28,15 +28,7 @@ _BUSY, _UNDO_FAILED, _LEFT_SUSPENDED = 19, 40, 41
 
 
 def recover_users(left: Sequence[Summary], *, dry_run: bool = False) -> list[Recovered]:
-    """Have each user's operations finished or undone by that user.
-
-    Args:
-        left: journals of others than the caller.
-        dry_run: only say what there is.
-
-    Returns:
-        An entry for each journal, with its user.
-    """
+    """Have each user's operations finished or undone by that user: an entry for each of these journals of others."""
     by_user = {uid: list(mine) for uid, mine in itertools.groupby(sorted(left, key=_owner), _owner)}
     if dry_run:
         told = [s for mine in by_user.values() for s in mine[:_MOST_TOLD]]

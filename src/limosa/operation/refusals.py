@@ -23,13 +23,9 @@ Neither peer access nor the sizes of allocations can be seen from outside."""
 def gpu_refusals(
     inventory: Inventory, members: Sequence[Member], *, moves: bool, small: Collection[int] = ()
 ) -> list[Reason]:
-    """Everything about the driver and the GPUs that forbids the operation.
+    """Everything about the driver and the GPUs that forbids the operation; ``moves``: it changes GPUs.
 
-    Args:
-        inventory: what NVML says.
-        members: the processes, with what they hold and where they go.
-        moves: whether the operation changes GPUs.
-        small: processes that have no large allocation of the driver's own: under the shim it is cuMemCreate memory.
+    ``small``: processes without a large allocation of the driver's own: under the shim it is cuMemCreate memory.
     """
     by_uuid = {g.uuid: g for g in inventory.gpus}
     found = [

@@ -142,12 +142,9 @@ def _host_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
 
 
 def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = lambda: False) -> list[Reason]:
-    """Whether the machine, and the control group the job will be in, have room for what the image holds.
+    """Whether the machine, and the control group (None: the caller's), have room for what the image holds.
 
-    Args:
-        needed: bytes; an image is about as large as what its processes will have resident.
-        group: ``--cgroup``, or None for the caller's.
-        stop: whether to make the machine grow no longer.
+    An image is about as large as what its processes will have resident. ``stop``: make the machine grow no longer.
     """
     found: list[Reason] = []
     try:
@@ -204,15 +201,11 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
 
 
 def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Options) -> list[Member]:
-    """The image's CUDA processes with the maps that put them on this machine's GPUs.
+    """The image's CUDA processes with the maps that put them on this machine's GPUs; InvalidMap, WrongChip.
 
     The driver wants exactly the GPUs that each process could open when it was checkpointed on the left. Those that are
     here too stay where they were unless told otherwise; those that are not (another machine) must be told, and only
     those on which the job held something.
-
-    Raises:
-        InvalidMap: a GPU that is neither here nor mapped, two on one.
-        WrongChip: another chip.
     """
     then = {g.uuid: g for g in manifest.gpus}
     here = inventory.by_uuid()
@@ -249,11 +242,7 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
 
 
 def _same_chip(then: Mapping[str, GpuRecord], here: Mapping[str, gpu.Gpu], source: str, target: str) -> None:
-    """Looks whether what was on one GPU of the image can be on one of here.
-
-    Raises:
-        WrongChip: another chip, or another size of memory.
-    """
+    """Raises WrongChip where what was on one GPU of the image cannot be on one of here."""
     if source not in then:
         return
     a, b = then[source], here[target]

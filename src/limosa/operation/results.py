@@ -20,15 +20,10 @@ class Estimate(msgspec.Struct, kw_only=True):
 
 
 class OtherWay(msgspec.Struct, kw_only=True):
-    """What an operation would have cost by the way that is not taken, by estimate.
+    """What an operation would have cost by the way that is not taken, by estimate."""
 
-    Attributes:
-        way: "driver", or "parked" for a job that was not started by ``limosa run``.
-        pause_seconds, seconds: as in :class:`Estimate`.
-    """
-
-    way: Route
-    pause_seconds: float | None = None
+    way: Route  # "driver", or "parked" for a job that was not started by ``limosa run``
+    pause_seconds: float | None = None  # this and the next as in :class:`Estimate`
     seconds: float = 0.0
 
 
@@ -76,19 +71,13 @@ class JobResult(msgspec.Struct, kw_only=True):
 
 
 class Round(msgspec.Struct, kw_only=True):
-    """One round of copying device memory into an image.
+    """One round of copying device memory into an image."""
 
-    Attributes:
-        chunks, bytes, seconds: what was copied, and how long it took.
-        hash_seconds: how long the GPUs hashed before, to find what had changed (in the pause: a part of ``seconds``).
-        in_pause: whether the job stood still.
-    """
-
-    chunks: int = 0
+    chunks: int = 0  # this and the next two: what was copied, and how long it took
     bytes: int = 0
     seconds: float = 0.0
-    hash_seconds: float = 0.0
-    in_pause: bool = False
+    hash_seconds: float = 0.0  # how long the GPUs looked for what had changed (in the pause: a part of ``seconds``)
+    in_pause: bool = False  # whether the job stood still
 
 
 class CheckpointResult(msgspec.Struct, kw_only=True):
@@ -139,8 +128,7 @@ class WaitResult(msgspec.Struct, kw_only=True):
 
     pid: int
     name: str = ""
-    # its topmost process's, 128 + the signal that ended it; None where nobody can know, and where a checkpoint ended
-    # it
+    # its topmost process's, 128 + the signal that ended it; None where nobody can know, or a checkpoint ended it
     exit_code: int | None = None
     ended: str = ""  # when, RFC 3339
     image: str = ""  # the image, where a checkpoint ended it, else ""

@@ -43,12 +43,7 @@ class Rewind(msgspec.Struct, kw_only=True):
     inode: int = 0  # the file's inode number: another one under its name is another file
 
     def do(self) -> None:
-        """Keeps the tail, on disk, then cuts the file.
-
-        Raises:
-            OSError: no room, no permission.
-            FailedUndone: the file has changed again meanwhile.
-        """
+        """Keeps the tail, on disk, then cuts the file. Raises OSError, and FailedUndone where it has changed again."""
         with self._folder() as folder, self._open(folder) as file:
             info = os.fstat(file.fileno())
             if info.st_size != self.grown:
@@ -69,8 +64,7 @@ class Rewind(msgspec.Struct, kw_only=True):
     def undo(self) -> None:
         """Puts the tail back and removes the copy; does nothing where nothing was cut.
 
-        Raises:
-            FailedUndone: the file or the copy is not the one that was made; both are left as they are.
+        FailedUndone: file or copy is not the one that was made; both are left as they are.
         """
         name = os.path.basename(self.kept)
         with self._folder() as folder:
@@ -131,10 +125,7 @@ def changed_files(
 ) -> tuple[list[Reason], list[Rewind]]:
     """What stands in the way among the files that the job had open or mapped, and what can be cut back.
 
-    Args:
-        manifest: the image's.
-        rewind: whether grown files may be cut back (only those the job had open for writing).
-        comes_anew: names that are made anew before CRIU looks.
+    ``rewind``: files that have grown may be, if the job had them open for writing. ``comes_anew``: is made before CRIU.
     """
     reasons: list[Reason] = []
     todo: list[Rewind] = []

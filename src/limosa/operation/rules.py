@@ -224,11 +224,7 @@ def busy(claim: claims.Claim) -> Reason:
 
 
 def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reason]:
-    """Turns the named refusals into warnings.
-
-    Raises:
-        UsageError: a name that forces nothing, or a reason that cannot be forced.
-    """
+    """Turns the named refusals into warnings; UsageError: one cannot be forced."""
     result = []
     for reason in reasons:
         if reason.refuses and reason.id in force:

@@ -51,12 +51,8 @@ def seen(info: os.stat_result) -> Seen:
 class Looked:
     """The named files of an image as they are right before CRIU opens them.
 
-    Args:
-        image: the image.
-
-    Raises:
-        Refused: a name leads to a file that the job's user may not have.
-        DamagedImage: CRIU's files cannot be read.
+    Raises Refused (a name leads to a file that the job's user may not have), DamagedImage (CRIU's files cannot be
+    read).
     """
 
     def __init__(self, image: Image):
@@ -81,11 +77,7 @@ class Looked:
             self._files[name] = _look(name, had.get(name, ()), manifest)
 
     def need_guard(self) -> None:
-        """See that CRIU makes no name in a folder that another user can exchange, where it has no guard (root's).
-
-        Raises:
-            NoWorkingCriu: it does.
-        """
+        """Raises NoWorkingCriu where CRIU, without our guard, makes a name in a folder that another user can change."""
         found = self._named
         made = [
             *(one.name for one in found.sockets if not one.outside),
@@ -117,11 +109,7 @@ class Looked:
         return found
 
     def check(self) -> None:
-        """Compare; for "post-restore", when all is there and nothing runs.
-
-        Raises:
-            Refused: one is another file.
-        """
+        """Compares, at "post-restore", when all is there and nothing runs; Refused: one is another file."""
         for pid, uses in self._named.processes.items():
             for what, key, path in _objects(pid, uses):
                 if reason := self._other(pid, what, key, path):
@@ -233,11 +221,7 @@ def _is_no_socket(path: str) -> bool:
 
 
 def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | None:
-    """Which file has a name now; None where there is none, which CRIU will find as well.
-
-    Raises:
-        Refused: it is none that the job may have.
-    """
+    """Which file has a name now; None: there is none, as CRIU will find. Refused: it is none that the job may have."""
     try:
         fd = os.open(name, _PATH)
     except OSError:
@@ -265,15 +249,9 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
 
 
 def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
-    """Look, before the job ends, whether root could make its sockets' names again: as a restore will look.
+    """Looks, before the job ends, whether root could make its sockets' names again, as a restore will look.
 
-    Args:
-        images_fd: the open folder with CRIU's images.
-        uid: the job's.
-        gid: the job's.
-
-    Raises:
-        Refused: ``socket-name`` (13).
+    Raises Refused: ``socket-name`` (13).
     """
     try:
         for one in sockets(images_fd):
@@ -285,13 +263,11 @@ def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
 
 
 def _look_at_socket(found: Socket, uid: int, gid: int) -> None:
-    """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
+    """Refuses the name of a unix socket that leads elsewhere, or that somebody else has now, or may have.
 
-    A name does not say where the socket was: in a root folder or a namespace of his own, a user gives it any name. So
-    it is made only if its owner could make it there, and the job is connected to one outside only if its user could.
-
-    Raises:
-        Refused: it leads somewhere else, or somebody else has it now, or may have it.
+    CRIU removes what lies there, makes the socket anew and gives it to its owner. A name does not say where the socket
+    was: in a root folder or a namespace of his own, a user gives it any name. So it is made only if its owner could
+    make it there, and the job is connected to one outside only if its user could.
     """
     name = found.name
     owner = uid if found.owner < 0 else found.owner

@@ -87,12 +87,7 @@ class Finished(NamedTuple):
 
 
 class Op:
-    """One operation under way: what its steps share.
-
-    Attributes:
-        work: its clock, journal, claim and undo stack.
-        members: the processes that hold CUDA state.
-    """
+    """One operation under way: its work (clock, journal, claim, undo stack) and its members, which its steps share."""
 
     def __init__(self, work: Work, members: Sequence[Member]):
         self.work, self.members = work, list(members)
@@ -240,8 +235,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 def run(verb: Verb, op: O) -> None:
     """Does the steps of a verb, each once its undo is made ready; then lets go of what was held for the way back.
 
-    Raises:
-        LimosaError: a step failed, or the operation was cancelled: :class:`Work` undoes what was done.
+    What a step raises, or a cancel between two, has :class:`Work` undo what was done.
     """
     work = op.work
     ready: list[str] = []

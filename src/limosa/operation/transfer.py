@@ -58,13 +58,9 @@ def _begin(work: Work, verb: Verb, prepared: Sequence[Prepared], members: Sequen
 
 
 def result_of(work: Work, prepared: Prepared, *, already: bool = False, of_two: bool = False) -> JobResult:
-    """The result for one job.
+    """The result for one job; ``already``: there was nothing to do.
 
-    Args:
-        work: the operation's.
-        prepared: the job's.
-        already: there was nothing to do.
-        of_two: another job was part of the operation: what was parked of this one is what had been seen of it.
+    ``of_two``: another job was part of the operation: what was parked of this one is what had been seen of it.
     """
     verb = prepared.verb
     parked = min(work.parked_bytes, prepared.parked) if of_two else work.parked_bytes

@@ -78,11 +78,7 @@ class Prepare(_Carried):
             op.work.parked_bytes = op.carrier.bytes
 
     def _prepare(self, op: OnGpus, shims: dict[int, Shim]) -> None:
-        """Makes ready for a move or a suspend; where that fails, leaves it to the driver.
-
-        Raises:
-            CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
-        """
+        """For a move or a suspend; where it fails the driver does it, but for what it would lose (CannotBeMoved)."""
         work, members = op.work, op.members
         pieces = {pid: shim.memories() for pid, shim in shims.items()}
         came_so = any(piece.imported for own in pieces.values() for piece in own)
@@ -119,10 +115,7 @@ class Prepare(_Carried):
 class Hold(_Carried):
     """All gates are closed at once, what was allocated or freed since is followed, and the memory is taken away.
 
-    Then the copy begins; the driver does its part meanwhile.
-
-    Args:
-        goes: what becomes of the memory, in words.
+    Then the copy begins; the driver does its part meanwhile. ``goes``: what becomes of the memory, in words.
     """
 
     name, still, turn = "park", True, GO
@@ -179,9 +172,8 @@ class CopyWait(_Carried):
 class Arrive(_Carried):
     """The memory is mapped where it was.
 
-    Args:
-        stops: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
-            part; a move is past the longer half by then.
+    ``stops``: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
+    part; a move is past the longer half by then.
     """
 
     name, still, undone = "map", True, "parked-target"

@@ -78,8 +78,7 @@ class Lock(_DriverStep):
 class Checkpoint(_DriverStep):
     """All are checkpointed at once: what the driver carries goes to each process's host memory.
 
-    Args:
-        copies: bytes a second of a copy that is made beside it, or 0.
+    ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
 
     name, still, tells, after, stops = "checkpoint", True, "device memory → host memory", "checkpointed", True
@@ -118,8 +117,7 @@ class Checkpoint(_DriverStep):
 class Restore(_DriverStep):
     """All are restored at once, each with its map.
 
-    Args:
-        copies: bytes a second of a copy that is made beside it, or 0.
+    ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
 
     name, still, tells, after, stops, turn = "restore", True, "host memory → device memory", "locked", True, COME
@@ -237,14 +235,10 @@ class StaySuspended(Step[OnGpus]):
 
 
 def less_parked(shape: Shape, seconds: float, rate: float, fixed: float, copies: float = 0.0) -> float:
-    """What a step of the driver's costs where the carrier takes what is parked.
+    """What a step of the driver's costs (``seconds`` if it carried everything) where the carrier takes what is parked.
 
-    Args:
-        shape: of the job.
-        seconds: what it would cost if the driver carried everything.
-        rate: the driver's, in bytes a second.
-        fixed: seconds that it takes with nothing to carry.
-        copies: bytes a second of a copy that is made beside it, or 0.
+    ``rate`` is the driver's, ``copies`` that of a copy beside it (or 0), in bytes a second; ``fixed`` takes it in any
+    case.
     """
     if not shape.parked:
         return seconds

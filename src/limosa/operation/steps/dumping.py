@@ -210,9 +210,7 @@ class Dumping(OnGpus):
     def save(self) -> None:
         """Copies what the shim looks after while the job runs; where that way is not open the driver carries it.
 
-        Raises:
-            CannotBeMoved: that way is not open, and the driver would lose what came by it.
-            FailedUndone: it failed on that way, and there is no other: the job runs on.
+        CannotBeMoved: the driver would lose it. FailedUndone: it failed, and there is no other way. The job runs on.
         """
         work, options = self.work, self.options
         found = look_for(self.members)

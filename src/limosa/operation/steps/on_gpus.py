@@ -15,21 +15,13 @@ from limosa.terms import Release
 
 
 class OnGpus(Op):
-    """One operation on one job, or on several as one.
-
-    Attributes:
-        verb: which.
-        prepared: the jobs, as they were looked at.
-        release: what a suspend gives back.
-        carrier: who carries what the shim looks after; None: the driver carries everything.
-        bulk: host memory that is ready for what the driver saves.
-    """
+    """One operation on one job, or on several as one."""
 
     def __init__(self, work: Work, verb: Verb, prepared: Sequence[Prepared]):
         super().__init__(work, [m for p in prepared for m in p.members])
         self.verb, self.prepared, self.release = verb, prepared, prepared[0].release
-        self.carrier: Carrier | None = None
-        self.bulk: Bulk | None = None
+        self.carrier: Carrier | None = None  # of what the shim looks after; None: the driver carries everything
+        self.bulk: Bulk | None = None  # host memory that is ready for what the driver saves
 
     @property
     def resumes(self) -> bool:

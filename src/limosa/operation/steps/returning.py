@@ -67,11 +67,7 @@ class Checked:
         self._comparing = Background("limosa-verify")
 
     def wait(self) -> None:
-        """Wait until all is compared.
-
-        Raises:
-            DamagedImage: it is not what was committed.
-        """
+        """Waits until all is compared; DamagedImage: it is not what was committed."""
         self._comparing.wait()
         if self._result is not None:
             self._result.check()
@@ -162,11 +158,7 @@ class Returning(Op):
         return bool(self.manifest.device)
 
     def show_gpus(self) -> None:
-        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it, before anything of it runs.
-
-        Raises:
-            PermissionDenied: the caller may not.
-        """
+        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it; PermissionDenied: not yours."""
         job = self.manifest.job
         if not device_nodes.known(job.sees):
             return
