@@ -68,11 +68,8 @@ def facts_of(present: bool) -> DriverFacts | None:
     from limosa import gpu
 
     try:
-        driver = gpu.Driver()
-        try:
+        with gpu.Driver() as driver:
             return driver.facts()
-        finally:
-            driver.close()
     except (LimosaError, OSError) as error:
         return gpu.DriverFacts(problem_id="driver-worker", problem=f"the driver's worker does not answer: {error}")
 

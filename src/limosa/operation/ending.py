@@ -111,15 +111,13 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
     pids = [one.pid for one in tree if may_use_cuda(one.pid)]
     if not pids:
         return
-    driver = drivers.driver()
     try:
-        states = driver.states(pids, timeout=5.0)
+        with drivers.using(None) as driver:
+            states = driver.states(pids, timeout=5.0)
     except LimosaError:  # no driver here; it may be suspended by one elsewhere (a node, a container)
         if record is not None:
             raise JobSuspended(pid=root.pid, job=name or root.pid) from None
         return
-    finally:
-        driver.close()
     known = [str(state) for state in states.values() if isinstance(state, str)]
     # Of those that were suspended. Others (workers that have only loaded the driver's library) have no state to tell.
     members = [] if record is None else [one.pid for one in record.members] or pids

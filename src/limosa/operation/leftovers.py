@@ -1,4 +1,4 @@
-"""What a CRIU that was killed leaves: its nftables table, connected sockets in repair mode, the rest of a tree.
+"""What a CRIU that failed or was killed leaves: log, nftables table, connected sockets in repair mode, half a tree.
 
 A CRIU that fails by itself takes both away. One that is killed cannot: the job's connections would stand still, each
 call on them answered with EPERM, until somebody does it in its place. Its log names the run from its first line on, so
@@ -8,9 +8,12 @@ nothing has to be written down for this beforehand.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from limosa.errors import LimosaError
 from limosa.process.criu import network
@@ -19,10 +22,12 @@ from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG
 from limosa.process.criu.stats import read_at
 from limosa.process.identity import Handle, Identity, is_pending, read_stat
+from limosa.process.places import own_folder
 
 _RUN_ID = re.compile(rb"CRIU run id = ([0-9A-Za-z-]{8,40})")
 _SHORTEST = 8  # characters of a run id that tell one run from all others
 _FAMILY = "inet "  # CRIU's tables are of this family; manifests name them without it
+_KEPT_LOGS = 20  # a verbose one has a few MiB, and /run is memory
 
 
 def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: Criu | None = None) -> None:
@@ -37,6 +42,26 @@ def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: 
         if identity.alive():
             with contextlib.suppress(LimosaError, OSError):
                 network.leave_repair(identity.pid)
+
+
+def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
+    """Copies a log of a failed dump into the caller's ``logs`` under the operation's id; keeps the newest twenty.
+
+    The undo removes its folder. Returns where it is kept; where it could not be copied, where it was.
+    """
+    folder = own_folder("logs")
+    target = folder / f"{operation_id}.log"
+    try:
+        source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
+        with open(source, "rb") as log, open(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            shutil.copyfileobj(log, out, 1 << 20)
+    except OSError:
+        return Path(os.readlink(f"/proc/self/fd/{folder_fd}")) / name
+    logs = sorted(folder.glob("*.log"), key=lambda path: path.stat().st_mtime)
+    for old in logs[:-_KEPT_LOGS]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+    return target
 
 
 def end_rest(tree: Iterable[Identity]) -> None:

@@ -34,7 +34,6 @@ from limosa.operation.journal import added_up
 from limosa.operation.members import Where
 from limosa.operation.move_plan import is_done, look_at, note_full
 from limosa.operation.options import ReleaseLike, release_of
-from limosa.operation.planned import plan_of
 from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
@@ -295,7 +294,7 @@ def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outc
             refused = Plan(operation=verb, pid=pid, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
             outcomes.append(Outcome(pid=pid, plan=refused))
             continue
-        plan = plan_of(prepared)
+        plan = prepared.plan()
         outcomes.append(Outcome(pid=pid, plan=plan))
         if plan.verdict == Verdict.OK and not is_done(prepared):
             parts = [room.held_now(prepared.members)]
@@ -366,7 +365,7 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
             with work.timed("plan", "looking"):
                 prepared = _look_at_swap(pair, work, how)
             if how.dry_run:
-                return [Outcome(pid=p.root.pid, plan=plan_of(p)) for p in prepared]
+                return [Outcome(pid=p.root.pid, plan=p.plan()) for p in prepared]
             if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
                 return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
             transfer(work, prepared)

@@ -20,7 +20,6 @@ from limosa.operation.options import (
     ToggleOptions,
     release_of,
 )
-from limosa.operation.planned import plan_of
 from limosa.operation.results import Plan
 from limosa.operation.verbs import CHECKPOINT, verb_of
 from limosa.terms import Release
@@ -56,20 +55,16 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     if unknown := options.keys() - _KNOWN[verb]:
         raise UsageError(detail=f"{verb} has no option {', '.join(sorted(unknown))}")
     which = job(like)
-    driver = drivers.driver()
-    try:
+    with drivers.using(None) as driver:
         if verb == CHECKPOINT.name:
             if "output" not in options:
                 raise UsageError(detail="checkpoint needs output: the image's folder")
             chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
-            return plan_of(checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)))
+            return checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)).plan()
         where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
         release = release_of(options.get("release", Release.ALL))
         ask = Ask(verb=verb_of(verb), where=where, force=options.get("force", ()), release=release)
-        prepared = move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause"))
-        return plan_of(prepared)
-    finally:
-        driver.close()
+        return move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause")).plan()
 
 
 def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:

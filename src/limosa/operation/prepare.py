@@ -12,17 +12,18 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import OwnAncestor, Reason, Refused, UsageError
-from limosa.operation import claims
+from limosa.operation import claims, room
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
+from limosa.operation.results import Estimate, Plan
 from limosa.operation.rules import as_reason, driver_fits, judge
 from limosa.operation.step import Shape, Verb
 from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.observe import JobObservation
-from limosa.terms import Release
+from limosa.terms import Release, Route, Verdict
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -101,6 +102,24 @@ class Prepared(msgspec.Struct, kw_only=True):
     def warnings(self) -> list[Reason]:
         """What was found and does not forbid it."""
         return [r for r in self.reasons if not r.refuses]
+
+    def plan(self) -> Plan:
+        """The result of ``plan`` and ``--dry-run``."""
+        verb, shape = self.verb, self.shape
+        return Plan(
+            operation=verb.name,
+            pid=self.root.pid,
+            name=self.job.name,
+            verdict=Verdict.REFUSED if self.is_refused() else Verdict.OK,
+            reasons=sorted(self.reasons, key=lambda r: not r.refuses),
+            steps=[] if self.done else verb.words(shape),
+            estimate=Estimate(pause_seconds=0.0) if self.done else verb.estimate(shape),
+            map={a: b for m in self.members for a, b in m.map.items()},
+            gpus=room.places(self.members) if verb.comes or verb.image else [],
+            way=Route.PARKED if self.parked else Route.DRIVER if self.members else Route.HOST,
+            other=None if self.done or self.release != Release.ALL else verb.other_way(shape),
+            already=self.done,
+        )
 
 
 def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -> Prepared:

@@ -72,25 +72,21 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     in_tree = [states[p] for p in pids if p in states]
     suspended = bool(in_tree) and all(s == gpu.State.CHECKPOINTED for s in in_tree)
     other = claims.on(tree.values())
-    under_way: dict[str, Any] | None = None
-    if other is not None:
-        under_way = {"operation": other.operation, "alive": other.alive}
-    worker = under_way["operation"] if under_way and under_way["alive"] else ""
+    under_way = {"operation": other.operation, "alive": other.alive} if other is not None else None
+    worker = other.operation if other is not None and other.alive else ""
     ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False
     reasons: list[Reason]
     if in_tree:
-        prepared = look(
-            which, Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory), driver
-        )
+        ask = Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory)
+        prepared = look(which, ask, driver)
         if any(m.away for m in prepared.members):
-            parked, prepared = True, look(which, Ask(verb=RESUME, probe_memory=False, inventory=inventory), driver)
+            parked, prepared = True, look(which, msgspec.structs.replace(ask, verb=RESUME), driver)
         reasons = prepared.reasons
         # What NVML does not count of those under the shim; of what is away it counts what has stayed.
         held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}
         if parked:
-            about = parked_reason([m for m in prepared.members if m.away])
-            reasons = [about, *reasons]
+            reasons = [parked_reason([m for m in prepared.members if m.away]), *reasons]
         if prepared.inventory is not None and not suspended and not parked:
             known = {r.id for r in reasons}
             moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)
@@ -100,9 +96,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
         reasons = [Reason(id="permission", text=text, exit_code=11, hint="sudo limosa ps -v", pid=unseen[0])]
         in_tree = [JobState.UNKNOWN]
     elif any(may_use_cuda(p) for p in pids) and (why := _why_not(driver)):
-        text = (
-            f"no driver can be asked here ({why}); where it is in a container, or a node of software GPUs, look there"
-        )
+        text = f"no driver can be asked here ({why}); if it is in a container, or a node of software GPUs, look there"
         reasons = [Reason(id="cannot-be-asked", text=text, exit_code=12, hint="limosa doctor", pid=which.root.pid)]
         parked = record is not None and record.release != Release.ALL
         suspended = record is not None and not parked

@@ -179,9 +179,9 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         result = entry_of(dead, did="; ".join(did), state="gone")
         dead.finish()
         return result
-    driver = drivers.driver()
     try:
-        result = how.get(dead.header.operation, _going)(dead, driver, progress)
+        with drivers.using(None) as driver:
+            result = how.get(dead.header.operation, _going)(dead, driver, progress)
     except LeftSuspended as error:
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
@@ -189,8 +189,6 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         if not driver_verb or any(m.identity.alive() for m in dead.header.members):
             return _failed(dead, error)
         result = entry_of(dead, did="the job has ended meanwhile", state="gone")
-    finally:
-        driver.close()
     try:
         let_go(dead.header.id, dead.header.members)
     except (LimosaError, OSError) as error:  # what it did is done; what is held goes later

@@ -12,9 +12,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from limosa.errors import (
-    Refused,
-)
+from limosa.errors import Refused
 from limosa.image import open_image
 from limosa.operation import ports
 from limosa.operation.prepare import refuse_no_text

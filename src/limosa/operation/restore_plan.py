@@ -191,10 +191,7 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     if inventory.driver_major < (MOVE_DRIVER if moves else SUSPEND_DRIVER):
         text = f"driver {inventory.driver_version} is too old for this"
         found.append(Reason(id="driver-too-old", text=text, exit_code=12))
-    short = room.shortage(inventory, facts.members, "")
-    if short:
-        short = room.shortage(inventory, facts.members, "", vacated=idle.spare(inventory, facts.members))
-    if short:
+    if short := idle.shortage_seen(inventory, facts.members, {}):
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
     return found

@@ -7,13 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from limosa import gpu
-from limosa.errors import (
-    LimosaError,
-    UndoFailed,
-)
+from limosa.errors import LimosaError, UndoFailed
 from limosa.image import Manifest
 from limosa.operation import driver_steps
 from limosa.operation.journal import Member
@@ -24,9 +20,6 @@ from limosa.process import device_nodes
 from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.records import EndedRecord, RunRecord
 from limosa.process.tree import job_tree
-
-if TYPE_CHECKING:
-    pass
 
 
 def keep_record(manifest: Manifest, root: Identity) -> str:

@@ -130,7 +130,12 @@ def check(
     """
     short = shortage(inventory, members, operation_id, vacated=made)
     if short:
-        raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+        raise no_room(short)
+
+
+def no_room(short: str) -> NoRoomOnGpu:
+    """The error for what is short."""
+    return NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
 
 def held_now(members: Sequence[Member]) -> dict[str, int]:

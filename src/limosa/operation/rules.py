@@ -141,10 +141,7 @@ def room_there(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     if not ask.check_room or facts.inventory is None:
         return []
     vacated = added_up([room.held_now(facts.members), ask.freed])
-    short = room.shortage(facts.inventory, facts.members, "", vacated=vacated)
-    if short:
-        vacated = added_up([vacated, idle.spare(facts.inventory, facts.members)])
-        short = room.shortage(facts.inventory, facts.members, "", vacated=vacated)
+    short = idle.shortage_seen(facts.inventory, facts.members, vacated)
     hint = "make room there (limosa ps shows who holds it), or choose another GPU"
     return [Reason(id="gpu-room", text=short, exit_code=14, hint=hint)] if short else []
 
@@ -158,41 +155,15 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
-_LEAVES: tuple[Rule, ...] = (
-    a_place_to_be,
-    what_it_sees,
-    what_shims_say,
-    arenas,
-    gpus_and_driver,
-    seen_from_outside,
-    host_memory,
-    a_way_back,
-)
+_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, arenas)
+_DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)
+_LEAVES: tuple[Rule, ...] = (*_MEMORY, *_DRIVER, host_memory, a_way_back)
 """Of a job that leaves its GPUs and goes nowhere else yet."""
 
 WITH_CUDA: dict[str, tuple[Rule, ...]] = {
-    "move": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        one_context_only,
-        gpus_and_driver,
-        seen_from_outside,
-        host_memory,
-        room_there,
-    ),
+    "move": (*_MEMORY, one_context_only, *_DRIVER, host_memory, room_there),
     "suspend": _LEAVES,
-    "resume": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        one_context_only,
-        gpus_and_driver,
-        seen_from_outside,
-        room_there,
-    ),
+    "resume": (*_MEMORY, one_context_only, *_DRIVER, room_there),
     "toggle": (),  # it is looked at again, as what it turns out to be
     "checkpoint": _LEAVES,
 }

@@ -201,12 +201,40 @@ class Work(Clock):
             self._driver = drivers.driver()
         return self._driver
 
-    def begin(self, header: Header, claim: Claim, check: Callable[[], None] = lambda: None) -> Journal:
+    def begin(
+        self,
+        members: Sequence[Member],
+        *,
+        roots: Sequence[Identity] = (),
+        tree: Sequence[Identity] = (),
+        image: str = "",
+        leave_running: bool = False,
+        gpus: Mapping[str, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Journal:
         """Claims the job (Busy), opens the journal, and leaves the worker its will: undo if this process dies.
 
-        ``check`` looks, under the lock of all claims, whether the room that is claimed on GPUs is there.
+        ``gpus``: bytes to claim by GPU UUID; ``check`` looks, under the lock of all claims, whether they are there.
         """
-        self.state_before = JobState.GONE if self.brings_job else common_state(header.members)
+        header = Header(
+            id=self.id,
+            operation=self.operation,
+            roots=list(roots),
+            members=list(members),
+            tree=list(tree),
+            controller=Identity.of(os.getpid()),
+            image=image,
+            leave_running=leave_running,
+        )
+        claim = Claim(
+            id=self.id,
+            operation=self.operation,
+            holder=header.controller,
+            pids=list(tree),
+            gpus=dict(gpus or {}),
+            paths=[image] if image else [],
+        )
+        self.state_before = JobState.GONE if self.brings_job else common_state(members)
         self.claim = make(claim, check)
         self.push("claim", self._release)
         self.journal = Journal.create(header)
@@ -406,8 +434,3 @@ def _harmless(progress: ProgressFn) -> ProgressFn:
             progress(message)
 
     return told
-
-
-def myself() -> Identity:
-    """The identity of the process that works on the operation."""
-    return Identity.of(os.getpid())

@@ -47,19 +47,17 @@ from limosa.image import (
     now,
 )
 from limosa.operation import estimate, locks, same_files, shm
-from limosa.operation.claims import Claim
 from limosa.operation.dump_options import Options, dump_options
 from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
-from limosa.operation.journal import Header, Member, added_up
-from limosa.operation.kept_logs import keep_log
-from limosa.operation.leftovers import end_rest, release_network
+from limosa.operation.journal import Member, added_up
+from limosa.operation.leftovers import end_rest, keep_log, release_network
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.step import BACK, HOME, Verb, run
 from limosa.operation.steps.on_gpus import OnGpus
-from limosa.operation.work import Work, myself
+from limosa.operation.work import Work
 from limosa.parking.shim import ShimError
 from limosa.process import device_nodes, sizes
 from limosa.process.candidates import may_use_cuda
@@ -183,25 +181,14 @@ class Dumping(OnGpus):
 
     def _begin(self) -> None:
         work = self.work
-        header = Header(
-            id=work.id,
-            operation="checkpoint",
+        # The journal first: a folder that nobody's journal knows of would never be cleaned up.
+        journal = work.begin(
+            self.members,
             roots=[self.root],
-            members=self.members,
             tree=self.job.tree,
-            controller=myself(),
             image=str(self.dest),
             leave_running=self.options.leave_running,
         )
-        claim = Claim(
-            id=work.id,
-            operation="checkpoint",
-            holder=header.controller,
-            pids=header.tree,
-            paths=[str(self.dest)],
-        )
-        # The journal first: a folder that nobody's journal knows of would never be cleaned up.
-        journal = work.begin(header, claim)
         self.draft = Draft.create(self.dest, operation=work.id)
         work.push("draft", self._discard)
         journal.header.draft = str(self.draft.path)

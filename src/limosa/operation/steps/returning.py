@@ -25,8 +25,6 @@ from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
-from limosa.operation.claims import Claim
-from limosa.operation.journal import Header
 from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.members import minors
 from limosa.operation.parked.gates import any_waits, gate_was_opened
@@ -37,7 +35,7 @@ from limosa.operation.results import RestoreResult
 from limosa.operation.rewind import Rewind
 from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.step import Op, Verb, run
-from limosa.operation.work import Work, myself
+from limosa.operation.work import Work
 from limosa.parking.names import stand_ins
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
@@ -115,22 +113,7 @@ class Returning(Op):
     def run(self) -> RestoreResult:
         """Does all of it."""
         work = self.work
-        header = Header(
-            id=work.id,
-            operation="restore",
-            roots=[],
-            members=self.members,
-            controller=myself(),
-            image=str(self.image.path),
-        )
-        claim = Claim(
-            id=work.id,
-            operation="restore",
-            holder=header.controller,
-            gpus=room.needs(self.members),
-            paths=[str(self.image.path)],
-        )
-        work.begin(header, claim, self._room_is_there)
+        work.begin(self.members, image=str(self.image.path), gpus=room.needs(self.members), check=self._refuse_shortage)
         run(self.verb, self)
         if self.loading is not None:  # it runs: nothing that comes now is a reason to end it
             with contextlib.suppress(LimosaError, OSError, EOFError):
@@ -229,10 +212,9 @@ class Returning(Op):
         if self.remade is not None:
             self.remade.undo()
 
-    def _room_is_there(self) -> None:
-        short = idle.shortage(self.work.driver, self.members, self.work.id) if self.members else ""
-        if short:
-            raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+    def _refuse_shortage(self) -> None:
+        if self.members:
+            idle.refuse_shortage(self.work.driver, self.members, self.work.id)
 
     def criu(self) -> None:
         """Has CRIU bring the tree back."""
