@@ -98,7 +98,7 @@ UNDO = (
     Mutant(
         "target-stays-mapped",
         _OPERATION + "steps/carry.py",
-        "        op.carrier.leave()\n",
+        "        op.carried.leave()\n",
         "        pass\n",
         "a move that fails late brings the process home with the other GPU's memory mapped",
         (

@@ -95,9 +95,7 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
     except Exception as error:
         return None, fail("criu", 24, f"looking for CRIU failed: {error}", "limosa doctor --fix")
     where = "private" if found.private else "the system's"
-    return found, Check(
-        name="criu", status=Status.OK, detail=f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial"
-    )
+    return found, ok("criu", f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial")
 
 
 def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
@@ -211,11 +209,8 @@ def _nftables(works: Criu | None) -> Check:
     program = start.program("nft")
     argv = works.nft if works is not None and works.nft else [program] if program else None
     if argv is None:
-        return warn(
-            "nftables",
-            "no nft program: jobs with connected TCP need --tcp-close",
-            "install nftables, or limosa doctor --fix",
-        )
+        text = "no nft program: jobs with connected TCP need --tcp-close"
+        return warn("nftables", text, "install nftables, or limosa doctor --fix")
     try:
         ran = start.run([*argv, "list", "tables"], capture_output=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired) as error:

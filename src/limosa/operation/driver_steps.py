@@ -98,23 +98,18 @@ def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> boo
 
 def checkpoint(work: Work, members: Sequence[Member]) -> None:
     """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
-    total = device_bytes(members)
     todo = [m for m in members if m.was != gpu.State.CHECKPOINTED]
-    _parallel(
-        work,
-        "checkpoint",
-        todo,
-        lambda m: work.driver.checkpoint(m.pid, limit=call_limit(m)),
-        total=total,
-        rate=2.6e9,
-    )
+
+    def call(m: Member) -> None:
+        work.driver.checkpoint(m.pid, limit=call_limit(m))
+
+    _parallel(work, "checkpoint", todo, call, total=device_bytes(members), rate=2.6e9)
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
     """Restores in parallel with each one's map; looks at the room right before (measured): NoRoomOnGpu, none tried."""
     inventory = work.driver.inventory()
     room.check(inventory, members, work.id, made=work.made)
-    total = device_bytes(members)
 
     def call(m: Member) -> None:
         mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
@@ -125,7 +120,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
                 work.doubtful[m.pid] = error
             raise
 
-    _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
+    _parallel(work, "restore", members, call, total=device_bytes(members), rate=7e9, data=lambda m: {"map": m.map})
 
 
 def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:

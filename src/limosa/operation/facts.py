@@ -76,8 +76,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
     verb, members = ask.verb, facts.members
     try:
         facts.inventory = ask.inventory or driver.inventory()
-        only_back = verb.comes and not verb.goes
-        facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
+        facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
         if not facts.busy:  # its shims listen to whoever works on it
             facts.parked = parkable.ask(members, software=facts.inventory.software)
             facts.arena = aside.ask(verb, members, ask.release)

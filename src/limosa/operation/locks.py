@@ -79,12 +79,14 @@ def in_the_way(manifest: Manifest) -> list[Reason]:
         else:
             if not _same_time(locked.modified, info.st_mtime_ns):
                 said = f"{locked.path} was written to after the job was checkpointed, when its lock did not hold; {who}"
-                hint = "put the files of that time back, all that belong together; --force=locked-file-changed where "
-                hint += "the program reads them anew"
-                found.append(
-                    Reason(id="locked-file-changed", text=said, exit_code=23, hint=hint, pid=locked.pid, forceable=True)
-                )
+                found.append(_changed(said, locked.pid))
     return found
+
+
+def _changed(text: str, pid: int) -> Reason:
+    hint = "put the files of that time back, all that belong together; --force=locked-file-changed where the program "
+    hint += "reads them anew"
+    return Reason(id="locked-file-changed", text=text, exit_code=23, hint=hint, pid=pid, forceable=True)
 
 
 def _files(locked: Iterable[LockedFile]) -> Iterator[LockedFile]:

@@ -59,25 +59,14 @@ def find_members(
         except NoSuchProcess:
             continue
         except LimosaError as error:
-            reasons.append(
-                Reason(
-                    id="cannot-be-asked",
-                    text=f"the driver does not tell the state of process {identity.pid}: {error}",
-                    exit_code=11 if isinstance(error, PermissionDenied) else 12,
-                    hint="limosa doctor",
-                    pid=identity.pid,
-                )
-            )
+            text = f"the driver does not tell the state of process {identity.pid}: {error}"
+            code = 11 if isinstance(error, PermissionDenied) else 12
+            told = Reason(id="cannot-be-asked", text=text, exit_code=code, hint="limosa doctor", pid=identity.pid)
+            reasons.append(told)
             continue
         if state not in (gpu.State.RUNNING, gpu.State.LOCKED, gpu.State.CHECKPOINTED):
-            reasons.append(
-                Reason(
-                    id="state",
-                    text=f"process {identity.pid} is {state}: the driver can do nothing with it",
-                    exit_code=12,
-                    pid=identity.pid,
-                )
-            )
+            text = f"process {identity.pid} is {state}: the driver can do nothing with it"
+            reasons.append(Reason(id="state", text=text, exit_code=12, pid=identity.pid))
         members.append(Member(identity=identity, was=state, root=root.pid))
     holders = {m.pid for m in members}
     for identity in denied:  # parents come before their children
@@ -85,18 +74,15 @@ def find_members(
         if (parent in holders or _has_a_context(parent, tree)) and _is_forked(identity.pid, parent):
             holders.add(identity.pid)  # it inherits the mapping, and holds nothing
         else:
-            reasons.append(
-                Reason(
-                    id="state-denied",
-                    text=f"process {identity.pid} has what the driver maps for a context on a GPU (/dev/nvidia-uvm), "
-                    "and the driver says that it holds no CUDA state: without its device memory it would be lost",
-                    exit_code=12,
-                    hint="run it again; a child of a CUDA process that has ended needs --force=state-denied",
-                    pid=identity.pid,
-                    forceable=True,
-                )
-            )
+            reasons.append(_denied(identity.pid))
     return members, reasons
+
+
+def _denied(pid: int) -> Reason:
+    text = f"process {pid} has what the driver maps for a context on a GPU (/dev/nvidia-uvm), "
+    text += "and the driver says that it holds no CUDA state: without its device memory it would be lost"
+    hint = "run it again; a child of a CUDA process that has ended needs --force=state-denied"
+    return Reason(id="state-denied", text=text, exit_code=12, hint=hint, pid=pid, forceable=True)
 
 
 def _is_forked(pid: int, parent: int) -> bool:

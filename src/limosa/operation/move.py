@@ -16,15 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from limosa import gpu
-from limosa.errors import (
-    InvalidMap,
-    LimosaError,
-    NoRoomOnGpu,
-    NoRoomOnHost,
-    Reason,
-    UsageError,
-    worst,
-)
+from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, NoRoomOnHost, Reason, UsageError, worst
 from limosa.operation import drivers, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask

@@ -15,6 +15,7 @@ from limosa.operation.journal import Member
 from limosa.operation.parked.gates import any_shut
 from limosa.operation.parked.parkable import too_full
 from limosa.operation.prepare import Prepared, look
+from limosa.operation.results import Estimate
 from limosa.operation.rules import apply_force
 from limosa.operation.step import Verb
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
@@ -50,13 +51,11 @@ def look_at(
         if member.was == gpu.State.LOCKED:
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
-    cost = verb.estimate(prepared.shape)
-    too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
-    if too_long and not is_done(prepared):
-        extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
+    prepared.done = is_done(prepared)
+    if not prepared.done:
+        extra += pause_reasons(verb.estimate(prepared.shape), max_pause)
     prepared.reasons += apply_force(extra, force)
-    if is_done(prepared):
-        prepared.done = True
+    if prepared.done:
         # Nothing will be touched, so nothing can stand against it but not being allowed to look.
         prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
     return prepared
@@ -82,10 +81,12 @@ def note_full(planned: Sequence[Prepared]) -> None:
             prepared.parked = 0
 
 
-def pause_reason(estimated: float, limit: float) -> Reason:
+def pause_reasons(cost: Estimate, limit: float | None) -> list[Reason]:
     """``--max-pause`` refuses by estimate."""
-    error = PauseTooLong(estimate=estimated, limit=limit)
-    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
+    if limit is None or cost.pause_seconds is None or cost.pause_seconds <= limit:
+        return []
+    error = PauseTooLong(estimate=cost.pause_seconds, limit=limit)
+    return [Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")]
 
 
 def _either(prepared: Prepared, again: Callable[[Verb], Prepared]) -> Prepared:

@@ -46,14 +46,8 @@ def entry_of(dead: Journal, **fields: object) -> Recovered:
     """What is said of an operation that was recovered."""
     header = dead.header
     pid = header.roots[0].pid if header.roots else 0
-    return Recovered(
-        kind="operation",
-        id=header.id,
-        operation=header.operation,
-        pid=pid,
-        image=header.image,
-        **fields,  # type: ignore[arg-type]
-    )
+    known = {"id": header.id, "operation": header.operation, "pid": pid, "image": header.image}
+    return Recovered(kind="operation", **known, **fields)  # type: ignore[arg-type]
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------
@@ -160,12 +154,17 @@ def _release_network(dead: Journal) -> None:
         release_network(header.tree, log_fd, header.roots[0].pid)
 
 
+def _criu_of(dead: Journal, step: str) -> Identity | None:
+    """The last CRIU of that step that the journal names."""
+    notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
+    return Identity.from_str(str(notes[-1].data["criu"])) if notes else None
+
+
 def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
     """Waits until the CRIU that the journal names has ended."""
-    notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
-    if not notes:
+    who = _criu_of(dead, step)
+    if who is None:
         return
-    who = Identity.from_str(str(notes[-1].data["criu"]))
     deadline = time.monotonic() + CRIU_PATIENCE
     standstill = leftovers.Standstill(who.pid, began=True)
     while who.alive():
@@ -212,9 +211,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
         keep_record(image.manifest, root)
     dead.header.roots = [root]
-    return entry_of(
-        dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"
-    )
+    did = "finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else "")
+    return entry_of(dead, did=did, state="running")
 
 
 def _still_an_image(dead: Journal) -> None:
@@ -225,8 +223,8 @@ def _still_an_image(dead: Journal) -> None:
 
 def _end_half_made(dead: Journal) -> None:
     """Ends what a CRIU that was killed has left half-made under the image's pids."""
-    notes = [r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.data.get("criu")]
-    if not notes:
+    who = _criu_of(dead, Noted.CRIU_RESTORE)
+    if who is None:
         return
     pids: list[int] = []
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
@@ -234,7 +232,7 @@ def _end_half_made(dead: Journal) -> None:
     until = None
     with contextlib.suppress(OSError):
         until = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
-    leftovers.end_unfinished(Identity.from_str(str(notes[-1].data["criu"])), pids, until)
+    leftovers.end_unfinished(who, pids, until)
 
 
 def _restored_root(dead: Journal) -> Identity | None:

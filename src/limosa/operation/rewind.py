@@ -159,18 +159,15 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
     if uses[0].mode not in (0, info.st_mode):
         had, has = stat.S_IMODE(uses[0].mode), stat.S_IMODE(info.st_mode)
         text = f"{path} has the mode {has:04o} and had {had:04o}; {who}"
-        return Reason(
-            id="file-changed", text=text, exit_code=23, hint=f"chmod {had:o} {shlex.quote(path)}", pid=uses[0].pid
-        )
+        hint = f"chmod {had:o} {shlex.quote(path)}"
+        return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
     if info.st_size == size or all(_appends_only(f) for f in uses):
         return None
     text = f"{path} has {info.st_size} bytes and had {size}; {who}"
     grown_by_job = info.st_size > size and any(f.position is not None for f in uses)
-    if not grown_by_job:
+    if not grown_by_job or not rewind:
         hint = "put the old one back; a library that was upgraded must be the one the job started with"
-        return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
-    if not rewind:
-        hint = "--rewind-files keeps its new part beside it and cuts it back"
+        hint = "--rewind-files keeps its new part beside it and cuts it back" if grown_by_job else hint
         return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
     kept = _free_name(path, manifest, info.st_size)
     todo.append(Rewind(path=path, size=size, grown=info.st_size, kept=kept, inode=info.st_ino))

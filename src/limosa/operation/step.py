@@ -209,13 +209,9 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         """What it will cost, by the rates in ``estimate.py``."""
         costs = [(step, step.cost(shape)) for step in self.steps]
         size = shape.bytes + (shape.host_bytes if self.image else 0)
-        return Estimate(
-            pause_seconds=None
-            if self.ends and not shape.leave_running
-            else sum(cost for step, cost in costs if step.still),
-            seconds=sum(cost for _, cost in costs),
-            bytes=max(shape.parked, device_bytes(shape.away)) if shape.alone else size,
-        )
+        size = max(shape.parked, device_bytes(shape.away)) if shape.alone else size
+        pause = None if self.ends and not shape.leave_running else sum(cost for step, cost in costs if step.still)
+        return Estimate(pause_seconds=pause, seconds=sum(cost for _, cost in costs), bytes=size)
 
     def other_way(self, shape: Shape) -> OtherWay | None:
         """What the way that is not taken would cost; None where there is but one (memory alone is parked)."""

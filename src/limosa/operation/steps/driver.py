@@ -148,7 +148,7 @@ class Restore(_DriverStep):
 
     def do(self, op: OnGpus) -> None:
         driver_steps.restore(op.work, op.asleep)
-        if op.resumes:
+        if op.verb.takes_back:
             op.work.has_taken(room.needs(op.members))
 
     def goes_on(self, left: Left) -> Finished | None:

@@ -24,19 +24,15 @@ class OnGpus(Op):
         self.bulk: Bulk | None = None  # host memory that is ready for what the driver saves
 
     @property
-    def resumes(self) -> bool:
-        """Whether what is to go on stands still already."""
-        return self.verb.comes and not self.verb.goes
-
-    @property
-    def suspends(self) -> bool:
-        """Whether what goes does not come back by this operation."""
-        return self.verb.goes and not self.verb.comes
-
-    @property
     def pauses(self) -> bool:
         """A resume counts as a pause from its beginning."""
-        return self.resumes or super().pauses
+        return self.verb.takes_back or super().pauses
+
+    @property
+    def carried(self) -> Carrier:
+        """The carrier, in a step that is done only where there is one."""
+        assert self.carrier is not None
+        return self.carrier
 
     @property
     def by_driver(self) -> bool:
@@ -46,7 +42,7 @@ class OnGpus(Op):
     @property
     def asleep(self) -> list[Member]:
         """Those that the driver is to restore."""
-        return [m for m in self.members if not self.resumes or m.was == State.CHECKPOINTED]
+        return [m for m in self.members if not self.verb.takes_back or m.was == State.CHECKPOINTED]
 
     @property
     def locked(self) -> list[Member]:
