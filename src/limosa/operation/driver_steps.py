@@ -314,7 +314,8 @@ def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) 
     for member in members:
         if states[member.pid] == gpu.State.RUNNING and not _lock_one(driver, member.pid):
             raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
-    _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
+    for error in _try_each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m))).values():
+        raise error
     states.update({m.pid: gpu.State.CHECKPOINTED for m in members})
 
 
@@ -372,14 +373,8 @@ def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> 
             _show(member, (member.map if member in away else member.home).values())
 
 
-def _each(members: Sequence[Member], call: Callable[[Member], object]) -> None:
-    """Makes a call for each member, all at once; every one is waited for, then the first error is raised."""
-    for error in _try_each(members, call).values():
-        raise error
-
-
 def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> dict[int, BaseException]:
-    """The same; the errors by pid."""
+    """Makes a call for each member, all at once, and waits for every one; the errors by pid."""
     if not members:
         return {}
     with ThreadPoolExecutor(len(members), thread_name_prefix="limosa-undo") as pool:

@@ -196,22 +196,15 @@ def _objects(pid: int, uses: Uses) -> Iterator[tuple[str, int, str]]:
         yield link, key, f"{at}/{link}"
     if not uses.maps:
         return
-    ranges = sorted((int(first, 16), f"{first}-{end}") for first, end in _ranges(at))
+    listed: list[str] = []
+    with contextlib.suppress(OSError):
+        listed = os.listdir(f"{at}/map_files")
+    ranges = sorted((int(name.partition("-")[0], 16), name) for name in listed)
     starts = [start for start, _ in ranges]
     for address, key in uses.maps.items():
         nearest = bisect.bisect_right(starts, address) - 1
         if nearest >= 0:
             yield f"the mapping at {address:x}", key, f"{at}/map_files/{ranges[nearest][1]}"
-
-
-def _ranges(at: str) -> Iterator[tuple[str, str]]:
-    try:
-        listed = os.listdir(f"{at}/map_files")
-    except OSError:
-        return
-    for name in listed:
-        first, _, end = name.partition("-")
-        yield first, end
 
 
 def _is_no_socket(path: str) -> bool:
@@ -234,8 +227,7 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
         return seen(info)  # the link itself, which a job may have open; what it leads to is of another kind
     if stat.S_ISLNK(info.st_mode) or real != name:
         if os.geteuid() == 0 and real_path(name) != real:
-            text = f"{name} leads through a symbolic link of somebody else's"
-            raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+            raise _changed(f"{name} leads through a symbolic link of somebody else's")
         try:
             return seen(os.stat(name))
         except OSError:
@@ -243,8 +235,7 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
     known = {file.inode for file in had if file.inode}
     writes = any(file.flags & os.O_ACCMODE != os.O_RDONLY for file in had)
     if known and info.st_ino not in known and not _may_open(info, manifest, writes=writes):
-        text = f"{name} is another file than the job had, and its user may not open it"
-        raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+        raise _changed(f"{name} is another file than the job had, and its user may not open it")
     return seen(info)
 
 

@@ -225,32 +225,25 @@ def in_the_way(files: Iterable[ShmFile]) -> list[Reason]:
 
 def _used(there: dict[int, str]) -> list[Reason]:
     """The processes that map one of these files."""
-    reasons = []
-    for pid, inode in _users(set(there)):
-        text = f"process {pid} uses {there[inode]}, which the restored job would have anew"
-        reasons.append(Reason(id="shm-used", text=text, exit_code=23, hint="end that process first", pid=pid))
+    reasons: list[Reason] = []
+    device = _device()
+    for name in os.listdir("/proc") if there else ():
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for line in slurp(f"/proc/{name}/maps").splitlines():
+                words = line.split(None, 5)
+                if len(words) == 6 and words[3] == device and int(words[4]) in there:
+                    text = f"process {name} uses {there[int(words[4])]}, which the restored job would have anew"
+                    hint = "end that process first"
+                    reasons.append(Reason(id="shm-used", text=text, exit_code=23, hint=hint, pid=int(name)))
+                    break
     return reasons
 
 
 def _is_like(info: os.stat_result, file: ShmFile) -> bool:
     had = (file.bytes, file.mode, file.uid, file.gid)
     return stat.S_ISREG(info.st_mode) and had == (info.st_size, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid)
-
-
-def _users(inodes: set[int]) -> Iterator[tuple[int, int]]:
-    """Processes that have one of these files mapped: (pid, inode)."""
-    if not inodes:
-        return
-    device = _device()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            for line in slurp(f"/proc/{name}/maps").splitlines():
-                words = line.split(None, 5)
-                if len(words) == 6 and words[3] == device and int(words[4]) in inodes:
-                    yield int(name), int(words[4])
-                    break
 
 
 class Remade:

@@ -64,7 +64,7 @@ class Load(_Returned):
     name, still, tells, undone = "prepare", False, "memory on the GPUs", "chunks"
 
     def applies(self, op: Returning) -> bool:
-        return op.has_chunks
+        return bool(op.manifest.device)
 
     def do(self, op: Returning) -> None:
         op.load()
@@ -86,7 +86,7 @@ class Verified(_Returned):
         return (shape.host_bytes + shape.beside) / estimate.HASH_RATE
 
     def do(self, op: Returning) -> None:
-        op.verified()
+        op.checked.wait()
 
 
 class Names(_Returned):
@@ -163,7 +163,7 @@ class Loaded(_Returned):
     name, still, tells = "wait", False, "device memory"
 
     def applies(self, op: Returning) -> bool:
-        return op.has_chunks
+        return bool(op.manifest.device)
 
     def cost(self, shape: Shape) -> float:
         """What is left of it: it is done beside the steps before."""
@@ -180,7 +180,7 @@ class ArriveThere(_Returned):
     name, still, tells, after = "map", False, "memory", "running"
 
     def applies(self, op: Returning) -> bool:
-        return op.has_chunks
+        return bool(op.manifest.device)
 
     def do(self, op: Returning) -> None:
         op.arrive()

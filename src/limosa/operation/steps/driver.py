@@ -46,6 +46,9 @@ class _DriverStep(Step[OnGpus], abstract=True):
 
     undone = HOME
 
+    def applies(self, op: OnGpus) -> bool:
+        return op.by_driver
+
     def undo(self, op: OnGpus) -> None:
         """The driver is asked where each process is, and leads it to the state and the GPU that it had."""
         work = op.work
@@ -57,9 +60,6 @@ class Lock(_DriverStep):
 
     name, still, tells, after, stops, turn = "lock", True, "locking", "locked", False, GO
     left = "undone: every process is led back to the state and the GPU that it had"
-
-    def applies(self, op: OnGpus) -> bool:
-        return op.by_driver
 
     def words(self, shape: Shape) -> str:
         return f"lock {pids(shape.awake)}" if shape.awake and not shape.alone else ""
@@ -86,9 +86,6 @@ class Checkpoint(_DriverStep):
 
     def __init__(self, copies: float = 0.0):
         self.copies = copies
-
-    def applies(self, op: OnGpus) -> bool:
-        return op.by_driver
 
     def size(self, op: OnGpus) -> int:
         return estimate.device_bytes(op.members)
@@ -237,8 +234,8 @@ class StaySuspended(Step[OnGpus]):
 def less_parked(shape: Shape, seconds: float, rate: float, fixed: float, copies: float = 0.0) -> float:
     """What a step of the driver's costs (``seconds`` if it carried everything) where the carrier takes what is parked.
 
-    ``rate`` is the driver's, ``copies`` that of a copy beside it (or 0), in bytes a second; ``fixed`` takes it in any
-    case.
+    In bytes a second: ``rate`` is the driver's, ``copies`` that of a copy beside it (or 0). ``fixed``: seconds that it
+    takes with nothing to carry.
     """
     if not shape.parked:
         return seconds

@@ -75,6 +75,7 @@ from limosa.terms import Route
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
 _TRIES = 4  # of a dump, where the job makes semaphores meanwhile
+_NOTED = ("leave_running", "tcp_established", "tcp_close", "shell_job", "file_locks", "link_remap", "ext_unix_sk")
 
 
 class _OtherSemaphores(Exception):
@@ -115,7 +116,6 @@ class Dumping(OnGpus):
 
     @property
     def locked(self) -> list[Member]:
-        """The same."""
         return self.asleep
 
     @property
@@ -124,7 +124,6 @@ class Dumping(OnGpus):
         return self.leave_running and super().pauses
 
     def run(self) -> CheckpointResult:
-        """Does all of it."""
         self.work.check()
         self._begin()
         self.lost.look([i.pid for i in job_tree(self.root)])
@@ -229,31 +228,21 @@ class Dumping(OnGpus):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
             if isinstance(error, FailedUndone) and (found.only_so or not self.job.driver_can):
-                raise FailedUndone(
-                    what="checkpoint",
-                    detail=str(error),
-                    hint="try again; limosa doctor looks at the mover and the vault",
-                ) from error
-            if self.job.needs_gate:
-                text = (
-                    f"its device memory cannot be written the parked way ({error}), and on the driver's JAX would end"
-                )
+                hint = "try again; limosa doctor looks at the mover and the vault"
+                raise FailedUndone(what="checkpoint", detail=str(error), hint=hint) from error
+            if self.job.needs_gate or found.only_so:
+                text = f"its device memory cannot be written the parked way ({error}), and "
+                text += "on the driver's JAX would end" if self.job.needs_gate else "the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
-            if found.only_so:
-                text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
-                raise CannotBeMoved(detail=text) from error
+            shut = f"the parked way is not open ({error})"
             if not self.job.driver_fits:
-                detail = (
-                    f"the parked way is not open ({error}), and host memory does not take what the driver would save"
-                )
+                detail = f"{shut}, and host memory does not take what the driver would save"
                 raise NoRoomOnHost(detail=detail) from error
             self.draft.drop_chunks()
             self.job.parked = 0
-            text = f"the parked way is not open ({error}): the driver carries the memory"
-            work.warnings.append(Reason(id="driver-way", text=text))
+            work.warnings.append(Reason(id="driver-way", text=f"{shut}: the driver carries the memory"))
 
     def not_saved(self) -> None:
-        """Gives the job back what was taken from it."""
         saving, self.saving, self.carrier = self.saving, None, None
         if saving is not None:
             saving.undo()
@@ -471,13 +460,7 @@ class Dumping(OnGpus):
             ),
             tree=self.tree,
             options={
-                "leave_running": self.dump_options.leave_running,
-                "tcp_established": self.dump_options.tcp_established,
-                "tcp_close": self.dump_options.tcp_close,
-                "shell_job": self.dump_options.shell_job,
-                "file_locks": self.dump_options.file_locks,
-                "link_remap": self.dump_options.link_remap,
-                "ext_unix_sk": self.dump_options.ext_unix_sk,
+                **{name: getattr(self.dump_options, name) for name in _NOTED},
                 "ghost_limit": self.dump_options.ghost_limit or 0,
                 "network_lock": self.dump_options.network_lock or self.program.network_lock,
                 "force": ",".join(sorted(self.options.force)),
@@ -519,7 +502,6 @@ class Dumping(OnGpus):
         work.drop(HOME)
 
     def commit(self) -> None:
-        """Hashes, syncs and renames the image of a job that runs on."""
         self._commit()
         self._let_go_of_device_memory()
 

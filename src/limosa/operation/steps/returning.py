@@ -111,7 +111,6 @@ class Returning(Op):
         self.noted = False  # what it sees of the GPUs
 
     def run(self) -> RestoreResult:
-        """Does all of it."""
         work = self.work
         work.begin(self.members, image=str(self.image.path), gpus=room.needs(self.members), check=self._refuse_shortage)
         run(self.verb, self)
@@ -134,11 +133,6 @@ class Returning(Op):
             stats=self.stats,
             warnings=[*work.warnings, *(r for r in self.facts.reasons if not r.refuses)],
         )
-
-    @property
-    def has_chunks(self) -> bool:
-        """Whether the image has device memory as chunks."""
-        return bool(self.manifest.device)
 
     def show_gpus(self) -> None:
         """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it; PermissionDenied: not yours."""
@@ -163,24 +157,20 @@ class Returning(Op):
             raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
 
     def hide_gpus(self) -> None:
-        """Forgets that."""
         if self.noted:
             device_nodes.forget(self.manifest.job.sees)
 
     def rewind(self) -> None:
-        """Cuts files back, each noted before."""
         for rewind in self.facts.rewind:
             self.cut_back.append(rewind)
             self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
 
     def wind_forward(self) -> None:
-        """Gives them their tails back, the last first."""
         while self.cut_back:
             self.cut_back.pop().undo()
 
     def load(self) -> None:
-        """Begins to fill the GPUs, before CRIU is started."""
         work = self.work
         self.loading = Loading(work, self.image, self.members)
         self.loading.prepare()
@@ -190,16 +180,10 @@ class Returning(Op):
             work.claim.save()
 
     def unload(self) -> None:
-        """Lets go of it."""
         if self.loading is not None:
             self.loading.back()
 
-    def verified(self) -> None:
-        """Waits until what CRIU will read was compared."""
-        self.checked.wait()
-
     def make_names(self) -> None:
-        """Makes what the job shared by name, noted before."""
         if not self.manifest.shm:
             return
         self.remade = shm.Remade(self.manifest.shm, self.image.criu_fd, self.work.check)
@@ -208,7 +192,6 @@ class Returning(Op):
         self.remade.put()
 
     def take_names_away(self) -> None:
-        """Removes that again, once the tree has been ended."""
         if self.remade is not None:
             self.remade.undo()
 
@@ -217,7 +200,6 @@ class Returning(Op):
             idle.refuse_shortage(self.work.driver, self.members, self.work.id)
 
     def criu(self) -> None:
-        """Has CRIU bring the tree back."""
         with stand_ins(self.image.criu_fd) as inherit:
             self._run_criu(inherit)
         if self.remade is not None:
@@ -337,17 +319,14 @@ class Returning(Op):
             driver_steps.restore(self.work, self.members)
 
     def unlock(self) -> None:
-        """Has the driver unlock."""
         driver_steps.unlock(self.work, self.members)
 
     def all_loaded(self) -> None:
-        """Waits until every byte is there."""
         assert self.loading is not None
         with self._copy_is_the_image():
             self.loading.wait()
 
     def arrive(self) -> None:
-        """Maps the memory where it was, and opens the gates."""
         assert self.loading is not None
         self.loading.arrive()
         self.loading.open()
@@ -362,7 +341,6 @@ class Returning(Op):
             raise
 
     def end_tree(self) -> None:
-        """Ends what there is of it."""
         self.unload()  # the library in the job serves one at a time
         if self.loading is not None and self.loading.opened:
             raise gate_was_opened("restore")
