@@ -512,8 +512,8 @@ WHO = (
     Mutant(
         "changed-since-it-was-looked-at",
         _OPERATION + "holding.py",
-        "            if state != member.was:\n",
-        "            if False:\n",
+        "            if state != member.was or moved:\n",
+        "            if moved:\n",
         "a job that somebody has suspended meanwhile is moved as if it ran",
         OPERATION,
     ),

@@ -96,7 +96,7 @@ def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Clai
         if claim is None or f"{claim.id}.json" != note.name:
             continue
         claim.owner = note.owner
-        claim.alive = processes.speaks_for(note.owner, claim.holder) and _lives(claim.holder)
+        claim.alive = processes.speaks_for(note.owner, claim.holder) and lives(claim.holder)
         if note.owner != 0:
             claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]
         claim.left = False
@@ -143,10 +143,10 @@ def _could_make(path: str, uid: int) -> bool:
     return False
 
 
-def _lives(holder: Identity) -> bool:
-    """Whether a claim's holder lives; one that may not be looked at does."""
+def lives(process: Identity) -> bool:
+    """Whether a process lives; one that may not be looked at does."""
     try:
-        return holder.alive()
+        return process.alive()
     except (LimosaError, PermissionError):
         return True
 

@@ -33,10 +33,7 @@ def by_gpu(devices: Sequence[str], pieces: Iterable[Memory]) -> dict[str, tuple[
 
 
 def held(counted: int, own: int, imported: int, *, software: bool) -> int:
-    """Bytes that a process holds on a GPU: as NVML counts, and what the shim knows to be made by it, and imported.
-
-    Imported is what somebody else has made, or what left the process and came back.
-    """
+    """Bytes that a process holds on a GPU: NVML's figure, made one with what its shim has made and has imported."""
     counts_all = software and counted >= own + imported
     return counted if counts_all else max(counted, own) + imported
 

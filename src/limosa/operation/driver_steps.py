@@ -400,8 +400,12 @@ def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), rele
             identity = Identity.of(root)
         except LimosaError:
             continue
-        by = user_of(os.getpid())
-        members_of = [m.identity for m in of_root]
-        moved = {str(m.pid): _moved(m) if m in away else m.moved for m in of_root}
-        of_all = {"bytes": added_up(held.values()), "members": members_of, "held": held, "moved": moved}
-        SuspendRecord(root=identity, by=by, release=release, **of_all).save()  # type: ignore[arg-type]
+        SuspendRecord(
+            root=identity,
+            by=user_of(os.getpid()),
+            release=release,
+            bytes=added_up(held.values()),
+            members=[m.identity for m in of_root],
+            held=held,
+            moved={str(m.pid): _moved(m) if m in away else m.moved for m in of_root},
+        ).save()

@@ -52,7 +52,6 @@ def wait(
 
 
 def _image_of(root: Identity) -> str:
-    """The image, where a checkpoint ended the job."""
     record = records.EndedRecord.of(root)
     return record.image if record is not None and os.path.isdir(record.image) else ""
 
@@ -138,14 +137,7 @@ def _left(root: Identity, tree: Iterable[Identity]) -> list[Identity]:
     """Those of the tree that live, and what has been born below the root since."""
     with contextlib.suppress(NoSuchProcess, Zombie):
         tree = {*tree, *job_tree(root)}
-    return sorted(one for one in set(tree) if _alive(one))
-
-
-def _alive(one: Identity) -> bool:
-    try:
-        return one.alive()
-    except LimosaError:
-        return True
+    return sorted(one for one in set(tree) if claims.lives(one))
 
 
 def _wait_for(root: Identity, tree: Iterable[Identity], until: float, cancel: threading.Event | None) -> list[Identity]:

@@ -54,13 +54,9 @@ def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
             except DriverHung:
                 work.check()
                 raise
-            if state != member.was:
-                raise Grew(pids=str(member.pid))
-            if (
-                member.was == gpu.State.CHECKPOINTED
-                and record is not None
-                and record.held.get(str(member.pid), {}) != member.held
-            ):
+            suspended = record if member.was == gpu.State.CHECKPOINTED else None
+            moved = suspended is not None and suspended.held.get(str(member.pid), {}) != member.held
+            if state != member.was or moved:
                 raise Grew(pids=str(member.pid))
 
 

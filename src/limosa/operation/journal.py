@@ -236,10 +236,7 @@ class Journal:
         return self.last(step, pid) is not None
 
     def finish(self) -> None:
-        """Removes the journal: nothing is left to recover; OSError: it can be neither removed nor emptied.
-
-        An empty one says nothing, and what it spoke of is done.
-        """
+        """Removes the journal, or empties it: nothing is left to recover; OSError: neither can be done."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:

@@ -33,8 +33,7 @@ _KEPT_LOGS = 20  # a verbose one has a few MiB, and /run is memory
 def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: Criu | None = None) -> None:
     """Gives a living job its network back after a dump that did not end by itself; harmless after any other.
 
-    ``log_fd``: the folder with CRIU's log of that dump, or -1. ``criu``: whose ``nft`` to use; None: one that works
-    here.
+    ``log_fd``: the folder with CRIU's log of that dump, or -1. ``criu``: whose ``nft`` to use; None: one that works.
     """
     for table in tables_of(log_fd, root_pid, criu):
         remove_table(table, criu)
@@ -64,6 +63,13 @@ def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
     return target
 
 
+def has_ended(root: Identity) -> bool:
+    """Whether CRIU has ended a job that it has written; a large tree takes a while to be gone."""
+    with contextlib.suppress(LimosaError), Handle(root) as handle:
+        handle.wait(2.0)
+    return not root.alive()
+
+
 def end_rest(tree: Iterable[Identity]) -> None:
     """Ends what lives on of a job whose root CRIU has ended after its image was committed: the image is the copy."""
     for identity in tree:
@@ -86,18 +92,11 @@ def let_go_on(tree: Iterable[Identity]) -> list[int]:
 
 
 def stopped(tree: Iterable[Identity]) -> Iterator[Identity]:
-    """Those of a job that are stopped, or about to be."""
+    """Those of a job that are stopped, or about to be: CRIU sends SIGSTOP last of all, and it may be on its way."""
     for identity in tree:
-        with contextlib.suppress(LimosaError):
-            if read_stat(identity.pid).stopped or _is_to_stop(identity.pid):
+        with contextlib.suppress(LimosaError, OSError):
+            if read_stat(identity.pid).stopped or is_pending(f"/proc/{identity.pid}", signal.SIGSTOP):
                 yield identity
-
-
-def _is_to_stop(pid: int) -> bool:
-    """Whether SIGSTOP is on its way: CRIU sends it last of all, and on a busy machine it takes a while to be taken."""
-    with contextlib.suppress(OSError):
-        return is_pending(f"/proc/{pid}", signal.SIGSTOP)
-    return False
 
 
 def remove_table(table: str, criu: Criu | None = None) -> None:

@@ -11,7 +11,6 @@ from limosa.errors import PauseTooLong, Reason
 from limosa.operation.facts import Ask
 from limosa.operation.holding import TRIES
 from limosa.operation.jobs import Job
-from limosa.operation.journal import Member
 from limosa.operation.parked.gates import any_shut
 from limosa.operation.parked.parkable import too_full
 from limosa.operation.prepare import Prepared, look
@@ -131,8 +130,5 @@ def is_done(prepared: Prepared) -> bool:
         return False  # where it is, or is to be, cannot be told
     if prepared.verb is RESUME:
         return prepared.states == {gpu.State.RUNNING} and not any(m.changes_gpu for m in prepared.members)
-    return prepared.states == {gpu.State.RUNNING} and not any(_leaves(m) for m in prepared.members)
-
-
-def _leaves(member: Member) -> bool:
-    return any(member.map.get(u, u) != u for u in member.held)
+    leaves = any(m.map.get(uuid, uuid) != uuid for m in prepared.members for uuid in m.held)
+    return prepared.states == {gpu.State.RUNNING} and not leaves

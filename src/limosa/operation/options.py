@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from limosa.errors import UsageError
 from limosa.terms import Release
+
+if TYPE_CHECKING:
+    import threading
+
+    from limosa import gpu
+    from limosa.progress import ProgressFn
 
 ReleaseLike = Release | Literal["all", "memory-only"]
 """What callers may say: the word, or its text."""
@@ -53,6 +59,18 @@ class WhereOptions(TypedDict, total=False):
 
 class MoveOptions(ToggleOptions, WhereOptions, total=False):
     """What ``move`` and ``resume`` can be planned with."""
+
+
+class DoingOptions(TypedDict, total=False):
+    """How ``move``, ``suspend``, ``resume`` and ``toggle`` are to do it."""
+
+    max_pause: float | None  # seconds a job may stand still; refused beforehand by estimate
+    dry_run: bool  # only plan; outcomes carry plans
+    timeout: float | None  # seconds for each job; then everything is undone
+    progress: ProgressFn  # told of steps and bytes
+    cancel: threading.Event | None  # set it to stop and undo
+    driver: gpu.Driver | None  # a client of the driver's worker that the caller has and closes; None: one for this call
+    one_by_one: bool  # of several jobs the next is begun when the one before is done
 
 
 class CriuOptions(ForceOptions, total=False):

@@ -45,13 +45,6 @@ def in_the_way(images_fd: int) -> list[Reason]:
     return found
 
 
-def refuse_taken(images_fd: int) -> None:
-    """Raises Refused where it can be said who has a port, after CRIU has found one taken."""
-    reasons = [reason for reason in in_the_way(images_fd) if reason.refuses]
-    if reasons:
-        raise Refused(reasons)
-
-
 def free(work: Work, images_fd: int) -> None:
     """Waits until nothing but living processes could be in the way of binding an image's ports, or takes it away.
 

@@ -12,18 +12,18 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import OwnAncestor, Reason, Refused, UsageError
-from limosa.operation import claims, room
+from limosa.operation import claims
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
-from limosa.operation.results import Estimate, Plan
+from limosa.operation.results import Plan
 from limosa.operation.rules import as_reason, driver_fits, judge
 from limosa.operation.step import Shape, Verb
 from limosa.operation.work import Clock
 from limosa.process import hazards
 from limosa.process.identity import Identity, refuse_ancestor
 from limosa.process.observe import JobObservation
-from limosa.terms import Release, Route, Verdict
+from limosa.terms import Release
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -48,11 +48,6 @@ class Prepared(msgspec.Struct, kw_only=True):
     busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
-
-    @property
-    def operation(self) -> str:
-        """The verb's name."""
-        return self.verb.name
 
     @property
     def states(self) -> set[str]:
@@ -105,21 +100,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     def plan(self) -> Plan:
         """The result of ``plan`` and ``--dry-run``."""
-        verb, shape = self.verb, self.shape
-        return Plan(
-            operation=verb.name,
-            pid=self.root.pid,
-            name=self.job.name,
-            verdict=Verdict.REFUSED if self.is_refused() else Verdict.OK,
-            reasons=sorted(self.reasons, key=lambda r: not r.refuses),
-            steps=[] if self.done else verb.words(shape),
-            estimate=Estimate(pause_seconds=0.0) if self.done else verb.estimate(shape),
-            map={a: b for m in self.members for a, b in m.map.items()},
-            gpus=room.places(self.members) if verb.comes or verb.image else [],
-            way=Route.PARKED if self.parked else Route.DRIVER if self.members else Route.HOST,
-            other=None if self.done or self.release != Release.ALL else verb.other_way(shape),
-            already=self.done,
-        )
+        return self.verb.plan(self.shape, self.reasons, pid=self.root.pid, name=self.job.name, done=self.done)
 
 
 def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -> Prepared:

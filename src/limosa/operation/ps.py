@@ -50,7 +50,6 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
 
 
 def _unreadable(pid: int, error: LimosaError) -> Ps:
-    """A job that is there and cannot be looked at."""
     reason = Reason(id=error.id, text=error.message, exit_code=error.exit_code or 1, hint=error.hint, pid=pid)
     return Ps(
         pid=pid, user=user_of(pid), command=command_of(pid), state=JobState.UNKNOWN, movable=False, reasons=[reason]

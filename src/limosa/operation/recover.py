@@ -189,20 +189,19 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         if not driver_verb or any(m.identity.alive() for m in dead.header.members):
             return _failed(dead, error)
         result = entry_of(dead, did="the job has ended meanwhile", state="gone")
+    kept = []
     try:
         let_go(dead.header.id, dead.header.members)
     except (LimosaError, OSError) as error:  # what it did is done; what is held goes later
-        result.error, result.exit_code = _and(result.error, f"{error}; run it again"), result.exit_code or 40
+        kept.append(f"{error}; run it again")
     try:
         dead.finish()
     except OSError as error:
-        result.error, result.exit_code = _and(result.error, f"its journal stays: {error}"), result.exit_code or 40
+        kept.append(f"its journal stays: {error}")
     claims.released(dead.header.id)
+    if kept:
+        result.error, result.exit_code = "; ".join(filter(None, (result.error, *kept))), result.exit_code or 40
     return result
-
-
-def _and(before: str, more: str) -> str:
-    return f"{before}; {more}" if before else more
 
 
 def _failed(dead: Journal, error: Exception) -> Recovered:

@@ -20,7 +20,7 @@ from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import open_named
 from limosa.operation import driver_steps, room, shm
 from limosa.operation.journal import Journal, Member, Noted, Phase
-from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.leftovers import end_rest, has_ended, let_go_on, release_network
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
@@ -61,10 +61,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
     committed = _committed(dead)
-    if committed and header.roots:  # CRIU may have killed it, and a large tree takes a while to be gone
-        with contextlib.suppress(LimosaError), Handle(header.roots[0]) as handle:
-            handle.wait(2.0)
-    job_lives = bool(header.roots) and header.roots[0].alive()
+    job_lives = bool(header.roots) and not (committed and has_ended(header.roots[0])) and header.roots[0].alive()
     _take_names_away(dead, "lost")
     did = []
     if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it
@@ -131,7 +128,6 @@ def remove_drafts(dead: Journal) -> list[str]:
 
 
 def _committed(dead: Journal) -> bool:
-    """Whether the image that the journal announced is there."""
     record = dead.last("commit")
     if record is None:
         return False
@@ -155,13 +151,11 @@ def _release_network(dead: Journal) -> None:
 
 
 def _criu_of(dead: Journal, step: str) -> Identity | None:
-    """The last CRIU of that step that the journal names."""
     notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
     return Identity.from_str(str(notes[-1].data["criu"])) if notes else None
 
 
 def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
-    """Waits until the CRIU that the journal names has ended."""
     who = _criu_of(dead, step)
     if who is None:
         return

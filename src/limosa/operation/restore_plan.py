@@ -16,7 +16,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import idle, locks, ports, room, shm
+from limosa.operation import idle, locks, ports, shm
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
@@ -33,7 +33,7 @@ from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
 from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory, two
-from limosa.terms import Route, Verdict
+from limosa.terms import Verdict
 
 _PID_SECONDS = 10.0
 
@@ -53,19 +53,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             raise
         return Plan(operation="restore", pid=0, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
     shape = shape_of(facts, manifest, options)
-    return Plan(
-        operation="restore",
-        pid=manifest.job.pid,
-        name=manifest.job.name,
-        verdict=Verdict.REFUSED if any(r.refuses for r in facts.reasons) else Verdict.OK,
-        reasons=sorted(facts.reasons, key=lambda r: not r.refuses),
-        steps=RESTORE.words(shape),
-        estimate=RESTORE.estimate(shape),
-        map={a: b for m in facts.members for a, b in m.map.items()},
-        gpus=room.places(facts.members),
-        way=Route.PARKED if manifest.device else Route.DRIVER if facts.members else Route.HOST,
-        other=RESTORE.other_way(shape),
-    )
+    return RESTORE.plan(shape, facts.reasons, pid=manifest.job.pid, name=manifest.job.name)
 
 
 # --- looking --------------------------------------------------------------------------------------------------

@@ -105,7 +105,6 @@ class Rewind(msgspec.Struct, kw_only=True):
             os.close(fd)
 
     def _open(self, folder: int) -> BinaryIO:
-        """The very file, for reading and writing."""
         name = os.path.basename(self.path)
         try:
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)

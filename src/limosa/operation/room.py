@@ -69,12 +69,9 @@ def shortage(
         if held + spare > available:
             free, needed = memory.two(max(0, available), held + spare)
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{_of_that(spare)}")
+            to_spare = f" ({gib(spare)} of it to spare)" if spare else ""
+            told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{to_spare}")
     return "; ".join(told)
-
-
-def _of_that(spare: int) -> str:
-    return f" ({gib(spare)} of it to spare)" if spare else ""
 
 
 def _spare(inventory: Inventory, there: Gpu, members: Sequence[Member], spoken_for: int, *, home: bool) -> int:

@@ -94,14 +94,11 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     found = hazards.cuda_hazards(facts.observation, cuda_pids=pids, driver_branch=branch, calm=calm)
     # From outside shared events look like shared memory. The shim knows what is shared.
     found = [r for r in found if r.id != "cuda-ipc" or r.pid not in known]
-    found = [_by_limosa_run(r) if r.id == "jax" and r.pid in known else r for r in found]
+    # JAX under the shim that has nothing to park: its gate stays open.
+    hint = "it has no memory that can be parked: try again once it computes"
+    found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]
     # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
     return [r for r in found if r.id != "rdma" or ask.verb.goes]
-
-
-def _by_limosa_run(jax: Reason) -> Reason:
-    """JAX under the shim that has nothing to park: its gate stays open."""
-    return msgspec.structs.replace(jax, hint="it has no memory that can be parked: try again once it computes")
 
 
 def host_memory(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:

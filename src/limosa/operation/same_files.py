@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
-from limosa.process.criu.named import Named, Remapped, Socket, Uses, named, sockets
+from limosa.process.criu.named import Remapped, Socket, Uses, named, sockets
 from limosa.process.descriptors import read_mounts
 from limosa.start import real_path, trusted
 
@@ -51,8 +51,8 @@ def seen(info: os.stat_result) -> Seen:
 class Looked:
     """The named files of an image as they are right before CRIU opens them.
 
-    Raises Refused (a name leads to a file that the job's user may not have), DamagedImage (CRIU's files cannot be
-    read).
+    Raises Refused (a name leads to a file that the job's user may not have), DamagedImage (CRIU's files are
+    unreadable).
     """
 
     def __init__(self, image: Image):
@@ -73,7 +73,8 @@ class Looked:
             if not file.deleted:
                 had.setdefault(file.path, []).append(file)
         self._files: dict[str, Seen | None] = {}
-        for name in _names(self._named):
+        anew = {key for key, one in self._named.remapped.items() if one.kind != "linked"}
+        for name in dict.fromkeys(name for key, name in self._named.names.items() if key not in anew):
             self._files[name] = _look(name, had.get(name, ()), manifest)
 
     def need_guard(self) -> None:
@@ -181,12 +182,6 @@ def _is_folder_anew(at: str, name: str) -> bool:
     return had == wanted and os.path.commonpath([above, folder]) == above
 
 
-def _names(found: Named) -> Iterator[str]:
-    """The names that are opened, each once: those of files that are made anew are not."""
-    anew = {key for key, one in found.remapped.items() if one.kind != "linked"}
-    yield from dict.fromkeys(name for key, name in found.names.items() if key not in anew)
-
-
 def _objects(pid: int, uses: Uses) -> Iterator[tuple[str, int, str]]:
     """What a process has of named files: in words, the file's number, and where it is in /proc."""
     at = f"/proc/{pid}"
@@ -240,10 +235,7 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
 
 
 def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
-    """Looks, before the job ends, whether root could make its sockets' names again, as a restore will look.
-
-    Raises Refused: ``socket-name`` (13).
-    """
+    """Raises Refused (``socket-name``), before the job ends, where root could not make its sockets' names again."""
     try:
         for one in sockets(images_fd):
             _look_at_socket(one, uid, gid)
@@ -293,7 +285,6 @@ def _nearest(folder: str) -> str:
 
 
 def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:
-    """Whether the job's own user might open a file, by owner and mode."""
     uid, gid = manifest.job.uid, manifest.job.gid
     return uid == info.st_uid or _may(info, uid, groups_of(uid, gid), 0o6 if writes else 0o4)
 

@@ -190,7 +190,6 @@ def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], Non
 
 
 def _by_inode() -> dict[int, list[str]]:
-    """All names in the folder by inode, sorted."""
     found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
         for entry in entries:

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from limosa.errors import Reason
 from limosa.gpu import State
 from limosa.operation.estimate import beside_context, device_bytes
 from limosa.operation.journal import Journal, Member
-from limosa.operation.results import Estimate, OtherWay
+from limosa.operation.results import Estimate, OtherWay, Plan
+from limosa.operation.room import places
 from limosa.operation.turns import COME
 from limosa.operation.work import Work
-from limosa.terms import Release, Route
+from limosa.terms import Release, Route, Verdict
 
 if TYPE_CHECKING:
     from limosa import gpu
@@ -221,6 +223,24 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         could = 0 if shape.parked else int(sum(map(beside_context, shape.members)))
         cost = self.estimate(msgspec.structs.replace(shape, parked=could, release=Release.ALL))
         return OtherWay(way=way, pause_seconds=cost.pause_seconds, seconds=cost.seconds)
+
+    def plan(self, shape: Shape, reasons: Sequence[Reason], *, pid: int, name: str, done: bool = False) -> Plan:
+        """The result of ``plan`` and ``--dry-run``; ``done``: the job is as the verb wants it already."""
+        members = shape.members
+        return Plan(
+            operation=self.name,
+            pid=pid,
+            name=name,
+            verdict=Verdict.REFUSED if any(r.refuses for r in reasons) else Verdict.OK,
+            reasons=sorted(reasons, key=lambda r: not r.refuses),
+            steps=[] if done else self.words(shape),
+            estimate=Estimate(pause_seconds=0.0) if done else self.estimate(shape),
+            map={a: b for m in members for a, b in m.map.items()},
+            gpus=places(members) if self.comes or self.image else [],
+            way=Route.PARKED if shape.parked else Route.DRIVER if members else Route.HOST,
+            other=None if done or shape.release != Release.ALL else self.other_way(shape),
+            already=done,
+        )
 
     def by_the_driver(self, members: Sequence[Member], parked: int) -> str:
         """What it costs that the driver carries what could be parked, for a sentence."""

@@ -82,9 +82,7 @@ class Clock:
         """Whether the caller has cancelled or the time is up."""
         return self.cancel.is_set() or self.left == 0.0
 
-    def is_set(self) -> bool:
-        """The same under the name that an event has it: what hashing and verifying take as ``cancel=``."""
-        return self.stop_asked()
+    is_set = stop_asked  # as an event has it: what hashing and verifying take as ``cancel=``
 
     def check(self) -> None:
         """Stops here, between steps, if cancelled or out of time: CancelledUndone, TimedOutUndone."""
@@ -174,10 +172,9 @@ class Work(Clock):
             self.paused_at = None
 
     def take_turn(self, name: str) -> None:
-        """Waits for a turn (``turns.GO`` or ``COME``) among several jobs, where there are several.
+        """Waits for a turn (``turns.GO`` or ``COME``) among several jobs, where there are several, or CancelledUndone.
 
-        Until it stands still the time limit is the job's own: what it waits for others does not count. Only
-        CancelledUndone ends the wait.
+        Until it stands still the time limit is the job's own: what it waits for others does not count.
         """
         if self.turn is None:
             return

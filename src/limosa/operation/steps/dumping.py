@@ -51,7 +51,7 @@ from limosa.operation.dump_options import Options, dump_options
 from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
 from limosa.operation.journal import Member, added_up
-from limosa.operation.leftovers import end_rest, keep_log, release_network
+from limosa.operation.leftovers import end_rest, has_ended, keep_log, release_network
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
@@ -64,7 +64,7 @@ from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG, dump, nft_table
 from limosa.process.criu.stats import DumpStats
-from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.identity import Identity, read_stat
 from limosa.process.observation import ProcessObservation
 from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
@@ -280,13 +280,12 @@ class Dumping(OnGpus):
             )
         except BaseException as error:
             work.try_note("dump", "failed", self.root.pid)
-            if self.image is not None:
-                self._give_it_time_to_end()
-            if self.image is not None and not self.root.alive():
+            if self.image is not None and has_ended(self.root):
                 # CRIU died after the commit, while it ended the tree: what is left to do is to end the rest.
                 end_rest(self.job.tree)
                 return DumpStats()
-            self._give_network_back()
+            if self.dump_options.tcp_established:  # a CRIU that was killed has left the connections shut
+                release_network(self.job.tree, self.draft.log_fd, self.root.pid, self.program)
             if self.image is not None:
                 # CRIU died between the commit and the end of the tree: the job lives, and so does a whole image.
                 self._forget_ended()
@@ -331,16 +330,6 @@ class Dumping(OnGpus):
             done = sum(file.stat(follow_symlinks=False).st_size for file in files)
             self.work.progress(Progress("dump", done=min(done, total), total=total))
         self.told_again = time.monotonic() + 20 * (time.monotonic() - begun)  # there may be tens of thousands of files
-
-    def _give_it_time_to_end(self) -> None:
-        """A large tree that CRIU has killed takes a while to be gone."""
-        with contextlib.suppress(LimosaError), Handle(self.root) as handle:
-            handle.wait(2.0)
-
-    def _give_network_back(self) -> None:
-        """A CRIU that was killed has left the job's connections shut; one that failed has opened them itself."""
-        if self.dump_options.tcp_established:
-            release_network(self.job.tree, self.draft.log_fd, self.root.pid, self.program)
 
     def _on_action(self, action: str) -> bool:
         """CRIU has written everything and holds the tree frozen: the last moment to say no."""

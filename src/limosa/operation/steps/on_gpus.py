@@ -41,11 +41,9 @@ class OnGpus(Op):
 
     @property
     def asleep(self) -> list[Member]:
-        """Those that the driver is to restore."""
         return [m for m in self.members if not self.verb.takes_back or m.was == State.CHECKPOINTED]
 
     @property
     def locked(self) -> list[Member]:
-        """Those that are to be unlocked at the end."""
         asleep = self.asleep
         return [m for m in self.members if m in asleep or m.was == State.LOCKED]

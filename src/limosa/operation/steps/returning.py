@@ -11,15 +11,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from limosa import gpu
-from limosa.errors import (
-    CriuFailed,
-    FailedUndone,
-    LimosaError,
-    NoRoomOnGpu,
-    PermissionDenied,
-    Reason,
-    Refused,
-)
+from limosa.errors import CriuFailed, FailedUndone, LimosaError, NoRoomOnGpu, PermissionDenied, Reason, Refused
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
@@ -252,9 +244,10 @@ class Returning(Op):
 
     def _in_words(self, error: CriuFailed) -> LimosaError:
         """What CRIU has failed for, where we know more of it than CRIU says."""
-        if error.fields.get("kind") == "port-taken":
-            ports.refuse_taken(self.image.criu_fd)
-        if error.fields.get("kind") == "exchanged":
+        kind = error.fields.get("kind")
+        if kind == "port-taken" and (taken := [r for r in ports.in_the_way(self.image.criu_fd) if r.refuses]):
+            return Refused(taken)
+        if kind == "exchanged":
             text = str(error.fields["reason"])
             return Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)])
         assert self.looked is not None
