@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from limosa.errors import LimosaError
-from limosa.gpu import Inventory
+from limosa.gpu import GpuProcess, Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member
 from limosa.parking.answers import Memory
@@ -62,14 +62,10 @@ def completed(found: Inventory) -> Inventory:
     for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)} - silent:
         with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
             parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
-    gpus = []
-    for gpu in found.gpus:
-        processes = [
-            msgspec.structs.replace(
-                p,
-                memory_used=held(p.memory_used, *parts.get(p.pid, {}).get(gpu.uuid, (0, 0)), software=found.software),
-            )
-            for p in gpu.processes
-        ]
-        gpus.append(msgspec.structs.replace(gpu, processes=processes))
+
+    def used(p: GpuProcess, uuid: str) -> GpuProcess:
+        size = held(p.memory_used, *parts.get(p.pid, {}).get(uuid, (0, 0)), software=found.software)
+        return msgspec.structs.replace(p, memory_used=size)
+
+    gpus = [msgspec.structs.replace(gpu, processes=[used(p, gpu.uuid) for p in gpu.processes]) for gpu in found.gpus]
     return msgspec.structs.replace(found, gpus=gpus)

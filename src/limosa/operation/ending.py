@@ -45,15 +45,12 @@ def wait(
         code = exit_code(handle.fd)
     while while_waiting is not None and while_waiting():
         pass
-    image = _image_of(found.root) if code in (None, 128 + signal.SIGKILL) else ""
+    # A checkpoint that ended it has left a record.
+    record = records.EndedRecord.of(found.root) if code in (None, 128 + signal.SIGKILL) else None
+    image = record.image if record is not None and os.path.isdir(record.image) else ""
     return WaitResult(
         pid=found.root.pid, name=found.name, exit_code=None if image else code, ended=rfc3339(ended), image=image
     )
-
-
-def _image_of(root: Identity) -> str:
-    record = records.EndedRecord.of(root)
-    return record.image if record is not None and os.path.isdir(record.image) else ""
 
 
 def stop(

@@ -34,10 +34,7 @@ def find_members(
     observation: JobObservation | None,
     clock: Clock | None = None,
 ) -> tuple[list[Member], list[Reason]]:
-    """Asks the driver which processes of the tree hold CUDA state.
-
-    One that cannot be asked is kept as a reason: what the others hold is known all the same.
-    """
+    """Asks the driver which processes of the tree hold CUDA state; one that cannot be asked is kept as a reason."""
     clock = clock or Clock("plan")
     loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
     contexts = {p.pid: p.ppid for p in observation.processes if p.n_uvm_maps} if observation else {}

@@ -68,8 +68,5 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
 
 
 def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:
-    """What restoring an image would do, and what stands against it. Touches nothing.
-
-    The options are those of ``restore``. LimosaError: it is no image that can be read.
-    """
+    """What restoring an image would do, and what stands against it; LimosaError: it is none that can be read."""
     return restore_plan.look_at(image, restore_options.Options(**options))

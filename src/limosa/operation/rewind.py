@@ -62,10 +62,7 @@ class Rewind(msgspec.Struct, kw_only=True):
             file.truncate(self.size)
 
     def undo(self) -> None:
-        """Puts the tail back and removes the copy; does nothing where nothing was cut.
-
-        FailedUndone: file or copy is not the one that was made; both are left as they are.
-        """
+        """Puts the tail back, if it was cut, and removes the copy; FailedUndone: one is another, and both stay."""
         name = os.path.basename(self.kept)
         with self._folder() as folder:
             try:

@@ -276,10 +276,7 @@ class Remade:
             raise
 
     def put(self) -> None:
-        """Gives them their names, in the place of what the job has left there.
-
-        Raises Refused (somebody has begun to use one) and FailedUndone (somebody has taken one).
-        """
+        """Gives them their names, in place of what the job has left there; Refused, FailedUndone: somebody has one."""
         there = {}
         for name in self.names | self.lost:
             with contextlib.suppress(OSError):

@@ -28,10 +28,7 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def way_of(identity: Identity, worker: str = "") -> Way:
-    """Asks a process that holds CUDA state; never waits for long, never raises where it cannot be told.
-
-    ``worker``: the operation that works on it and that its shim listens to, which is not asked then.
-    """
+    """Asks a process that holds CUDA state, unless a ``worker`` is at it; not for long, and nothing is raised."""
     if not under_shim(identity.pid):
         return Way(why=f"without {LIBRARY.name}: not started by limosa run, or with --no-shim, or linked statically")
     if worker:

@@ -297,7 +297,8 @@ class Dumping(OnGpus):
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             work.check()  # where that is the reason, say it of the whole operation
             if isinstance(error, CriuFailed):
-                if self.tries < _TRIES and self._is_of_a_semaphore(error):
+                semaphore = error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
+                if semaphore and self.tries < _TRIES:
                     raise _OtherSemaphores from error
                 # The folder goes with the undo; what CRIU said stays.
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
@@ -313,9 +314,6 @@ class Dumping(OnGpus):
         if not self.members and self.options.leave_running:
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
-
-    def _is_of_a_semaphore(self, error: CriuFailed) -> bool:
-        return error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
 
     def _remaps(self) -> bool:
         return self.dump_options.link_remap or self.tries == _TRIES
