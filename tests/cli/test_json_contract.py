@@ -19,7 +19,7 @@ from limosa.image import GpuRecord, ImageFile, JobRecord, Listed, Manifest, Open
 from limosa.image.verify import FileCheck, Problem, VerifyResult
 from limosa.operation import results
 from limosa.operation.doctor_gpu import Check
-from limosa.operation.on_gpus import Holder
+from limosa.operation.jobs import Holder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
 SECTIONS = {

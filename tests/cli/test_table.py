@@ -14,7 +14,7 @@ SCRIPT = """
 from limosa.cli import ps, gpus
 from limosa.cli.output import console
 from limosa.gpu import Gpu, GpuProcess, Inventory
-from limosa.operation.on_gpus import Holder
+from limosa.operation.jobs import Holder
 from limosa.operation.results import Ps
 long = "a-name-that-is-as-long-as-names-may-be-" + "x" * 25
 since = {"since": "2026-11-22T09:00:00Z", "by": "somebody-with-a-long-name", "release": "all"}

@@ -98,7 +98,7 @@ UNDO = (
     Mutant(
         "target-stays-mapped",
         _OPERATION + "steps/carry.py",
-        "        op.carrier.leave()\n",
+        "        op.carried.leave()\n",
         "        pass\n",
         "a move that fails late brings the process home with the other GPU's memory mapped",
         (
@@ -512,8 +512,8 @@ WHO = (
     Mutant(
         "changed-since-it-was-looked-at",
         _OPERATION + "holding.py",
-        "            if state != member.was:\n",
-        "            if False:\n",
+        "            if state != member.was or moved:\n",
+        "            if moved:\n",
         "a job that somebody has suspended meanwhile is moved as if it ran",
         OPERATION,
     ),

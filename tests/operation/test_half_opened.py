@@ -16,9 +16,13 @@ from limosa.operation.parked.aside import Layout
 from limosa.operation.parked.gates import Gates
 from limosa.operation.parked.moving import Moving
 from limosa.operation.parked.stranded import has_arena
-from limosa.operation.work import myself
 from limosa.parking.protocol import Stand
 from limosa.parking.segments import layout_file
+from limosa.process.identity import Identity
+
+
+def myself() -> Identity:
+    return Identity.of(os.getpid())
 
 
 def journal_of(operation: str, members: list[Member] | None = None) -> Journal:

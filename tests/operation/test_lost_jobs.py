@@ -11,8 +11,9 @@ import importlib
 import os
 import pwd
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver_double import GB, DriverDouble, failure
@@ -20,15 +21,15 @@ from driver_double import GB, DriverDouble, failure
 from limosa import operation
 from limosa.errors import Busy, DriverNoSuchProcess, LeftSuspended, LimosaError, NoRoomOnGpu, Refused, UndoFailed
 from limosa.operation import claims, journal
-from limosa.operation.journal import Header, Journal
+from limosa.operation.journal import Header, Journal, Member
 from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Outcome
+from limosa.operation.work import Work
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress
 
 GpuLike = Callable[..., int]
-TRANSFER = "limosa.operation.transfer"
 GONE = Identity(1, 999)  # never alive: process 1 has another start time
 
 
@@ -47,16 +48,15 @@ def dead_journal(name: str) -> None:
 
 def before_claim(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Lets something happen once, between an operation's look at the job and its claim."""
-    module = importlib.import_module(TRANSFER)
-    real = module._begin
+    real = Work.begin
     todo = [happens]
 
-    def begin(*arguments: object) -> None:
+    def begin(work: Work, members: Sequence[Member], **more: Any) -> Journal:
         if todo:
             todo.pop()()
-        real(*arguments)
+        return real(work, members, **more)
 
-    monkeypatch.setattr(module, "_begin", begin)
+    monkeypatch.setattr(Work, "begin", begin)
 
 
 def before_lock(double: DriverDouble, happens: Callable[[], object]) -> None:

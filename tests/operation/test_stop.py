@@ -23,7 +23,10 @@ def test_a_worker_that_has_no_state_to_tell_keeps_no_job_from_being_stopped(
         def states(self, pids: list[int], timeout: float) -> dict[int, object]:
             return {root.pid: "running", worker.pid: no_state}
 
-        def close(self) -> None:
+        def __enter__(self) -> Driver:
+            return self
+
+        def __exit__(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(ending.drivers, "driver", Driver)
@@ -45,7 +48,10 @@ def test_what_was_suspended_is_not_ended_where_nobody_can_say_that_it_is_not(
                 raise answer
             return dict.fromkeys(pids, answer)
 
-        def close(self) -> None:
+        def __enter__(self) -> Driver:
+            return self
+
+        def __exit__(self, *_: object) -> None:
             pass
 
     monkeypatch.setattr(ending.drivers, "driver", Driver)

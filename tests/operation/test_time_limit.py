@@ -55,7 +55,7 @@ def test_a_checkpoint_of_a_job_that_grows_keeps_to_it_too(
         time.sleep(0.5)
         raise Grew(pids="1")
 
-    monkeypatch.setattr(CHECKPOINT, "_try", grown)
+    monkeypatch.setattr(CHECKPOINT, "look_at", grown)
     with pytest.raises(TimedOutUndone):
         operation.checkpoint(gpu_like(), tmp_path / "image", timeout=0.3)
     assert len(tries) == 1

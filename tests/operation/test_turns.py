@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from limosa.operation.turns import COME, GO, Turns
+from limosa.operation.turns import COME, GO, Turn, Turns
 
 
 def nothing() -> None:
@@ -16,7 +16,7 @@ def nothing() -> None:
 
 def test_one_goes_and_one_comes_at_a_time() -> None:
     shared = Turns()
-    one, two, three = shared.of_one(), shared.of_one(), shared.of_one()
+    one, two, three = Turn(shared), Turn(shared), Turn(shared)
     one.take(GO, nothing)
     one.take(GO, nothing)  # two steps of one turn
     one.take(COME, nothing)
@@ -38,18 +38,18 @@ def test_one_goes_and_one_comes_at_a_time() -> None:
 
 def test_one_that_stands_still_does_not_wait_for_ever() -> None:
     shared = Turns()
-    hangs, other = shared.of_one(), shared.of_one()
+    hangs, other = Turn(shared), Turn(shared)
     hangs.take(COME, nothing)
     other.take(GO, nothing)
     begun = time.monotonic()
     other.take(COME, nothing, still=0.2)
     assert 0.15 < time.monotonic() - begun < 2
-    shared.of_one().take(GO, nothing)  # it has let go of that
+    Turn(shared).take(GO, nothing)  # it has let go of that
 
 
 def test_nobody_waits_twice_for_one_that_hangs() -> None:
     shared = Turns()
-    hangs, other, third = shared.of_one(), shared.of_one(), shared.of_one()
+    hangs, other, third = Turn(shared), Turn(shared), Turn(shared)
     hangs.take(COME, nothing)
     other.take(COME, nothing, still=0.1)
     begun = time.monotonic()
@@ -62,10 +62,10 @@ def test_nobody_waits_twice_for_one_that_hangs() -> None:
 
 def test_who_waits_can_be_cancelled() -> None:
     shared = Turns()
-    shared.of_one().take(GO, nothing)
+    Turn(shared).take(GO, nothing)
 
     def cancelled() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        shared.of_one().take(GO, cancelled)
+        Turn(shared).take(GO, cancelled)

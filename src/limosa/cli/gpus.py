@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from limosa.gpu import Inventory
-    from limosa.operation.on_gpus import Holder
+    from limosa.operation.jobs import Holder
 
 
 @verb()
@@ -29,7 +29,7 @@ def command(report: Report) -> None:
     """
     from limosa.gpu import inventory
     from limosa.operation.counting import completed
-    from limosa.operation.on_gpus import holders
+    from limosa.operation.jobs import holders
 
     found = completed(inventory())
     whose = holders(p.pid for gpu in found.gpus for p in gpu.processes + gpu.mps_processes)

@@ -32,11 +32,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def arena_cap() -> int:
-    """How large the arena may be, in bytes: ``LIMOSA_ARENA_MAX`` ("64G"), else as large as host memory lets it.
-
-    Raises:
-        UsageError: the setting is no size.
-    """
+    """The arena's largest size in bytes: ``LIMOSA_ARENA_MAX`` ("64G"; UsageError), else as host memory lets it."""
     text = os.environ.get("LIMOSA_ARENA_MAX", "").strip()
     if not text:
         return 1 << 62
@@ -47,52 +43,31 @@ def arena_cap() -> int:
 
 
 class Arena(msgspec.Struct, kw_only=True):
-    """What there is of a user's arena.
+    """What there is of a user's arena."""
 
-    Attributes:
-        user: whose it is, where that is not the caller.
-        used: bytes of segments that hold a suspended job's memory, or are just being filled.
-        held_by: those bytes by the pid of the process whose memory it is.
-        free: bytes of segments that are kept for the next.
-        pinned: bytes that are pinned: copied at the speed of the bus.
-        reserved: bytes that were asked to be there.
-        seconds: for how long they are kept.
-        cap: how large it may be, in bytes; None: as large as host memory lets it.
-        vault: the process that holds it, or 0.
-        mover: the process that pins it, or 0.
-        mover_memory: device memory of the mover's contexts, by GPU UUID.
-        mover_ends_in: seconds until the mover ends by itself; None while it is in use, or is not there.
-        others: for root, those of other users.
-    """
-
-    user: str = ""
-    used: int = 0
-    held_by: dict[int, int] = {}
-    free: int = 0
-    pinned: int = 0
-    reserved: int = 0
-    seconds: float = 0.0
-    cap: int | None = None
-    vault: int = 0
-    mover: int = 0
-    mover_memory: dict[str, int] = {}
+    user: str = ""  # whose it is, where that is not the caller
+    used: int = 0  # bytes of segments that hold a suspended job's memory, or are just being filled
+    held_by: dict[int, int] = {}  # those bytes by the pid of the process whose memory it is
+    free: int = 0  # bytes of segments that are kept for the next
+    pinned: int = 0  # bytes that are pinned: copied at the speed of the bus
+    reserved: int = 0  # bytes that were asked to be there
+    seconds: float = 0.0  # for how long they are kept
+    cap: int | None = None  # how large it may be, in bytes; None: as large as host memory lets it
+    vault: int = 0  # the process that holds it, or 0
+    mover: int = 0  # the process that pins it, or 0
+    mover_memory: dict[str, int] = {}  # device memory of the mover's contexts, by GPU UUID
+    # seconds until the mover ends by itself; None while it is in use, or is not there
     mover_ends_in: float | None = None
-    others: list[Arena] = []
+    others: list[Arena] = []  # for root, those of other users
 
 
 def arena(bytes_: int | None = None, *, keep: float = KEEP_SECONDS, end: bool = False) -> Arena:
     """Shows the caller's arena; has it made and pinned, or given back.
 
-    Args:
-        bytes_: how large it is to be, used and free together; None: as it is; 0: what nobody uses is given back.
-        keep: for how many seconds, from now on.
-        end: have the mover, and workers of the driver that wait for a command, end as soon as nobody needs them, and
-            what nobody uses given back.
-
-    Raises:
-        NoRoomOnHost: the arena may not be so large, or host memory has no room.
-        GpuUnavailable: there is no GPU: nothing can be pinned.
-        FailedUndone: vault or mover do not answer.
+    ``bytes_``: how large it is to be, used and free together, for ``keep`` seconds from now on; None: as it is; 0: what
+    nobody uses is given back. ``end``: that, and the mover, and workers of the driver that wait for a command, end as
+    soon as nobody needs them. Raises NoRoomOnHost (it may not be so large, or host memory has no room), GpuUnavailable
+    (nothing can be pinned), FailedUndone (vault or mover do not answer).
     """
     if end:
         bytes_ = 0

@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 class Background:
-    """One piece of work in a thread of its own; what it raises is raised where it is waited for.
-
-    Args:
-        name: the thread's.
-    """
+    """One piece of work in a thread of its own; what it raises is raised where it is waited for."""
 
     def __init__(self, name: str):
         self._name = name

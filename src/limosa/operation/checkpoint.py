@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from limosa.operation.checkpoint_plan import look_at
 from limosa.operation.dump_options import Options
 from limosa.operation.holding import while_it_grows
-from limosa.operation.jobs import Job, JobLike, job
+from limosa.operation.jobs import JobLike, job
 from limosa.operation.results import CheckpointResult
 from limosa.operation.steps.dumping import Dumping
 from limosa.operation.verbs import CHECKPOINT
@@ -39,10 +39,8 @@ def checkpoint(
 ) -> CheckpointResult:
     """Writes a job to disk; see :class:`Options` for the rest of the arguments.
 
-    Raises:
-        Refused: something stands against it; nothing was touched.
-        FailedUndone: it failed and the job runs on; ``fields["image"]`` where an image was committed all the same.
-        LimosaError: others, each with its exit code.
+    Raises Refused (nothing was touched), FailedUndone (the job runs on; ``fields["image"]`` where an image was
+    committed all the same), and others with their exit codes.
     """
     chosen = Options(output=output, **options)
     which = job(like)
@@ -50,26 +48,17 @@ def checkpoint(
 
     def once() -> CheckpointResult:
         with Work(
-            "checkpoint",
-            timeout=timeout,
-            max_pause=chosen.max_pause,
-            progress=progress,
-            cancel=cancel,
-            started=started,
+            "checkpoint", timeout=timeout, max_pause=chosen.max_pause, progress=progress, cancel=cancel, started=started
         ) as work:
             work.check()
-            result = _try(work, which, chosen)
+            work.driver.start()  # it comes up while we look; the will needs it in any case
+            with work.timed("plan", "looking"):
+                find = functools.cache(find_criu)  # asked for twice
+                prepared = look_at(which, work.driver, chosen, work, find)
+                prepared.refuse()
+                program = find(chosen.criu)
+            result = Dumping(work, CHECKPOINT, prepared, chosen, program).run()
         result.timings = work.timings
         return result
 
     return while_it_grows(once)
-
-
-def _try(work: Work, which: Job, chosen: Options) -> CheckpointResult:
-    work.driver.start()  # it comes up while we look; the will needs it in any case
-    with work.timed("plan", "looking"):
-        find = functools.cache(find_criu)  # asked for twice
-        prepared = look_at(which, work.driver, chosen, work, find)
-        prepared.refuse()
-        program = find(chosen.criu)
-    return Dumping(work, CHECKPOINT, prepared, chosen, program).run()

@@ -15,7 +15,7 @@ from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
-from limosa.operation.move_plan import pause_reason
+from limosa.operation.move_plan import pause_reasons
 from limosa.operation.prepare import Prepared, look, refuse_no_text
 from limosa.operation.rules import apply_force, as_reason
 from limosa.operation.verbs import CHECKPOINT
@@ -62,9 +62,7 @@ def look_at(
     prepared = look(which, ask, driver, clock)
     prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
-    cost = CHECKPOINT.estimate(prepared.shape)
-    if options.max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > options.max_pause:
-        extra.append(pause_reason(cost.pause_seconds, options.max_pause))
+    extra += pause_reasons(CHECKPOINT.estimate(prepared.shape), options.max_pause)
     prepared.reasons += apply_force(extra, options.force)
     return prepared
 

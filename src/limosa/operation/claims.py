@@ -43,30 +43,19 @@ _PATIENCE = 1.0  # seconds for which claims that were written at the same time g
 
 
 class Claim(msgspec.Struct, kw_only=True):
-    """What one operation has spoken for.
+    """What one operation has spoken for."""
 
-    Attributes:
-        id: the operation's id.
-        operation: the verb.
-        holder: the process that made it.
-        pids: the processes it works on.
-        gpus: bytes by GPU UUID that must stay free for it (its destination, and its way back).
-        paths: image folders it writes or restores, by all their names.
-        owner: whose it is. This and the next two are for whoever reads it to say, whatever the file says.
-        alive: whether its holder lives, and is the owner's.
-        left: whether its holder is dead and has left a journal.
-    """
-
-    id: Id
-    operation: Word
-    holder: Identity
-    pids: list[Identity] = []
-    gpus: Sizes = {}
+    id: Id  # the operation's id
+    operation: Word  # the verb
+    holder: Identity  # the process that made it
+    pids: list[Identity] = []  # the processes it works on
+    gpus: Sizes = {}  # bytes by GPU UUID that must stay free for it (its destination, and its way back)
+    # image folders it writes or restores, by all their names
     paths: Annotated[list[PathText], msgspec.Meta(max_length=16)] = []
     since: Time = msgspec.field(default_factory=time.time)
-    owner: int = -1
-    alive: bool = True
-    left: bool = False
+    owner: int = -1  # whose it is. This and the next two are for whoever reads it to say, whatever the file says.
+    alive: bool = True  # whether its holder lives, and is the owner's
+    left: bool = False  # whether its holder is dead and has left a journal
 
     def save(self) -> None:
         """Writes or rewrites the claim."""
@@ -93,12 +82,8 @@ def names_of(path: str | os.PathLike[str]) -> set[str]:
 def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Claim]:
     """Every claim that counts, as far as its owner may make it.
 
-    Args:
-        whole: whether that there is no claim will be believed.
-        of: processes whose users' claims have to be known then as well.
-
-    Raises:
-        FailedUndone: with ``whole``: nobody can say what is claimed.
+    ``whole``: that there is no claim will be believed, also of the users of these processes (``of``): FailedUndone
+    where nobody can say what is claimed.
     """
     caller, processes = os.geteuid(), Processes()
     journals: set[tuple[int, str]] | None = None
@@ -111,7 +96,7 @@ def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Clai
         if claim is None or f"{claim.id}.json" != note.name:
             continue
         claim.owner = note.owner
-        claim.alive = processes.speaks_for(note.owner, claim.holder) and _lives(claim.holder)
+        claim.alive = processes.speaks_for(note.owner, claim.holder) and lives(claim.holder)
         if note.owner != 0:
             claim.pids = [p for p in claim.pids if processes.owner_of(p) == note.owner]
         claim.left = False
@@ -127,11 +112,7 @@ def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Clai
 
 
 def on(tree: Iterable[Identity]) -> Claim | None:
-    """The claim of another operation, living or dead, on one of these processes.
-
-    Raises:
-        FailedUndone: nobody can say what is claimed.
-    """
+    """The claim of another operation, living or dead, on one of these processes; FailedUndone: nobody can say."""
     pids = set(tree)
     return next((claim for claim in everybodys(whole=True, of=pids) if not pids.isdisjoint(claim.pids)), None)
 
@@ -162,10 +143,10 @@ def _could_make(path: str, uid: int) -> bool:
     return False
 
 
-def _lives(holder: Identity) -> bool:
-    """Whether a claim's holder lives; one that may not be looked at does."""
+def lives(process: Identity) -> bool:
+    """Whether a process lives; one that may not be looked at does."""
     try:
-        return holder.alive()
+        return process.alive()
     except (LimosaError, PermissionError):
         return True
 
@@ -173,13 +154,8 @@ def _lives(holder: Identity) -> bool:
 def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
     """Claims jobs (and images), or says who has them; see the module.
 
-    Args:
-        claim: what to claim.
-        check: called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
-
-    Raises:
-        Busy: another operation works on one of them, or died working on it (the hint says ``limosa recover``).
-        FailedUndone: nobody can say what is claimed.
+    ``check`` is called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
+    Raises Busy (another works on one of them, or died working on it) and FailedUndone (nobody can say what is claimed).
     """
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
     with runtime.lock(_KIND):
@@ -206,11 +182,7 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
 
 
 def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
-    """Refuses what somebody else has; removes a claim of the caller's own whose operation is gone.
-
-    Raises:
-        Busy: somebody has it, or died while he had it.
-    """
+    """Raises Busy for what somebody else has; removes a claim of the caller's own whose operation is gone."""
     wanted = set(claim.pids)
     for other in others:
         shared, path = wanted & set(other.pids), in_the_way(other, claim.paths)
@@ -227,16 +199,10 @@ def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
 
 
 def reserved(uuid: str, but: str = "", most: int = 1 << 50, *, whole: bool = True) -> int:
-    """Bytes of that GPU that others speak for: operations under way, and those that are still to be recovered.
+    """Bytes of that GPU that others than ``but`` speak for: operations under way, and those still to be recovered.
 
-    Args:
-        uuid: the GPU.
-        but: the id of the operation whose claim does not count.
-        most: its size: nobody speaks for more.
-        whole: False for a way back, which is gone whatever cannot be read.
-
-    Raises:
-        FailedUndone: with ``whole``: nobody can say what is claimed.
+    Nobody speaks for more than ``most``, its size. ``whole``: FailedUndone where nobody can say what is claimed; False
+    for a way back, which is gone whatever cannot be read.
     """
     by_owner: dict[int, int] = {}
     for claim in everybodys(whole=whole):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from limosa.errors import LimosaError
-from limosa.gpu import Inventory
+from limosa.gpu import GpuProcess, Inventory
 from limosa.operation import claims
 from limosa.operation.journal import Member
 from limosa.parking.answers import Memory
@@ -33,14 +33,7 @@ def by_gpu(devices: Sequence[str], pieces: Iterable[Memory]) -> dict[str, tuple[
 
 
 def held(counted: int, own: int, imported: int, *, software: bool) -> int:
-    """Bytes that a process holds on a GPU.
-
-    Args:
-        counted: what NVML says.
-        own: bytes that the shim manages and the process has made.
-        imported: bytes that somebody else has made, or that left the process and came back.
-        software: whether it is a software GPU.
-    """
+    """Bytes that a process holds on a GPU: NVML's figure, made one with what its shim has made and has imported."""
     counts_all = software and counted >= own + imported
     return counted if counts_all else max(counted, own) + imported
 
@@ -51,13 +44,9 @@ def beside(counted: int, own: int, imported: int, *, software: bool) -> int:
 
 
 def note_beside(inventory: Inventory, member: Member, devices: Sequence[str], pieces: Iterable[Memory]) -> None:
-    """Notes what the driver will carry of a process.
+    """Notes in ``beside`` what the driver will carry where these pieces go the parked way.
 
-    Args:
-        inventory: from before anything was unmapped.
-        member: its ``beside`` is filled in.
-        devices: the UUIDs of its GPUs by its own numbers.
-        pieces: what goes the parked way.
+    The inventory is from before anything was unmapped; ``devices`` are the UUIDs of its GPUs by its own numbers.
     """
     parts = by_gpu(devices, pieces)
     member.beside = {
@@ -73,14 +62,10 @@ def completed(found: Inventory) -> Inventory:
     for pid in {p.pid for gpu in found.gpus for p in gpu.processes if p.pid and under_shim(p.pid)} - silent:
         with contextlib.suppress(LimosaError, OSError), Shim.to_look(Identity.of(pid), _ANSWER_SECONDS, 0.0) as shim:
             parts[pid] = by_gpu(shim.devices(), [m for m in shim.memories() if not (m.shared or m.away or m.owner)])
-    gpus = []
-    for gpu in found.gpus:
-        processes = [
-            msgspec.structs.replace(
-                p,
-                memory_used=held(p.memory_used, *parts.get(p.pid, {}).get(gpu.uuid, (0, 0)), software=found.software),
-            )
-            for p in gpu.processes
-        ]
-        gpus.append(msgspec.structs.replace(gpu, processes=processes))
+
+    def used(p: GpuProcess, uuid: str) -> GpuProcess:
+        size = held(p.memory_used, *parts.get(p.pid, {}).get(uuid, (0, 0)), software=found.software)
+        return msgspec.structs.replace(p, memory_used=size)
+
+    gpus = [msgspec.structs.replace(gpu, processes=[used(p, gpu.uuid) for p in gpu.processes]) for gpu in found.gpus]
     return msgspec.structs.replace(found, gpus=gpus)

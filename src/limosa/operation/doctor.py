@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from limosa.process.criu.program import Criu
 
 Log = Callable[[str], None]
+Build = Callable[[], str | None]
 
 CAPABILITIES = {
     "CAP_SYS_ADMIN": 21,
@@ -55,15 +56,10 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
 
 def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: None) -> Diagnosis:
-    """Look at the machine.
+    """Look at the machine; the checks come in the order in which they depend on each other.
 
-    Args:
-        fix: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing.
-        criu: path of the criu program to look at instead of the one that would be found.
-        log: told in words what is being fixed.
-
-    Returns:
-        The checks, those that stop something first where they depend on each other.
+    ``fix``: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing; ``log``
+    is told. ``criu``: the program to look at instead of the one that would be found.
     """
     present = gpu_present()
     *checks, persistence = driver_checks(facts_of(present))
@@ -100,24 +96,19 @@ def _criu(explicit: str | None, fix: bool, rights: Check, log: Log) -> tuple[Cri
     except Exception as error:
         return None, fail("criu", 24, f"looking for CRIU failed: {error}", "limosa doctor --fix")
     where = "private" if found.private else "the system's"
-    return found, Check(
-        name="criu", status=Status.OK, detail=f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial"
-    )
+    return found, ok("criu", f"CRIU {found.version} ({where}, {found.argv[-1]}) passes the trial")
 
 
 def _plugin(works: Criu | None, present: bool, fix: bool, log: Log) -> Check:
     """The check "plugin": ours, for what forked children inherit of /dev/nvidia*."""
     from limosa.native.build import CRIU, PLUGIN, build_plugin
 
-    why, library = "", CRIU / PLUGIN
-    if fix and not library.is_file():
-        log("building the CRIU plugin")
-        why = (build_plugin() or "").partition("\n")[0]
+    library = CRIU / PLUGIN
+    builds = {library: build_plugin} if fix else {}
+    why = _built(builds, log)
     if library.is_file():
-        cannot = _unloadable("plugin", [library], {library: build_plugin} if fix else {}, log)
-        return cannot or ok("plugin", f"built: {library}")
-    text = "not built: GPU jobs with forked children (DataLoader workers) cannot be checkpointed"
-    text += f" ({why or _no_compiler()})" if why or _no_compiler() else ""
+        return _unloadable("plugin", [library], builds, log) or ok("plugin", f"built: {library}")
+    text = f"not built: GPU jobs with forked children (DataLoader workers) cannot be checkpointed{why}"
     fixing = "install a C compiler (gcc), then limosa doctor --fix"
     return fail("plugin", 24, text, fixing) if present and works is not None else warn("plugin", text, fixing)
 
@@ -131,25 +122,30 @@ def _libraries(*, fix: bool, log: Log) -> Check:
         (build.SIGHT / build.SIGHT_LIBRARY, build.build_sight, "limosa run --gpus hides nothing from a job"),
         (build.HASH / build.HASH_LIBRARY, build.build_hash, "device memory cannot be copied while a job runs"),
     )
-    why = ""
-    for library, builds, _ in parts if fix else ():
-        if not library.is_file():
-            log(f"building {library.name}")
-            said = builds() or ""
-            why = why or said.partition("\n")[0]
+    builds = {library: build_it for library, build_it, _ in parts} if fix else {}
+    why = _built(builds, log)
     missing = [f"{library.name} ({without})" for library, _, without in parts if not library.is_file()]
     if not missing:
-        again = {library: builds for library, builds, _ in parts} if fix else {}
-        cannot = _unloadable("libraries", [library for library, _, _ in parts], again, log)
+        cannot = _unloadable("libraries", [library for library, _, _ in parts], builds, log)
         return cannot or ok("libraries", "built: they look after the device memory of jobs of limosa run")
-    why = why or _no_compiler()
-    text = f"not built: {', '.join(missing)}" + (f" ({why})" if why else "")
+    text = f"not built: {', '.join(missing)}{why}"
     return warn("libraries", text, "install a C compiler (gcc), then limosa doctor --fix")
 
 
-def _unloadable(
-    name: str, libraries: list[Path], builds: Mapping[Path, Callable[[], str | None]], log: Log
-) -> Check | None:
+def _built(builds: Mapping[Path, Build], log: Log) -> str:
+    """Builds what of these is not there; why that cannot be, in brackets."""
+    from limosa.native.build import NO_COMPILER, compilers
+
+    said = []
+    for library, build_it in builds.items():
+        if not library.is_file():
+            log(f"building {library.name}")
+            said.append((build_it() or "").partition("\n")[0])
+    why = next(filter(None, said), "" if compilers() else NO_COMPILER)
+    return f" ({why})" if why else ""
+
+
+def _unloadable(name: str, libraries: list[Path], builds: Mapping[Path, Build], log: Log) -> Check | None:
     """The check of what cannot be loaded here, None where all can; with ``builds`` it is built here first."""
     from limosa.native.loads import load_problems
 
@@ -168,12 +164,6 @@ def _unloadable(
     if any(map(changeable, problems)):
         hint = "limosa doctor --fix, where it is the library; chown root: and chmod go-w, where it is the folder"
     return warn(name, "; ".join(f"{path.name} does not load here: {text}" for path, text in problems.items()), hint)
-
-
-def _no_compiler() -> str:
-    from limosa.native.build import NO_COMPILER, compilers
-
-    return "" if compilers() else NO_COMPILER
 
 
 def _capabilities(folder: str = "/proc/self") -> Check:

@@ -25,23 +25,15 @@ class Status(Term):
 
 
 class Check(msgspec.Struct, kw_only=True):
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-        name: stable ("driver", "criu", "ptrace_scope" …).
-        status: "ok", "warn" (something will be slower or is not possible) or "fail" (something needed does not work).
-        detail: what was found, in a sentence.
-        fix: what to type or to change, or "".
-        exit_code: what a failure exits with; 0 unless status is "fail".
-        more: what only some want to know, or "".
-    """
-
-    name: str
+    name: str  # stable ("driver", "criu", "ptrace_scope" …)
+    # "ok", "warn" (something will be slower or is not possible) or "fail" (something needed does not work)
     status: Status
-    detail: str
-    fix: str = ""
-    exit_code: int = 0
-    more: str = ""
+    detail: str  # what was found, in a sentence
+    fix: str = ""  # what to type or to change, or ""
+    exit_code: int = 0  # what a failure exits with; 0 unless status is "fail"
+    more: str = ""  # what only some want to know, or ""
 
 
 def ok(name: str, detail: str, more: str = "") -> Check:
@@ -76,11 +68,8 @@ def facts_of(present: bool) -> DriverFacts | None:
     from limosa import gpu
 
     try:
-        driver = gpu.Driver()
-        try:
+        with gpu.Driver() as driver:
             return driver.facts()
-        finally:
-            driver.close()
     except (LimosaError, OSError) as error:
         return gpu.DriverFacts(problem_id="driver-worker", problem=f"the driver's worker does not answer: {error}")
 

@@ -70,12 +70,7 @@ def call_limit(member: Member) -> float:
 
 
 def lock(work: Work, members: Sequence[Member]) -> None:
-    """Locks in order; the members' undo must be on the stack before.
-
-    Raises:
-        DriverTimeout: one could not be locked in time.
-        DriverError: the driver refused.
-    """
+    """Locks in order, once their undo is made ready. Raises DriverTimeout (not in time) and DriverError."""
     for member in members:
         if member.was != gpu.State.RUNNING:
             continue
@@ -103,27 +98,18 @@ def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> boo
 
 def checkpoint(work: Work, members: Sequence[Member]) -> None:
     """Checkpoints in parallel all that are not checkpointed: device memory goes to each process's host memory."""
-    total = device_bytes(members)
     todo = [m for m in members if m.was != gpu.State.CHECKPOINTED]
-    _parallel(
-        work,
-        "checkpoint",
-        todo,
-        lambda m: work.driver.checkpoint(m.pid, limit=call_limit(m)),
-        total=total,
-        rate=2.6e9,
-    )
+
+    def call(m: Member) -> None:
+        work.driver.checkpoint(m.pid, limit=call_limit(m))
+
+    _parallel(work, "checkpoint", todo, call, total=device_bytes(members), rate=2.6e9)
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
-    """Restores in parallel with each member's map; looks at the room on the GPUs right before (measured).
-
-    Raises:
-        NoRoomOnGpu: the memory does not fit; restore was not called.
-    """
+    """Restores in parallel with each one's map; looks at the room right before (measured): NoRoomOnGpu, none tried."""
     inventory = work.driver.inventory()
     room.check(inventory, members, work.id, made=work.made)
-    total = device_bytes(members)
 
     def call(m: Member) -> None:
         mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
@@ -134,7 +120,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
                 work.doubtful[m.pid] = error
             raise
 
-    _parallel(work, "restore", members, call, total=total, rate=7e9, data=lambda m: {"map": m.map})
+    _parallel(work, "restore", members, call, total=device_bytes(members), rate=7e9, data=lambda m: {"map": m.map})
 
 
 def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:
@@ -212,9 +198,7 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
     """The state of a process once no call on it is under way any more; "gone" or "" (no CUDA state) included.
 
     A state query blocks while a checkpoint or restore is in flight (measured), also one by a dead controller.
-
-    Raises:
-        DriverHung: the driver has not answered within ``patience`` seconds (None: a quarter of an hour).
+    DriverHung: no answer within ``patience`` seconds (None: a quarter of an hour).
     """
     deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
     none_before = False
@@ -267,11 +251,9 @@ def bring_back(
     """Leads every member to the state and the GPU it had before the operation, whatever state it is in now.
 
     Where a process stands is told by the journal (each restore notes where it leads to, and how it ended) and by its
-    state: a restore of which no end is known has happened if the process is not checkpointed any more.
-
-    Raises:
-        LeftSuspended: there is no room for it on its GPU any more; it stays checkpointed, with a record.
-        UndoFailed: the driver's state afterwards is not what it was.
+    state: a restore of which no end is known has happened if the process is not checkpointed any more. Raises
+    LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
+    afterwards is not what it was).
     """
     alive = [m for m in members if m.identity.alive()]
     for member in alive:
@@ -332,7 +314,8 @@ def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) 
     for member in members:
         if states[member.pid] == gpu.State.RUNNING and not _lock_one(driver, member.pid):
             raise UndoFailed(what="", detail="", undo_detail=f"process {member.pid} cannot be locked again")
-    _each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m)))
+    for error in _try_each(members, lambda m: driver.checkpoint(m.pid, limit=call_limit(m))).values():
+        raise error
     states.update({m.pid: gpu.State.CHECKPOINTED for m in members})
 
 
@@ -372,12 +355,7 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
 
 
 def _show(member: Member, uuids: Iterable[str]) -> None:
-    """Lets a job from which GPUs are hidden see these and no others.
-
-    Raises:
-        NoSuchProcess: it has ended.
-        OSError: it is not permitted.
-    """
+    """Lets a job from which GPUs are hidden see these and no others. Raises NoSuchProcess, OSError (no permission)."""
     if not member.sees:
         return
     try:
@@ -395,14 +373,8 @@ def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> 
             _show(member, (member.map if member in away else member.home).values())
 
 
-def _each(members: Sequence[Member], call: Callable[[Member], object]) -> None:
-    """Makes a call for each member, all at once; every one is waited for, then the first error is raised."""
-    for error in _try_each(members, call).values():
-        raise error
-
-
 def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> dict[int, BaseException]:
-    """The same; the errors by pid."""
+    """Makes a call for each member, all at once, and waits for every one; the errors by pid."""
     if not members:
         return {}
     with ThreadPoolExecutor(len(members), thread_name_prefix="limosa-undo") as pool:
@@ -417,12 +389,9 @@ def _moved(member: Member) -> dict[str, str]:
 
 
 def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), release: Release = Release.ALL) -> None:
-    """Notes that these processes stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
+    """Notes that these stay suspended: since when, by whom, their bytes, on which GPUs the driver knows them.
 
-    Args:
-        members: of one or several jobs.
-        away: those that stand on the GPU they were moved to.
-        release: what was given back: "all" or "memory-only".
+    ``away``: those that stand on the GPU they were moved to. ``release``: what was given back.
     """
     for root in {m.root or m.pid for m in members}:
         of_root = [m for m in members if (m.root or m.pid) == root]
@@ -431,8 +400,12 @@ def leave_suspended(members: Sequence[Member], away: Sequence[Member] = (), rele
             identity = Identity.of(root)
         except LimosaError:
             continue
-        by = user_of(os.getpid())
-        members_of = [m.identity for m in of_root]
-        moved = {str(m.pid): _moved(m) if m in away else m.moved for m in of_root}
-        of_all = {"bytes": added_up(held.values()), "members": members_of, "held": held, "moved": moved}
-        SuspendRecord(root=identity, by=by, release=release, **of_all).save()  # type: ignore[arg-type]
+        SuspendRecord(
+            root=identity,
+            by=user_of(os.getpid()),
+            release=release,
+            bytes=added_up(held.values()),
+            members=[m.identity for m in of_root],
+            held=held,
+            moved={str(m.pid): _moved(m) if m in away else m.moved for m in of_root},
+        ).save()

@@ -45,11 +45,7 @@ def using(given: gpu.Driver | None) -> Iterator[gpu.Driver]:
 
 
 def end_waiting() -> list[int]:
-    """Have the caller's workers end that wait for a command; returns their pids.
-
-    Raises:
-        LimosaError: the caller has no runtime folder.
-    """
+    """Have the caller's waiting workers end, rather than after their minutes; returns their pids."""
     return end_all(own_folder(KIND))
 
 

@@ -16,44 +16,30 @@ from limosa.process.observe import JobObservation
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``checkpoint`` can be told; names as CRIU and podman have them.
+    """What ``checkpoint`` can be told; names as CRIU and podman have them."""
 
-    Attributes:
-        output: the image's folder.
-        leave_running: the job runs on.
-        tcp_established: connections to processes outside the tree are kept in the image (and cut until restored).
-        tcp_close: such connections are closed in the restored job.
-        shell_job: the job is attached to a terminal.
-        file_locks: dump file locks.
-        ghost_limit: largest deleted file, in bytes, that goes into the image; None: as large as the job has them.
-        link_remap: give files that lost a name and have another one of CRIU's, for one restore.
-        skip_in_flight: TCP connections that the job has not accepted yet are left out; their clients connect again.
-        ext_unix_sk: datagram unix sockets are connected anew to the name outside that they send to.
-        criu: CRIU's path.
-        rate: bytes a second for what is copied while the job runs (parked way); None: as fast as it goes.
-        rounds: how often device memory is copied while the job runs, at most (parked way); None: for as long as what
-            has changed becomes less; 0: everything is copied in the pause.
-        chunk_bytes: size of the chunks that device memory is cut into.
-        print_stats: fill in the result's ``stats``.
-        max_pause, force: as for ``move``.
-    """
-
-    output: str | os.PathLike[str]
-    leave_running: bool = False
+    output: str | os.PathLike[str]  # the image's folder
+    leave_running: bool = False  # the job runs on
+    # connections to processes outside the tree are kept in the image (and cut until restored)
     tcp_established: bool = False
-    tcp_close: bool = False
-    shell_job: bool = False
-    file_locks: bool = False
+    tcp_close: bool = False  # such connections are closed in the restored job
+    shell_job: bool = False  # the job is attached to a terminal
+    file_locks: bool = False  # dump file locks
+    # largest deleted file, in bytes, that goes into the image; None: as large as the job has them
     ghost_limit: int | None = None
-    link_remap: bool = False
+    link_remap: bool = False  # give files that lost a name and have another one of CRIU's, for one restore
+    # TCP connections that the job has not accepted yet are left out; their clients connect again
     skip_in_flight: bool = False
-    ext_unix_sk: bool = False
-    criu: str | None = None
+    ext_unix_sk: bool = False  # datagram unix sockets are connected anew to the name outside that they send to
+    criu: str | None = None  # CRIU's path
+    # bytes a second for what is copied while the job runs (parked way); None: as fast as it goes
     rate: float | None = None
+    # how often device memory is copied while the job runs, at most (parked way); None: for as long as what has changed
+    # becomes less; 0: everything is copied in the pause
     rounds: int | None = None
-    chunk_bytes: int = USUAL_CHUNK
-    print_stats: bool = False
-    max_pause: float | None = None
+    chunk_bytes: int = USUAL_CHUNK  # size of the chunks that device memory is cut into
+    print_stats: bool = False  # fill in the result's ``stats``
+    max_pause: float | None = None  # this and the next as for ``move``
     force: Collection[str] = ()
 
     def __post_init__(self) -> None:

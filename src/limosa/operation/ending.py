@@ -29,19 +29,10 @@ _KILLED_SECONDS = 30.0  # a process with a GPU takes up to seconds to end
 def wait(
     which: JobLike, *, cancel: threading.Event | None = None, while_waiting: Callable[[], bool] | None = None
 ) -> WaitResult:
-    """Waits until a job's topmost process has ended.
+    """Waits until a job's topmost process has ended; its exit code where the kernel (6.15 on) or a checkpoint tells it.
 
-    Args:
-        which: the job.
-        cancel: set it to stop waiting.
-        while_waiting: called again and again meanwhile; true where it has more to do at once.
-
-    Returns:
-        Its exit code, where the kernel tells it (Linux 6.15 and newer) or a checkpoint ended it.
-
-    Raises:
-        NoSuchProcess: there is no such job.
-        CancelledUndone: ``cancel`` was set; the job is as it was.
+    ``cancel``: set it to stop waiting (CancelledUndone: the job is as it was). ``while_waiting``: called again and
+    again meanwhile; true where it has more to do at once. NoSuchProcess: there is no such job.
     """
     found = job(which)
     with Handle(found.root) as handle:
@@ -54,16 +45,12 @@ def wait(
         code = exit_code(handle.fd)
     while while_waiting is not None and while_waiting():
         pass
-    image = _image_of(found.root) if code in (None, 128 + signal.SIGKILL) else ""
+    # A checkpoint that ended it has left a record.
+    record = records.EndedRecord.of(found.root) if code in (None, 128 + signal.SIGKILL) else None
+    image = record.image if record is not None and os.path.isdir(record.image) else ""
     return WaitResult(
         pid=found.root.pid, name=found.name, exit_code=None if image else code, ended=rfc3339(ended), image=image
     )
-
-
-def _image_of(root: Identity) -> str:
-    """The image, where a checkpoint ended the job."""
-    record = records.EndedRecord.of(root)
-    return record.image if record is not None and os.path.isdir(record.image) else ""
 
 
 def stop(
@@ -76,20 +63,10 @@ def stop(
 ) -> StopResult:
     """Ends a job: SIGTERM to its topmost process, and after ``grace`` seconds SIGKILL to all that is left of it.
 
-    Once the topmost process has ended its children are sent SIGTERM, too, unless they end with it.
-
-    Args:
-        which: the job.
-        grace: seconds it has to end by itself.
-        kill: SIGKILL at once, also of a suspended job.
-        progress: told what is waited for.
-        cancel: set it to stop waiting: nothing is killed then.
-
-    Raises:
-        JobSuspended: it is suspended, and would not get to handle the signal.
-        Busy: another operation works on it, or has died and left it in the middle.
-        PermissionDenied: it is somebody else's.
-        CancelledUndone: ``cancel`` was set; it has been sent SIGTERM.
+    Once the topmost process has ended its children are sent SIGTERM, too, unless they end with it. ``kill``: SIGKILL at
+    once, also of a suspended job. ``cancel``: set it to stop waiting: nothing is killed then (CancelledUndone). Raises
+    JobSuspended (it would not get to handle the signal), Busy (another operation works on it, or has left it in the
+    middle), PermissionDenied.
     """
     found = job(which)
     refuse_ancestor(found.root)
@@ -130,15 +107,13 @@ def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> No
     pids = [one.pid for one in tree if may_use_cuda(one.pid)]
     if not pids:
         return
-    driver = drivers.driver()
     try:
-        states = driver.states(pids, timeout=5.0)
+        with drivers.using(None) as driver:
+            states = driver.states(pids, timeout=5.0)
     except LimosaError:  # no driver here; it may be suspended by one elsewhere (a node, a container)
         if record is not None:
             raise JobSuspended(pid=root.pid, job=name or root.pid) from None
         return
-    finally:
-        driver.close()
     known = [str(state) for state in states.values() if isinstance(state, str)]
     # Of those that were suspended. Others (workers that have only loaded the driver's library) have no state to tell.
     members = [] if record is None else [one.pid for one in record.members] or pids
@@ -159,14 +134,7 @@ def _left(root: Identity, tree: Iterable[Identity]) -> list[Identity]:
     """Those of the tree that live, and what has been born below the root since."""
     with contextlib.suppress(NoSuchProcess, Zombie):
         tree = {*tree, *job_tree(root)}
-    return sorted(one for one in set(tree) if _alive(one))
-
-
-def _alive(one: Identity) -> bool:
-    try:
-        return one.alive()
-    except LimosaError:
-        return True
+    return sorted(one for one in set(tree) if claims.lives(one))
 
 
 def _wait_for(root: Identity, tree: Iterable[Identity], until: float, cancel: threading.Event | None) -> list[Identity]:

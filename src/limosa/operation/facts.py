@@ -23,30 +23,19 @@ from limosa.terms import Release
 
 
 class Ask(msgspec.Struct, kw_only=True, frozen=True):
-    """What is asked for, and how hard to look.
+    """What is asked for, and how hard to look."""
 
-    Attributes:
-        verb: what is to be done.
-        where: where the job is to go.
-        release: what a suspend is to give back.
-        leave_running: a checkpoint's option.
-        force: ids of reasons that become warnings.
-        check_room: False where several jobs change places and room is looked at for all of them together.
-        freed: bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken).
-        probe_memory: where host memory looks short, touch and free what is missing and look again.
-        inventory: what NVML says, where it was asked just now; None: it is asked.
-        more: further reasons from the observation and the members (an image's).
-    """
-
-    verb: Verb
-    where: Where = Where()
-    release: Release = Release.ALL
-    leave_running: bool = False
-    force: Collection[str] = ()
-    check_room: bool = True
+    verb: Verb  # what is to be done
+    where: Where = Where()  # where the job is to go
+    release: Release = Release.ALL  # what a suspend is to give back
+    leave_running: bool = False  # a checkpoint's option
+    force: Collection[str] = ()  # ids of reasons that become warnings
+    check_room: bool = True  # False where several jobs change places and room is looked at for all of them together
+    # bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken)
     freed: Mapping[str, int] = {}
-    probe_memory: bool = True
-    inventory: gpu.Inventory | None = None
+    probe_memory: bool = True  # where host memory looks short, touch and free what is missing and look again
+    inventory: gpu.Inventory | None = None  # what NVML says, where it was asked just now; None: it is asked
+    # further reasons from the observation and the members (an image's)
     more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: ()
 
     def __post_init__(self) -> None:
@@ -54,33 +43,20 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Facts(msgspec.Struct, kw_only=True):
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        job: which.
-        tree: its processes.
-        observation: what ``/proc`` shows of them.
-        claim: the operation that works on it, or has left it in the middle.
-        members: the processes that hold CUDA state.
-        unasked: of which the driver does not tell.
-        inventory: what NVML says; None where it cannot be asked, or nobody has CUDA state.
-        nowhere: why where it is, or is to go, makes no sense.
-        unknown: members of which it is not known how much they hold.
-        parked: what the shims say of the memory that they look after.
-        arena: what lies in arenas, or is to go there.
-    """
-
-    job: Job
-    tree: list[Identity]
-    observation: JobObservation
-    claim: claims.Claim | None = None
-    members: list[Member] = []
-    unasked: list[Reason] = []
-    inventory: gpu.Inventory | None = None
-    nowhere: LimosaError | None = None
-    unknown: list[Reason] = []
+    job: Job  # which
+    tree: list[Identity]  # its processes
+    observation: JobObservation  # what ``/proc`` shows of them
+    claim: claims.Claim | None = None  # the operation that works on it, or has left it in the middle
+    members: list[Member] = []  # the processes that hold CUDA state
+    unasked: list[Reason] = []  # of which the driver does not tell
+    inventory: gpu.Inventory | None = None  # what NVML says; None where it cannot be asked, or nobody has CUDA state
+    nowhere: LimosaError | None = None  # why where it is, or is to go, makes no sense
+    unknown: list[Reason] = []  # members of which it is not known how much they hold
+    # what the shims say of the memory that they look after
     parked: parkable.Parkable = msgspec.field(default_factory=parkable.Parkable)
-    arena: aside.InArena = msgspec.field(default_factory=aside.InArena)
+    arena: aside.InArena = msgspec.field(default_factory=aside.InArena)  # what lies in arenas, or is to go there
 
     @property
     def busy(self) -> bool:
@@ -94,13 +70,7 @@ class Facts(msgspec.Struct, kw_only=True):
 
 
 def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
-    """Reads the job, the driver and NVML.
-
-    Raises:
-        NoSuchProcess: it is gone, or a zombie.
-        PermissionDenied: it cannot be read.
-        CancelledUndone, TimedOutUndone: the ``clock`` says so.
-    """
+    """Reads the job, the driver and NVML. Raises NoSuchProcess, PermissionDenied, and what the clock does."""
     tree = job_tree(which.root)
     facts = Facts(job=which, tree=tree, observation=observe(which.root), claim=claims.on(tree))
     facts.members, facts.unasked = find_members(driver, which.root, tree, facts.observation, clock)
@@ -110,8 +80,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
     verb, members = ask.verb, facts.members
     try:
         facts.inventory = ask.inventory or driver.inventory()
-        only_back = verb.comes and not verb.goes
-        facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=only_back)
+        facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
         if not facts.busy:  # its shims listen to whoever works on it
             facts.parked = parkable.ask(members, software=facts.inventory.software)
             facts.arena = aside.ask(verb, members, ask.release)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Collection
+from pathlib import Path
 
 from limosa.errors import LimosaError
 from limosa.image import OpenFile, TreeProcess
@@ -20,12 +21,8 @@ _DRIVERS = "/dev/nvidia"  # what the driver has mapped there it has let go since
 def tree_and_files(prepared: Prepared, lent: Collection[str] = ()) -> tuple[list[TreeProcess], list[OpenFile]]:
     """The frozen tree's processes and its regular files: sizes, and positions in those open for writing.
 
-    Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of
-    mappings would be paid for by the pause), their sizes are read now.
-
-    Args:
-        prepared: the plan.
-        lent: names that files have for CRIU alone.
+    Read while nothing moves. Which files are mapped is taken from the plan's observation (reading thousands of mappings
+    would be paid for by the pause), their sizes are read now. ``lent``: names that files have for CRIU alone.
     """
     cuda = {m.pid: m for m in prepared.members}
     tree, files = [], []
@@ -85,7 +82,8 @@ def _open_files(pid: int, lent: Collection[str]) -> list[OpenFile]:
                 continue
             if target.startswith("/memfd:") or target == ANONYMOUS_SHARED:
                 continue
-            fields = dict(line.split(":\t", 1) for line in _lines(f"/proc/{pid}/fdinfo/{name}") if ":\t" in line)
+            lines = Path(f"/proc/{pid}/fdinfo/{name}").read_text().splitlines()
+            fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
             mount = mounts.get(int(fields["mnt_id"]))
             if mount is not None and mount.inside(target)[:1].isdigit():
                 continue  # /proc/PID/…: it comes and goes with its process
@@ -108,8 +106,3 @@ def _open_files(pid: int, lent: Collection[str]) -> list[OpenFile]:
                 )
             )
     return found
-
-
-def _lines(path: str) -> list[str]:
-    with open(path) as file:
-        return file.read().splitlines()

@@ -33,11 +33,7 @@ class Grew(LimosaError):
 
 
 def while_it_grows(once: Callable[[], T]) -> T:
-    """Tries anew where the job has changed since it was looked at; each try looks first.
-
-    Raises:
-        Grew: it keeps changing.
-    """
+    """Tries anew where the job has changed since it was looked at; each try looks first. The last one raises Grew."""
     for _ in range(TRIES - 1):
         with contextlib.suppress(Grew):
             return once()
@@ -47,10 +43,8 @@ def while_it_grows(once: Callable[[], T]) -> T:
 def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
     """Looks, with the claim and before there is anything to undo, whether somebody worked on it since it was looked at.
 
-    Call it before the driver's undo is registered: that would undo what the other has done.
-
-    Raises:
-        Grew: a process has another state, or is suspended on another GPU, than it was planned from.
+    Call it before the driver's undo is registered: that would undo what the other has done. Grew: a process has another
+    state, or is suspended on another GPU, than it was planned from.
     """
     for p in prepared:
         record = SuspendRecord.of(p.root)
@@ -60,24 +54,17 @@ def refuse_stale(work: Work, prepared: Sequence[Prepared]) -> None:
             except DriverHung:
                 work.check()
                 raise
-            if state != member.was:
-                raise Grew(pids=str(member.pid))
-            if (
-                member.was == gpu.State.CHECKPOINTED
-                and record is not None
-                and record.held.get(str(member.pid), {}) != member.held
-            ):
+            suspended = record if member.was == gpu.State.CHECKPOINTED else None
+            moved = suspended is not None and suspended.held.get(str(member.pid), {}) != member.held
+            if state != member.was or moved:
                 raise Grew(pids=str(member.pid))
 
 
 def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
-    """Looks whether more processes of the job hold CUDA state than when it was planned.
+    """Raises Grew where more processes of the job hold CUDA state than when it was planned.
 
     Any process that has libcuda mapped is asked, also one that was there before. What has none does not count: a
     DataLoader may start workers at any time.
-
-    Raises:
-        Grew: naming them.
     """
     known = {m.identity for m in prepared.members}
     others = [i for i in job_tree(prepared.root) if i not in known and may_use_cuda(i.pid)]
@@ -89,14 +76,7 @@ def refuse_growth(driver: gpu.Driver, prepared: Prepared) -> None:
 def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
     """A locked job can allocate nothing more: what it holds now must fit, and be where it was planned from.
 
-    Args:
-        work: the operation.
-        comes: whether it is to be on other GPUs at its end.
-        members: the processes that are locked.
-
-    Raises:
-        Grew: it has changed GPUs since it was looked at.
-        NoRoomOnGpu: it has grown, and does not fit any more.
+    ``comes``: it is to be on other GPUs at its end. Raises Grew (it has changed GPUs) and NoRoomOnGpu (it has grown).
     """
     inventory = work.driver.inventory()
     for member in members:

@@ -24,12 +24,7 @@ END_SECONDS = 5.0
 
 
 def spare(seen: gpu.Inventory, members: Sequence[Member]) -> dict[str, int]:
-    """Device memory by GPU UUID of movers that nobody needs, nor will for these members: as good as free.
-
-    Args:
-        seen: the GPUs.
-        members: what is to come there; those under the shim need their owner's mover themselves.
-    """
+    """Device memory by GPU UUID of movers that nobody needs, nor will for these members: those under the shim will."""
     needed = {_owner(m.pid) for m in members if under_shim(m.pid)}
     found: dict[str, int] = {}
     for mover in _idle_ones():
@@ -79,11 +74,18 @@ def end_idle(gpus: Collection[str]) -> bool:
     return bool(told)
 
 
-def shortage(
+def shortage_seen(seen: gpu.Inventory, members: Sequence[Member], vacated: Mapping[str, int]) -> str:
+    """As :func:`room.shortage` of what was seen; what idle movers have is as good as free."""
+    short = room.shortage(seen, members, "", vacated=vacated)
+    return short and room.shortage(seen, members, "", vacated=added_up([vacated, spare(seen, members)]))
+
+
+def refuse_shortage(
     driver: gpu.Driver, members: Sequence[Member], operation_id: str, vacated: Mapping[str, int] | None = None
-) -> str:
-    """As :func:`room.shortage` of what NVML says now; where it is short, of what it says without idle movers."""
+) -> None:
+    """Raises NoRoomOnGpu where what NVML says now is short, also once idle movers have been ended."""
     short = room.shortage(driver.inventory(), members, operation_id, vacated=vacated)
     if short and end_idle(room.needs(members)):
         short = room.shortage(driver.inventory(), members, operation_id, vacated=vacated)
-    return short
+    if short:
+        raise room.no_room(short)

@@ -1,7 +1,8 @@
-"""Which job is meant: a pid, a name given to ``run``, everything on a GPU, everything."""
+"""Which job is meant: a pid, a name given to ``run``, everything on a GPU, everything; whose a process is."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import time
@@ -41,12 +42,7 @@ JobLike = int | str | Identity | Job | _Started
 
 
 def job(like: JobLike) -> Job:
-    """The job that is meant.
-
-    Raises:
-        NoSuchProcess: no such pid or name.
-        InvalidArgument: it is nothing that names a job.
-    """
+    """The job that is meant. Raises NoSuchProcess (no such pid or name) and InvalidArgument (it names no job)."""
     if isinstance(like, Job):
         return like
     known = getattr(like, "identity", like)
@@ -74,18 +70,10 @@ def resolve(
     everything: bool = False,
     driver: gpu.Driver | None = None,
 ) -> list[Job]:
-    """The jobs that a command line names.
+    """The jobs that a command line names: by pid and name, all on a GPU (also suspended ones from there), or all.
 
-    Args:
-        specs: pids and names.
-        on_gpu: all jobs that hold memory on this GPU (also suspended ones that came from there).
-        everything: all jobs that hold CUDA state.
-        driver: a client of the driver's worker that the caller has; None: one for this call.
-
-    Raises:
-        UsageError: nothing named, or the same job twice.
-        NoSuchProcess: no such pid or name, or no job there.
-        GpuUnavailable: ``on_gpu`` without a driver.
+    ``driver``: a client that the caller has; None: one for this call. Raises UsageError (nothing named, or the same job
+    twice), NoSuchProcess (no such pid or name, or no job there) and GpuUnavailable.
     """
     if sum((bool(specs), on_gpu is not None, everything)) != 1:
         raise UsageError(detail="name jobs, or --gpu GPU, or --all (one of the three)")
@@ -97,7 +85,10 @@ def resolve(
     with using(driver) as asked:
         states = set(cuda_states(asked))
         wanted = states if everything else _on_gpu(asked, str(on_gpu))  # a job on the CPU alone has nothing to move
-    jobs = [j for j in map(_as_job, roots_of(wanted, states)) if j is not None]
+    jobs = []
+    for root in roots_of(wanted, states):
+        with contextlib.suppress(NoSuchProcess):
+            jobs.append(job(root))
     if not jobs:
         raise NoSuchProcess(f"no job on GPU {on_gpu}" if on_gpu is not None else "no job here holds CUDA state", pid=0)
     return jobs
@@ -115,11 +106,7 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     """The topmost ancestors, among these and the roots of ``run`` jobs, of these processes.
 
     Limosa's own ancestors are no jobs: a notebook that uses CUDA and starts ``limosa`` on its children is not in the
-    way of seeing them.
-
-    Args:
-        pids: the processes.
-        cuda: every process that holds CUDA state, where that was asked for just now.
+    way of seeing them. ``cuda``: all that hold CUDA state, where that was asked for just now.
     """
     own = {a.pid for a in ancestors()} | {os.getpid()}
     wanted = set(pids) - own
@@ -127,13 +114,6 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     holders = (set(cuda_states() if cuda is None else cuda) | wanted) - own
     groups = group_by_topmost(holders | runs, runs)
     return sorted(root for root, members in groups.items() if wanted & ({root} | set(members)))
-
-
-def _as_job(pid: int) -> Job | None:
-    try:
-        return job(pid)
-    except NoSuchProcess:
-        return None
 
 
 def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
@@ -153,6 +133,31 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
     for pid, state in states.items():
         if not isinstance(state, (NoCudaState, NoSuchProcess)):
             found[pid] = JobState.UNKNOWN if isinstance(state, LimosaError) else str(state)
+    return found
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that holds memory on a GPU, and the job that it belongs to."""
+
+    pid: int  # the process
+    job: int  # pid of the job's topmost process; the process itself where nobody started it by ``limosa run``
+    name: str = ""  # the job's name, or ""
+    user: str = ""  # the process's owner
+    command: list[str] = []  # its argument vector; empty where it cannot be seen from here
+    limosa: bool = False  # whether it is Limosa's own (the mover, the vault): nobody's job
+
+
+def holders(pids: Iterable[int]) -> dict[int, Holder]:
+    """Whose these processes are, by pid. Reads ``/proc`` and records; the driver is not asked."""
+    wanted = set(pids)
+    names = {record.root.pid: record.name for record in records.RunRecord.all()}
+    root = {pid: top for top, members in group_by_topmost(wanted, names).items() for pid in members}
+    found = {}
+    for pid in sorted(wanted):
+        own = is_own(pid)
+        top = pid if own else root.get(pid, pid)
+        name = "" if own else names.get(top, "")
+        found[pid] = Holder(pid=pid, job=top, name=name, user=user_of(pid), command=command_of(pid), limosa=own)
     return found
 
 

@@ -55,35 +55,25 @@ class Noted(Term):
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """A process of a job that holds CUDA state.
+    """A process of a job that holds CUDA state."""
 
-    Attributes:
-        identity: pid and start time.
-        was: its state before the operation (:class:`limosa.gpu.State`): "running", "locked" or "checkpointed".
-        home: the full identity map over the GPUs it can open (UUID → the same UUID).
-        map: the full map it is to be restored with; equal to ``home`` where nothing changes.
-        held: device memory in bytes by GPU UUID (context included), as NVML saw it.
-        beside: the part of that which the driver carries, where the rest goes the parked way: once that is taken out of
-            the process, NVML may or may not count it as the process's.
-        root: the pid of the job it belongs to.
-        sees: the file that says which GPUs it sees, where others are hidden from it (``limosa run --gpus``): each
-            restore shows it those that it is to be on. Else "".
-        nodes: minor numbers of all GPUs by UUID, for that.
-        moved: where the GPUs of its arena are now: a resume elsewhere that was undone leaves it there, by the driver.
-        away: its memory alone is suspended (``held`` is that then), and the driver knows nothing of it.
-    """
-
-    identity: Identity
+    identity: Identity  # pid and start time
+    # its state before the operation (:class:`limosa.gpu.State`): "running", "locked" or "checkpointed"
     was: str = "running"
-    home: dict[str, str] = {}
-    map: dict[str, str] = {}
-    held: dict[str, int] = {}
+    home: dict[str, str] = {}  # the full identity map over the GPUs it can open (UUID → the same UUID)
+    map: dict[str, str] = {}  # the full map it is to be restored with; equal to ``home`` where nothing changes
+    held: dict[str, int] = {}  # device memory in bytes by GPU UUID (context included), as NVML saw it
+    # the part of that which the driver carries, where the rest goes the parked way: once that is taken out of the
+    # process, NVML may or may not count it as the process's
     beside: dict[str, int] = {}
-    root: int = 0
+    root: int = 0  # the pid of the job it belongs to
+    # the file that says which GPUs it sees, where others are hidden from it (``limosa run --gpus``): each restore shows
+    # it those that it is to be on. Else "".
     sees: str = ""
-    nodes: dict[str, int] = {}
+    nodes: dict[str, int] = {}  # minor numbers of all GPUs by UUID, for that
+    # where the GPUs of its arena are now: a resume elsewhere that was undone leaves it there, by the driver
     moved: dict[str, str] = {}
-    away: bool = False
+    away: bool = False  # its memory alone is suspended (``held`` is that then), and the driver knows nothing of it
 
     @property
     def pid(self) -> int:
@@ -123,50 +113,29 @@ def added_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """The first line of a journal.
+    """The first line of a journal."""
 
-    Attributes:
-        id: the operation's id, also the journal's and the claim's file name.
-        operation: the verb.
-        roots: the jobs' topmost processes.
-        members: the processes that hold CUDA state, in locking order.
-        tree: every process of the job (for images).
-        controller: the process that works on it.
-        since: seconds since the epoch.
-        image: the image folder to be written or restored, or "".
-        draft: the temporary folder of a checkpoint, or "".
-        leave_running: a checkpoint's option.
-        boot: the kernel's boot id.
-    """
-
-    id: belief.Id
-    operation: belief.Word
-    roots: list[Identity]
-    members: list[Member] = []
-    tree: list[Identity] = []
-    controller: Identity
-    since: belief.Time = msgspec.field(default_factory=time.time)
-    image: belief.PathText = ""
-    draft: belief.PathText = ""
-    leave_running: bool = False
-    boot: belief.Text = ""
+    id: belief.Id  # the operation's id, also the journal's and the claim's file name
+    operation: belief.Word  # the verb
+    roots: list[Identity]  # the jobs' topmost processes
+    members: list[Member] = []  # the processes that hold CUDA state, in locking order
+    tree: list[Identity] = []  # every process of the job (for images)
+    controller: Identity  # the process that works on it
+    since: belief.Time = msgspec.field(default_factory=time.time)  # seconds since the epoch
+    image: belief.PathText = ""  # the image folder to be written or restored, or ""
+    draft: belief.PathText = ""  # the temporary folder of a checkpoint, or ""
+    leave_running: bool = False  # a checkpoint's option
+    boot: belief.Text = ""  # the kernel's boot id
 
 
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One line: a step begins, is done, or has failed.
+    """One line: a step begins, is done, or has failed."""
 
-    Attributes:
-        step: "lock", "checkpoint", "criu-dump", "commit", "criu-restore", "restore", "unlock", "undo" …
-        phase: a :class:`Phase`: "begin", "done", "failed" or "note".
-        pid: the process, or 0 for the whole job.
-        data: what recover needs to know ("criu": its identity, "nft_table", "image_id" …).
-    """
-
-    step: str
-    phase: str
-    pid: int = 0
+    step: str  # "lock", "checkpoint", "criu-dump", "commit", "criu-restore", "restore", "unlock", "undo" …
+    phase: str  # a :class:`Phase`: "begin", "done", "failed" or "note"
+    pid: int = 0  # the process, or 0 for the whole job
     time: float = 0.0
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {}  # what recover needs to know ("criu": its identity, "nft_table", "image_id" …)
 
 
 class Journal:
@@ -177,11 +146,7 @@ class Journal:
 
     @classmethod
     def create(cls, header: Header) -> Journal:
-        """Writes the header of a new journal.
-
-        Raises:
-            OSError: no room, no permission.
-        """
+        """Writes the header of a new journal; OSError: no room, no permission."""
         header.boot = boot_id()
         path = own_folder(KIND) / f"{header.id}.jsonl"
         return unless_taken(path, lambda: cls._create(path, header))
@@ -209,10 +174,8 @@ class Journal:
     def take(cls, path: Path) -> Journal | None:
         """Opens the journal of a dead operation of the caller's own; None where somebody works on it, or it is gone.
 
-        A file that is not the caller's, no regular file, or not called what it says it is, is none.
-
-        Raises:
-            FailedUndone: it is there, and cannot be read: this process can open no file more, say.
+        A file that is not the caller's, no regular file, or not called what it says it is, is none. FailedUndone: it is
+        there, and cannot be read: this process can open no file more, say.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_APPEND | os.O_NONBLOCK)
@@ -241,11 +204,7 @@ class Journal:
         return self.header.boot != boot_id()
 
     def note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
-        """Appends a record and syncs it.
-
-        Raises:
-            OSError: the journal cannot be written: the operation must not go on.
-        """
+        """Appends a record and syncs it; OSError: it cannot be written, and the operation must not go on."""
         record = Record(step=step, phase=phase, pid=pid, time=time.time(), data=data)
         self._write(record)
         self.records.append(record)
@@ -277,13 +236,7 @@ class Journal:
         return self.last(step, pid) is not None
 
     def finish(self) -> None:
-        """Removes the journal: nothing is left to recover.
-
-        Where it cannot be removed it is emptied: an empty journal says nothing, and what it spoke of is done.
-
-        Raises:
-            OSError: neither can be done.
-        """
+        """Removes the journal, or empties it: nothing is left to recover; OSError: neither can be done."""
         try:
             os.unlink(self.path)
         except FileNotFoundError:
@@ -343,13 +296,7 @@ def dead(only: str | None = None) -> Iterator[Journal]:
     """The journals, taken one at a time, of the caller's operations that nobody works on any more.
 
     Root's own as well: what another user's journal says is not believed with root's rights (``recover`` has that user
-    look at it).
-
-    Args:
-        only: the id of the one to look for.
-
-    Raises:
-        FailedUndone: after all others: one of them cannot be read, or nobody can say which there are.
+    look at it). FailedUndone, after all others: one cannot be read, or nobody can say which there are.
     """
     folder, unread = own_folder(KIND), None
     names: list[str] = []

@@ -79,12 +79,14 @@ def in_the_way(manifest: Manifest) -> list[Reason]:
         else:
             if not _same_time(locked.modified, info.st_mtime_ns):
                 said = f"{locked.path} was written to after the job was checkpointed, when its lock did not hold; {who}"
-                hint = "put the files of that time back, all that belong together; --force=locked-file-changed where "
-                hint += "the program reads them anew"
-                found.append(
-                    Reason(id="locked-file-changed", text=said, exit_code=23, hint=hint, pid=locked.pid, forceable=True)
-                )
+                found.append(_changed(said, locked.pid))
     return found
+
+
+def _changed(text: str, pid: int) -> Reason:
+    hint = "put the files of that time back, all that belong together; --force=locked-file-changed where the program "
+    hint += "reads them anew"
+    return Reason(id="locked-file-changed", text=text, exit_code=23, hint=hint, pid=pid, forceable=True)
 
 
 def _files(locked: Iterable[LockedFile]) -> Iterator[LockedFile]:
@@ -160,10 +162,7 @@ def _varint(value: int) -> bytes:
 def see_all_there(manifest: Manifest, criu: Identity | None) -> None:
     """Looks whether each process has the locks that it had; CRIU holds them all by ptrace and is about to let them go.
 
-    Where one is missing, all are ended: CRIU asks nobody any more, and goes on if it can.
-
-    Raises:
-        FailedUndone: locks are missing, and nothing runs.
+    Where one is missing, all are ended (FailedUndone): CRIU asks nobody any more, and goes on if it can.
     """
     missing = [entry for entry in manifest.locks if set(entry.locks) - set(_locks(entry.pid, entry.fd))]
     if not missing:

@@ -20,17 +20,11 @@ from limosa.process.slurp import slurp
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job is to go: at most one of ``to`` and ``gpu_map``.
+    """Where a job is to go: at most one of ``to`` and ``gpu_map``."""
 
-    Attributes:
-        to: a GPU (index, UUID, PCI bus id).
-        source: the GPU to clear (``--from``), needed where the job is on several.
-        gpu_map: what changes, "0=1,1=0" or a mapping.
-    """
-
-    to: str | None = None
-    source: str | None = None
-    gpu_map: str | Mapping[str, str] | None = None
+    to: str | None = None  # a GPU (index, UUID, PCI bus id)
+    source: str | None = None  # the GPU to clear (``--from``), needed where the job is on several
+    gpu_map: str | Mapping[str, str] | None = None  # what changes, "0=1,1=0" or a mapping
 
 
 def find_members(
@@ -40,10 +34,7 @@ def find_members(
     observation: JobObservation | None,
     clock: Clock | None = None,
 ) -> tuple[list[Member], list[Reason]]:
-    """Asks the driver which processes of the tree hold CUDA state.
-
-    One that cannot be asked is kept as a reason: what the others hold is known all the same.
-    """
+    """Asks the driver which processes of the tree hold CUDA state; one that cannot be asked is kept as a reason."""
     clock = clock or Clock("plan")
     loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
     contexts = {p.pid: p.ppid for p in observation.processes if p.n_uvm_maps} if observation else {}
@@ -65,25 +56,14 @@ def find_members(
         except NoSuchProcess:
             continue
         except LimosaError as error:
-            reasons.append(
-                Reason(
-                    id="cannot-be-asked",
-                    text=f"the driver does not report the state of process {identity.pid}: {error}",
-                    exit_code=11 if isinstance(error, PermissionDenied) else 12,
-                    hint="limosa doctor",
-                    pid=identity.pid,
-                )
-            )
+            text = f"the driver does not report the state of process {identity.pid}: {error}"
+            code = 11 if isinstance(error, PermissionDenied) else 12
+            told = Reason(id="cannot-be-asked", text=text, exit_code=code, hint="limosa doctor", pid=identity.pid)
+            reasons.append(told)
             continue
         if state not in (gpu.State.RUNNING, gpu.State.LOCKED, gpu.State.CHECKPOINTED):
-            reasons.append(
-                Reason(
-                    id="state",
-                    text=f"process {identity.pid} is {state}: the driver can do nothing with it",
-                    exit_code=12,
-                    pid=identity.pid,
-                )
-            )
+            text = f"process {identity.pid} is {state}: the driver can do nothing with it"
+            reasons.append(Reason(id="state", text=text, exit_code=12, pid=identity.pid))
         members.append(Member(identity=identity, was=state, root=root.pid))
     holders = {m.pid for m in members}
     for identity in denied:  # parents come before their children
@@ -91,18 +71,15 @@ def find_members(
         if (parent in holders or _has_a_context(parent, tree)) and _is_forked(identity.pid, parent):
             holders.add(identity.pid)  # it inherits the mapping, and holds nothing
         else:
-            reasons.append(
-                Reason(
-                    id="state-denied",
-                    text=f"process {identity.pid} has /dev/nvidia-uvm mapped, as on a GPU, but the driver "
-                    "says that it holds no CUDA state: if that is wrong, its device memory would be lost",
-                    exit_code=12,
-                    hint="try again; for a child of a CUDA process that has ended: --force=state-denied",
-                    pid=identity.pid,
-                    forceable=True,
-                )
-            )
+            reasons.append(_denied(identity.pid))
     return members, reasons
+
+
+def _denied(pid: int) -> Reason:
+    text = f"process {pid} has /dev/nvidia-uvm mapped, as on a GPU, but the driver "
+    text += "says that it holds no CUDA state: if that is wrong, its device memory would be lost"
+    hint = "try again; for a child of a CUDA process that has ended: --force=state-denied"
+    return Reason(id="state-denied", text=text, exit_code=12, hint=hint, pid=pid, forceable=True)
 
 
 def _is_forked(pid: int, parent: int) -> bool:
@@ -133,22 +110,10 @@ def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:
 def place(
     members: Sequence[Member], root: Identity, inventory: gpu.Inventory, where: Where, *, only_back: bool
 ) -> list[Reason]:
-    """Completes the members: what they hold, which GPUs they can open, where they go.
+    """Completes a job's members: what they hold, which GPUs they can open, where they go.
 
-    Args:
-        members: of one job.
-        root: its topmost process.
-        inventory: what NVML says.
-        where: where it is to go.
-        only_back: a map that changes nothing is none: each goes where it was.
-
-    Returns:
-        Warnings: of which it is not known how much they hold.
-
-    Raises:
-        InvalidMap: the map cannot be.
-        UnknownGpu: no such GPU.
-        UsageError: the source is not clear.
+    ``only_back``: a map that changes nothing is none: each goes where it was. Returns warnings: of which it is not
+    known how much they hold. Raises InvalidMap, UnknownGpu, UsageError (the source is not clear).
     """
     unknown: list[Reason] = []
     record = records.SuspendRecord.of(root, whole=True)
@@ -198,11 +163,7 @@ def openable_by(member: Member, inventory: gpu.Inventory) -> list[gpu.Gpu]:
 
 
 def changes_of(inventory: gpu.Inventory, where: Where, held: Mapping[str, int]) -> dict[str, str]:
-    """What the user wants changed, as GPU UUIDs.
-
-    Raises:
-        InvalidMap: both a destination and a map, or the job is on several GPUs and none was named, or on none.
-    """
+    """What the user wants changed, as GPU UUIDs. InvalidMap: a destination and a map, or it is not clear from where."""
     if where.gpu_map is not None and (where.to is not None or where.source is not None):
         raise InvalidMap(detail="name a destination (--to) or a map (--map), not both")
     if where.gpu_map is not None:

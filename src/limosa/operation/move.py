@@ -11,20 +11,12 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from limosa import gpu
-from limosa.errors import (
-    InvalidMap,
-    LimosaError,
-    NoRoomOnGpu,
-    NoRoomOnHost,
-    Reason,
-    UsageError,
-    worst,
-)
+from limosa.errors import InvalidMap, LimosaError, NoRoomOnGpu, NoRoomOnHost, Reason, UsageError, worst
 from limosa.operation import drivers, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
@@ -32,19 +24,23 @@ from limosa.operation.holding import while_it_grows
 from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import added_up
 from limosa.operation.members import Where
-from limosa.operation.move_plan import is_done, look_at, note_full
+from limosa.operation.move_plan import look_at, note_full
 from limosa.operation.options import ReleaseLike, release_of
-from limosa.operation.planned import plan_of
 from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
 from limosa.operation.transfer import result_of, transfer
-from limosa.operation.turns import GO, Turns
+from limosa.operation.turns import GO, Turn, Turns
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
 from limosa.operation.work import Clock, Work
 from limosa.process.identity import Identity, pid_in
 from limosa.progress import ProgressFn, silent
 from limosa.terms import Verdict
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from limosa.operation.options import DoingOptions
 
 AT_ONCE = 2
 """How many of several jobs are worked on at once: with three and four it took longer, and so did their pauses."""
@@ -56,14 +52,14 @@ _SMALL = 1 << 30
 
 
 class _How(NamedTuple):
-    """What is asked for, and how it is to be done."""
+    """What is asked for, and how it is to be done (:class:`limosa.operation.options.DoingOptions`)."""
 
     ask: Ask
-    max_pause: float | None
-    dry_run: bool
-    timeout: float | None
-    progress: ProgressFn
-    cancel: threading.Event | None
+    max_pause: float | None = None
+    dry_run: bool = False
+    timeout: float | None = None
+    progress: ProgressFn = silent
+    cancel: threading.Event | None = None
     driver: gpu.Driver | None = None
     one_by_one: bool = False
     turns: Turns | None = None
@@ -77,25 +73,19 @@ class _How(NamedTuple):
             cancel=self.cancel,
             started=started,
             driver=self.driver,
-            turn=self.turns.of_one() if self.turns is not None else None,
+            turn=Turn(self.turns) if self.turns is not None else None,
         )
 
 
-def move(  # noqa: PLR0913 - options are keywords
+def move(
     jobs: JobLike | Sequence[JobLike],
     *,
     to: str | None = None,
     source: str | None = None,
     gpu_map: str | Mapping[str, str] | None = None,
     swap: bool = False,
-    max_pause: float | None = None,
     force: Collection[str] = (),
-    dry_run: bool = False,
-    timeout: float | None = None,
-    progress: ProgressFn = silent,
-    cancel: threading.Event | None = None,
-    driver: gpu.Driver | None = None,
-    one_by_one: bool = False,
+    **doing: Unpack[DoingOptions],
 ) -> list[Outcome]:
     """Moves jobs to other GPUs; they go on where they were, on the new GPU, with the same addresses and data.
 
@@ -105,14 +95,8 @@ def move(  # noqa: PLR0913 - options are keywords
         source: the GPU to clear, where a job is on several.
         gpu_map: instead of ``to``: what changes, "0=1,1=0" or a mapping; completed to the full permutation.
         swap: two jobs change places, also when both GPUs are full.
-        max_pause: seconds a job may stand still; refused beforehand by estimate.
         force: ids of reasons to treat as warnings.
-        dry_run: only plan; outcomes carry plans.
-        timeout: seconds for each job; then everything is undone.
-        progress: told of steps and bytes.
-        cancel: set it to stop and undo.
-        driver: a client of the driver's worker that the caller has and closes; None: one for this call.
-        one_by_one: of several jobs the next is begun when the one before is done.
+        **doing: how it is to be done (:class:`limosa.operation.options.DoingOptions`).
 
     Returns:
         An outcome a job. With several jobs an error is in ``Outcome.error``.
@@ -120,8 +104,7 @@ def move(  # noqa: PLR0913 - options are keywords
     Raises:
         LimosaError: with one job, whatever kept it from being moved; the exit code says what state it is in.
     """
-    ask = Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
-    how = _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one)
+    how = _How(Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force), **doing)
     if swap:
         if to or source or gpu_map is not None:
             raise InvalidMap(detail="--swap takes no destination and no map")
@@ -131,18 +114,12 @@ def move(  # noqa: PLR0913 - options are keywords
     return _each(jobs, how)
 
 
-def suspend(  # noqa: PLR0913 - options are keywords
+def suspend(
     jobs: JobLike | Sequence[JobLike],
     *,
     release: ReleaseLike = "all",
-    max_pause: float | None = None,
     force: Collection[str] = (),
-    dry_run: bool = False,
-    timeout: float | None = None,
-    progress: ProgressFn = silent,
-    cancel: threading.Event | None = None,
-    driver: gpu.Driver | None = None,
-    one_by_one: bool = False,
+    **doing: Unpack[DoingOptions],
 ) -> list[Outcome]:
     """Puts jobs aside: their device memory goes to host memory, the GPUs are free for others. See :func:`move`.
 
@@ -152,49 +129,32 @@ def suspend(  # noqa: PLR0913 - options are keywords
     look after; giving the memory back and taking it again takes milliseconds, and it is resumed on that GPU only. For
     jobs started by ``limosa run``.
     """
-    ask = Ask(verb=SUSPEND, release=release_of(release), force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
+    return _each(jobs, _How(Ask(verb=SUSPEND, release=release_of(release), force=force), **doing))
 
 
-def resume(  # noqa: PLR0913 - options are keywords
+def resume(
     jobs: JobLike | Sequence[JobLike],
     *,
     to: str | None = None,
     source: str | None = None,
     gpu_map: str | Mapping[str, str] | None = None,
-    max_pause: float | None = None,
     force: Collection[str] = (),
-    dry_run: bool = False,
-    timeout: float | None = None,
-    progress: ProgressFn = silent,
-    cancel: threading.Event | None = None,
-    driver: gpu.Driver | None = None,
-    one_by_one: bool = False,
+    **doing: Unpack[DoingOptions],
 ) -> list[Outcome]:
     """Brings suspended jobs back, on their GPU or on another. See :func:`move`.
 
     Where the memory does not fit nothing is tried and the job stays suspended (14). Resuming a running job succeeds
     with ``already``.
     """
-    ask = Ask(verb=RESUME, where=Where(to=to, source=source, gpu_map=gpu_map), force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
+    where = Where(to=to, source=source, gpu_map=gpu_map)
+    return _each(jobs, _How(Ask(verb=RESUME, where=where, force=force), **doing))
 
 
-def toggle(  # noqa: PLR0913 - options are keywords
-    jobs: JobLike | Sequence[JobLike],
-    *,
-    max_pause: float | None = None,
-    force: Collection[str] = (),
-    dry_run: bool = False,
-    timeout: float | None = None,
-    progress: ProgressFn = silent,
-    cancel: threading.Event | None = None,
-    driver: gpu.Driver | None = None,
-    one_by_one: bool = False,
+def toggle(
+    jobs: JobLike | Sequence[JobLike], *, force: Collection[str] = (), **doing: Unpack[DoingOptions]
 ) -> list[Outcome]:
     """Suspends running jobs and resumes suspended ones; a tree of which a part runs is suspended. See :func:`move`."""
-    ask = Ask(verb=TOGGLE, force=force)
-    return _each(jobs, _How(ask, max_pause, dry_run, timeout, progress, cancel, driver, one_by_one))
+    return _each(jobs, _How(Ask(verb=TOGGLE, force=force), **doing))
 
 
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -296,9 +256,9 @@ def _plans(likes: Sequence[JobLike], how: _How, driver: gpu.Driver) -> list[Outc
             refused = Plan(operation=verb, pid=pid, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
             outcomes.append(Outcome(pid=pid, plan=refused))
             continue
-        plan = plan_of(prepared)
+        plan = prepared.plan()
         outcomes.append(Outcome(pid=pid, plan=plan))
-        if plan.verdict == Verdict.OK and not is_done(prepared):
+        if plan.verdict == Verdict.OK and not prepared.done:
             parts = [room.held_now(prepared.members)]
             if prepared.verb.comes:
                 parts.append({uuid: -size for uuid, size in room.needs(prepared.members).items()})
@@ -328,11 +288,10 @@ def _one(which: Job, how: _How) -> Outcome:
                     work.take_turn(GO)  # host memory that is free when we look is so until it is used
                     prepared = look_at(how.ask, which, work.driver, max_pause=how.max_pause, clock=work)
                 prepared.refuse()
-            work.operation = prepared.operation
-            already = is_done(prepared)
-            if not already:
+            work.operation = prepared.verb.name
+            if not prepared.done:
                 transfer(work, [prepared])
-            result = result_of(work, prepared, already=already)
+            result = result_of(work, prepared, already=prepared.done)
         result.timings = work.timings
         return Outcome(pid=which.root.pid, result=result)
 
@@ -347,19 +306,12 @@ def _fills_the_host(prepared: Prepared) -> bool:
 
 
 def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
+    """Two jobs as one operation: both change places, or both are as they were."""
     drivers.check(how.driver)
     likes = list(jobs) if isinstance(jobs, Sequence) and not isinstance(jobs, str) else []
     if len(likes) != 2:
         raise UsageError(detail="--swap takes two jobs")
-    pair = [job(likes[0]), job(likes[1])]
-    try:
-        return _exchange(pair, how)
-    except LimosaError as error:
-        return [Outcome(pid=which.root.pid, error=error) for which in pair]
-
-
-def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
-    """Two jobs as one operation: both change places, or both are as they were."""
+    pair = [job(like) for like in likes]
     started = time.monotonic()
 
     def once() -> list[Outcome]:
@@ -368,7 +320,7 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
             with work.timed("plan", "looking"):
                 prepared = _look_at_swap(pair, work, how)
             if how.dry_run:
-                return [Outcome(pid=p.root.pid, plan=plan_of(p)) for p in prepared]
+                return [Outcome(pid=p.root.pid, plan=p.plan()) for p in prepared]
             if (no := next((p for p in prepared if p.is_refused()), None)) is not None:
                 return [Outcome(pid=p.root.pid, error=p.refusal(no.reasons)) for p in prepared]
             transfer(work, prepared)
@@ -377,7 +329,10 @@ def _exchange(pair: Sequence[Job], how: _How) -> list[Outcome]:
             result.timings = dict(work.timings)
         return [Outcome(pid=r.pid, result=r) for r in results]
 
-    return while_it_grows(once)
+    try:
+        return while_it_grows(once)
+    except LimosaError as error:
+        return [Outcome(pid=which.root.pid, error=error) for which in pair]
 
 
 def _look_at_swap(pair: Sequence[Job], work: Work, how: _How) -> list[Prepared]:

@@ -11,10 +11,10 @@ from limosa.errors import PauseTooLong, Reason
 from limosa.operation.facts import Ask
 from limosa.operation.holding import TRIES
 from limosa.operation.jobs import Job
-from limosa.operation.journal import Member
 from limosa.operation.parked.gates import any_shut
 from limosa.operation.parked.parkable import too_full
 from limosa.operation.prepare import Prepared, look
+from limosa.operation.results import Estimate
 from limosa.operation.rules import apply_force
 from limosa.operation.step import Verb
 from limosa.operation.verbs import MOVE, RESUME, SUSPEND, TOGGLE
@@ -25,15 +25,7 @@ from limosa.terms import Release
 def look_at(
     ask: Ask, which: Job, driver: gpu.Driver, *, max_pause: float | None = None, clock: Clock | None = None
 ) -> Prepared:
-    """Plans ``move``, ``suspend``, ``resume`` or ``toggle`` for one job.
-
-    Args:
-        ask: which of them, and how.
-        which: the job.
-        driver: asked for states.
-        max_pause: seconds.
-        clock: how long it may take.
-    """
+    """Plans ``move``, ``suspend``, ``resume`` or ``toggle`` for one job."""
 
     def again(verb: Verb) -> Prepared:
         return look(which, msgspec.structs.replace(ask, verb=verb), driver, clock)
@@ -58,13 +50,11 @@ def look_at(
         if member.was == gpu.State.LOCKED:
             text = f"process {member.pid} is locked by somebody; it will be unlocked"
             extra.append(Reason(id="locked", text=text, pid=member.pid))
-    cost = verb.estimate(prepared.shape)
-    too_long = max_pause is not None and cost.pause_seconds is not None and cost.pause_seconds > max_pause
-    if too_long and not is_done(prepared):
-        extra.append(pause_reason(cost.pause_seconds or 0.0, max_pause or 0.0))
+    prepared.done = is_done(prepared)
+    if not prepared.done:
+        extra += pause_reasons(verb.estimate(prepared.shape), max_pause)
     prepared.reasons += apply_force(extra, force)
-    if is_done(prepared):
-        prepared.done = True
+    if prepared.done:
         # Nothing will be touched, so nothing can stand against it but not being allowed to look.
         prepared.reasons = [r if r.exit_code in (0, 2, 10, 11, 19) else r.as_warning() for r in prepared.reasons]
     return prepared
@@ -90,10 +80,12 @@ def note_full(planned: Sequence[Prepared]) -> None:
             prepared.parked = 0
 
 
-def pause_reason(estimated: float, limit: float) -> Reason:
+def pause_reasons(cost: Estimate, limit: float | None) -> list[Reason]:
     """``--max-pause`` refuses by estimate."""
-    error = PauseTooLong(estimate=estimated, limit=limit)
-    return Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")
+    if limit is None or cost.pause_seconds is None or cost.pause_seconds <= limit:
+        return []
+    error = PauseTooLong(estimate=cost.pause_seconds, limit=limit)
+    return [Reason(id=error.id, text=error.message, exit_code=error.exit_code, hint="raise --max-pause")]
 
 
 def _either(prepared: Prepared, again: Callable[[Verb], Prepared]) -> Prepared:
@@ -138,8 +130,5 @@ def is_done(prepared: Prepared) -> bool:
         return False  # where it is, or is to be, cannot be told
     if prepared.verb is RESUME:
         return prepared.states == {gpu.State.RUNNING} and not any(m.changes_gpu for m in prepared.members)
-    return prepared.states == {gpu.State.RUNNING} and not any(_leaves(m) for m in prepared.members)
-
-
-def _leaves(member: Member) -> bool:
-    return any(member.map.get(u, u) != u for u in member.held)
+    leaves = any(m.map.get(uuid, uuid) != uuid for m in prepared.members for uuid in m.held)
+    return prepared.states == {gpu.State.RUNNING} and not leaves

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from typing import Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from limosa.errors import InvalidArgument, UsageError
 from limosa.terms import Release
+
+if TYPE_CHECKING:
+    import threading
+
+    from limosa import gpu
+    from limosa.progress import ProgressFn
 
 ReleaseLike = Release | Literal["all", "memory-only"]
 """What callers may say: the word, or its text."""
 
 
 def release_of(said: ReleaseLike) -> Release:
-    """The word for what a caller said.
-
-    Raises:
-        UsageError: there is no such word.
-    """
+    """The word for what a caller said; UsageError: there is none."""
     try:
         return Release(said)
     except ValueError:
@@ -83,71 +85,56 @@ def check_force(ids: Collection[str]) -> None:
 
 
 class ForceOptions(TypedDict, total=False):
-    """What every verb that can refuse is told.
+    """What every verb that can refuse is told."""
 
-    Attributes:
-        force: ids of reasons to treat as warnings.
-    """
-
-    force: Collection[str]
+    force: Collection[str]  # ids of reasons to treat as warnings
 
 
 class ToggleOptions(ForceOptions, total=False):
-    """What ``toggle`` can be planned with.
+    """What ``toggle`` can be planned with."""
 
-    Attributes:
-        max_pause: seconds a job may stand still; refused beforehand by estimate.
-    """
-
-    max_pause: float | None
+    max_pause: float | None  # seconds a job may stand still; refused beforehand by estimate
 
 
 class SuspendOptions(ToggleOptions, total=False):
-    """What ``suspend`` can be planned with.
+    """What ``suspend`` can be planned with."""
 
-    Attributes:
-        release: "all", or "memory-only": the job's context stays on its GPU.
-    """
-
-    release: ReleaseLike
+    release: ReleaseLike  # "all", or "memory-only": the job's context stays on its GPU
 
 
 class WhereOptions(TypedDict, total=False):
-    """Where a job is to go.
+    """Where a job is to go."""
 
-    Attributes:
-        to: the destination GPU: index, UUID or PCI bus id.
-        source: the GPU to clear, where a job is on several.
-        gpu_map: instead of ``to``: what changes, "0=1,1=0" or a mapping.
-    """
-
-    to: str | None
-    source: str | None
-    gpu_map: str | Mapping[str, str] | None
+    to: str | None  # the destination GPU: index, UUID or PCI bus id
+    source: str | None  # the GPU to clear, where a job is on several
+    gpu_map: str | Mapping[str, str] | None  # instead of ``to``: what changes, "0=1,1=0" or a mapping
 
 
 class MoveOptions(ToggleOptions, WhereOptions, total=False):
     """What ``move`` and ``resume`` can be planned with."""
 
 
+class DoingOptions(TypedDict, total=False):
+    """How ``move``, ``suspend``, ``resume`` and ``toggle`` are to do it."""
+
+    max_pause: float | None  # seconds a job may stand still; refused beforehand by estimate
+    dry_run: bool  # only plan; outcomes carry plans
+    timeout: float | None  # seconds for each job; then everything is undone
+    progress: ProgressFn  # told of steps and bytes
+    cancel: threading.Event | None  # set it to stop and undo
+    driver: gpu.Driver | None  # a client of the driver's worker that the caller has and closes; None: one for this call
+    one_by_one: bool  # of several jobs the next is begun when the one before is done
+
+
 class CriuOptions(ForceOptions, total=False):
-    """What ``checkpoint`` and ``restore`` have in common; names as CRIU and podman have them.
+    """What ``checkpoint`` and ``restore`` have in common; names as CRIU and podman have them."""
 
-    Attributes:
-        tcp_established: connected TCP sockets stay connected.
-        tcp_close: connected TCP sockets come back closed.
-        shell_job: the job is attached to a terminal.
-        file_locks: dump file locks.
-        criu: CRIU's path.
-        print_stats: fill in the result's ``stats``.
-    """
-
-    tcp_established: bool
-    tcp_close: bool
-    shell_job: bool
-    file_locks: bool
-    criu: str | None
-    print_stats: bool
+    tcp_established: bool  # connected TCP sockets stay connected
+    tcp_close: bool  # connected TCP sockets come back closed
+    shell_job: bool  # the job is attached to a terminal
+    file_locks: bool  # dump file locks
+    criu: str | None  # CRIU's path
+    print_stats: bool  # fill in the result's ``stats``
 
 
 class CheckpointOptions(CriuOptions, total=False):
@@ -165,13 +152,9 @@ class CheckpointOptions(CriuOptions, total=False):
 
 
 class PlanCheckpointOptions(CheckpointOptions):
-    """What planning a ``checkpoint`` is told: the folder as well.
+    """What planning a ``checkpoint`` is told: the folder as well."""
 
-    Attributes:
-        output: the image's folder.
-    """
-
-    output: str | os.PathLike[str]
+    output: str | os.PathLike[str]  # the image's folder
 
 
 class RestoreOptions(CriuOptions, WhereOptions, total=False):

@@ -14,8 +14,7 @@ from limosa.rights import become
 def main(argv: list[str]) -> int:
     """Waits until the dead controller's journal can be taken (moments), then recovers it.
 
-    Args:
-        argv: the operation's id; or ``--as UID``, where root has a user look after all that he has left.
+    Told an operation's id; or ``--as UID``, where root has a user look after all that he has left.
     """
     if argv[0] == "--as":
         become(int(argv[1]))

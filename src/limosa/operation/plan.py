@@ -20,7 +20,6 @@ from limosa.operation.options import (
     ToggleOptions,
     release_of,
 )
-from limosa.operation.planned import plan_of
 from limosa.operation.results import Plan
 from limosa.operation.verbs import CHECKPOINT, verb_of
 from limosa.terms import Release
@@ -48,45 +47,26 @@ def plan(verb: Literal["checkpoint"], like: JobLike, **options: Unpack[PlanCheck
 def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
     """What a verb would do to a job, and what stands against it. Touches nothing.
 
-    Args:
-        verb: "move", "suspend", "resume", "toggle" or "checkpoint".
-        like: the job.
-        **options: the verb's own (:mod:`limosa.operation.options`): ``to``, ``source``, ``gpu_map``, ``release``,
-            ``max_pause``, ``force``; for checkpoint ``output``, ``leave_running`` and CRIU's.
-
-    Raises:
-        NoSuchProcess: there is no such job.
-        UsageError: no such verb or option.
+    The options are the verb's own (:mod:`limosa.operation.options`). Raises NoSuchProcess, and UsageError for a verb or
+    an option that is none.
     """
     if verb not in _KNOWN:
         raise UsageError(detail=f"no plan for {verb!r}: {', '.join(_KNOWN)}")
     if unknown := options.keys() - _KNOWN[verb]:
         raise UsageError(detail=f"{verb} has no option {', '.join(sorted(unknown))}")
     which = job(like)
-    driver = drivers.driver()
-    try:
+    with drivers.using(None) as driver:
         if verb == CHECKPOINT.name:
             if "output" not in options:
                 raise UsageError(detail="checkpoint needs output: the image's folder")
             chosen = cast("PlanCheckpointOptions", options)  # none but its own are left
-            return plan_of(checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)))
+            return checkpoint_plan.look_at(which, driver, dump_options.Options(**chosen)).plan()
         where = Where(to=options.get("to"), source=options.get("source"), gpu_map=options.get("gpu_map"))
         release = release_of(options.get("release", Release.ALL))
         ask = Ask(verb=verb_of(verb), where=where, force=options.get("force", ()), release=release)
-        prepared = move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause"))
-        return plan_of(prepared)
-    finally:
-        driver.close()
+        return move_plan.look_at(ask, which, driver, max_pause=options.get("max_pause")).plan()
 
 
 def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:
-    """What restoring an image would do, and what stands against it. Touches nothing.
-
-    Args:
-        image: the folder of the image.
-        **options: the verb's own (:class:`limosa.operation.restore_options.Options`).
-
-    Raises:
-        LimosaError: it is no image that can be read.
-    """
+    """What restoring an image would do, and what stands against it; LimosaError: it is none that can be read."""
     return restore_plan.look_at(image, restore_options.Options(**options))

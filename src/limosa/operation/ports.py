@@ -45,23 +45,10 @@ def in_the_way(images_fd: int) -> list[Reason]:
     return found
 
 
-def refuse_taken(images_fd: int) -> None:
-    """Says who has a port, after CRIU has found one taken.
-
-    Raises:
-        Refused: there is one that can be named.
-    """
-    reasons = [reason for reason in in_the_way(images_fd) if reason.refuses]
-    if reasons:
-        raise Refused(reasons)
-
-
 def free(work: Work, images_fd: int) -> None:
     """Waits until nothing but living processes could be in the way of binding an image's ports, or takes it away.
 
-    Raises:
-        Refused: a process has a port, or a closed connection stays longer than they do.
-        CancelledUndone, TimedOutUndone: it was not to be waited for so long.
+    Raises Refused (a process has one, or a closed connection stays for longer than they do) and what the clock does.
     """
     begun, destroyed = time.monotonic(), False
     with work.spent("ports"):

@@ -16,6 +16,7 @@ from limosa.operation import claims
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
+from limosa.operation.results import Plan
 from limosa.operation.rules import as_reason, driver_fits, judge
 from limosa.operation.step import Shape, Verb
 from limosa.operation.work import Clock
@@ -49,11 +50,6 @@ class Prepared(msgspec.Struct, kw_only=True):
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property
-    def operation(self) -> str:
-        """The verb's name."""
-        return self.verb.name
-
-    @property
     def states(self) -> set[str]:
         """The states of its members before the operation."""
         return {m.was for m in self.members}
@@ -84,11 +80,7 @@ class Prepared(msgspec.Struct, kw_only=True):
         return self.job.root
 
     def refuse(self) -> None:
-        """Raises what forbids the operation, if anything does.
-
-        Raises:
-            Refused: with id and exit code of the first reason.
-        """
+        """Raises Refused, with id and exit code of the first reason, if anything forbids the operation."""
         if self.is_refused():
             raise self.refusal(self.reasons)
 
@@ -106,20 +98,15 @@ class Prepared(msgspec.Struct, kw_only=True):
         """What was found and does not forbid it."""
         return [r for r in self.reasons if not r.refuses]
 
+    def plan(self) -> Plan:
+        """The result of ``plan`` and ``--dry-run``."""
+        return self.verb.plan(self.shape, self.reasons, pid=self.root.pid, name=self.job.name, done=self.done)
+
 
 def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -> Prepared:
     """Reads everything about one job for one verb; raises only where the job itself cannot be read.
 
-    Args:
-        which: the job.
-        ask: what is to be done with it.
-        driver: asked for states.
-        clock: how long looking may take; None: as long as it takes.
-
-    Raises:
-        NoSuchProcess: it is gone, or a zombie.
-        PermissionDenied: it cannot be read.
-        CancelledUndone, TimedOutUndone: the ``clock`` says so.
+    That is NoSuchProcess (gone, or a zombie), PermissionDenied, and what the clock raises (None: no time limit).
     """
     clock = clock or Clock(ask.verb.name)
     which.root.check()
@@ -153,11 +140,7 @@ def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -
 
 
 def refuse_no_text(folder: str | os.PathLike[str]) -> None:
-    """Refuses a folder that could not be written down in records and answers, which are JSON.
-
-    Raises:
-        UsageError: one of its names is no UTF-8.
-    """
+    """Raises UsageError for a folder that could not be written down in records and answers, which are JSON."""
     for name in sorted(claims.names_of(folder)):
         try:
             name.encode()

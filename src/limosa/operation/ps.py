@@ -28,11 +28,8 @@ from limosa.terms import JobState, Release, Route
 def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     """All jobs that hold CUDA state or were started by ``limosa run``.
 
-    NVML does not show a suspended job; those are found by asking the driver about every process that has libcuda
-    mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
-
-    Args:
-        driver: asked for states; None starts one. A caller that looks again and again keeps one.
+    NVML does not show a suspended job; those are found by asking the driver (None: one for this call) about every
+    process that has libcuda mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
     """
     with drivers.using(driver) as asked:
         states = cuda_states(asked)
@@ -54,7 +51,6 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
 
 
 def _unreadable(pid: int, error: LimosaError) -> Ps:
-    """A job that is there and cannot be looked at."""
     reason = Reason(id=error.id, text=error.message, exit_code=error.exit_code or 1, hint=error.hint, pid=pid)
     return Ps(
         pid=pid, user=user_of(pid), command=command_of(pid), state=JobState.UNKNOWN, movable=False, reasons=[reason]
@@ -76,25 +72,21 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     in_tree = [states[p] for p in pids if p in states]
     suspended = bool(in_tree) and all(s == gpu.State.CHECKPOINTED for s in in_tree)
     other = claims.on(tree.values())
-    under_way: dict[str, Any] | None = None
-    if other is not None:
-        under_way = {"operation": other.operation, "alive": other.alive}
-    worker = under_way["operation"] if under_way and under_way["alive"] else ""
+    under_way = {"operation": other.operation, "alive": other.alive} if other is not None else None
+    worker = other.operation if other is not None and other.alive else ""
     ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False
     reasons: list[Reason]
     if in_tree:
-        prepared = look(
-            which, Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory), driver
-        )
+        ask = Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory)
+        prepared = look(which, ask, driver)
         if any(m.away for m in prepared.members):
-            parked, prepared = True, look(which, Ask(verb=RESUME, probe_memory=False, inventory=inventory), driver)
+            parked, prepared = True, look(which, msgspec.structs.replace(ask, verb=RESUME), driver)
         reasons = prepared.reasons
         # What NVML does not count of those under the shim; of what is away it counts what has stayed.
         held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}
         if parked:
-            about = parked_reason([m for m in prepared.members if m.away])
-            reasons = [about, *reasons]
+            reasons = [parked_reason([m for m in prepared.members if m.away]), *reasons]
         if prepared.inventory is not None and not suspended and not parked:
             known = {r.id for r in reasons}
             moving = gpu_refusals(prepared.inventory, prepared.members, moves=True, small=prepared.small)

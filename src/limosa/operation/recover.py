@@ -53,17 +53,11 @@ def recover(
     progress: ProgressFn = silent,
     only: str | None = None,
 ) -> list[Recovered]:
-    """Finishes or undoes what dead operations left, and cleans up after them.
+    """Finishes or undoes what dead operations left, and cleans up after them: an entry for each thing found.
 
-    Args:
-        folders: where to look for unfinished images besides: of no journal, after a restart of the machine, say.
-        dry_run: only say what there is.
-        progress: told what is being waited for.
-        only: the id of the one operation to look at.
-
-    Returns:
-        An entry for each thing found. None of it raises: what could not be done, or not be looked at, is in ``error``,
-        with exit code 40 (or 41, where a job stays suspended for want of room).
+    None of it raises: what could not be done, or not be looked at, is in ``error``, with exit code 40 (or 41, where a
+    job stays suspended for want of room). ``folders``: where to look for unfinished images besides: of no journal,
+    after a restart of the machine, say. ``only``: the id of the one operation to look at.
     """
     found: list[Recovered] = []
     try:
@@ -83,11 +77,7 @@ def _everything(
     progress: ProgressFn,
     only: str | None,
 ) -> None:
-    """Works through all that there is, and adds what was done.
-
-    Raises:
-        FailedUndone: what is noted cannot be read.
-    """
+    """Works through all that there is, and adds what was done; FailedUndone: what is noted cannot be read."""
     all_read = _round(found, dry_run, progress, only)
     patience = time.monotonic() + CRIU_PATIENCE
     # A journal that cannot be read may look like one that somebody has taken.
@@ -149,11 +139,7 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
 def _round(
     found: list[Recovered], dry_run: bool, progress: ProgressFn, only: str | None, known: Collection[str] = ()
 ) -> bool:
-    """Works through every journal that nobody has taken, but for those that were looked at before.
-
-    Returns:
-        Whether all of them could be read.
-    """
+    """Works through every journal that nobody has taken, but for the known; whether all of them could be read."""
     all_read = True
     try:
         for dead in journal.dead(only):
@@ -193,9 +179,9 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         result = entry_of(dead, did="; ".join(did), state="gone")
         dead.finish()
         return result
-    driver = drivers.driver()
     try:
-        result = how.get(dead.header.operation, _going)(dead, driver, progress)
+        with drivers.using(None) as driver:
+            result = how.get(dead.header.operation, _going)(dead, driver, progress)
     except LeftSuspended as error:
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
@@ -203,22 +189,19 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         if not driver_verb or any(m.identity.alive() for m in dead.header.members):
             return _failed(dead, error)
         result = entry_of(dead, did="the job has ended meanwhile", state="gone")
-    finally:
-        driver.close()
+    kept = []
     try:
         let_go(dead.header.id, dead.header.members)
     except (LimosaError, OSError) as error:  # what it did is done; what is held goes later
-        result.error, result.exit_code = _and(result.error, f"{error}; run it again"), result.exit_code or 40
+        kept.append(f"{error}; run it again")
     try:
         dead.finish()
     except OSError as error:
-        result.error, result.exit_code = _and(result.error, f"its journal stays: {error}"), result.exit_code or 40
+        kept.append(f"its journal stays: {error}")
     claims.released(dead.header.id)
+    if kept:
+        result.error, result.exit_code = "; ".join(filter(None, (result.error, *kept))), result.exit_code or 40
     return result
-
-
-def _and(before: str, more: str) -> str:
-    return f"{before}; {more}" if before else more
 
 
 def _failed(dead: Journal, error: Exception) -> Recovered:

@@ -20,7 +20,7 @@ from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import open_named
 from limosa.operation import driver_steps, room, shm
 from limosa.operation.journal import Journal, Member, Noted, Phase
-from limosa.operation.leftovers import end_rest, let_go_on, release_network
+from limosa.operation.leftovers import end_rest, has_ended, let_go_on, release_network
 from limosa.operation.parked import holders, saving
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.parked.parkable import hello_of
@@ -46,14 +46,8 @@ def entry_of(dead: Journal, **fields: object) -> Recovered:
     """What is said of an operation that was recovered."""
     header = dead.header
     pid = header.roots[0].pid if header.roots else 0
-    return Recovered(
-        kind="operation",
-        id=header.id,
-        operation=header.operation,
-        pid=pid,
-        image=header.image,
-        **fields,  # type: ignore[arg-type]
-    )
+    known = {"id": header.id, "operation": header.operation, "pid": pid, "image": header.image}
+    return Recovered(kind="operation", **known, **fields)  # type: ignore[arg-type]
 
 
 # --- checkpoint -----------------------------------------------------------------------------------------------
@@ -62,17 +56,12 @@ def entry_of(dead: Journal, **fields: object) -> Recovered:
 def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
     """Brings a job back that was being written, where it has not ended with its image whole.
 
-    Raises:
-        LeftSuspended: there is no room for it on its GPU any more.
-        LimosaError: it could not be brought back: its journal stays.
+    Raises LeftSuspended (no room on its GPU any more), or what kept it from being brought back: its journal stays.
     """
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
     committed = _committed(dead)
-    if committed and header.roots:  # CRIU may have killed it, and a large tree takes a while to be gone
-        with contextlib.suppress(LimosaError), Handle(header.roots[0]) as handle:
-            handle.wait(2.0)
-    job_lives = bool(header.roots) and header.roots[0].alive()
+    job_lives = bool(header.roots) and not (committed and has_ended(header.roots[0])) and header.roots[0].alive()
     _take_names_away(dead, "lost")
     did = []
     if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it
@@ -139,7 +128,6 @@ def remove_drafts(dead: Journal) -> list[str]:
 
 
 def _committed(dead: Journal) -> bool:
-    """Whether the image that the journal announced is there."""
     record = dead.last("commit")
     if record is None:
         return False
@@ -162,12 +150,15 @@ def _release_network(dead: Journal) -> None:
         release_network(header.tree, log_fd, header.roots[0].pid)
 
 
-def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
-    """Waits until the CRIU that the journal names has ended."""
+def _criu_of(dead: Journal, step: str) -> Identity | None:
     notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
-    if not notes:
+    return Identity.from_str(str(notes[-1].data["criu"])) if notes else None
+
+
+def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
+    who = _criu_of(dead, step)
+    if who is None:
         return
-    who = Identity.from_str(str(notes[-1].data["criu"]))
     deadline = time.monotonic() + CRIU_PATIENCE
     standstill = leftovers.Standstill(who.pid, began=True)
     while who.alive():
@@ -184,11 +175,7 @@ def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
 
 
 def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
-    """Lets a restored job run if all of it is there. Otherwise ends the rest of it: the image is the copy.
-
-    Raises:
-        LimosaError: neither can be done: its journal stays.
-    """
+    """Lets a restored job run if all of it is there. Otherwise ends the rest of it: the image is the copy."""
     header = dead.header
     _wait_for_criu(dead, "criu-restore", progress)
     if _criu_was_done(dead):
@@ -218,25 +205,20 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     with contextlib.suppress(LimosaError, OSError), open_image(header.image, trust=False) as image:
         keep_record(image.manifest, root)
     dead.header.roots = [root]
-    return entry_of(
-        dead, did="finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else ""), state="running"
-    )
+    did = "finished it: the job runs" + (f" ({len(members)} with CUDA)" if members else "")
+    return entry_of(dead, did=did, state="running")
 
 
 def _still_an_image(dead: Journal) -> None:
-    """The tree may be ended only where its image is there to be restored again.
-
-    Raises:
-        DamagedImage: it is not: the tree is left as it is.
-    """
+    """Raises DamagedImage where a tree may not be ended: its image is not there to be restored again."""
     with open_image(dead.header.image, trust=False):
         pass
 
 
 def _end_half_made(dead: Journal) -> None:
     """Ends what a CRIU that was killed has left half-made under the image's pids."""
-    notes = [r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.data.get("criu")]
-    if not notes:
+    who = _criu_of(dead, Noted.CRIU_RESTORE)
+    if who is None:
         return
     pids: list[int] = []
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
@@ -244,7 +226,7 @@ def _end_half_made(dead: Journal) -> None:
     until = None
     with contextlib.suppress(OSError):
         until = os.stat(Path(dead.header.image, LOG_NAME, RESTORE_LOG)).st_mtime
-    leftovers.end_unfinished(Identity.from_str(str(notes[-1].data["criu"])), pids, until)
+    leftovers.end_unfinished(who, pids, until)
 
 
 def _restored_root(dead: Journal) -> Identity | None:
@@ -310,11 +292,9 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
 
 
 def _closed(members: Sequence[Member]) -> list[Shim]:
-    """The shims of those that have their memory and whose gate is closed; not where one's memory is not there yet.
+    """The shims of those that have their memory and whose gate is closed.
 
-    Raises:
-        FailedUndone: the device memory of one of them has not come: the image is read again as a whole.
-        CannotBeMoved: the shim of one does not answer.
+    FailedUndone: the memory of one is not there yet (the image is read again as a whole); CannotBeMoved: no answer.
     """
     found: list[Shim] = []
     try:

@@ -8,6 +8,7 @@ all of them, and goes on. Those that are not done by then go on in the backgroun
 from __future__ import annotations
 
 import itertools
+import operator
 import subprocess
 import time
 from collections.abc import Sequence
@@ -28,16 +29,9 @@ _BUSY, _UNDO_FAILED, _LEFT_SUSPENDED = 19, 40, 41
 
 
 def recover_users(left: Sequence[Summary], *, dry_run: bool = False) -> list[Recovered]:
-    """Have each user's operations finished or undone by that user.
-
-    Args:
-        left: journals of others than the caller.
-        dry_run: only say what there is.
-
-    Returns:
-        An entry for each journal, with its user.
-    """
-    by_user = {uid: list(mine) for uid, mine in itertools.groupby(sorted(left, key=_owner), _owner)}
+    """Have each user's operations finished or undone by that user: an entry for each of these journals of others."""
+    owner = operator.attrgetter("owner")
+    by_user = {uid: list(mine) for uid, mine in itertools.groupby(sorted(left, key=owner), owner)}
     if dry_run:
         told = [s for mine in by_user.values() for s in mine[:_MOST_TOLD]]
         return [_entry(s, did=f"would have uid {s.owner} finish or undo: {s.text}") for s in told]
@@ -55,10 +49,6 @@ def recover_users(left: Sequence[Summary], *, dry_run: bool = False) -> list[Rec
         for summary in mine[:_MOST_TOLD]:
             found.append(_what_came_of(summary, started.get(uid), left=f"{summary.id}.jsonl" in there))
     return found
-
-
-def _owner(summary: Summary) -> int:
-    return summary.owner
 
 
 def _entry(summary: Summary, **more: str | int) -> Recovered:

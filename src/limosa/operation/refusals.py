@@ -23,13 +23,9 @@ Neither peer access nor the sizes of allocations can be seen from outside."""
 def gpu_refusals(
     inventory: Inventory, members: Sequence[Member], *, moves: bool, small: Collection[int] = ()
 ) -> list[Reason]:
-    """Everything about the driver and the GPUs that forbids the operation.
+    """Everything about the driver and the GPUs that forbids the operation; ``moves``: it changes GPUs.
 
-    Args:
-        inventory: what NVML says.
-        members: the processes, with what they hold and where they go.
-        moves: whether the operation changes GPUs.
-        small: processes that have no large allocation of the driver's own: under the shim it is cuMemCreate memory.
+    ``small``: processes without a large allocation of the driver's own: under the shim it is cuMemCreate memory.
     """
     by_uuid = {g.uuid: g for g in inventory.gpus}
     found = [
@@ -51,24 +47,16 @@ def _old_driver(inventory: Inventory, moves: bool) -> Iterator[Reason]:
 
 
 def _lost(index: int) -> Reason:
-    return Reason(
-        id="gpu-lost",
-        text=f"GPU {index} has fallen off the bus: a restore has to name every GPU that a job can open",
-        exit_code=12,
-        hint="reset that GPU, or restart the machine",
-    )
+    text = f"GPU {index} has fallen off the bus: a restore has to name every GPU that a job can open"
+    return Reason(id="gpu-lost", text=text, exit_code=12, hint="reset that GPU, or restart the machine")
 
 
 def _mig(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Reason]:
     involved = {u for m in members for u in m.held} | {m.map.get(u, u) for m in members for u in m.held}
     for uuid in sorted(involved):
         if uuid in by_uuid and by_uuid[uuid].mig:
-            yield Reason(
-                id="mig",
-                text=f"GPU {by_uuid[uuid].index} is in MIG mode, which the driver cannot checkpoint",
-                exit_code=12,
-                hint="turn MIG off on that GPU, or move to another",
-            )
+            text = f"GPU {by_uuid[uuid].index} is in MIG mode, which the driver cannot checkpoint"
+            yield Reason(id="mig", text=text, exit_code=12, hint="turn MIG off on that GPU, or move to another")
 
 
 def _may_have_peers(member: Member) -> bool:
@@ -77,37 +65,23 @@ def _may_have_peers(member: Member) -> bool:
 
 
 def _peer_access(member: Member) -> Reason:
-    return Reason(
-        id="peer-access",
-        text=f"process {member.pid} holds memory on {len(member.held)} GPUs: if they have peer access to one another "
-        "and one of its allocations has 512 MiB or more, the driver cannot restore it and the job would be lost",
-        exit_code=13,
-        hint="if its GPUs do not copy to one another, or PyTorch runs with expandable_segments: --force=peer-access",
-        pid=member.pid,
-        forceable=True,
-    )
+    text = f"process {member.pid} holds memory on {len(member.held)} GPUs: if they have peer access to one another "
+    text += "and one of its allocations has 512 MiB or more, the driver cannot restore it and the job would be lost"
+    hint = "if its GPUs do not copy to one another, or PyTorch runs with expandable_segments: --force=peer-access"
+    return Reason(id="peer-access", text=text, exit_code=13, hint=hint, pid=member.pid, forceable=True)
 
 
 def _mps(inventory: Inventory, members: Sequence[Member]) -> Iterator[Reason]:
     clients = {p.pid for g in inventory.gpus for p in g.mps_processes}
     for member in members:
         if member.pid in clients:
-            yield Reason(
-                id="mps",
-                text=f"process {member.pid} computes through MPS: the driver cannot checkpoint it",
-                exit_code=12,
-                hint="start the job without MPS",
-                pid=member.pid,
-                forceable=True,
-            )
+            text = f"process {member.pid} computes through MPS: the driver cannot checkpoint it"
+            hint = "start the job without MPS"
+            yield Reason(id="mps", text=text, exit_code=12, hint=hint, pid=member.pid, forceable=True)
     if inventory.mps:
-        yield Reason(
-            id="mps-server",
-            text="an MPS server runs here; its clients cannot be checkpointed",
-            exit_code=12,
-            hint="--force=mps-server if this job is no client of it",
-            forceable=True,
-        )
+        text = "an MPS server runs here; its clients cannot be checkpointed"
+        hint = "--force=mps-server if this job is no client of it"
+        yield Reason(id="mps-server", text=text, exit_code=12, hint=hint, forceable=True)
 
 
 def _chips(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Reason]:
@@ -115,13 +89,9 @@ def _chips(by_uuid: Mapping[str, Gpu], members: Sequence[Member]) -> Iterator[Re
         for source, target in member.map.items():
             a, b = by_uuid.get(source), by_uuid.get(target)
             if source != target and source in member.held and a and b and not same_chip(a, b):
-                yield Reason(
-                    id="chip",
-                    text=f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
-                    "the driver can restore a job only on the same model",
-                    exit_code=12,
-                    pid=member.pid,
-                )
+                text = f"GPU {a.index} is a {a.name} and GPU {b.index} a {b.name}: "
+                text += "the driver can restore a job only on the same model"
+                yield Reason(id="chip", text=text, exit_code=12, pid=member.pid)
 
 
 def same_chip(a: Gpu, b: Gpu) -> bool:

@@ -23,14 +23,9 @@ _LONGEST = 4096  # PATH_MAX of Linux
 
 
 def remove_image(path: str | os.PathLike[str]) -> int:
-    """Removes an image, or an unfinished folder, and the nftables table that its dump left.
+    """Removes an image, or an unfinished folder, and the nftables table that its dump left; returns the bytes freed.
 
-    Returns:
-        Bytes freed.
-
-    Raises:
-        UsageError: it is neither.
-        Busy: a living checkpoint writes it.
+    Raises UsageError (it is neither) and Busy (a living checkpoint writes it).
     """
     if len(os.fspath(path)) > _LONGEST:
         raise UsageError(detail=f"a path of {len(os.fspath(path))} characters is none")

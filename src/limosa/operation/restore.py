@@ -12,9 +12,7 @@ import os
 import threading
 from typing import TYPE_CHECKING
 
-from limosa.errors import (
-    Refused,
-)
+from limosa.errors import Refused
 from limosa.image import open_image
 from limosa.operation import ports
 from limosa.operation.prepare import refuse_no_text
@@ -43,13 +41,8 @@ def restore(
 ) -> RestoreResult:
     """Brings a job back from its image; see :class:`Options` for the rest of the arguments.
 
-    Returns once the job runs.
-
-    Raises:
-        DamagedImage, UntrustedImage: the image is not whole, or could be anybody's; nothing was started.
-        Refused: something stands against it; nothing was started.
-        NoRoomOnGpu: no room once CRIU had restored it: the tree was ended again, the image is the copy.
-        LimosaError: others, each with its exit code.
+    Returns once the job runs. Raises DamagedImage, UntrustedImage or Refused: nothing was started; NoRoomOnGpu: no room
+    once CRIU had restored it: the tree was ended again, the image is the copy; others with their exit codes.
     """
     chosen = Options(**options)
     refuse_no_text(image)

@@ -18,33 +18,24 @@ from limosa.process.criu.program import Criu
 
 
 class Options(msgspec.Struct, kw_only=True, frozen=True):
-    """What ``restore`` can be told.
+    """What ``restore`` can be told."""
 
-    Attributes:
-        to, source, gpu_map: as for ``move``; GPUs on the left are the image's.
-        verify: check every hash first.
-        rewind_files: cut files that have grown since back to the size they had, keeping the tail beside them.
-        cgroup: control group for the job; None for the caller's.
-        tcp_established, tcp_close, shell_job, file_locks: as CRIU's; what the image was made with is taken by itself.
-        criu: CRIU's path.
-        adopt: become the restored process's parent (to follow it).
-        force: ids of reasons to treat as warnings.
-    """
-
-    to: str | None = None
+    to: str | None = None  # this and the next two as for ``move``; GPUs on the left are the image's
     source: str | None = None
     gpu_map: str | Mapping[str, str] | None = None
-    verify: bool = True
+    verify: bool = True  # check every hash first
+    # cut files that have grown since back to the size they had, keeping the tail beside them
     rewind_files: bool = False
-    cgroup: str | None = None
+    cgroup: str | None = None  # control group for the job; None for the caller's
+    # this and the next three as CRIU's; what the image was made with is taken by itself
     tcp_established: bool = False
     tcp_close: bool = False
     shell_job: bool = False
     file_locks: bool = False
-    criu: str | None = None
-    adopt: bool = False
-    print_stats: bool = False
-    force: Collection[str] = ()
+    criu: str | None = None  # CRIU's path
+    adopt: bool = False  # become the restored process's parent (to follow it)
+    print_stats: bool = False  # fill in the result's ``stats``
+    force: Collection[str] = ()  # ids of reasons to treat as warnings
 
     def __post_init__(self) -> None:
         check_force(self.force)

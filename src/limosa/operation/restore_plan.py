@@ -16,7 +16,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import idle, locks, ports, room, shm
+from limosa.operation import idle, locks, ports, shm
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
@@ -33,7 +33,7 @@ from limosa.process.criu.cgroup import entry_files
 from limosa.process.criu.find import find as find_criu
 from limosa.process.identity import Identity
 from limosa.process.memory import grow_host_memory, host_memory, two
-from limosa.terms import Route, Verdict
+from limosa.terms import Verdict
 
 _PID_SECONDS = 10.0
 
@@ -53,19 +53,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             raise
         return Plan(operation="restore", pid=0, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
     shape = shape_of(facts, manifest, options)
-    return Plan(
-        operation="restore",
-        pid=manifest.job.pid,
-        name=manifest.job.name,
-        verdict=Verdict.REFUSED if any(r.refuses for r in facts.reasons) else Verdict.OK,
-        reasons=sorted(facts.reasons, key=lambda r: not r.refuses),
-        steps=RESTORE.words(shape),
-        estimate=RESTORE.estimate(shape),
-        map={a: b for m in facts.members for a, b in m.map.items()},
-        gpus=room.places(facts.members),
-        way=Route.PARKED if manifest.device else Route.DRIVER if facts.members else Route.HOST,
-        other=RESTORE.other_way(shape),
-    )
+    return RESTORE.plan(shape, facts.reasons, pid=manifest.job.pid, name=manifest.job.name)
 
 
 # --- looking --------------------------------------------------------------------------------------------------
@@ -142,12 +130,9 @@ def _host_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
 
 
 def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = lambda: False) -> list[Reason]:
-    """Whether the machine, and the control group the job will be in, have room for what the image holds.
+    """Whether the machine, and the control group (None: the caller's), have room for what the image holds.
 
-    Args:
-        needed: bytes; an image is about as large as what its processes will have resident.
-        group: ``--cgroup``, or None for the caller's.
-        stop: whether to make the machine grow no longer.
+    An image is about as large as what its processes will have resident. ``stop``: make the machine grow no longer.
     """
     found: list[Reason] = []
     try:
@@ -194,25 +179,18 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     if inventory.driver_major < (MOVE_DRIVER if moves else SUSPEND_DRIVER):
         text = f"driver {inventory.driver_version} is too old for this"
         found.append(Reason(id="driver-too-old", text=text, exit_code=12))
-    short = room.shortage(inventory, facts.members, "")
-    if short:
-        short = room.shortage(inventory, facts.members, "", vacated=idle.spare(inventory, facts.members))
-    if short:
+    if short := idle.shortage_seen(inventory, facts.members, {}):
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
     return found
 
 
 def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Options) -> list[Member]:
-    """The image's CUDA processes with the maps that put them on this machine's GPUs.
+    """The image's CUDA processes with the maps that put them on this machine's GPUs; InvalidMap, WrongChip.
 
     The driver wants exactly the GPUs that each process could open when it was checkpointed on the left. Those that are
     here too stay where they were unless told otherwise; those that are not (another machine) must be told, and only
     those on which the job held something.
-
-    Raises:
-        InvalidMap: a GPU that is neither here nor mapped, two on one.
-        WrongChip: another chip.
     """
     then = {g.uuid: g for g in manifest.gpus}
     here = inventory.by_uuid()
@@ -249,11 +227,7 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
 
 
 def _same_chip(then: Mapping[str, GpuRecord], here: Mapping[str, gpu.Gpu], source: str, target: str) -> None:
-    """Looks whether what was on one GPU of the image can be on one of here.
-
-    Raises:
-        WrongChip: another chip, or another size of memory.
-    """
+    """Raises WrongChip where what was on one GPU of the image cannot be on one of here."""
     if source not in then:
         return
     a, b = then[source], here[target]

@@ -7,13 +7,9 @@ import os
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from limosa import gpu
-from limosa.errors import (
-    LimosaError,
-    UndoFailed,
-)
+from limosa.errors import LimosaError, UndoFailed
 from limosa.image import Manifest
 from limosa.operation import driver_steps
 from limosa.operation.journal import Member
@@ -25,16 +21,9 @@ from limosa.process.identity import Handle, Identity, read_stat
 from limosa.process.records import EndedRecord, RunRecord
 from limosa.process.tree import job_tree
 
-if TYPE_CHECKING:
-    pass
-
 
 def keep_record(manifest: Manifest, root: Identity) -> str:
-    """Makes a restored job known by its name again, and forgets the record of its end.
-
-    Returns:
-        Its name; "" where it has none, or another living job has it.
-    """
+    """Makes a restored job known again by its name, or "" if another has it; forgets the record of its end."""
     job = manifest.job
     name = job.name if not any(r.name == job.name for r in RunRecord.all() if r.root != root) else ""
     with contextlib.suppress(OSError, LimosaError):
@@ -49,20 +38,11 @@ def keep_record(manifest: Manifest, root: Identity) -> str:
 def end_tree(
     driver: gpu.Driver, root_pid: int, members: Sequence[Member], not_before: float, root: Identity | None
 ) -> None:
-    """Ends a restored tree while its image is the copy.
+    """Ends a restored tree while its image is the copy; UndoFailed: some of it lives on.
 
-    A process whose CUDA state runs is checkpointed before it is killed (measured: killing a live restored process hung
-    the host on driver 595).
-
-    Args:
-        driver: for those that hold CUDA state.
-        root_pid: the topmost process.
-        members: its processes whose CUDA state may run.
-        not_before: monotonic seconds; an older process under this pid is somebody else and is left alone.
-        root: who it is, where known.
-
-    Raises:
-        UndoFailed: some of it lives on.
+    A process whose CUDA state runs (of ``members``) is checkpointed before it is killed (measured: killing a live
+    restored process hung the host on driver 595). Where ``root`` is not known, a process under its pid that is older
+    than ``not_before`` (monotonic seconds) is somebody else and is left alone.
     """
     try:
         found = root or Identity.of(root_pid)

@@ -34,28 +34,16 @@ class Rewind(msgspec.Struct, kw_only=True):
 
     All of it is done in one open folder, whose path had no link in it, and to the very file that was looked at: the
     folder may be its user's, who could put a link to one of root's there at any time.
-
-    Attributes:
-        path: the file.
-        size: bytes it had when the job was checkpointed.
-        grown: bytes it has now.
-        kept: where its tail is kept: beside it, as its owner's.
-        inode: the file's inode number: another one under its name is another file.
     """
 
-    path: str
-    size: int
-    grown: int
-    kept: str
-    inode: int = 0
+    path: str  # the file
+    size: int  # bytes it had when the job was checkpointed
+    grown: int  # bytes it has now
+    kept: str  # where its tail is kept: beside it, as its owner's
+    inode: int = 0  # the file's inode number: another one under its name is another file
 
     def do(self) -> None:
-        """Keeps the tail, on disk, then cuts the file.
-
-        Raises:
-            OSError: no room, no permission.
-            FailedUndone: the file has changed again meanwhile.
-        """
+        """Keeps the tail, on disk, then cuts the file. Raises OSError, and FailedUndone where it has changed again."""
         with self._folder() as folder, self._open(folder) as file:
             info = os.fstat(file.fileno())
             if info.st_size != self.grown:
@@ -74,11 +62,7 @@ class Rewind(msgspec.Struct, kw_only=True):
             file.truncate(self.size)
 
     def undo(self) -> None:
-        """Puts the tail back and removes the copy; does nothing where nothing was cut.
-
-        Raises:
-            FailedUndone: the file or the copy is not the one that was made; both are left as they are.
-        """
+        """Puts the tail back, if it was cut, and removes the copy; FailedUndone: one is another, and both stay."""
         name = os.path.basename(self.kept)
         with self._folder() as folder:
             try:
@@ -118,7 +102,6 @@ class Rewind(msgspec.Struct, kw_only=True):
             os.close(fd)
 
     def _open(self, folder: int) -> BinaryIO:
-        """The very file, for reading and writing."""
         name = os.path.basename(self.path)
         try:
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
@@ -138,10 +121,7 @@ def changed_files(
 ) -> tuple[list[Reason], list[Rewind]]:
     """What stands in the way among the files that the job had open or mapped, and what can be cut back.
 
-    Args:
-        manifest: the image's.
-        rewind: whether grown files may be cut back (only those the job had open for writing).
-        comes_anew: names that are made anew before CRIU looks.
+    ``rewind``: files that have grown may be, if the job had them open for writing. ``comes_anew``: is made before CRIU.
     """
     reasons: list[Reason] = []
     todo: list[Rewind] = []
@@ -175,18 +155,15 @@ def _one(path: str, uses: list[OpenFile], rewind: bool, todo: list[Rewind], mani
     if uses[0].mode not in (0, info.st_mode):
         had, has = stat.S_IMODE(uses[0].mode), stat.S_IMODE(info.st_mode)
         text = f"{path} has the mode {has:04o} and had {had:04o}; {who}"
-        return Reason(
-            id="file-changed", text=text, exit_code=23, hint=f"chmod {had:o} {shlex.quote(path)}", pid=uses[0].pid
-        )
+        hint = f"chmod {had:o} {shlex.quote(path)}"
+        return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
     if info.st_size == size or all(_appends_only(f) for f in uses):
         return None
     text = f"{path} has {info.st_size} bytes and had {size}; {who}"
     grown_by_job = info.st_size > size and any(f.position is not None for f in uses)
-    if not grown_by_job:
+    if not grown_by_job or not rewind:
         hint = "put the old one back; a library that was upgraded must be the one the job started with"
-        return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
-    if not rewind:
-        hint = "--rewind-files keeps its new part beside it and cuts it back"
+        hint = "--rewind-files keeps its new part beside it and cuts it back" if grown_by_job else hint
         return Reason(id="file-changed", text=text, exit_code=23, hint=hint, pid=uses[0].pid)
     kept = _free_name(path, manifest, info.st_size)
     todo.append(Rewind(path=path, size=size, grown=info.st_size, kept=kept, inode=info.st_ino))

@@ -53,12 +53,8 @@ def shortage(
 ) -> str:
     """What does not fit, in a sentence; "" where everything fits.
 
-    Args:
-        inventory: as NVML sees it now.
-        members: what is to be restored.
-        operation_id: whose own claims do not count.
-        home: ask for the way back instead of the map.
-        vacated: bytes by GPU UUID that the same operation will have let go of by then.
+    ``home``: ask for the way back instead of the map. ``vacated``: bytes by GPU UUID that the operation (whose own
+    claims do not count) will have let go of by then.
     """
     by_uuid = inventory.by_uuid()
     told = []
@@ -73,12 +69,9 @@ def shortage(
         if held + spare > available:
             free, needed = memory.two(max(0, available), held + spare)
             others = f" ({gib(spoken_for)} of it promised to other operations)" if spoken_for else ""
-            told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{_of_that(spare)}")
+            to_spare = f" ({gib(spare)} of it to spare)" if spare else ""
+            told.append(f"GPU {there.index} has {free} free{others} and {needed} are needed{to_spare}")
     return "; ".join(told)
-
-
-def _of_that(spare: int) -> str:
-    return f" ({gib(spare)} of it to spare)" if spare else ""
 
 
 def _spare(inventory: Inventory, there: Gpu, members: Sequence[Member], spoken_for: int, *, home: bool) -> int:
@@ -128,20 +121,18 @@ def no_way_back(inventory: Inventory, members: Sequence[Member]) -> str:
 def check(
     inventory: Inventory, members: Sequence[Member], operation_id: str, *, made: Mapping[str, int] | None = None
 ) -> None:
-    """Refuses to go on where the members do not fit right now.
+    """Raises NoRoomOnGpu, with what is free and what is needed, where the members do not fit right now.
 
-    Args:
-        inventory: as NVML sees it now.
-        members: what is to be restored.
-        operation_id: whose own claims do not count.
-        made: bytes by GPU UUID of what they held that are there already, made by the same operation.
-
-    Raises:
-        NoRoomOnGpu: naming the GPU, what is free and what is needed.
+    ``made``: bytes by GPU UUID of what they held that the same operation has made there already.
     """
     short = shortage(inventory, members, operation_id, vacated=made)
     if short:
-        raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+        raise no_room(short)
+
+
+def no_room(short: str) -> NoRoomOnGpu:
+    """The error for what is short."""
+    return NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
 
 
 def held_now(members: Sequence[Member]) -> dict[str, int]:

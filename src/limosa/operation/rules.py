@@ -94,14 +94,11 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     found = hazards.cuda_hazards(facts.observation, cuda_pids=pids, driver_branch=branch, calm=calm)
     # From outside shared events look like shared memory. The shim knows what is shared.
     found = [r for r in found if r.id != "cuda-ipc" or r.pid not in known]
-    found = [_by_limosa_run(r) if r.id == "jax" and r.pid in known else r for r in found]
+    # JAX under the shim that has nothing to park: its gate stays open.
+    hint = "it has no memory that can be parked: try again once it computes"
+    found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]
     # What an adapter knew of memory was lost when that was taken away: there is nothing left to keep by refusing.
     return [r for r in found if r.id != "rdma" or ask.verb.goes]
-
-
-def _by_limosa_run(jax: Reason) -> Reason:
-    """JAX under the shim that has nothing to park: its gate stays open."""
-    return msgspec.structs.replace(jax, hint="it has no memory that can be parked: try again once it computes")
 
 
 def host_memory(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
@@ -141,10 +138,7 @@ def room_there(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     if not ask.check_room or facts.inventory is None:
         return []
     vacated = added_up([room.held_now(facts.members), ask.freed])
-    short = room.shortage(facts.inventory, facts.members, "", vacated=vacated)
-    if short:
-        vacated = added_up([vacated, idle.spare(facts.inventory, facts.members)])
-        short = room.shortage(facts.inventory, facts.members, "", vacated=vacated)
+    short = idle.shortage_seen(facts.inventory, facts.members, vacated)
     hint = "make room there (limosa ps shows who holds it), or choose another GPU"
     return [Reason(id="gpu-room", text=short, exit_code=14, hint=hint)] if short else []
 
@@ -158,41 +152,15 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
-_LEAVES: tuple[Rule, ...] = (
-    a_place_to_be,
-    what_it_sees,
-    what_shims_say,
-    arenas,
-    gpus_and_driver,
-    seen_from_outside,
-    host_memory,
-    a_way_back,
-)
+_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, arenas)
+_DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)
+_LEAVES: tuple[Rule, ...] = (*_MEMORY, *_DRIVER, host_memory, a_way_back)
 """Of a job that leaves its GPUs and goes nowhere else yet."""
 
 WITH_CUDA: dict[str, tuple[Rule, ...]] = {
-    "move": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        one_context_only,
-        gpus_and_driver,
-        seen_from_outside,
-        host_memory,
-        room_there,
-    ),
+    "move": (*_MEMORY, one_context_only, *_DRIVER, host_memory, room_there),
     "suspend": _LEAVES,
-    "resume": (
-        a_place_to_be,
-        what_it_sees,
-        what_shims_say,
-        arenas,
-        one_context_only,
-        gpus_and_driver,
-        seen_from_outside,
-        room_there,
-    ),
+    "resume": (*_MEMORY, one_context_only, *_DRIVER, room_there),
     "toggle": (),  # it is looked at again, as what it turns out to be
     "checkpoint": _LEAVES,
 }
@@ -224,11 +192,7 @@ def busy(claim: claims.Claim) -> Reason:
 
 
 def apply_force(reasons: Sequence[Reason], force: Collection[str]) -> list[Reason]:
-    """Turns the named refusals into warnings.
-
-    Raises:
-        UsageError: a name that forces nothing, or a reason that cannot be forced.
-    """
+    """Turns the named refusals into warnings; UsageError: one cannot be forced."""
     result = []
     for reason in reasons:
         if reason.refuses and reason.id in force:

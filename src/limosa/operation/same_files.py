@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from limosa.errors import DamagedImage, NoWorkingCriu, Reason, Refused
 from limosa.image import Image, Manifest, OpenFile
-from limosa.process.criu.named import Named, Remapped, Socket, Uses, named, sockets
+from limosa.process.criu.named import Remapped, Socket, Uses, named, sockets
 from limosa.process.descriptors import read_mounts
 from limosa.start import real_path, trusted
 
@@ -51,12 +51,8 @@ def seen(info: os.stat_result) -> Seen:
 class Looked:
     """The named files of an image as they are right before CRIU opens them.
 
-    Args:
-        image: the image.
-
-    Raises:
-        Refused: a name leads to a file that the job's user may not have.
-        DamagedImage: CRIU's files cannot be read.
+    Raises Refused (a name leads to a file that the job's user may not have), DamagedImage (CRIU's files are
+    unreadable).
     """
 
     def __init__(self, image: Image):
@@ -77,15 +73,12 @@ class Looked:
             if not file.deleted:
                 had.setdefault(file.path, []).append(file)
         self._files: dict[str, Seen | None] = {}
-        for name in _names(self._named):
+        anew = {key for key, one in self._named.remapped.items() if one.kind != "linked"}
+        for name in dict.fromkeys(name for key, name in self._named.names.items() if key not in anew):
             self._files[name] = _look(name, had.get(name, ()), manifest)
 
     def need_guard(self) -> None:
-        """See that CRIU makes no name in a folder that another user can exchange, where it has no guard (root's).
-
-        Raises:
-            NoWorkingCriu: it does.
-        """
+        """Raises NoWorkingCriu where CRIU, without our guard, makes a name in a folder that another user can change."""
         found = self._named
         made = [
             *(one.name for one in found.sockets if not one.outside),
@@ -117,11 +110,7 @@ class Looked:
         return found
 
     def check(self) -> None:
-        """Compare; for "post-restore", when all is there and nothing runs.
-
-        Raises:
-            Refused: one is another file.
-        """
+        """Compares, at "post-restore", when all is there and nothing runs; Refused: one is another file."""
         for pid, uses in self._named.processes.items():
             for what, key, path in _objects(pid, uses):
                 if reason := self._other(pid, what, key, path):
@@ -193,12 +182,6 @@ def _is_folder_anew(at: str, name: str) -> bool:
     return had == wanted and os.path.commonpath([above, folder]) == above
 
 
-def _names(found: Named) -> Iterator[str]:
-    """The names that are opened, each once: those of files that are made anew are not."""
-    anew = {key for key, one in found.remapped.items() if one.kind != "linked"}
-    yield from dict.fromkeys(name for key, name in found.names.items() if key not in anew)
-
-
 def _objects(pid: int, uses: Uses) -> Iterator[tuple[str, int, str]]:
     """What a process has of named files: in words, the file's number, and where it is in /proc."""
     at = f"/proc/{pid}"
@@ -208,22 +191,15 @@ def _objects(pid: int, uses: Uses) -> Iterator[tuple[str, int, str]]:
         yield link, key, f"{at}/{link}"
     if not uses.maps:
         return
-    ranges = sorted((int(first, 16), f"{first}-{end}") for first, end in _ranges(at))
+    listed: list[str] = []
+    with contextlib.suppress(OSError):
+        listed = os.listdir(f"{at}/map_files")
+    ranges = sorted((int(name.partition("-")[0], 16), name) for name in listed)
     starts = [start for start, _ in ranges]
     for address, key in uses.maps.items():
         nearest = bisect.bisect_right(starts, address) - 1
         if nearest >= 0:
             yield f"the mapping at {address:x}", key, f"{at}/map_files/{ranges[nearest][1]}"
-
-
-def _ranges(at: str) -> Iterator[tuple[str, str]]:
-    try:
-        listed = os.listdir(f"{at}/map_files")
-    except OSError:
-        return
-    for name in listed:
-        first, _, end = name.partition("-")
-        yield first, end
 
 
 def _is_no_socket(path: str) -> bool:
@@ -233,11 +209,7 @@ def _is_no_socket(path: str) -> bool:
 
 
 def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | None:
-    """Which file has a name now; None where there is none, which CRIU will find as well.
-
-    Raises:
-        Refused: it is none that the job may have.
-    """
+    """Which file has a name now; None: there is none, as CRIU will find. Refused: it is none that the job may have."""
     try:
         fd = os.open(name, _PATH)
     except OSError:
@@ -250,8 +222,7 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
         return seen(info)  # the link itself, which a job may have open; what it leads to is of another kind
     if stat.S_ISLNK(info.st_mode) or real != name:
         if os.geteuid() == 0 and real_path(name) != real:
-            text = f"{name} leads through a symbolic link of somebody else's"
-            raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+            raise _changed(f"{name} leads through a symbolic link of somebody else's")
         try:
             return seen(os.stat(name))
         except OSError:
@@ -259,22 +230,12 @@ def _look(name: str, had: Collection[OpenFile], manifest: Manifest) -> Seen | No
     known = {file.inode for file in had if file.inode}
     writes = any(file.flags & os.O_ACCMODE != os.O_RDONLY for file in had)
     if known and info.st_ino not in known and not _may_open(info, manifest, writes=writes):
-        text = f"{name} is another file than the job had, and its user may not open it"
-        raise Refused([Reason(id="file-changed", text=text, exit_code=23)])
+        raise _changed(f"{name} is another file than the job had, and its user may not open it")
     return seen(info)
 
 
 def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
-    """Look, before the job ends, whether root could make its sockets' names again: as a restore will look.
-
-    Args:
-        images_fd: the open folder with CRIU's images.
-        uid: the job's.
-        gid: the job's.
-
-    Raises:
-        Refused: ``socket-name`` (13).
-    """
+    """Raises Refused (``socket-name``), before the job ends, where root could not make its sockets' names again."""
     try:
         for one in sockets(images_fd):
             _look_at_socket(one, uid, gid)
@@ -285,13 +246,11 @@ def look_at_sockets(images_fd: int, uid: int, gid: int) -> None:
 
 
 def _look_at_socket(found: Socket, uid: int, gid: int) -> None:
-    """Look at the name of a unix socket: CRIU removes what lies there, makes the socket anew and gives it to its owner.
+    """Refuses the name of a unix socket that leads elsewhere, or that somebody else has now, or may have.
 
-    A name does not say where the socket was: in a root folder or a namespace of his own, a user gives it any name. So
-    it is made only if its owner could make it there, and the job is connected to one outside only if its user could.
-
-    Raises:
-        Refused: it leads somewhere else, or somebody else has it now, or may have it.
+    CRIU removes what lies there, makes the socket anew and gives it to its owner. A name does not say where the socket
+    was: in a root folder or a namespace of his own, a user gives it any name. So it is made only if its owner could
+    make it there, and the job is connected to one outside only if its user could.
     """
     name = found.name
     owner = uid if found.owner < 0 else found.owner
@@ -326,7 +285,6 @@ def _nearest(folder: str) -> str:
 
 
 def _may_open(info: os.stat_result, manifest: Manifest, *, writes: bool) -> bool:
-    """Whether the job's own user might open a file, by owner and mode."""
     uid, gid = manifest.job.uid, manifest.job.gid
     return uid == info.st_uid or _may(info, uid, groups_of(uid, gid), 0o6 if writes else 0o4)
 

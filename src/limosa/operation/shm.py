@@ -54,18 +54,12 @@ def of_note(made: Made) -> Made:
 
 
 class Lost:
-    """The names that are gone by which a job has semaphores mapped, as /proc has them.
-
-    Attributes:
-        names: these, each with the number of its inode.
-        remaps: names that CRIU has given itself.
-        shared: the inodes of what the job has mapped, by whatever name, to write into it.
-    """
+    """The names that are gone by which a job has semaphores mapped, as /proc has them."""
 
     def __init__(self) -> None:
         self.names: Made = {}
-        self.remaps: Made = {}
-        self.shared: set[int] = set()
+        self.remaps: Made = {}  # names that CRIU has given itself
+        self.shared: set[int] = set()  # inodes of what the job has mapped, by whatever name, to write into it
         self._seen: set[int] = set()
 
     def look(self, pids: Iterable[int], *, again: bool = False) -> None:
@@ -78,12 +72,7 @@ class Lost:
         self.names = {name: inode for name, inode in _lost(pids, there) if name not in there[inode]}
 
     def look_for_shared(self, pids: Iterable[int], others: Collection[int]) -> None:
-        """Looks what the job, which is frozen, shares within itself.
-
-        Args:
-            pids: its processes.
-            others: inodes of what it shares with processes outside.
-        """
+        """Looks what the job, which is frozen, shares within itself; ``others``: inodes that it shares with others."""
         there = _by_inode()
         self.shared = {
             inode
@@ -129,11 +118,7 @@ def _is_small(there: dict[int, list[str]], inode: int) -> bool:
 
 
 def give_back(lost: Made) -> Made:
-    """Gives semaphores a name that they had; whoever cannot be found or has it again is left to CRIU to judge.
-
-    Returns:
-        The names that were given.
-    """
+    """Gives semaphores a name that they had: those given. Who has it again or is not found is left to CRIU to judge."""
     given = {}
     names = _by_inode() if lost else {}
     for name, inode in lost.items():
@@ -169,14 +154,9 @@ def _renamed(name: str, to: str) -> bool:
 def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], None] = lambda *_: None) -> list[ShmFile]:
     """What is in them, read while nothing of the job moves.
 
-    Args:
-        lost: names of semaphores that are there for CRIU, each with its inode.
-        shared: inodes of what the job has mapped by its own name.
-        put: puts what is in an open file into CRIU's folder of the image, under a name.
-
-    Raises:
-        OSError, LimosaError: one cannot be read, or written.
-        FailedUndone: one is none any more.
+    ``lost``: names of semaphores that are there for CRIU, each with its inode. ``shared``: inodes of what the job has
+    mapped by its own name. ``put`` puts what is in an open file into CRIU's folder of the image, under a name. Raises
+    OSError or LimosaError (one cannot be read, or written), FailedUndone (one is none any more).
     """
     found = []
     semaphores = set(lost.values())
@@ -210,7 +190,6 @@ def read(lost: Made, shared: Collection[int] = (), put: Callable[[str, int], Non
 
 
 def _by_inode() -> dict[int, list[str]]:
-    """All names in the folder by inode, sorted."""
     found: dict[int, list[str]] = {}
     with contextlib.suppress(OSError), os.scandir(FOLDER) as entries:
         for entry in entries:
@@ -245,10 +224,19 @@ def in_the_way(files: Iterable[ShmFile]) -> list[Reason]:
 
 def _used(there: dict[int, str]) -> list[Reason]:
     """The processes that map one of these files."""
-    reasons = []
-    for pid, inode in _users(set(there)):
-        text = f"process {pid} uses {there[inode]}, which the restored job would have anew"
-        reasons.append(Reason(id="shm-used", text=text, exit_code=23, hint="end that process first", pid=pid))
+    reasons: list[Reason] = []
+    device = _device()
+    for name in os.listdir("/proc") if there else ():
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for line in slurp(f"/proc/{name}/maps").splitlines():
+                words = line.split(None, 5)
+                if len(words) == 6 and words[3] == device and int(words[4]) in there:
+                    text = f"process {name} uses {there[int(words[4])]}, which the restored job would have anew"
+                    hint = "end that process first"
+                    reasons.append(Reason(id="shm-used", text=text, exit_code=23, hint=hint, pid=int(name)))
+                    break
     return reasons
 
 
@@ -257,32 +245,10 @@ def _is_like(info: os.stat_result, file: ShmFile) -> bool:
     return stat.S_ISREG(info.st_mode) and had == (info.st_size, stat.S_IMODE(info.st_mode), info.st_uid, info.st_gid)
 
 
-def _users(inodes: set[int]) -> Iterator[tuple[int, int]]:
-    """Processes that have one of these files mapped: (pid, inode)."""
-    if not inodes:
-        return
-    device = _device()
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            for line in slurp(f"/proc/{name}/maps").splitlines():
-                words = line.split(None, 5)
-                if len(words) == 6 and words[3] == device and int(words[4]) in inodes:
-                    yield int(name), int(words[4])
-                    break
-
-
 class Remade:
-    """Shared memory and semaphores made anew for a restore.
+    """Shared memory and semaphores made anew for a restore; FailedUndone: one cannot be, or its content is missing.
 
-    Args:
-        files: what an image has of them.
-        criu_fd: the image's ``criu/``.
-        stop: looked at while they are filled: raises what ends that.
-
-    Raises:
-        FailedUndone: one cannot be made, or what was in one is not there.
+    ``stop`` is called while they are filled, from the image's ``criu/``, and raises what ends that.
     """
 
     def __init__(self, files: Iterable[ShmFile], criu_fd: int = -1, stop: Callable[[], None] = lambda: None):
@@ -310,12 +276,7 @@ class Remade:
             raise
 
     def put(self) -> None:
-        """Gives them their names, in the place of what the job has left there.
-
-        Raises:
-            Refused: somebody has begun to use one.
-            FailedUndone: somebody has taken one.
-        """
+        """Gives them their names, in place of what the job has left there; Refused, FailedUndone: somebody has one."""
         there = {}
         for name in self.names | self.lost:
             with contextlib.suppress(OSError):

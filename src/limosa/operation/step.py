@@ -15,46 +15,35 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from limosa.errors import Reason
 from limosa.gpu import State
 from limosa.operation.estimate import beside_context, device_bytes
 from limosa.operation.journal import Journal, Member
-from limosa.operation.results import Estimate, OtherWay
+from limosa.operation.results import Estimate, OtherWay, Plan
+from limosa.operation.room import places
 from limosa.operation.turns import COME
 from limosa.operation.work import Work
-from limosa.terms import Release, Route
+from limosa.terms import Release, Route, Verdict
 
 if TYPE_CHECKING:
     from limosa import gpu
 
 
 class Shape(msgspec.Struct, kw_only=True, frozen=True):
-    """What the words and the cost of a step depend on: all that is known of a job before anything is done.
+    """What the words and the cost of a step depend on: all that is known of a job before anything is done."""
 
-    Attributes:
-        members: the processes that hold CUDA state.
-        parked: bytes that the shim looks after, or that an image holds as chunks; 0: the driver carries everything.
-        release: what a suspend gives back: all, or the memory alone.
-        host_bytes: memory of all processes that an image takes, device memory excluded.
-        leave_running: a checkpoint's option.
-        rate: bytes a second at most for what a checkpoint copies while the job runs.
-        indices: the indices of GPUs by UUID, for words.
-        processes: how many there are in the tree.
-        output: the image's folder, as it was named.
-        files: names of files that a restore cuts back, each with its size.
-        verify: whether a restore compares every hash first.
-    """
-
-    members: Sequence[Member] = ()
+    members: Sequence[Member] = ()  # the processes that hold CUDA state
+    # bytes that the shim looks after, or that an image holds as chunks; 0: the driver carries everything
     parked: int = 0
-    release: Release = Release.ALL
-    host_bytes: int = 0
-    leave_running: bool = False
-    rate: float | None = None
-    indices: Mapping[str, int] = {}
-    processes: int = 1
-    output: str = ""
-    files: Sequence[tuple[str, int]] = ()
-    verify: bool = True
+    release: Release = Release.ALL  # what a suspend gives back: all, or the memory alone
+    host_bytes: int = 0  # memory of all processes that an image takes, device memory excluded
+    leave_running: bool = False  # a checkpoint's option
+    rate: float | None = None  # bytes a second at most for what a checkpoint copies while the job runs
+    indices: Mapping[str, int] = {}  # the indices of GPUs by UUID, for words
+    processes: int = 1  # how many there are in the tree
+    output: str = ""  # the image's folder, as it was named
+    files: Sequence[tuple[str, int]] = ()  # names of files that a restore cuts back, each with its size
+    verify: bool = True  # whether a restore compares every hash first
 
     @property
     def bytes(self) -> int:
@@ -83,21 +72,13 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Left(msgspec.Struct, kw_only=True):
-    """What a dead operation has left, for ``recover``.
+    """What a dead operation has left, for ``recover``."""
 
-    Attributes:
-        dead: its journal.
-        driver: asked for states.
-        alive: its members that live.
-        states: their states by pid.
-        parked: whether gates were closed for it, or memory is away.
-    """
-
-    dead: Journal
-    driver: gpu.Driver
-    alive: list[Member]
-    states: Mapping[int, str]
-    parked: bool
+    dead: Journal  # its journal
+    driver: gpu.Driver  # asked for states
+    alive: list[Member]  # its members that live
+    states: Mapping[int, str]  # their states by pid
+    parked: bool  # whether gates were closed for it, or memory is away
 
 
 class Finished(NamedTuple):
@@ -108,12 +89,7 @@ class Finished(NamedTuple):
 
 
 class Op:
-    """One operation under way: what its steps share.
-
-    Attributes:
-        work: its clock, journal, claim and undo stack.
-        members: the processes that hold CUDA state.
-    """
+    """One operation under way: its work (clock, journal, claim, undo stack) and its members, which its steps share."""
 
     def __init__(self, work: Work, members: Sequence[Member]):
         self.work, self.members = work, list(members)
@@ -146,28 +122,19 @@ class Step(abc.ABC, Generic[O]):
     """One step. Steps have no state of their own: what they do they do to an :class:`Op`.
 
     What a class leaves out is an error when it is defined: a step that nobody can undo, plan or recover is none.
-
-    Attributes:
-        name: in the result's timings, in progress, and in the journal.
-        noted: what the journal calls it where that is something else.
-        still: whether the job stands still meanwhile.
-        tells: what progress says of it.
-        after: the state of the job once it is done; "": as before.
-        undone: what its undo is called in the journal. Steps with one undo between them share its name: it is made
-            ready before the first of them. ``NOTHING``, where there is nothing to undo.
-        left: what ``recover`` makes of an operation that died in it or after it, in words.
-        stops: whether the operation may be cancelled before it.
-        turn: what it waits for where several jobs are worked on side by side (``turns.py``); "": nothing.
     """
 
-    name: ClassVar[str]
-    noted: ClassVar[str] = ""
-    still: ClassVar[bool]
-    tells: ClassVar[str] = ""
-    after: ClassVar[str] = ""
+    name: ClassVar[str]  # in the result's timings, in progress, and in the journal
+    noted: ClassVar[str] = ""  # what the journal calls it where that is something else
+    still: ClassVar[bool]  # whether the job stands still meanwhile
+    tells: ClassVar[str] = ""  # what progress says of it
+    after: ClassVar[str] = ""  # the state of the job once it is done; "": as before
+    # what its undo is called in the journal. Steps with one undo between them share its name: it is made ready before
+    # the first of them. ``NOTHING``, where there is nothing to undo.
     undone: ClassVar[str]
-    left: ClassVar[str]
-    stops: bool = False
+    left: ClassVar[str]  # what ``recover`` makes of an operation that died in it or after it, in words
+    stops: bool = False  # whether the operation may be cancelled before it
+    # what it waits for where several jobs are worked on side by side (``turns.py``); "": nothing
     turn: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, abstract: bool = False) -> None:
@@ -217,23 +184,14 @@ class Step(abc.ABC, Generic[O]):
 
 
 class Verb(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be done to a job.
+    """What can be done to a job."""
 
-    Attributes:
-        name: as the command line and journals have it.
-        steps: in their order.
-        image: whether it writes or reads an image.
-        goes: whether device memory leaves the GPUs that it is on.
-        comes: whether the job is on GPUs at its end: room there is needed.
-        ends: whether the job does not run before it, or after it, so that there is no pause.
-    """
-
-    name: str
-    steps: tuple[Step[Any], ...]
-    image: bool = False
-    goes: bool = False
-    comes: bool = False
-    ends: bool = False
+    name: str  # as the command line and journals have it
+    steps: tuple[Step[Any], ...]  # in their order
+    image: bool = False  # whether it writes or reads an image
+    goes: bool = False  # whether device memory leaves the GPUs that it is on
+    comes: bool = False  # whether the job is on GPUs at its end: room there is needed
+    ends: bool = False  # whether the job does not run before it, or after it, so that there is no pause
 
     @property
     def sets_aside(self) -> bool:
@@ -253,13 +211,9 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         """What it will cost, by the rates in ``estimate.py``."""
         costs = [(step, step.cost(shape)) for step in self.steps]
         size = shape.bytes + (shape.host_bytes if self.image else 0)
-        return Estimate(
-            pause_seconds=None
-            if self.ends and not shape.leave_running
-            else sum(cost for step, cost in costs if step.still),
-            seconds=sum(cost for _, cost in costs),
-            bytes=max(shape.parked, device_bytes(shape.away)) if shape.alone else size,
-        )
+        size = max(shape.parked, device_bytes(shape.away)) if shape.alone else size
+        pause = None if self.ends and not shape.leave_running else sum(cost for step, cost in costs if step.still)
+        return Estimate(pause_seconds=pause, seconds=sum(cost for _, cost in costs), bytes=size)
 
     def other_way(self, shape: Shape) -> OtherWay | None:
         """What the way that is not taken would cost; None where there is but one (memory alone is parked)."""
@@ -270,6 +224,24 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         cost = self.estimate(msgspec.structs.replace(shape, parked=could, release=Release.ALL))
         return OtherWay(way=way, pause_seconds=cost.pause_seconds, seconds=cost.seconds)
 
+    def plan(self, shape: Shape, reasons: Sequence[Reason], *, pid: int, name: str, done: bool = False) -> Plan:
+        """The result of ``plan`` and ``--dry-run``; ``done``: the job is as the verb wants it already."""
+        members = shape.members
+        return Plan(
+            operation=self.name,
+            pid=pid,
+            name=name,
+            verdict=Verdict.REFUSED if any(r.refuses for r in reasons) else Verdict.OK,
+            reasons=sorted(reasons, key=lambda r: not r.refuses),
+            steps=[] if done else self.words(shape),
+            estimate=Estimate(pause_seconds=0.0) if done else self.estimate(shape),
+            map={a: b for m in members for a, b in m.map.items()},
+            gpus=places(members) if self.comes or self.image else [],
+            way=Route.PARKED if shape.parked else Route.DRIVER if members else Route.HOST,
+            other=None if done or shape.release != Release.ALL else self.other_way(shape),
+            already=done,
+        )
+
     def by_the_driver(self, members: Sequence[Member], parked: int) -> str:
         """What it costs that the driver carries what could be parked, for a sentence."""
         slow, fast = (self.estimate(Shape(members=members, parked=size)).seconds for size in (0, parked))
@@ -279,8 +251,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
 def run(verb: Verb, op: O) -> None:
     """Does the steps of a verb, each once its undo is made ready; then lets go of what was held for the way back.
 
-    Raises:
-        LimosaError: a step failed, or the operation was cancelled: :class:`Work` undoes what was done.
+    What a step raises, or a cancel between two, has :class:`Work` undo what was done.
     """
     work = op.work
     ready: list[str] = []

@@ -22,15 +22,9 @@ _OWN_SECONDS = 0.5
 
 
 def taken_pids(manifest: Manifest, patience: float, stop: Callable[[], bool] | None = None) -> list[Reason]:
-    """Waits for the image's pids and thread ids to become free; names who holds them after that.
+    """Waits for the image's pids and thread ids to become free; names who holds them after that, or after ``stop``.
 
-    Args:
-        manifest: the image's.
-        patience: seconds to wait.
-        stop: asked meanwhile whether to wait no longer.
-
-    Returns:
-        ``pid-taken`` for the first few of them; for the root alone, where the image's own job has it.
+    Returns ``pid-taken`` for the first few of them; for the root alone, where the image's own job has it.
     """
     wanted = {p.pid: p for p in manifest.tree} | {t: p for p in manifest.tree for t in p.threads}
     begun, root = time.monotonic(), manifest.tree[0].pid

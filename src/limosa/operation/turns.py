@@ -17,20 +17,11 @@ _LOOK_SECONDS = 0.05
 
 
 class Turns:
-    """What several operations share.
-
-    Attributes:
-        locks: who has a turn has its lock.
-        hangs: whether somebody has waited in vain for whoever comes now: nobody else is to.
-    """
+    """What several operations share."""
 
     def __init__(self) -> None:
-        self.locks = {GO: threading.Lock(), COME: threading.Lock()}
-        self.hangs = False
-
-    def of_one(self) -> Turn:
-        """Return what one operation has of it."""
-        return Turn(self)
+        self.locks = {GO: threading.Lock(), COME: threading.Lock()}  # who has a turn has its lock
+        self.hangs = False  # whether somebody has waited in vain for whoever comes now: nobody else is to
 
 
 class Turn:
@@ -41,12 +32,9 @@ class Turn:
         self._has = ""
 
     def take(self, name: str, check: Callable[[], None], still: float = STILL_SECONDS) -> None:
-        """Wait for a turn, then let go of the one before.
+        """Waits for a turn (``GO`` or ``COME``), then lets go of the one before; ``check`` raises what ends the wait.
 
-        Args:
-            name: ``GO`` or ``COME``.
-            check: called now and then; raises what ends the wait.
-            still: seconds that a job waits to come: it stands still.
+        One that waits to come stands still: after ``still`` seconds it comes all the same.
         """
         if name == self._has:
             return

@@ -110,11 +110,7 @@ def states_after() -> dict[str, str]:
 
 
 def verb_of(name: str) -> Verb:
-    """The verb of that name.
-
-    Raises:
-        UsageError: there is none: a journal of another Limosa may name it.
-    """
+    """The verb of that name; UsageError: there is none, for a journal of another Limosa may name it."""
     try:
         return VERBS[name]
     except KeyError:

@@ -16,32 +16,19 @@ ANSWER_SECONDS = 1.0
 
 
 class Way(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be parked of one process, and what the driver has to carry.
+    """What can be parked of one process, and what the driver has to carry."""
 
-    Attributes:
-        way: "parked" or "driver".
-        why: why it is the driver's, or what is not known; "" where there is nothing to say.
-        parkable: bytes that can be parked; what several processes have counts for the one that allocated it.
-        left: bytes left to the driver, by cause (``parking/protocol.py`` has the names), where there are any.
-        calls: of causes that no bytes are known of, how many.
-        unknown: functions of the driver that were called and that the shim's list does not have.
-    """
-
-    way: Route = Route.DRIVER
-    why: str = ""
-    parkable: int = 0
+    way: Route = Route.DRIVER  # "parked" or "driver"
+    why: str = ""  # why it is the driver's, or what is not known; "" where there is nothing to say
+    parkable: int = 0  # bytes that can be parked; what several processes have counts for the one that allocated it
+    # bytes left to the driver, by cause (``parking/protocol.py`` has the names), where there are any
     left: dict[str, int] = {}
-    calls: dict[str, int] = {}
-    unknown: list[str] = []
+    calls: dict[str, int] = {}  # of causes that no bytes are known of, how many
+    unknown: list[str] = []  # functions of the driver that were called and that the shim's list does not have
 
 
 def way_of(identity: Identity, worker: str = "") -> Way:
-    """Asks a process that holds CUDA state; never waits for long, never raises where it cannot be told.
-
-    Args:
-        identity: the process.
-        worker: the operation that works on it and that its shim listens to, which is not asked then.
-    """
+    """Asks a process that holds CUDA state, unless a ``worker`` is at it; not for long, and nothing is raised."""
     if not under_shim(identity.pid):
         return Way(why=f"without {LIBRARY.name}: not started by limosa run, or with --no-shim, or linked statically")
     if worker:

@@ -50,11 +50,7 @@ _NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
 class Clock:
     """How long a verb may still take, and whether it was cancelled: for its planning as for its steps.
 
-    Args:
-        operation: the verb.
-        timeout: seconds for all of it, or None.
-        cancel: set by the caller to stop.
-        started: when it began (monotonic), where that was before now: a second try has no more time than was left.
+    ``started``: when it began (monotonic), where that was before now: a second try has no more time than was left.
     """
 
     def __init__(
@@ -86,17 +82,10 @@ class Clock:
         """Whether the caller has cancelled or the time is up."""
         return self.cancel.is_set() or self.left == 0.0
 
-    def is_set(self) -> bool:
-        """The same under the name that an event has it: what hashing and verifying take as ``cancel=``."""
-        return self.stop_asked()
+    is_set = stop_asked  # as an event has it: what hashing and verifying take as ``cancel=``
 
     def check(self) -> None:
-        """Stops here if cancelled or out of time; called between steps, where everything can be undone.
-
-        Raises:
-            CancelledUndone: the caller asked for it.
-            TimedOutUndone: the time limit is reached.
-        """
+        """Stops here, between steps, if cancelled or out of time: CancelledUndone, TimedOutUndone."""
         if self.cancel.is_set():
             raise CancelledUndone(what=self.operation)
         if self.left == 0.0:
@@ -106,16 +95,9 @@ class Clock:
 class Work(Clock):
     """An operation under way; a context manager that undoes on the way out of an exception.
 
-    Args:
-        operation: the verb.
-        timeout: seconds for the whole operation, or None.
-        max_pause: seconds the job may stand still, or None.
-        progress: told of steps and bytes.
-        cancel: set by the caller to stop; looked at between steps.
-        started: see :class:`Clock`.
-        driver: the caller's, who closes it; None: one of its own, found or started at first use.
-        brings_job: there is no job before it (a restore).
-        turn: its turns among several jobs that are worked on side by side; None: it is alone.
+    ``timeout`` is for all of it, ``max_pause`` for how long the job may stand still, in seconds. ``driver``: the
+    caller's, who closes it; None: one of its own. ``brings_job``: there is no job before it (a restore). ``turn``: its
+    turns among several jobs that are worked on side by side; None: it is alone.
     """
 
     def __init__(  # noqa: PLR0913 - options are keywords
@@ -153,14 +135,9 @@ class Work(Clock):
     # -- time --------------------------------------------------------------------------------------------------
 
     def check_pause(self, to_come: float, undo_costs: float) -> None:
-        """Stops here if the job would stand still for too long and turning back is the shorter way.
+        """Stops here (PauseTooLong) if the job would stand still for too long and turning back is the shorter way.
 
-        Args:
-            to_come: estimated seconds until the job runs again if the operation goes on.
-            undo_costs: estimated seconds until it runs again if everything is undone.
-
-        Raises:
-            PauseTooLong: the operation is to be undone.
+        Both are estimated seconds until it runs again: if the operation goes on, and if everything is undone.
         """
         if self.max_pause is None or self.paused_at is None or undo_costs >= to_come:
             return
@@ -195,15 +172,9 @@ class Work(Clock):
             self.paused_at = None
 
     def take_turn(self, name: str) -> None:
-        """Waits for a turn among several jobs, where there are several.
+        """Waits for a turn (``turns.GO`` or ``COME``) among several jobs, where there are several, or CancelledUndone.
 
         Until it stands still the time limit is the job's own: what it waits for others does not count.
-
-        Args:
-            name: ``turns.GO`` or ``turns.COME``.
-
-        Raises:
-            CancelledUndone: the caller asked for it meanwhile.
         """
         if self.turn is None:
             return
@@ -227,18 +198,40 @@ class Work(Clock):
             self._driver = drivers.driver()
         return self._driver
 
-    def begin(self, header: Header, claim: Claim, check: Callable[[], None] = lambda: None) -> Journal:
-        """Claims the job, opens the journal, and leaves the worker its will: undo if this process dies.
+    def begin(
+        self,
+        members: Sequence[Member],
+        *,
+        roots: Sequence[Identity] = (),
+        tree: Sequence[Identity] = (),
+        image: str = "",
+        leave_running: bool = False,
+        gpus: Mapping[str, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Journal:
+        """Claims the job (Busy), opens the journal, and leaves the worker its will: undo if this process dies.
 
-        Args:
-            header: the journal's.
-            claim: the jobs and the room on GPUs.
-            check: looks, under the lock of all claims, whether that room is there.
-
-        Raises:
-            Busy: somebody else works on the job.
+        ``gpus``: bytes to claim by GPU UUID; ``check`` looks, under the lock of all claims, whether they are there.
         """
-        self.state_before = JobState.GONE if self.brings_job else common_state(header.members)
+        header = Header(
+            id=self.id,
+            operation=self.operation,
+            roots=list(roots),
+            members=list(members),
+            tree=list(tree),
+            controller=Identity.of(os.getpid()),
+            image=image,
+            leave_running=leave_running,
+        )
+        claim = Claim(
+            id=self.id,
+            operation=self.operation,
+            holder=header.controller,
+            pids=list(tree),
+            gpus=dict(gpus or {}),
+            paths=[image] if image else [],
+        )
+        self.state_before = JobState.GONE if self.brings_job else common_state(members)
         self.claim = make(claim, check)
         self.push("claim", self._release)
         self.journal = Journal.create(header)
@@ -254,11 +247,7 @@ class Work(Clock):
                 self.claim.save()
 
     def armed(self) -> None:
-        """Makes sure that the worker has its will, before what cannot be taken back.
-
-        Raises:
-            DriverHung: there is no worker that could undo for us.
-        """
+        """Makes sure that the worker has its will, before what cannot be taken back; DriverHung: nobody could undo."""
         self.driver.set_will(self._will(), name=self.id)
 
     def _will(self) -> list[str]:
@@ -442,8 +431,3 @@ def _harmless(progress: ProgressFn) -> ProgressFn:
             progress(message)
 
     return told
-
-
-def myself() -> Identity:
-    """The identity of the process that works on the operation."""
-    return Identity.of(os.getpid())

@@ -58,13 +58,17 @@ class CutBack(_Returned):
         op.wind_forward()
 
 
-class Load(_Returned):
+class _OfChunks(_Returned, abstract=True):
+    """Where the image has device memory as chunks."""
+
+    def applies(self, op: Returning) -> bool:
+        return bool(op.manifest.device)
+
+
+class Load(_OfChunks):
     """Memory is made on the GPUs and filled from the image's chunks, beside what comes next."""
 
     name, still, tells, undone = "prepare", False, "memory on the GPUs", "chunks"
-
-    def applies(self, op: Returning) -> bool:
-        return op.has_chunks
 
     def do(self, op: Returning) -> None:
         op.load()
@@ -86,7 +90,7 @@ class Verified(_Returned):
         return (shape.host_bytes + shape.beside) / estimate.HASH_RATE
 
     def do(self, op: Returning) -> None:
-        op.verified()
+        op.checked.wait()
 
 
 class Names(_Returned):
@@ -157,13 +161,10 @@ class UnlockThere(_Returned):
         op.unlock()
 
 
-class Loaded(_Returned):
+class Loaded(_OfChunks):
     """Every byte that comes from chunks is there, and was compared."""
 
     name, still, tells = "wait", False, "device memory"
-
-    def applies(self, op: Returning) -> bool:
-        return op.has_chunks
 
     def cost(self, shape: Shape) -> float:
         """What is left of it: it is done beside the steps before."""
@@ -174,13 +175,10 @@ class Loaded(_Returned):
         op.all_loaded()
 
 
-class ArriveThere(_Returned):
+class ArriveThere(_OfChunks):
     """That memory is mapped where it was, and the gates are opened: from the first one on there is no way back."""
 
     name, still, tells, after = "map", False, "memory", "running"
-
-    def applies(self, op: Returning) -> bool:
-        return op.has_chunks
 
     def do(self, op: Returning) -> None:
         op.arrive()

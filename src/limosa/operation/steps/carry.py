@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from limosa.errors import (
-    CannotBeMoved,
-    LimosaError,
-    NoRoomOnGpu,
-    NoRoomOnHost,
-    NoSuchProcess,
-    Reason,
-)
+from limosa.errors import CannotBeMoved, LimosaError, NoRoomOnGpu, NoRoomOnHost, NoSuchProcess, Reason
 from limosa.gpu import State
 from limosa.operation import estimate
 from limosa.operation.holding import Grew, refuse_growth
@@ -69,7 +62,7 @@ class Prepare(_Carried):
                 raise Grew(pids=pids(op.members))
             return
         op.work.progress(Progress(self.name, message="memory on the other side"))
-        if op.resumes:
+        if op.verb.takes_back:
             op.carrier = Resuming(op.work, op.members, shims)
             op.carrier.prepare()
         else:
@@ -78,15 +71,11 @@ class Prepare(_Carried):
             op.work.parked_bytes = op.carrier.bytes
 
     def _prepare(self, op: OnGpus, shims: dict[int, Shim]) -> None:
-        """Makes ready for a move or a suspend; where that fails, leaves it to the driver.
-
-        Raises:
-            CannotBeMoved: the parked way is not open, and the driver would lose what came by it.
-        """
+        """For a move or a suspend; where it fails the driver does it, but for what it would lose (CannotBeMoved)."""
         work, members = op.work, op.members
         pieces = {pid: shim.memories() for pid, shim in shims.items()}
         came_so = any(piece.imported for own in pieces.values() for piece in own)
-        carrier = Suspending(work, members, shims, op.release) if op.suspends else Moving(work, members, shims)
+        carrier = Suspending(work, members, shims, op.release) if op.verb.sets_aside else Moving(work, members, shims)
         op.carrier = carrier
         try:
             carrier.prepare()
@@ -119,10 +108,7 @@ class Prepare(_Carried):
 class Hold(_Carried):
     """All gates are closed at once, what was allocated or freed since is followed, and the memory is taken away.
 
-    Then the copy begins; the driver does its part meanwhile.
-
-    Args:
-        goes: what becomes of the memory, in words.
+    Then the copy begins; the driver does its part meanwhile. ``goes``: what becomes of the memory, in words.
     """
 
     name, still, turn = "park", True, GO
@@ -136,12 +122,11 @@ class Hold(_Carried):
         return f"hold {pids(shape.awake)} still; {self.goes}" if shape.parked and shape.awake else ""
 
     def do(self, op: OnGpus) -> None:
-        assert op.carrier is not None
-        op.carrier.hold()
+        op.carried.hold()
         if not op.by_driver:  # a locked job cannot grow, and this one is not locked
             for prepared in op.prepared:
                 refuse_growth(op.work.driver, prepared)
-        op.carrier.copy()
+        op.carried.copy()
 
 
 class Fetch(_Carried):
@@ -153,8 +138,7 @@ class Fetch(_Carried):
         return "hold the job still; host memory → device memory; its context stays" if shape.away else ""
 
     def do(self, op: OnGpus) -> None:
-        assert op.carrier is not None
-        op.carrier.copy()
+        op.carried.copy()
 
 
 class CopyWait(_Carried):
@@ -172,16 +156,14 @@ class CopyWait(_Carried):
         return estimate.GATE_FIXED + bytes_ / estimate.ARENA_RATE
 
     def do(self, op: OnGpus) -> None:
-        assert op.carrier is not None
-        op.carrier.wait()
+        op.carried.wait()
 
 
 class Arrive(_Carried):
     """The memory is mapped where it was.
 
-    Args:
-        stops: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
-            part; a move is past the longer half by then.
+    ``stops``: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
+    part; a move is past the longer half by then.
     """
 
     name, still, undone = "map", True, "parked-target"
@@ -193,13 +175,11 @@ class Arrive(_Carried):
         return "device memory is mapped where it was; the job goes on" if shape.parked and not shape.alone else ""
 
     def do(self, op: OnGpus) -> None:
-        assert op.carrier is not None
-        op.carrier.arrive()
+        op.carried.arrive()
 
     def undo(self, op: OnGpus) -> None:
         """It is unmapped again."""
-        assert op.carrier is not None
-        op.carrier.leave()
+        op.carried.leave()
 
 
 class Open(_Carried):
@@ -211,8 +191,7 @@ class Open(_Carried):
     words = unsaid
 
     def do(self, op: OnGpus) -> None:
-        assert op.carrier is not None
-        op.carrier.open()
+        op.carried.open()
 
     def goes_on(self, left: Left) -> Finished | None:
         """Where a gate was going to be opened, or a process runs with what was mapped there."""
@@ -225,6 +204,6 @@ class Open(_Carried):
 
 def _shims(op: OnGpus) -> dict[int, Shim]:
     """Connections to those whose memory is carried, by pid; the caller closes them."""
-    if op.resumes:
+    if op.verb.takes_back:
         return aside_shims([m for m in op.members if m.was == State.CHECKPOINTED or m.away])
-    return shims_of([m for m in op.members if m.was == State.RUNNING and (op.suspends or m.changes_gpu)])
+    return shims_of([m for m in op.members if m.was == State.RUNNING and (op.verb.sets_aside or m.changes_gpu)])

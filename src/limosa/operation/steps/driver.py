@@ -46,6 +46,9 @@ class _DriverStep(Step[OnGpus], abstract=True):
 
     undone = HOME
 
+    def applies(self, op: OnGpus) -> bool:
+        return op.by_driver
+
     def undo(self, op: OnGpus) -> None:
         """The driver is asked where each process is, and leads it to the state and the GPU that it had."""
         work = op.work
@@ -57,9 +60,6 @@ class Lock(_DriverStep):
 
     name, still, tells, after, stops, turn = "lock", True, "locking", "locked", False, GO
     left = "undone: every process is led back to the state and the GPU that it had"
-
-    def applies(self, op: OnGpus) -> bool:
-        return op.by_driver
 
     def words(self, shape: Shape) -> str:
         return f"lock {pids(shape.awake)}" if shape.awake and not shape.alone else ""
@@ -78,8 +78,7 @@ class Lock(_DriverStep):
 class Checkpoint(_DriverStep):
     """All are checkpointed at once: what the driver carries goes to each process's host memory.
 
-    Args:
-        copies: bytes a second of a copy that is made beside it, or 0.
+    ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
 
     name, still, tells, after, stops = "checkpoint", True, "device memory → host memory", "checkpointed", True
@@ -87,9 +86,6 @@ class Checkpoint(_DriverStep):
 
     def __init__(self, copies: float = 0.0):
         self.copies = copies
-
-    def applies(self, op: OnGpus) -> bool:
-        return op.by_driver
 
     def size(self, op: OnGpus) -> int:
         return estimate.device_bytes(op.members)
@@ -118,8 +114,7 @@ class Checkpoint(_DriverStep):
 class Restore(_DriverStep):
     """All are restored at once, each with its map.
 
-    Args:
-        copies: bytes a second of a copy that is made beside it, or 0.
+    ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
 
     name, still, tells, after, stops, turn = "restore", True, "host memory → device memory", "locked", True, COME
@@ -150,7 +145,7 @@ class Restore(_DriverStep):
 
     def do(self, op: OnGpus) -> None:
         driver_steps.restore(op.work, op.asleep)
-        if op.resumes:
+        if op.verb.takes_back:
             op.work.has_taken(room.needs(op.members))
 
     def goes_on(self, left: Left) -> Finished | None:
@@ -237,14 +232,10 @@ class StaySuspended(Step[OnGpus]):
 
 
 def less_parked(shape: Shape, seconds: float, rate: float, fixed: float, copies: float = 0.0) -> float:
-    """What a step of the driver's costs where the carrier takes what is parked.
+    """What a step of the driver's costs (``seconds`` if it carried everything) where the carrier takes what is parked.
 
-    Args:
-        shape: of the job.
-        seconds: what it would cost if the driver carried everything.
-        rate: the driver's, in bytes a second.
-        fixed: seconds that it takes with nothing to carry.
-        copies: bytes a second of a copy that is made beside it, or 0.
+    In bytes a second: ``rate`` is the driver's, ``copies`` that of a copy beside it (or 0). ``fixed``: seconds that it
+    takes with nothing to carry.
     """
     if not shape.parked:
         return seconds

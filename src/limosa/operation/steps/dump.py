@@ -15,11 +15,19 @@ if TYPE_CHECKING:
 _RECOVERED = "the job is brought back to running where it lives; a whole image is kept, an unfinished one removed"
 
 
-class Save(Step["Dumping"]):
+class _Dumped(Step["Dumping"], abstract=True):
+    """Undone, where there is anything to undo, by giving the job back what was taken from it."""
+
+    undone, left, cost = BACK, _RECOVERED, free
+
+    def undo(self, op: Dumping) -> None:
+        op.not_saved()
+
+
+class Save(_Dumped):
     """Device memory is copied into the image while the job runs, round after round."""
 
-    name, still, undone = "save", False, BACK
-    left = _RECOVERED
+    name, still = "save", False
 
     def applies(self, op: Dumping) -> bool:
         return bool(op.members)
@@ -36,9 +44,6 @@ class Save(Step["Dumping"]):
     def do(self, op: Dumping) -> None:
         op.save()
 
-    def undo(self, op: Dumping) -> None:
-        op.not_saved()
-
 
 class HoldForImage(Hold):
     """All gates are closed and the memory is taken away; what has changed since it was copied is copied again."""
@@ -52,30 +57,23 @@ class HoldForImage(Hold):
         return "hold the job still" if shape.parked and shape.awake else ""
 
 
-class Leave(Step["Dumping"]):
+class Leave(_Dumped):
     """All connections to the job are closed: CRIU would meet them. What a suspended job holds of ours it lets go of."""
 
-    name, still, undone = "leave", True, BACK
-    left = _RECOVERED
+    name, still, words = "leave", True, unsaid
 
     def applies(self, op: Dumping) -> bool:
         return bool(op.members)
 
-    words, cost = unsaid, free
-
     def do(self, op: Dumping) -> None:
         op.leave()
 
-    def undo(self, op: Dumping) -> None:
-        op.not_saved()
 
-
-class Dump(Step["Dumping"]):
+class Dump(_Dumped):
     """CRIU writes the job. Where it is to end, the image is committed while CRIU holds it frozen, before it ends."""
 
     name, still, tells, stops = "dump", True, "criu dump", True
     undone = NOTHING  # CRIU undoes what it has done; the folder is the operation's from its beginning
-    left = _RECOVERED
 
     def size(self, op: Dumping) -> int:
         return op.prepared[0].host_bytes
@@ -111,11 +109,10 @@ class UnlockAgain(Unlock):
         return super().words(shape) if shape.leave_running and shape.awake else ""
 
 
-class GoOn(Step["Dumping"]):
+class GoOn(_Dumped):
     """A job that runs on has its memory mapped where it was, and its gates are opened."""
 
-    name, still, tells, after, undone = "map", True, "memory back", "running", BACK
-    left = _RECOVERED
+    name, still, tells, after = "map", True, "memory back", "running"
 
     def applies(self, op: Dumping) -> bool:
         return op.leave_running
@@ -124,20 +121,14 @@ class GoOn(Step["Dumping"]):
         runs = shape.leave_running and shape.parked and shape.awake
         return "device memory is mapped where it was; the job goes on" if runs else ""
 
-    cost = free
-
     def do(self, op: Dumping) -> None:
         op.go_on()
 
-    def undo(self, op: Dumping) -> None:
-        op.not_saved()
 
-
-class Commit(Step["Dumping"]):
+class Commit(_Dumped):
     """The image is hashed, synced and renamed: from then on it counts. Of a job that ends this was done in its dump."""
 
     name, still, tells, undone = "commit", False, "hash and sync", NOTHING
-    left = _RECOVERED
 
     def applies(self, op: Dumping) -> bool:
         return op.leave_running
@@ -152,19 +143,16 @@ class Commit(Step["Dumping"]):
         op.commit()
 
 
-class SeeOff(Step["Dumping"]):
+class SeeOff(_Dumped):
     """A job that ends is gone: its pids are free for a restore."""
 
     name, still, tells, undone = "reap", False, "waiting until the pids are free", NOTHING
-    left = _RECOVERED
 
     def applies(self, op: Dumping) -> bool:
         return not op.leave_running
 
     def words(self, shape: Shape) -> str:
         return "" if shape.leave_running else "end the job"
-
-    cost = free
 
     def do(self, op: Dumping) -> None:
         op.see_off()

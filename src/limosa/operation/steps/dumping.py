@@ -47,26 +47,24 @@ from limosa.image import (
     now,
 )
 from limosa.operation import estimate, locks, same_files, shm
-from limosa.operation.claims import Claim
 from limosa.operation.dump_options import Options, dump_options
 from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
-from limosa.operation.journal import Header, Member, added_up
-from limosa.operation.kept_logs import keep_log
-from limosa.operation.leftovers import end_rest, release_network
+from limosa.operation.journal import Member, added_up
+from limosa.operation.leftovers import end_rest, has_ended, keep_log, release_network
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.step import BACK, HOME, Verb, run
 from limosa.operation.steps.on_gpus import OnGpus
-from limosa.operation.work import Work, myself
+from limosa.operation.work import Work
 from limosa.parking.shim import ShimError
 from limosa.process import device_nodes, sizes
 from limosa.process.candidates import may_use_cuda
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DUMP_LOG, dump, nft_table
 from limosa.process.criu.stats import DumpStats
-from limosa.process.identity import Handle, Identity, read_stat
+from limosa.process.identity import Identity, read_stat
 from limosa.process.observation import ProcessObservation
 from limosa.process.procfs import read_maps
 from limosa.process.records import EndedRecord, RunRecord, SuspendRecord
@@ -77,6 +75,7 @@ from limosa.terms import Route
 _REAP_SECONDS = 10.0
 _MAPPING_BYTES = 20  # that CRIU writes of a mapping, at least
 _TRIES = 4  # of a dump, where the job makes semaphores meanwhile
+_NOTED = ("leave_running", "tcp_established", "tcp_close", "shell_job", "file_locks", "link_remap", "ext_unix_sk")
 
 
 class _OtherSemaphores(Exception):
@@ -117,7 +116,6 @@ class Dumping(OnGpus):
 
     @property
     def locked(self) -> list[Member]:
-        """The same."""
         return self.asleep
 
     @property
@@ -126,7 +124,6 @@ class Dumping(OnGpus):
         return self.leave_running and super().pauses
 
     def run(self) -> CheckpointResult:
-        """Does all of it."""
         self.work.check()
         self._begin()
         self.lost.look([i.pid for i in job_tree(self.root)])
@@ -183,25 +180,14 @@ class Dumping(OnGpus):
 
     def _begin(self) -> None:
         work = self.work
-        header = Header(
-            id=work.id,
-            operation="checkpoint",
+        # The journal first: a folder that nobody's journal knows of would never be cleaned up.
+        journal = work.begin(
+            self.members,
             roots=[self.root],
-            members=self.members,
             tree=self.job.tree,
-            controller=myself(),
             image=str(self.dest),
             leave_running=self.options.leave_running,
         )
-        claim = Claim(
-            id=work.id,
-            operation="checkpoint",
-            holder=header.controller,
-            pids=header.tree,
-            paths=[str(self.dest)],
-        )
-        # The journal first: a folder that nobody's journal knows of would never be cleaned up.
-        journal = work.begin(header, claim)
         self.draft = Draft.create(self.dest, operation=work.id)
         work.push("draft", self._discard)
         journal.header.draft = str(self.draft.path)
@@ -210,9 +196,7 @@ class Dumping(OnGpus):
     def save(self) -> None:
         """Copies what the shim looks after while the job runs; where that way is not open the driver carries it.
 
-        Raises:
-            CannotBeMoved: that way is not open, and the driver would lose what came by it.
-            FailedUndone: it failed on that way, and there is no other: the job runs on.
+        CannotBeMoved: the driver would lose it. FailedUndone: it failed, and there is no other way. The job runs on.
         """
         work, options = self.work, self.options
         found = look_for(self.members)
@@ -244,31 +228,21 @@ class Dumping(OnGpus):
                 detail, hint = f"{error}: it does not answer", "try again; a stopped one has to go on first"
                 raise FailedUndone(what="checkpoint", detail=detail, hint=hint) from error
             if isinstance(error, FailedUndone) and (found.only_so or not self.job.driver_can):
-                raise FailedUndone(
-                    what="checkpoint",
-                    detail=str(error),
-                    hint="try again; limosa doctor looks at the mover and the vault",
-                ) from error
-            if self.job.needs_gate:
-                text = (
-                    f"its device memory cannot be written the parked way ({error}), and on the driver's JAX would end"
-                )
+                hint = "try again; limosa doctor looks at the mover and the vault"
+                raise FailedUndone(what="checkpoint", detail=str(error), hint=hint) from error
+            if self.job.needs_gate or found.only_so:
+                text = f"its device memory cannot be written the parked way ({error}), and "
+                text += "on the driver's JAX would end" if self.job.needs_gate else "the driver would lose it"
                 raise CannotBeMoved(detail=text) from error
-            if found.only_so:
-                text = f"its device memory cannot be written the parked way ({error}), and the driver would lose it"
-                raise CannotBeMoved(detail=text) from error
+            shut = f"the parked way is not open ({error})"
             if not self.job.driver_fits:
-                detail = (
-                    f"the parked way is not open ({error}), and host memory does not take what the driver would save"
-                )
+                detail = f"{shut}, and host memory does not take what the driver would save"
                 raise NoRoomOnHost(detail=detail) from error
             self.draft.drop_chunks()
             self.job.parked = 0
-            text = f"the parked way is not open ({error}): the driver carries the memory"
-            work.warnings.append(Reason(id="driver-way", text=text))
+            work.warnings.append(Reason(id="driver-way", text=f"{shut}: the driver carries the memory"))
 
     def not_saved(self) -> None:
-        """Gives the job back what was taken from it."""
         saving, self.saving, self.carrier = self.saving, None, None
         if saving is not None:
             saving.undo()
@@ -306,13 +280,12 @@ class Dumping(OnGpus):
             )
         except BaseException as error:
             work.try_note("dump", "failed", self.root.pid)
-            if self.image is not None:
-                self._give_it_time_to_end()
-            if self.image is not None and not self.root.alive():
+            if self.image is not None and has_ended(self.root):
                 # CRIU died after the commit, while it ended the tree: what is left to do is to end the rest.
                 end_rest(self.job.tree)
                 return DumpStats()
-            self._give_network_back()
+            if self.dump_options.tcp_established:  # a CRIU that was killed has left the connections shut
+                release_network(self.job.tree, self.draft.log_fd, self.root.pid, self.program)
             if self.image is not None:
                 # CRIU died between the commit and the end of the tree: the job lives, and so does a whole image.
                 self._forget_ended()
@@ -324,7 +297,8 @@ class Dumping(OnGpus):
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             work.check()  # where that is the reason, say it of the whole operation
             if isinstance(error, CriuFailed):
-                if self.tries < _TRIES and self._is_of_a_semaphore(error):
+                semaphore = error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
+                if semaphore and self.tries < _TRIES:
                     raise _OtherSemaphores from error
                 # The folder goes with the undo; what CRIU said stays.
                 kept = keep_log(self.draft.log_fd, DUMP_LOG, work.id)
@@ -341,9 +315,6 @@ class Dumping(OnGpus):
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
 
-    def _is_of_a_semaphore(self, error: CriuFailed) -> bool:
-        return error.fields.get("kind") == "link-remap" and shm.FOLDER in str(error.fields.get("reason"))
-
     def _remaps(self) -> bool:
         return self.dump_options.link_remap or self.tries == _TRIES
 
@@ -357,16 +328,6 @@ class Dumping(OnGpus):
             done = sum(file.stat(follow_symlinks=False).st_size for file in files)
             self.work.progress(Progress("dump", done=min(done, total), total=total))
         self.told_again = time.monotonic() + 20 * (time.monotonic() - begun)  # there may be tens of thousands of files
-
-    def _give_it_time_to_end(self) -> None:
-        """A large tree that CRIU has killed takes a while to be gone."""
-        with contextlib.suppress(LimosaError), Handle(self.root) as handle:
-            handle.wait(2.0)
-
-    def _give_network_back(self) -> None:
-        """A CRIU that was killed has left the job's connections shut; one that failed has opened them itself."""
-        if self.dump_options.tcp_established:
-            release_network(self.job.tree, self.draft.log_fd, self.root.pid, self.program)
 
     def _on_action(self, action: str) -> bool:
         """CRIU has written everything and holds the tree frozen: the last moment to say no."""
@@ -486,13 +447,7 @@ class Dumping(OnGpus):
             ),
             tree=self.tree,
             options={
-                "leave_running": self.dump_options.leave_running,
-                "tcp_established": self.dump_options.tcp_established,
-                "tcp_close": self.dump_options.tcp_close,
-                "shell_job": self.dump_options.shell_job,
-                "file_locks": self.dump_options.file_locks,
-                "link_remap": self.dump_options.link_remap,
-                "ext_unix_sk": self.dump_options.ext_unix_sk,
+                **{name: getattr(self.dump_options, name) for name in _NOTED},
                 "ghost_limit": self.dump_options.ghost_limit or 0,
                 "network_lock": self.dump_options.network_lock or self.program.network_lock,
                 "force": ",".join(sorted(self.options.force)),
@@ -534,7 +489,6 @@ class Dumping(OnGpus):
         work.drop(HOME)
 
     def commit(self) -> None:
-        """Hashes, syncs and renames the image of a job that runs on."""
         self._commit()
         self._let_go_of_device_memory()
 

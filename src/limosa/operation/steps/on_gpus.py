@@ -15,36 +15,24 @@ from limosa.terms import Release
 
 
 class OnGpus(Op):
-    """One operation on one job, or on several as one.
-
-    Attributes:
-        verb: which.
-        prepared: the jobs, as they were looked at.
-        release: what a suspend gives back.
-        carrier: who carries what the shim looks after; None: the driver carries everything.
-        bulk: host memory that is ready for what the driver saves.
-    """
+    """One operation on one job, or on several as one."""
 
     def __init__(self, work: Work, verb: Verb, prepared: Sequence[Prepared]):
         super().__init__(work, [m for p in prepared for m in p.members])
         self.verb, self.prepared, self.release = verb, prepared, prepared[0].release
-        self.carrier: Carrier | None = None
-        self.bulk: Bulk | None = None
-
-    @property
-    def resumes(self) -> bool:
-        """Whether what is to go on stands still already."""
-        return self.verb.comes and not self.verb.goes
-
-    @property
-    def suspends(self) -> bool:
-        """Whether what goes does not come back by this operation."""
-        return self.verb.goes and not self.verb.comes
+        self.carrier: Carrier | None = None  # of what the shim looks after; None: the driver carries everything
+        self.bulk: Bulk | None = None  # host memory that is ready for what the driver saves
 
     @property
     def pauses(self) -> bool:
         """A resume counts as a pause from its beginning."""
-        return self.resumes or super().pauses
+        return self.verb.takes_back or super().pauses
+
+    @property
+    def carried(self) -> Carrier:
+        """The carrier, in a step that is done only where there is one."""
+        assert self.carrier is not None
+        return self.carrier
 
     @property
     def by_driver(self) -> bool:
@@ -53,11 +41,9 @@ class OnGpus(Op):
 
     @property
     def asleep(self) -> list[Member]:
-        """Those that the driver is to restore."""
-        return [m for m in self.members if not self.resumes or m.was == State.CHECKPOINTED]
+        return [m for m in self.members if not self.verb.takes_back or m.was == State.CHECKPOINTED]
 
     @property
     def locked(self) -> list[Member]:
-        """Those that are to be unlocked at the end."""
         asleep = self.asleep
         return [m for m in self.members if m in asleep or m.was == State.LOCKED]

@@ -11,22 +11,12 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from limosa import gpu
-from limosa.errors import (
-    CriuFailed,
-    FailedUndone,
-    LimosaError,
-    NoRoomOnGpu,
-    PermissionDenied,
-    Reason,
-    Refused,
-)
+from limosa.errors import CriuFailed, FailedUndone, LimosaError, NoRoomOnGpu, PermissionDenied, Reason, Refused
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
-from limosa.operation.claims import Claim
-from limosa.operation.journal import Header
 from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.members import minors
 from limosa.operation.parked.gates import any_waits, gate_was_opened
@@ -37,7 +27,7 @@ from limosa.operation.results import RestoreResult
 from limosa.operation.rewind import Rewind
 from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.step import Op, Verb, run
-from limosa.operation.work import Work, myself
+from limosa.operation.work import Work
 from limosa.parking.names import stand_ins
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
@@ -67,11 +57,7 @@ class Checked:
         self._comparing = Background("limosa-verify")
 
     def wait(self) -> None:
-        """Wait until all is compared.
-
-        Raises:
-            DamagedImage: it is not what was committed.
-        """
+        """Waits until all is compared; DamagedImage: it is not what was committed."""
         self._comparing.wait()
         if self._result is not None:
             self._result.check()
@@ -117,24 +103,8 @@ class Returning(Op):
         self.noted = False  # what it sees of the GPUs
 
     def run(self) -> RestoreResult:
-        """Does all of it."""
         work = self.work
-        header = Header(
-            id=work.id,
-            operation="restore",
-            roots=[],
-            members=self.members,
-            controller=myself(),
-            image=str(self.image.path),
-        )
-        claim = Claim(
-            id=work.id,
-            operation="restore",
-            holder=header.controller,
-            gpus=room.needs(self.members),
-            paths=[str(self.image.path)],
-        )
-        work.begin(header, claim, self._room_is_there)
+        work.begin(self.members, image=str(self.image.path), gpus=room.needs(self.members), check=self._refuse_shortage)
         run(self.verb, self)
         if self.loading is not None:  # it runs: nothing that comes now is a reason to end it
             with contextlib.suppress(LimosaError, OSError, EOFError):
@@ -156,17 +126,8 @@ class Returning(Op):
             warnings=[*work.warnings, *(r for r in self.facts.reasons if not r.refuses)],
         )
 
-    @property
-    def has_chunks(self) -> bool:
-        """Whether the image has device memory as chunks."""
-        return bool(self.manifest.device)
-
     def show_gpus(self) -> None:
-        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it, before anything of it runs.
-
-        Raises:
-            PermissionDenied: the caller may not.
-        """
+        """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it; PermissionDenied: not yours."""
         job = self.manifest.job
         if not device_nodes.known(job.sees):
             return
@@ -188,24 +149,20 @@ class Returning(Op):
             raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
 
     def hide_gpus(self) -> None:
-        """Forgets that."""
         if self.noted:
             device_nodes.forget(self.manifest.job.sees)
 
     def rewind(self) -> None:
-        """Cuts files back, each noted before."""
         for rewind in self.facts.rewind:
             self.cut_back.append(rewind)
             self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
             rewind.do()
 
     def wind_forward(self) -> None:
-        """Gives them their tails back, the last first."""
         while self.cut_back:
             self.cut_back.pop().undo()
 
     def load(self) -> None:
-        """Begins to fill the GPUs, before CRIU is started."""
         work = self.work
         self.loading = Loading(work, self.image, self.members)
         self.loading.prepare()
@@ -215,16 +172,10 @@ class Returning(Op):
             work.claim.save()
 
     def unload(self) -> None:
-        """Lets go of it."""
         if self.loading is not None:
             self.loading.back()
 
-    def verified(self) -> None:
-        """Waits until what CRIU will read was compared."""
-        self.checked.wait()
-
     def make_names(self) -> None:
-        """Makes what the job shared by name, noted before."""
         if not self.manifest.shm:
             return
         self.remade = shm.Remade(self.manifest.shm, self.image.criu_fd, self.work.check)
@@ -233,17 +184,14 @@ class Returning(Op):
         self.remade.put()
 
     def take_names_away(self) -> None:
-        """Removes that again, once the tree has been ended."""
         if self.remade is not None:
             self.remade.undo()
 
-    def _room_is_there(self) -> None:
-        short = idle.shortage(self.work.driver, self.members, self.work.id) if self.members else ""
-        if short:
-            raise NoRoomOnGpu(detail=short, hint="limosa ps shows who holds it")
+    def _refuse_shortage(self) -> None:
+        if self.members:
+            idle.refuse_shortage(self.work.driver, self.members, self.work.id)
 
     def criu(self) -> None:
-        """Has CRIU bring the tree back."""
         with stand_ins(self.image.criu_fd) as inherit:
             self._run_criu(inherit)
         if self.remade is not None:
@@ -296,9 +244,10 @@ class Returning(Op):
 
     def _in_words(self, error: CriuFailed) -> LimosaError:
         """What CRIU has failed for, where we know more of it than CRIU says."""
-        if error.fields.get("kind") == "port-taken":
-            ports.refuse_taken(self.image.criu_fd)
-        if error.fields.get("kind") == "exchanged":
+        kind = error.fields.get("kind")
+        if kind == "port-taken" and (taken := [r for r in ports.in_the_way(self.image.criu_fd) if r.refuses]):
+            return Refused(taken)
+        if kind == "exchanged":
             text = str(error.fields["reason"])
             return Refused([Reason(id="file-changed", text=text, exit_code=23, hint=TRIED_AGAIN)])
         assert self.looked is not None
@@ -363,17 +312,14 @@ class Returning(Op):
             driver_steps.restore(self.work, self.members)
 
     def unlock(self) -> None:
-        """Has the driver unlock."""
         driver_steps.unlock(self.work, self.members)
 
     def all_loaded(self) -> None:
-        """Waits until every byte is there."""
         assert self.loading is not None
         with self._copy_is_the_image():
             self.loading.wait()
 
     def arrive(self) -> None:
-        """Maps the memory where it was, and opens the gates."""
         assert self.loading is not None
         self.loading.arrive()
         self.loading.open()
@@ -388,7 +334,6 @@ class Returning(Op):
             raise
 
     def end_tree(self) -> None:
-        """Ends what there is of it."""
         self.unload()  # the library in the job serves one at a time
         if self.loading is not None and self.loading.opened:
             raise gate_was_opened("restore")
