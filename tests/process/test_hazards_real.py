@@ -604,6 +604,7 @@ def test_nothing_is_found_about_an_ordinary_job(job, name):
     assert reasons(obs) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_refused_of_torch_with_data_loader_workers(start):
     victim = start("train_torch", "--steps", 100000, limit=90)
     obs = observe(type_of(victim.pid))
@@ -611,6 +612,7 @@ def test_nothing_is_refused_of_torch_with_data_loader_workers(start):
     assert reasons(obs) == []
 
 
+@pytest.mark.slow
 def test_nothing_is_refused_of_two_gloo_ranks_in_one_tree(start, tmp_path):
     program = tmp_path / "gloo.py"
     program.write_text(

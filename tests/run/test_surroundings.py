@@ -52,6 +52,7 @@ def oddly(*arguments: object, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, **options)
 
 
+@pytest.mark.slow
 def test_tests_show_the_same_whoever_starts_them(tmp_path):
     """``nohup make test`` had twelve red tests."""
     chosen = [

@@ -107,6 +107,7 @@ print(int(cu.cuIpcGetMemHandle(cu.cuMemAlloc(4 << 20)[1])[0]))
 # --- built ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_is_built_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false")
     assert (build_shim(tmp_path) or "").partition(":")[0].endswith("false")

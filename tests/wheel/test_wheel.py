@@ -38,6 +38,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / name for _, libraries in PARTS for name in libraries]
 
 
+@pytest.mark.slow
 def test_a_release_needs_no_new_c_library(release: list[Path]) -> None:
     assert wheel_tag.too_new(release) == []
     assert wheel_tag.platform_tag(release).startswith("manylinux_2_")
@@ -46,6 +47,7 @@ def test_a_release_needs_no_new_c_library(release: list[Path]) -> None:
     assert max(versions) <= wheel_tag.NEWEST
 
 
+@pytest.mark.slow
 def test_a_release_can_be_loaded_here(release: list[Path]) -> None:
     assert load_problems(release) == {}
     (shim,) = (library for library in release if library.name == build.SHIM_LIBRARY)

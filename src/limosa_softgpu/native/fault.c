@@ -484,7 +484,7 @@ static void lose(int gpu)
 {
     struct node_state *node = node_open();
     int lock = node_lock();
-    if (node && gpu < node_gpus(node))
+    if (node && gpu >= 0 && gpu < node_gpus(node))
         node->gpus[gpu].lost = 1;
     node_unlock(lock);
 }

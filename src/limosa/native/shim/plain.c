@@ -135,7 +135,7 @@ static CUresult alloc_once(CUdeviceptr *pointer, size_t bytes)
 
     if (result == CUDA_ERROR_NOT_SUPPORTED) {
         result = real(cuMemAlloc_v2)(pointer, bytes);
-        if (!result)
+        if (!result && pointer)
             count(small ? LEFT_SMALL : LEFT_FAILED, *pointer, bytes);
     }
     return result;
