@@ -48,14 +48,14 @@ test: lint check test-criu test-soft
 
 # Side by side: who is done early takes over from who is not. What a run has nothing of is not even read.
 SIDE_BY_SIDE = -n 2 --dist worksteal
-# Jobs, movers and drivers that are made to hang wait a third of their time: two cores have room for three.
+# What waits for processes, or for drivers that are made to hang, does so a third of its time: two cores have room for three.
 MORE_BY_SIDE = -n 3 --dist worksteal
 NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
 # The fast ones: an answer in two minutes.
 check:
 	@$(READY_TEST)
-	$(PYTEST) -q $(SIDE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
+	$(PYTEST) -q $(MORE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
 
 # Those that need CRIU or take long, each process in a network of its own; the driver's answers; what fetches packages.
 test-criu:
