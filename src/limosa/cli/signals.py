@@ -29,6 +29,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def cancelling(report: Report, waiting: str = _WAITING) -> Iterator[threading.Event]:
     """Yield the event to give to an operation as ``cancel=``; the signals set it while the block runs.
 
+    After the block Ctrl-C is ignored: it is too late for it.
+
     Args:
         report: the verb's; told what is where at a second Ctrl-C.
         waiting: said at the first signal, after its name; "" where the error says it all.
@@ -53,10 +55,10 @@ def cancelling(report: Report, waiting: str = _WAITING) -> Iterator[threading.Ev
         yield event
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if event.is_set() and signal.SIGINT in before:
-            # All that is left is to say what became of it, and to end with that code.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            # All that is left is to say what became of it, and to end with that code: a Ctrl-C that came now would say
+            # "interrupted, no job was touched" of an operation that is done.
+            over = signal.SIG_IGN if number == signal.SIGINT else handler
+            signal.signal(number, over if over is not None else signal.SIG_DFL)
 
 
 def _stop_now(report: Report) -> NoReturn:
