@@ -13,35 +13,85 @@ Usage (the fixture ``node`` of ``tests/softgpu/conftest.py`` starts one and ends
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
 
 from limosa.cli.options import parse_size
 from limosa_softgpu.faults import Switches
-from limosa_softgpu.node import environment, join
+from limosa_softgpu.node import enter, environment, join
 from limosa_softgpu.spec import NodeSpec, make_spec
 from limosa_softgpu.state import NODE_FOLDER
 
-_HOLD = """
-import sys
-from limosa_softgpu import node
-from limosa_softgpu.spec import NodeSpec
-import msgspec
-node.enter(msgspec.json.decode(sys.argv[1], type=NodeSpec))
-print("ready", flush=True)
-sys.stdin.read()
-"""
-ROOT = Path(__file__).parent.parent
+
+class Holder:
+    """The process that is the node: forked, since a Python that starts only for this takes longer than the node.
+
+    It ends when its standard input does, or with the thread that made it.
+
+    Raises:
+        AssertionError: the node cannot be made.
+    """
+
+    def __init__(self, spec: NodeSpec):
+        stdin, self._stdin = os.pipe()
+        told, stdout = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the child's threads: it needs none
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._hold(spec, stdin, stdout)
+        os.close(stdin)
+        os.close(stdout)
+        with open(told, encoding="utf-8") as file:
+            words = file.read()
+        if words != "ready":
+            self.end()
+            raise AssertionError(f"the node does not start:\n{words}")
+
+    def _hold(self, spec: NodeSpec, stdin: int, stdout: int) -> NoReturn:
+        try:
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+            os.dup2(1, 2)
+            os.dup2(stdin, 0)
+            os.dup2(stdout, 3)
+            os.closerange(4, 1 << 16)  # the ends of others' pipes
+            words = "ready"
+            try:
+                enter(spec)
+            except Exception as error:
+                words = f"{type(error).__name__}: {error}"
+            os.write(3, words.encode())
+            os.close(3)
+            while os.read(0, 64):
+                pass
+        finally:
+            os._exit(0)
+
+    def ended(self) -> bool:
+        """Whether it was ended."""
+        return self.pid == 0
+
+    def end(self) -> None:
+        """SIGKILL; a second time nothing happens."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            os.close(self._stdin)
+            self.pid = 0
 
 
 class Answer:
@@ -59,6 +109,8 @@ class Answer:
 
 
 N = TypeVar("N", bound="Node")
+_PR_SET_PDEATHSIG = 1
+ROOT = Path(__file__).parent.parent
 
 
 @contextlib.contextmanager
@@ -102,20 +154,7 @@ class Node:
             spec = msgspec.structs.replace(spec, rates=msgspec.structs.replace(spec.rates, **rates))
         self.spec = spec
         self._started: list[subprocess.Popen[Any]] = []
-        self._holder = subprocess.Popen(
-            [sys.executable, "-c", _HOLD, msgspec.json.encode(spec).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
-            },
-        )
-        assert self._holder.stdout is not None
-        if self._holder.stdout.readline() != b"ready\n":
-            _, words = self._holder.communicate(timeout=10)
-            raise AssertionError(f"the node does not start:\n{words.decode()}")
+        self._holder = Holder(spec)
         self.pid = self._holder.pid
         self.folder = f"/proc/{self.pid}/root{NODE_FOLDER}"
         self.switches = Switches(self.folder)
@@ -185,7 +224,7 @@ class Node:
 
     def close(self) -> None:
         """Ends everything in it; nothing of it is left then. A second time nothing happens."""
-        if self._holder.poll() is not None:
+        if self._holder.ended():
             return  # the name of its namespace may be another node's by now, whose processes are not ours
         end = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < end:
@@ -195,8 +234,7 @@ class Node:
             for process in self._started:
                 process.poll()
             time.sleep(0.002)
-        self._holder.kill()
-        self._holder.communicate()
+        self._holder.end()
         for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(1)
