@@ -175,6 +175,10 @@ class Node:
         self._started.append(process)
         return process
 
+    def add(self, process: Any) -> None:
+        """A program that was started in it otherwise: it ends with the node."""
+        self._started.append(process)
+
     @staticmethod
     def environment(env: dict[str, str] | None = None) -> dict[str, str]:
         """What a program in the node is started with; ``env`` is more of it."""

@@ -21,8 +21,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +41,21 @@ class Forked:
         self.stdin = self.stderr = None
         self.returncode: int | None = None
         self._connection = connection
+        self._lock = threading.Lock()
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end; its exit code, negative for a signal."""
-        if self.returncode is None:
-            self._connection.settimeout(timeout)
-            try:
-                told = self._connection.recv(STATUS.size)
-            except (TimeoutError, BlockingIOError):
-                raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
-            self._connection.close()
-            assert told, "the warm process has ended"
-            self.returncode = STATUS.unpack(told)[0]
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                self._connection.settimeout(timeout)
+                try:
+                    told = self._connection.recv(STATUS.size)
+                except (TimeoutError, BlockingIOError):
+                    raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from None
+                self._connection.close()
+                assert told, "the warm process has ended"
+                self.returncode = STATUS.unpack(told)[0]
+            return self.returncode
 
     def poll(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -92,11 +95,11 @@ class Warm:
 
     _all: dict[tuple[Any, ...], Warm] = {}  # noqa: RUF012 - one for all tests of this process
 
-    def __init__(self, env: Mapping[str, str]):
+    def __init__(self, env: Mapping[str, str], program: str):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, program, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 env={k: v for k, v in env.items() if k != _OWN},
                 pass_fds=(theirs.fileno(),),
@@ -105,13 +108,13 @@ class Warm:
         self._orders.settimeout(60)
 
     @classmethod
-    def of(cls, env: Mapping[str, str]) -> Warm:
-        """The one for an environment."""
+    def of(cls, env: Mapping[str, str], program: str = __file__) -> Warm:
+        """The one for an environment, of a program that calls :func:`serve`."""
         read = {k: v for k, v in env.items() if (k.startswith("LIMOSA_") and k != _OWN) or k in _LIBRARIES}
-        key = tuple(sorted(read.items()))
+        key = (program, *sorted(read.items()))
         found = cls._all.get(key)
         if found is None or found.process.poll() is not None:
-            found = cls._all[key] = cls(env)
+            found = cls._all[key] = cls(env, program)
         return found
 
     def start(
@@ -124,7 +127,7 @@ class Warm:
         stdout: int,
         stderr: int,
     ) -> tuple[int, socket.socket]:
-        """Forks ``limosa …`` in a node; its pid, and where its end is told."""
+        """Forks ``limosa …`` (or what another program makes of it) in a node; its pid, and where its end is told."""
         order = json.dumps({"argv": list(arguments), "env": dict(env), "cwd": str(cwd), "node": node}).encode()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -208,8 +211,13 @@ def become(order: dict[str, Any], stdout: int, stderr: int) -> None:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def serve(orders: socket.socket) -> None:
-    """Forks until nobody can ask any more; tells each end where it was asked."""
+def serve(orders: socket.socket, become: Callable[[dict[str, Any], int, int], None]) -> None:
+    """Forks until nobody can ask any more; tells each end where it was asked.
+
+    Args:
+        orders: where it is asked.
+        become: what a child does with an order and two descriptors; does not return.
+    """
     children: dict[int, tuple[int, socket.socket]] = {}
     with selectors.DefaultSelector() as ready:
         ready.register(orders, selectors.EVENT_READ)
@@ -247,7 +255,7 @@ def main() -> None:
     campaign.controller.load()
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), become)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,14 +62,17 @@ class Far:
     """
 
     def __init__(self, node: Any, *prefix: str, env: dict[str, str] | None = None):
-        self.process = node.popen(
-            [*prefix, sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=env,
-        )
+        if prefix or any(name.startswith("LD_") for name in env or {}):
+            self.process: Any = node.popen(
+                [*prefix, sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                env=env,
+            )
+        else:
+            self.process = _forked(node, env)
         self._waiting: dict[int, Future[Any]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -132,6 +136,23 @@ class Far:
 
     def resume(self, pid: int, pairs: list[tuple[str, str]] | None = None) -> None:
         assert [self.restore(pid, pairs), self.unlock(pid)] == ["SUCCESS", "SUCCESS"]
+
+
+def _forked(node: Any, env: dict[str, str] | None) -> Any:
+    """A far end that is forked: the driver's bindings take as long to load as most tests here."""
+    from warm import Forked, Warm
+
+    (stdin, ours), (theirs, stdout) = os.pipe(), os.pipe()
+    told = node.environment(env)
+    pid, ended = Warm.of(told, __file__).start(
+        [], env=told, cwd=os.getcwd(), node=node.pid, stdout=stdin, stderr=stdout
+    )
+    os.close(stdin)
+    os.close(stdout)
+    process: Any = Forked(["far.py"], pid, ended, os.fdopen(theirs))
+    process.stdin = os.fdopen(ours, "w")
+    node.add(process)
+    return process
 
 
 def until(true: Callable[[], Any], limit: float = 10) -> None:
@@ -379,7 +400,30 @@ def _main() -> None:
         run(requests.get())
 
 
+def _become(order: dict[str, Any], stdin: int, stdout: int) -> None:
+    from limosa_softgpu.node import join
+
+    try:
+        os.environ.clear()
+        os.environ.update(order["env"])
+        os.setsid()
+        os.dup2(stdin, 0)
+        os.dup2(stdout, 1)
+        os.closerange(3, 64)
+        os.chdir(order["cwd"])
+        join(order["node"])
+        _main()
+    finally:
+        os._exit(1)
+
+
 if __name__ == "__main__":
     from cuda.bindings import driver as cu
 
-    _main()
+    if len(sys.argv) == 1:
+        _main()
+    else:
+        sys.path.insert(0, str(Path(__file__).parents[1]))
+        from warm import serve
+
+        serve(socket.socket(fileno=int(sys.argv[1])), _become)

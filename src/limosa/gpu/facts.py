@@ -8,6 +8,7 @@ from limosa.errors import GpuUnavailable, LimosaError
 from limosa.gpu import binding, driver
 from limosa.gpu.gpus import Inventory
 from limosa.gpu.nvml import inventory
+from limosa.structs import ready
 
 SUSPEND_DRIVER = 570
 CHANGE_GPUS_DRIVER = 580
@@ -88,7 +89,7 @@ def driver_facts() -> DriverFacts:
     try:
         found = inventory()
     except GpuUnavailable:
-        return msgspec.convert(facts, DriverFacts)
+        return msgspec.convert(facts, ready(DriverFacts))
     facts.update(
         driver_version=found.driver_version,
         cuda_version=found.cuda_version,
@@ -100,7 +101,7 @@ def driver_facts() -> DriverFacts:
         mig=[gpu.index for gpu in found.gpus if gpu.mig],
         software=found.software,
     )
-    return msgspec.convert(facts, DriverFacts)
+    return msgspec.convert(facts, ready(DriverFacts))
 
 
 def _bindings_version() -> str:

@@ -25,6 +25,7 @@ from limosa.gpu.names import LockResult, State
 from limosa.gpu.worker_loop import ASKING, LEAVE, SET_WILL
 from limosa.gpu.worker_process import Launched, Slot, WorkerProcess, launch
 from limosa.ipc.frames import unpack_error
+from limosa.structs import ready
 
 _CLOSED = "this limosa.gpu.Driver has been closed: make another one"
 INIT_LIMIT = 120.0
@@ -170,7 +171,8 @@ class Driver:
         worker = self._current()
         limit = nvml.INVENTORY_LIMIT if limit is None else limit
         try:
-            return msgspec.convert(self._value(worker, worker.submit("inventory", 0, []), limit, limit), Inventory)
+            found = self._value(worker, worker.submit("inventory", 0, []), limit, limit)
+            return msgspec.convert(found, ready(Inventory))
         except DriverHung as error:
             if error.fields.get("worker_died"):
                 raise
@@ -185,7 +187,7 @@ class Driver:
         """
         worker = self._current()
         value = self._value(worker, worker.submit("facts", 0, []), limit, limit)
-        return msgspec.convert(value, DriverFacts, strict=False)
+        return msgspec.convert(value, ready(DriverFacts), strict=False)
 
     # --- calls that were given up on --------------------------------------------------------------------------
 

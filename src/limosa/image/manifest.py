@@ -24,6 +24,7 @@ import msgspec
 
 from limosa.errors import DamagedImage
 from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK
+from limosa.structs import ready
 from limosa.version import VERSION
 
 SCHEMA, SCHEMA_CHUNKS = 1, 2
@@ -400,8 +401,8 @@ class _SchemaOnly(msgspec.Struct):
     schema: int
 
 
-_SCHEMA_DECODER = msgspec.json.Decoder(_SchemaOnly)
-_DECODER = msgspec.json.Decoder(Manifest)
+_SCHEMA_DECODER = msgspec.json.Decoder(ready(_SchemaOnly))
+_DECODER = msgspec.json.Decoder(ready(Manifest))
 
 
 def _parse(data: bytes) -> Manifest:
@@ -412,7 +413,7 @@ def _parse(data: bytes) -> Manifest:
         raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA} and {SCHEMA_CHUNKS})")
     manifest = _DECODER.decode(data)
     if rb"\u0000" in data:  # the only way a NUL can stand in JSON
-        manifest = msgspec.convert(_each_text(msgspec.to_builtins(manifest), _from_json_text), Manifest)
+        manifest = msgspec.convert(_each_text(msgspec.to_builtins(manifest), _from_json_text), ready(Manifest))
     _check(manifest)
     return manifest
 

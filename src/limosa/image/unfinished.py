@@ -13,6 +13,7 @@ from limosa.image.files import Files, open_folder, read_file
 from limosa.image.manifest import now
 from limosa.image.read import MARKER_NAME, is_partial_name
 from limosa.image.trust import open_named
+from limosa.structs import ready
 
 _LIMIT = 1 << 16
 _Short = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -109,7 +110,7 @@ def describe(path: Path, name: str, parent_fd: int) -> Unfinished | None:
     except OSError:
         return None
     try:
-        marker = msgspec.json.decode(read_file(MARKER_NAME, fd, _LIMIT), type=Marker)
+        marker = msgspec.json.decode(read_file(MARKER_NAME, fd, _LIMIT), type=ready(Marker))
         dest = Path(os.fsdecode(bytes.fromhex(marker.dest))) if marker.dest else None
     except (OSError, ValueError):
         return Unfinished(path=path, dest=None, owner="", operation="", since="", state="dead")

@@ -15,6 +15,7 @@ import msgspec
 
 import limosa.errors
 from limosa.errors import LimosaError
+from limosa.structs import ready
 
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct(">I")
@@ -46,8 +47,8 @@ class Reply(msgspec.Struct, array_like=True):
     error: ErrorRecord | None = None
 
 
-_requests = msgspec.msgpack.Decoder(Request)
-_replies = msgspec.msgpack.Decoder(Reply)
+_requests = msgspec.msgpack.Decoder(ready(Request))
+_replies = msgspec.msgpack.Decoder(ready(Reply))
 
 
 def _plain(value: object) -> object:

@@ -22,6 +22,7 @@ import msgspec
 
 from limosa.ipc import packet
 from limosa.ipc.packet import Deadline, Given, Wrong
+from limosa.structs import ready
 
 VERSION = 4
 """Of what residents understand; in what they answer to ``ping``. ``ping``, ``keys`` and ``end`` never change."""
@@ -168,6 +169,6 @@ def receive_all(
 
 def _decode(data: bytes, type_: type[_T]) -> _T:
     try:
-        return msgspec.msgpack.decode(data, type=type_)
+        return msgspec.msgpack.decode(data, type=ready(type_))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Wrong(f"no message: {error}") from error

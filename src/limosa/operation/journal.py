@@ -27,6 +27,7 @@ from limosa.process.identity import Identity, boot_id
 from limosa.process.openat import nothing_there
 from limosa.process.places import if_there, own_folder
 from limosa.process.runtime import remove_emptied, sync_folder, unless_taken
+from limosa.structs import ready
 from limosa.terms import JobState, Term
 
 KIND = "journals"
@@ -337,9 +338,9 @@ def _parse(data: bytes) -> tuple[Header, list[Record]] | None:
     for line in data.split(b"\n"):
         try:
             if line.startswith(b'{"header"'):
-                header = msgspec.json.decode(line, type=_HeaderLine).header
+                header = msgspec.json.decode(line, type=ready(_HeaderLine)).header
             elif line:
-                entries.append(msgspec.json.decode(line, type=Record))
+                entries.append(msgspec.json.decode(line, type=ready(Record)))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             break
     return (header, entries) if header is not None else None

@@ -38,6 +38,7 @@ from limosa.process.openat import closing
 from limosa.process.records import EndedRecord
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
+from limosa.structs import ready
 
 CRIU_PATIENCE = 900.0  # seconds; a dump of hundreds of gigabytes to a slow disk takes minutes
 
@@ -321,7 +322,7 @@ def _undo_files(dead: Journal) -> str:
     for record in reversed(dead.records):
         if record.step == Noted.REWIND and record.phase == Phase.BEGIN:
             try:
-                msgspec.convert(record.data, Rewind).undo()
+                msgspec.convert(record.data, ready(Rewind)).undo()
             except FailedUndone as error:
                 said += f"; {error}"
     _take_names_away(dead, "names", "lost")
@@ -333,5 +334,5 @@ def _take_names_away(dead: Journal, *kinds: str) -> None:
     for record in dead.records:
         if record.step == Noted.NAMES and record.phase == Phase.BEGIN:
             for kind in kinds:
-                made = msgspec.convert(record.data.get(kind, {}), shm.Made)
+                made = msgspec.convert(record.data.get(kind, {}), ready(shm.Made))
                 shm.take_away(shm.of_note(made))

@@ -25,6 +25,7 @@ from limosa.process.identity import Identity
 from limosa.process.openat import closing, open_in
 from limosa.process.places import Folder, folders, if_there, own_folder
 from limosa.process.status import uids_of
+from limosa.structs import ready
 
 MOST_BYTES = 1 << 20
 """Bytes of one file: a claim on 20,000 processes."""
@@ -144,7 +145,7 @@ def remove(kind: str, name: str, uid: int | None = None) -> None:
 def decoded(data: bytes, type_: type[T]) -> T | None:
     """What a file says, or None where it says something else."""
     try:
-        return msgspec.json.decode(data, type=type_)
+        return msgspec.json.decode(data, type=ready(type_))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from limosa.structs import ready
+
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A process that holds the other end, or another descriptor or mapping, of something the job uses.
@@ -321,4 +323,4 @@ class JobObservation(msgspec.Struct, kw_only=True, omit_defaults=True):
         Raises:
             msgspec.ValidationError: it is something else.
         """
-        return msgspec.json.decode(data, type=cls)
+        return msgspec.json.decode(data, type=ready(cls))

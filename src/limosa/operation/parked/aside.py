@@ -32,6 +32,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.residents import Residents
 from limosa.parking.segments import LARGE, is_segment, room_for
 from limosa.parking.shim import MOST_PIECES, Shim, under_shim
+from limosa.structs import ready
 from limosa.terms import Release
 
 _MOST_LAYOUT = 32 << 20
@@ -78,7 +79,7 @@ def read_layout(fd: int) -> Layout:
         size = os.fstat(fd).st_size
         if size > _MOST_LAYOUT:
             raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({size} bytes of what is where)")
-        return msgspec.json.decode(os.pread(fd, size, 0), type=Layout)
+        return msgspec.json.decode(os.pread(fd, size, 0), type=ready(Layout))
     except (msgspec.MsgspecError, OSError) as error:
         raise CannotBeMoved(detail=f"the arena of the suspended job cannot be read ({error})") from error
 

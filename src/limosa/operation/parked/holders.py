@@ -20,6 +20,7 @@ from limosa.parking.mover import Mover
 from limosa.parking.residents import Residents
 from limosa.parking.vault import Vault
 from limosa.process import belief
+from limosa.structs import ready
 
 _OPERATION = re.compile(r"[a-z]+-\d+-[0-9a-f]+")
 _JOURNALS = "journals"
@@ -74,7 +75,7 @@ def get(member: Member, owner: int, key: str) -> tuple[list[int], list[Held]]:
     try:
         if len(note) > _LONGEST * (len(fds) + 1):  # decoded it is many times as large
             raise FailedUndone(f"what is noted of {len(fds)} pieces of process {member.pid} is too long")
-        pieces = msgspec.json.decode(note, type=list[Held])
+        pieces = msgspec.json.decode(note, type=ready(list[Held]))
         if len(pieces) != len(fds):
             raise FailedUndone(f"what is held of process {member.pid} are {len(fds)} of {len(pieces)} pieces")
     except msgspec.MsgspecError as error:

@@ -26,6 +26,7 @@ from limosa.process.criu import fetch
 from limosa.process.criu.program import Criu, build_identity, from_folder, from_program, system_program
 from limosa.process.criu.trial import TrialResult, missing_right, trial
 from limosa.process.status import effective_capabilities
+from limosa.structs import ready
 
 _MOST_FILES = 2000
 NO_KEPT = 60.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
@@ -199,7 +200,7 @@ def _read(key: str) -> TrialResult | None:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o022:
                 return None
-            kept = msgspec.json.decode(opened.read(1 << 16), type=_Kept)
+            kept = msgspec.json.decode(opened.read(1 << 16), type=ready(_Kept))
         fresh = kept.result.ok or 0 <= time.time() - kept.since < NO_KEPT
         if kept.key == key and fresh:
             return kept.result

@@ -26,6 +26,7 @@ from limosa.process.criu.log import TAKEN
 from limosa.process.criu.program import Criu
 from limosa.process.criu.run import DumpOptions, RestoreOptions, dump, restore
 from limosa.process.status import effective_capabilities
+from limosa.structs import ready
 
 LIMIT = 60.0  # seconds for all of it; 1 s is usual
 STEP = 20.0  # seconds for one step of it
@@ -91,7 +92,7 @@ def trial(criu: Criu) -> TrialResult:
             start_new_session=True,
             timeout=LIMIT,
         )
-        result = msgspec.json.decode(done.stdout, type=TrialResult)
+        result = msgspec.json.decode(done.stdout, type=ready(TrialResult))
     except subprocess.TimeoutExpired:
         return TrialResult(ok=False, reason=f"the trial has not ended after {LIMIT:g} s", seconds=LIMIT)
     except (OSError, msgspec.DecodeError) as error:
@@ -187,7 +188,7 @@ def main(argv: list[str]) -> int:
         argv: nothing.
     """
     del argv
-    criu = msgspec.json.decode(sys.stdin.buffer.read(), type=Criu)
+    criu = msgspec.json.decode(sys.stdin.buffer.read(), type=ready(Criu))
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     result = TrialResult(ok=False)
     for lock in ("nftables", "nftables", "skip"):
