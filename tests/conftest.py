@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -146,7 +147,9 @@ def runtime(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
     """
     path = tmp_path_factory.mktemp("run") / "limosa"
     monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(path))
+    ctrl_c = signal.getsignal(signal.SIGINT)
     yield path
+    signal.signal(signal.SIGINT, ctrl_c)  # a command line that ran in this process ignores it once it is done
     end_marked(f"LIMOSA_RUNTIME_DIR={path}")
 
 

@@ -138,6 +138,7 @@ def test_three_jobs_come_back_side_by_side_to_a_gpu_that_has_room_for_them(
 def test_however_often_somebody_presses_ctrl_c_all_is_undone_before_the_driver_is_let_go(
     gpu_like: GpuLike, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever these tests were started with
     pids = [gpu_like(on=0, size=GB) for _ in range(2)]
     closed: list[list[str]] = []
     monkeypatch.setattr(double, "close", lambda wait=5.0: closed.append(sorted(double.states.values())))
