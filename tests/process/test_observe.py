@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import NoSuchProcess
-from limosa.process import sockets
+from limosa.process import peers, sockets
 from limosa.process.candidates import candidates, is_own
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.hazards import checkpoint_hazards
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, Stat
 from limosa.process.observation import JobObservation
 from limosa.process.observe import observe
 from limosa.start import python
@@ -133,6 +133,16 @@ def test_children_that_come_and_go_are_never_taken_for_outsiders(job):
     )
     for _ in range(30):
         assert checkpoint_hazards(observe(victim.identity)) == []
+
+
+def test_a_process_that_is_about_to_be_gone_is_nobody_outside(monkeypatch):
+    """Between its end and its last trace in /proc its parent is 0."""
+    dying = Stat(4808, "python", "X", 0, 0, 0, 0, 0, 1)
+    monkeypatch.setattr(peers, "read_stat", lambda pid: dying)
+    assert peers._born_into(4808, {4423})
+    living = Stat(4808, "python", "S", 0, 0, 0, 0, 1, 1)  # somebody who was sent into our pid namespace
+    monkeypatch.setattr(peers, "read_stat", lambda pid: living)
+    assert not peers._born_into(4808, {4423})
 
 
 # --- sockets -----------------------------------------------------------------------------------------------------

@@ -81,15 +81,18 @@ def _tty_index(pid: int, fd: str) -> int:
 def _born_into(pid: int, inside: set[int]) -> bool:
     """Return whether a process descends from the tree (it was started after the tree was read), or has ended.
 
-    What has ended holds nothing any more, and nobody can tell whose child it was.
+    What has ended holds nothing any more, and nobody can tell whose child it was: the kernel calls it 0's for a moment.
     """
     for _ in range(64):
         try:
-            pid = read_stat(pid).ppid
+            seen = read_stat(pid)
         except NoSuchProcess:
             return True
         except PermissionDenied:
             return False
+        if seen.ended:
+            return True
+        pid = seen.ppid
         if pid in inside:
             return True
         if pid <= 1:
