@@ -171,3 +171,16 @@ def test_each_way_of_not_being_there_has_its_kind(code: int, kind: type[GpuUnava
     error = nvml._unavailable(pynvml, pynvml.NVMLError(code))
     assert type(error) is kind
     assert error.exit_code == 12
+
+
+def test_what_an_administrator_sets_is_asked_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation looks at the GPUs several times, also while the job stands still."""
+    asked: list[str] = []
+    now = [100.0]
+    monkeypatch.setattr(nvml, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for _ in range(3):
+        nvml._keep("what", lambda: asked.append("asked"))
+    assert asked == ["asked"]
+    now[0] += nvml._KEPT_SECONDS + 0.1
+    nvml._keep("what", lambda: asked.append("asked"))
+    assert len(asked) == 2

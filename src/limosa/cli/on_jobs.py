@@ -82,10 +82,10 @@ def _act(report: Report, verb: str, named: Selection, driver: Driver, dry_run: b
     if dry_run:
         print_plans(report, [_plan_of(verb, o) for o in outcomes])
     else:
-        tell(report, verb, outcomes)
+        tell(report, verb, outcomes, driver)
 
 
-def tell(report: Report, verb: str, outcomes: Sequence[Outcome]) -> None:
+def tell(report: Report, verb: str, outcomes: Sequence[Outcome], driver: Driver | None = None) -> None:
     """Print what became of each job."""
     for outcome in outcomes:
         if outcome.result is not None:
@@ -102,7 +102,7 @@ def tell(report: Report, verb: str, outcomes: Sequence[Outcome]) -> None:
         value = {**results[0], **value}
     elif errors:
         value["error"] = error_object(next(e for e in errors if e.exit_code == code))
-    lines = [_line(o.result, report.verbose) for o in outcomes if o.result is not None]
+    lines = [_line(o.result, report.verbose, driver) for o in outcomes if o.result is not None]
     report.result(value, "\n".join(lines), exit_code=code)
     told: dict[tuple[str, str, str], list[Outcome]] = {}
     for outcome in outcomes:  # what is true of several is said once (two that were to change places)
@@ -121,17 +121,17 @@ def _entry(verb: str, outcome: Outcome) -> dict[str, Any]:
     return {"operation": verb, "pid": outcome.pid, "error": error_object(outcome.error)}
 
 
-def _line(result: JobResult, verbose: int = 0) -> str:
+def _line(result: JobResult, verbose: int = 0, driver: Driver | None = None) -> str:
     """One job in a sentence; with ``-v`` which way it took."""
     who = words.job(result.name, result.pid)
     told = {"checkpointed": "suspended", "parked": "suspended (its context stays on the GPU)"}
     state = told.get(result.state, result.state)
     if result.already:
-        return f"{who} {_is_so(result, state)} already"
+        return f"{who} {_is_so(result, state, driver)} already"
     pause = result.timings.get("pause_seconds")
     how = "brought back in" if _came_back(result) else "stood still for"
     stood = f", {how} {words.seconds(pause)}" if pause is not None and state == JobState.RUNNING else ""
-    moved = words.moves(result.map, result.gpus)
+    moved = words.moves(result.map, result.gpus, driver)
     onto = f" ({moved})" if moved else ""
     return f"{who} is {state}{onto}, {words.size(result.bytes)}{stood}{_by(result) if verbose else ''}"
 
@@ -143,9 +143,9 @@ def _came_back(result: JobResult) -> bool:
     return result.operation == RESUME.name
 
 
-def _is_so(result: JobResult, state: str) -> str:
+def _is_so(result: JobResult, state: str, driver: Driver | None = None) -> str:
     """What a job is that nothing had to be done to: where it is asked to be."""
-    where = words.places(result.gpus)
+    where = words.places(result.gpus, driver)
     if state != JobState.RUNNING:
         return f"is {state}"
     if _came_back(result):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from limosa.errors import Reason
+    from limosa.gpu import Driver
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -75,32 +76,36 @@ def reason_lines(reasons: Iterable[Reason]) -> list[str]:
     return lines
 
 
-def moves(gpu_map: Mapping[str, str], onto: Sequence[str]) -> str:
+def moves(gpu_map: Mapping[str, str], onto: Sequence[str], asked: Driver | None = None) -> str:
     """What a map changes for a job that has memory on ``onto`` afterwards: GPU 0 → GPU 1; "" where nothing.
 
-    The rest of the map is the driver's: it wants a full permutation of what the job can open.
+    The rest of the map is the driver's: it wants a full permutation of what the job can open. ``asked``: see
+    :func:`gpu_names`.
     """
     changed = {a: b for a, b in gpu_map.items() if a != b and b in onto}
     if not changed:
         return ""
-    named = gpu_names()
+    named = gpu_names(asked)
     away = "a GPU that is not here" if named else ""  # its UUID would say nothing to anybody
     return ", ".join(f"{named.get(a, away or clean(a))} → {named.get(b, clean(b))}" for a, b in changed.items())
 
 
-def places(uuids: Sequence[str]) -> str:
+def places(uuids: Sequence[str], asked: Driver | None = None) -> str:
     """GPUs by number, or by UUID where the numbers cannot be had: GPU 0, GPU 1."""
-    named = gpu_names() if uuids else {}
+    named = gpu_names(asked) if uuids else {}
     return ", ".join(sorted(named.get(uuid, clean(uuid)) for uuid in uuids))
 
 
-def gpu_names() -> dict[str, str]:
-    """UUID → GPU 0; empty where the numbers cannot be had."""
+def gpu_names(asked: Driver | None = None) -> dict[str, str]:
+    """UUID → GPU 0; empty where the numbers cannot be had.
+
+    ``asked``: a worker that is up answers at once; NVML in this process takes 40 ms to begin with.
+    """
     from limosa import gpu
     from limosa.errors import LimosaError
 
     try:
-        return {g.uuid: f"GPU {g.index}" for g in gpu.inventory().gpus}
+        return {g.uuid: f"GPU {g.index}" for g in (asked or gpu).inventory().gpus}
     except LimosaError:
         return {}
 

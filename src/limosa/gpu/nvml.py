@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from limosa.errors import BindingsTooOld, DriverTooOld, GpuUnavailable, SymbolMissing
@@ -23,6 +24,9 @@ _nvml_lock = threading.Lock()
 _nvml: Any = None
 INVENTORY_LIMIT = 30.0
 """Seconds after which NVML counts as hung: the first question of a machine without persistence mode may take ten."""
+_KEPT_SECONDS = 1.0
+"""How long what an administrator sets is not asked again: an operation looks several times, also in the pause."""
+_kept: dict[Hashable, tuple[float, Any]] = {}
 
 
 def inventory() -> Inventory:
@@ -85,7 +89,7 @@ def _inventory() -> Inventory:
         driver_version=driver_version,
         cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}",
         gpus=gpus,
-        mps=_mps_running(),
+        mps=_keep("mps", _mps_running),
         software=any(gpu.name.startswith(SOFTWARE_PREFIX) for gpu in gpus),
         lost=lost,
     )
@@ -130,7 +134,7 @@ def _read(nvml: Any, index: int) -> Gpu:
     """Read one GPU; what a chip or a driver does not support is left at its default."""
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     total, used, free = _memory(nvml, handle)
-    mode = int(_optional(nvml, lambda: nvml.nvmlDeviceGetComputeMode(handle), 0))
+    mode, mig, persistence = _keep((nvml, index), lambda: _settings(nvml, handle))
     return Gpu(
         index=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)).lower().replace("gpu-", "GPU-"),
@@ -140,12 +144,31 @@ def _read(nvml: Any, index: int) -> Gpu:
         memory_free=free,
         minor=_optional(nvml, lambda: int(nvml.nvmlDeviceGetMinorNumber(handle)), None),
         pci_bus_id=normal_pci(_optional(nvml, lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId), "")) or "",
-        mig=bool(_optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)),
-        persistence=bool(_optional(nvml, lambda: nvml.nvmlDeviceGetPersistenceMode(handle), 0)),
+        mig=mig,
+        persistence=persistence,
         compute_mode=_COMPUTE_MODES[mode] if 0 <= mode < len(_COMPUTE_MODES) else str(mode),
         processes=_processes(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)),
         mps_processes=_processes(nvml, lambda: nvml.nvmlDeviceGetMPSComputeRunningProcesses(handle)),
     )
+
+
+def _settings(nvml: Any, handle: Any) -> tuple[int, bool, bool]:
+    """Return the compute mode, whether MIG is on, and persistence mode."""
+    return (
+        int(_optional(nvml, lambda: nvml.nvmlDeviceGetComputeMode(handle), 0)),
+        bool(_optional(nvml, lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)),
+        bool(_optional(nvml, lambda: nvml.nvmlDeviceGetPersistenceMode(handle), 0)),
+    )
+
+
+def _keep(key: Hashable, ask: Callable[[], T]) -> T:
+    """Ask something once in ``_KEPT_SECONDS``."""
+    asked_at, found = _kept.get(key, (0.0, None))
+    now = time.monotonic()
+    if not asked_at or now - asked_at > _KEPT_SECONDS:
+        found = ask()
+        _kept[key] = (now, found)
+    return found  # type: ignore[no-any-return]
 
 
 def _memory(nvml: Any, handle: Any) -> tuple[int, int, int]:
