@@ -19,7 +19,7 @@ SWAP = {A: B, B: A, C: C}
 
 @pytest.fixture(autouse=True)
 def _three_gpus(monkeypatch):
-    monkeypatch.setattr(words, "gpu_names", lambda: {A: "GPU 0", B: "GPU 1", C: "GPU 2"})
+    monkeypatch.setattr(words, "gpu_names", lambda asked=None: {A: "GPU 0", B: "GPU 1", C: "GPU 2"})
 
 
 def result(**fields: Any) -> JobResult:
