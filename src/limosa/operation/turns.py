@@ -2,7 +2,8 @@
 
 The driver does what it does for one process after another, whoever asks: jobs that are held still together stand still
 for each other. With turns each stands still for not much longer than alone, and the driver is never without work; no
-other order was quicker by much (measured: docs/results/side-by-side-2026-11-26.md). A job goes from when it is looked at until it comes; it comes while the driver restores it.
+other order was quicker by much (measured: ``docs/results/side-by-side-2026-11-26.md``). A job goes from when it is
+looked at until it comes; it comes while the driver restores it.
 """
 
 from __future__ import annotations
