@@ -46,29 +46,28 @@ demo:
 
 test: lint check test-criu test-soft
 
-# Side by side: who is done early takes over from who is not. What a run has nothing of is not even read.
-SIDE_BY_SIDE = -n 2 --dist worksteal
-# What waits for processes, or for drivers that are made to hang, does so a third of its time: two cores have room for three.
-MORE_BY_SIDE = -n 3 --dist worksteal
+# Four for two cores: a test waits for its processes half of its time. Who is done early takes over from who is not.
+SIDE_BY_SIDE = -n 4 --dist worksteal
+# What a run has nothing of is not even read.
 NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
-# The fast ones: an answer in two minutes.
+# The fast ones: an answer in a minute or two.
 check:
 	@$(READY_TEST)
-	$(PYTEST) -q $(MORE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
+	$(PYTEST) -q $(SIDE_BY_SIDE) $(NODES) -m "not (gpu or criu or root or slow or network or conformance)"
 
 # Those that need CRIU or take long, each process in a network of its own; the driver's answers; what fetches packages.
 test-criu:
 	@$(READY_TEST)
 	if $(SUDO) unshare -n true 2>/dev/null; then side_by_side="$(SIDE_BY_SIDE)"; fi; \
 	$(SUDO) env LIMOSA_TEST_NETWORKS=1 $(PYTEST) -q $$side_by_side $(NODES) --durations=10 -m "(criu or slow) and not (root or gpu or network or conformance)"
-	$(SUDO) $(PYTEST) -q -n 2 --dist loadgroup -m "conformance and not gpu" tests/conformance
-	$(SUDO) $(PYTEST) -q -n 2 --dist loadfile -m "network and not gpu" $(NODES)
+	$(SUDO) $(PYTEST) -q -n 4 --dist loadgroup -m "conformance and not gpu" tests/conformance
+	$(SUDO) $(PYTEST) -q -n 4 --dist loadfile -m "network and not gpu" $(NODES)
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (twelve minutes).
+# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (nine minutes).
 test-soft:
 	@$(READY_TEST)
-	$(SUDO) $(PYTEST) -q $(MORE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
+	$(SUDO) $(PYTEST) -q $(SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
 
 # SIGKILL of whoever has a part in a parked operation, at every step that it journals.
 test-long:

@@ -26,7 +26,7 @@ FOUND = (
     "toggle-up/threads/call.state.0/result-3",
 )
 """What failed last when all of it was run (docs/reliability.md)."""
-CHUNKS = 12
+CHUNKS = 28
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
 pytestmark = [pytest.mark.criu, pytest.mark.slow]

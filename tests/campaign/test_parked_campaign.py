@@ -17,7 +17,7 @@ from campaign.summary import replay
 from campaign.twice import ROOMS, part, run_and_replay
 
 RUNS = 260
-CHUNKS = 10
+CHUNKS = 20
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
 FOUND = (
