@@ -32,7 +32,12 @@ OTHERS = {  # the same text, which means something else there
     "cli/softgpu.py: name == 'all'",  # all rules
     "native/loads.py: text != 'ok'",  # what a child process prints
     "operation/ways.py: 'refused' in str(error)",  # a part of a sentence
-    "process/criu/run.py: self.kind == 'restore'",  # CRIU's own verb
+    # CRIU's own verbs and hooks
+    "operation/steps/dumping.py: action != 'post-dump'",
+    "process/criu/run.py: action in ('post-dump', 'post-restore')",
+    "process/criu/run.py: kind == 'dump'",
+    "process/criu/run.py: self.kind == 'dump'",
+    "process/criu/run.py: self.kind == 'restore'",
     "process/hazards/connections.py: socket.family == 'unknown'",
     "process/launch.py: 'failed' in said",  # a key
     "process/observe.py: socket.family == 'unknown'",

@@ -77,7 +77,7 @@ def lock(work: Work, members: Sequence[Member]) -> None:
         work.check()
         member.identity.check()
         seconds = LOCK_SECONDS if work.left is None else min(LOCK_SECONDS, max(work.left, 0.001))
-        work.note("lock", "begin", member.pid)
+        work.note(Noted.LOCK, Phase.BEGIN, member.pid)
         if not _lock_one(work.driver, member.pid, seconds):
             raise DriverTimeout(
                 call="cuCheckpointProcessLock",
@@ -86,7 +86,7 @@ def lock(work: Work, members: Sequence[Member]) -> None:
                 code=600,
                 meaning=f"not locked within {seconds:g} s",
             )
-        work.note("lock", "done", member.pid)
+        work.note(Noted.LOCK, Phase.DONE, member.pid)
 
 
 def _lock_one(driver: gpu.Driver, pid: int, seconds: float | None = None) -> bool:
@@ -103,7 +103,7 @@ def checkpoint(work: Work, members: Sequence[Member]) -> None:
     def call(m: Member) -> None:
         work.driver.checkpoint(m.pid, limit=call_limit(m))
 
-    _parallel(work, "checkpoint", todo, call, total=device_bytes(members), rate=2.6e9)
+    _parallel(work, Noted.CHECKPOINT, todo, call, total=device_bytes(members), rate=2.6e9)
 
 
 def restore(work: Work, members: Sequence[Member]) -> None:
@@ -120,7 +120,7 @@ def restore(work: Work, members: Sequence[Member]) -> None:
                 work.doubtful[m.pid] = error
             raise
 
-    _parallel(work, "restore", members, call, total=device_bytes(members), rate=7e9, data=lambda m: {"map": m.map})
+    _parallel(work, Noted.RESTORE, members, call, total=device_bytes(members), rate=7e9, data=lambda m: {"map": m.map})
 
 
 def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:
@@ -141,14 +141,14 @@ def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool
 def unlock(work: Work, members: Sequence[Member]) -> None:
     """Unlocks in order."""
     for member in members:
-        work.note("unlock", "begin", member.pid)
+        work.note(Noted.UNLOCK, Phase.BEGIN, member.pid)
         work.driver.unlock(member.pid, limit=CALL_SECONDS)
-        work.note("unlock", "done", member.pid)
+        work.note(Noted.UNLOCK, Phase.DONE, member.pid)
 
 
 def _parallel(
     work: Work,
-    step: str,
+    step: Noted,
     members: Sequence[Member],
     call: Callable[[Member], object],
     *,
@@ -161,7 +161,7 @@ def _parallel(
         return
     for member in members:
         member.identity.check()
-        work.note(step, "begin", member.pid, **data(member))
+        work.note(step, Phase.BEGIN, member.pid, **data(member))
     errors: list[BaseException] = []
     begun = time.monotonic()
     asked = False
@@ -171,7 +171,7 @@ def _parallel(
             for future in [f for f in pending if f.done()]:
                 member = pending.pop(future)
                 error = future.exception()
-                work.note(step, "failed" if error else "done", member.pid)
+                work.note(step, Phase.FAILED if error else Phase.DONE, member.pid)
                 if error is not None:
                     errors.append(error)
             if not pending:
@@ -280,13 +280,13 @@ def bring_back(
         raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state=JobState.CHECKPOINTED)
     for member in back:
         if journal is not None:
-            journal.try_note("restore-home", "begin", member.pid)
+            journal.try_note(Noted.RESTORE_HOME, Phase.BEGIN, member.pid)
     failed = _try_each(
         back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home)
     )
     for member in back:
         if journal is not None and member.pid not in failed:
-            journal.try_note("restore-home", "done", member.pid)
+            journal.try_note(Noted.RESTORE_HOME, Phase.DONE, member.pid)
     # Of a job that is not whole nothing goes on; another job of the same operation has nothing to do with that.
     broken = {m.root for m in back if m.pid in failed}
     for member in alive:
@@ -323,17 +323,17 @@ def is_away(member: Member, state: str, journal: Journal | None) -> bool:
     """Whether the driver knows the process on its destination rather than where it was."""
     if journal is None or not member.changes_gpu:
         return False
-    away, open_step = False, ""
+    away, open_step = False, None
     for record in journal.records:
         if record.pid != member.pid or record.step not in (Noted.RESTORE, Noted.RESTORE_HOME):
             continue
         if record.phase == Phase.DONE:
-            away, open_step = record.step == Noted.RESTORE, ""
+            away, open_step = record.step == Noted.RESTORE, None
         else:  # begun, or failed: a call that was given up on may have been done later
-            open_step = record.step
+            open_step = Noted(record.step)
     if open_step and state in (gpu.State.LOCKED, gpu.State.RUNNING):
         away = open_step == Noted.RESTORE
-        journal.try_note(open_step, "done", member.pid)
+        journal.try_note(open_step, Phase.DONE, member.pid)
     return away
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from limosa import gpu
 from limosa.errors import DriverHung, LimosaError, NoRoomOnGpu
 from limosa.operation import driver_steps, room
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted
 from limosa.operation.members import find_members
 from limosa.operation.prepare import Prepared
 from limosa.operation.work import Work
@@ -85,7 +85,7 @@ def weigh_again(work: Work, comes: bool, members: Sequence[Member]) -> None:
             held = inventory.held({member.pid})
             if set(held) != set(member.held):
                 raise Grew(pids=str(member.pid))
-            if work.journal is not None and work.journal.began("park", member.pid):
+            if work.journal is not None and work.journal.began(Noted.PARK, member.pid):
                 held = {uuid: min(size, member.beside.get(uuid, size)) for uuid, size in held.items()}
             member.held = held
     if work.journal is not None:

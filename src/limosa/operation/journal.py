@@ -45,13 +45,26 @@ class Phase(Term):
 
 
 class Noted(Term):
-    """The steps that ``recover`` looks for among the records."""
+    """The steps that a journal tells of, and what ``recover`` looks for in it.
 
+    A name is for good: the journals of an older version are recovered by a newer one.
+    """
+
+    LOCK = "lock"
+    CHECKPOINT = "checkpoint"
     RESTORE = "restore"
+    UNLOCK = "unlock"
     RESTORE_HOME = "restore-home"
-    CRIU_RESTORE = "criu-restore"
+    PARK = "park"
+    MAP = "map"
+    OPEN = "open"
+    UNKEEP = "unkeep"
+    DUMP = "dump"
+    POST_DUMP = "post-dump"
+    COMMIT = "commit"
     REWIND = "rewind"
     NAMES = "names"
+    CRIU_RESTORE = "criu-restore"
     UNDO = "undo"
 
 
@@ -132,7 +145,7 @@ class Header(msgspec.Struct, kw_only=True):
 class Record(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One line: a step begins, is done, or has failed."""
 
-    step: str  # "lock", "checkpoint", "criu-dump", "commit", "criu-restore", "restore", "unlock", "undo" …
+    step: str  # :class:`Noted`; a newer version may write others
     phase: str  # a :class:`Phase`: "begin", "done", "failed" or "note"
     pid: int = 0  # the process, or 0 for the whole job
     time: float = 0.0
@@ -204,13 +217,13 @@ class Journal:
         """Whether the machine was started again since: no process that it names lives."""
         return self.header.boot != boot_id()
 
-    def note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
+    def note(self, step: Noted, phase: Phase, pid: int = 0, **data: Any) -> None:
         """Appends a record and syncs it; OSError: it cannot be written, and the operation must not go on."""
         record = Record(step=step, phase=phase, pid=pid, time=time.time(), data=data)
         self._write(record)
         self.records.append(record)
 
-    def try_note(self, step: str, phase: str, pid: int = 0, **data: Any) -> None:
+    def try_note(self, step: Noted, phase: Phase, pid: int = 0, **data: Any) -> None:
         """As ``note``, for what is done whether it can be written down or not."""
         with contextlib.suppress(OSError):
             self.note(step, phase, pid, **data)
@@ -228,11 +241,11 @@ class Journal:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         os.fsync(self._fd)
 
-    def last(self, step: str, pid: int | None = None) -> Record | None:
+    def last(self, step: Noted, pid: int | None = None) -> Record | None:
         """The newest record of that step (of that process)."""
         return next((r for r in reversed(self.records) if r.step == step and pid in (None, r.pid)), None)
 
-    def began(self, step: str, pid: int | None = None) -> bool:
+    def began(self, step: Noted, pid: int | None = None) -> bool:
         """Whether that step was begun (of that process)."""
         return self.last(step, pid) is not None
 

@@ -23,7 +23,7 @@ from limosa import gpu
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, drivers, journal
-from limosa.operation.journal import Journal
+from limosa.operation.journal import Journal, Noted
 from limosa.operation.parked import holders
 from limosa.operation.parked.gates import any_waits, open_left
 from limosa.operation.parked.recovering import go_back, let_go
@@ -235,7 +235,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     if not alive:
         return entry_of(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
-    parked = dead.began("park") or dead.began("map") or any_waits(alive)
+    parked = dead.began(Noted.PARK) or dead.began(Noted.MAP) or any_waits(alive)
     left = Left(dead=dead, driver=driver, alive=alive, states=states, parked=parked)
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:

@@ -84,7 +84,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         did.append("the job has ended")
     if committed:
         did.append(f"image {header.image} is whole and was kept")
-    elif not job_lives and dead.began("post-dump"):
+    elif not job_lives and dead.began(Noted.POST_DUMP):
         # The dump was complete and the job is gone all the same: this may be the last copy.
         did.append(f"kept {header.draft or header.image}, which was not committed: limosa rm removes it")
     else:
@@ -99,9 +99,9 @@ def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     """Brings back what the driver carries, then what was taken away or let go of the parked way."""
     left: LeftSuspended | None = None
     try:
-        if dead.began("park") and not go_on(dead):
+        if dead.began(Noted.PARK) and not go_on(dead):
             go_back(dead, driver_home)
-        elif not dead.began("park"):
+        elif not dead.began(Noted.PARK):
             driver_home()
     except LeftSuspended as error:
         left = error  # others of it were suspended before, and have let go of their arenas
@@ -129,7 +129,7 @@ def remove_drafts(dead: Journal) -> list[str]:
 
 
 def _committed(dead: Journal) -> bool:
-    record = dead.last("commit")
+    record = dead.last(Noted.COMMIT)
     if record is None:
         return False
     with contextlib.suppress(LimosaError, OSError), open_image(dead.header.image, trust=False) as image:
@@ -197,7 +197,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     try:
         members = _finish(dead, driver, root, progress)
     except LimosaError as error:
-        if dead.began("open"):  # it may run: forward, or not at all
+        if dead.began(Noted.OPEN):  # it may run: forward, or not at all
             raise gate_was_opened("restore", str(error)) from error
         _still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
@@ -266,7 +266,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
         return []
     let_go_on(job_tree(root))
     pids = {i.pid: i for i in job_tree(root)}
-    if dead.began("open"):  # it may have run, and a process of it have ended since
+    if dead.began(Noted.OPEN):  # it may have run, and a process of it have ended since
         members = [m for m in members if m.pid in pids]
     for member in members:
         if member.pid not in pids:
@@ -286,7 +286,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
         for shim in closed:
             stack.enter_context(shim)
         for shim in closed:
-            dead.note("open", "begin", shim.identity.pid)
+            dead.note(Noted.OPEN, Phase.BEGIN, shim.identity.pid)
         for shim in closed:
             shim.open_gate()
     return members

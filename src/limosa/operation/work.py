@@ -37,7 +37,7 @@ from limosa.errors import (
 )
 from limosa.operation import drivers
 from limosa.operation.claims import Claim, make
-from limosa.operation.journal import Header, Journal, Member, common_state
+from limosa.operation.journal import Header, Journal, Member, Noted, Phase, common_state
 from limosa.operation.turns import GO, STILL_SECONDS, Turn
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
@@ -253,12 +253,12 @@ class Work(Clock):
     def _will(self) -> list[str]:
         return start.python("limosa.operation.orphan", self.id)
 
-    def note(self, step: str, phase: str, pid: int = 0, **data: object) -> None:
+    def note(self, step: Noted, phase: Phase, pid: int = 0, **data: object) -> None:
         """Journals a record, where there is a journal."""
         if self.journal is not None:
             self.journal.note(step, phase, pid, **data)
 
-    def try_note(self, step: str, phase: str, pid: int = 0, **data: object) -> None:
+    def try_note(self, step: Noted, phase: Phase, pid: int = 0, **data: object) -> None:
         """Journals a record of what cannot be changed any more: going on without it is better than stopping."""
         if self.journal is not None:
             self.journal.try_note(step, phase, pid, **data)
@@ -325,13 +325,13 @@ class Work(Clock):
         while self._undo:
             name, undo = self._undo.pop()
             try:
-                self.try_note("undo", "begin", name=name)  # the driver's state tells recover as much
+                self.try_note(Noted.UNDO, Phase.BEGIN, name=name)  # the driver's state tells recover as much
                 undo()
-                self.try_note("undo", "done", name=name)
+                self.try_note(Noted.UNDO, Phase.DONE, name=name)
             except LeftSuspended as left:
                 suspended = left  # the rest is undone all the same: folders, claims
             except BaseException as undo_error:
-                self.try_note("undo", "failed", name=name)
+                self.try_note(Noted.UNDO, Phase.FAILED, name=name)
                 if self.journal is not None:
                     self.journal.close()
                 if self._driver is not None:

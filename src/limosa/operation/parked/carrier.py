@@ -19,7 +19,7 @@ from limosa.gpu import State
 from limosa.ipc.packet import close_all
 from limosa.operation import driver_steps
 from limosa.operation.background import Background
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked.calls import each
 from limosa.operation.parked.gates import Gates, open_whole
 from limosa.operation.parked.holders import Held, key_of
@@ -183,7 +183,7 @@ class Beside(Carrier, Generic[P]):
     def _begin_to_park(self, parts: Sequence[P]) -> None:
         """Notes it before the first gate is closed: whoever finds this journal looks where it stands."""
         for part in parts:
-            self._work.note("park", "begin", part.member.pid)
+            self._work.note(Noted.PARK, Phase.BEGIN, part.member.pid)
             part.touched = True
 
     @staticmethod

@@ -14,7 +14,7 @@ from functools import partial
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
 from limosa.gpu import State
 from limosa.operation import claims
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked.calls import each, together
 from limosa.operation.results import Recovered
 from limosa.operation.work import Clock, Work
@@ -59,7 +59,7 @@ class Gates:
         """Notes it and opens them. Raises UndoFailed: one does not open."""
         self.opened = True
         for member, _ in parts:
-            self._work.try_note("open", "begin", member.pid)
+            self._work.try_note(Noted.OPEN, Phase.BEGIN, member.pid)
 
         def one(shim: Shim) -> None:
             if shim.hello().stand is not Stand.OPEN:

@@ -19,7 +19,7 @@ from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.ipc.packet import close_all
 from limosa.operation.background import Background
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.gates import Gates
 from limosa.operation.parked.shares import one_each
@@ -165,7 +165,7 @@ class Loading(Carrier):
             shim = part.connected()
             if shim.hello().stand is not Stand.AWAY:
                 raise FailedUndone(f"process {member.pid} does not wait for its device memory")
-            self._work.note("map", "begin", member.pid)
+            self._work.note(Noted.MAP, Phase.BEGIN, member.pid)
             stand = shim.map(ids, held)
             if part.late:
                 stand = shim.map([piece.id for piece in part.late])

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.carrier import Beside, Process
@@ -181,7 +181,7 @@ class Moving(Beside[_Part]):
 
     def arrive(self) -> None:
         for part in self._parts:
-            self._work.note("map", "begin", part.member.pid)
+            self._work.note(Noted.MAP, Phase.BEGIN, part.member.pid)
             part.mapped = True
             part.shim.stack(0)  # where it cannot be put back there is still a way back; else its gate would see to it
         self._make_there()

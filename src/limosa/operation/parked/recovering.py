@@ -33,8 +33,8 @@ def go_on(dead: Journal) -> bool:
     members = _parked(dead)
     # One that runs with what was mapped there would be lost by the driver on the way back. Once an undo has taken that
     # away again it is the other way round: whoever runs has come home.
-    ran = not _undone(dead) and any(dead.began("map", m.pid) and _runs(m) for m in members)
-    if not (dead.began("open") or ran):
+    ran = not _undone(dead) and any(dead.began(Noted.MAP, m.pid) and _runs(m) for m in members)
+    if not (dead.began(Noted.OPEN) or ran):
         return False
     each([(m, partial(_go_on, dead, m)) for m in members])
     _refuse_lost(dead, members)
@@ -49,9 +49,9 @@ def go_back(dead: Journal, driver_home: Callable[[], None]) -> None:
     stays suspended.
     """
     members = _parked(dead)
-    each([(m, partial(_leave, m)) for m in members if dead.began("map", m.pid)])
-    if dead.began("map"):
-        dead.note("undo", "begin", name=_DRIVER)  # gates may be open soon, and we killed
+    each([(m, partial(_leave, m)) for m in members if dead.began(Noted.MAP, m.pid)])
+    if dead.began(Noted.MAP):
+        dead.note(Noted.UNDO, Phase.BEGIN, name=_DRIVER)  # gates may be open soon, and we killed
     left: LeftSuspended | None = None
     try:
         driver_home()

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from limosa.errors import FailedUndone, LimosaError
-from limosa.operation.journal import Member, added_up
+from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.parked import shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
 from limosa.operation.parked.carrier import Beside, Process
@@ -85,7 +85,7 @@ class Resuming(Beside[_Coming]):
     def arrive(self) -> None:
         """Maps the memory where it was; what the process must make itself is made and filled before."""
         for part in self._parts:
-            self._work.note("map", "begin", part.member.pid)
+            self._work.note(Noted.MAP, Phase.BEGIN, part.member.pid)
             part.mapped = True
             part.shim.stack(0)
             stand = Stand.CLOSED if not part.layout else Stand.AWAY

@@ -24,7 +24,7 @@ from limosa.image import DeviceMemory, DevicePiece
 from limosa.image.chunks import USUAL_CHUNK
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
-from limosa.operation.journal import Journal, Member, added_up
+from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
 from limosa.operation.parked import gates, shares
 from limosa.operation.parked.aside import arena_of, find_arena, parts_of
 from limosa.operation.parked.calls import each
@@ -263,7 +263,7 @@ class Saving(Beside[_Part]):
             if isinstance(part, _Suspended):
                 # The job has it no more from here on: the mover has it in its place, as long as this lasts.
                 self._residents.put(part.shim.owner, key_of(self._work.id, part.member, ARENA), part.arena)
-                self._work.note("unkeep", "begin", part.member.pid)
+                self._work.note(Noted.UNKEEP, Phase.BEGIN, part.member.pid)
                 part.let_go = True
                 part.shim.keep()
             part.shim.leave()
@@ -346,7 +346,7 @@ def keep_again(dead: Journal) -> None:
 
     Raises LostMemory: nobody has one any more; FailedUndone: somebody could not be asked.
     """
-    asleep = [m for m in dead.header.members if dead.began("unkeep", m.pid) and m.identity.alive()]
+    asleep = [m for m in dead.header.members if dead.began(Noted.UNKEEP, m.pid) and m.identity.alive()]
     each([(member, partial(_keep_again, member, dead.header.id)) for member in asleep])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from limosa.gpu import State
 from limosa.operation import driver_steps, estimate, room
 from limosa.operation.holding import refuse_growth, weigh_again
-from limosa.operation.journal import Member
+from limosa.operation.journal import Member, Noted
 from limosa.operation.parked.bulk import Bulk
 from limosa.operation.parked.gates import refuse_shut
 from limosa.operation.parked.recovering import is_suspended
@@ -150,9 +150,11 @@ class Restore(_DriverStep):
 
     def goes_on(self, left: Left) -> Finished | None:
         dead = left.dead
-        if left.parked or dead.began("undo"):
+        if left.parked or dead.began(Noted.UNDO):
             return None
-        if not all(s in (State.LOCKED, State.RUNNING) and dead.began("restore", pid) for pid, s in left.states.items()):
+        if not all(
+            s in (State.LOCKED, State.RUNNING) and dead.began(Noted.RESTORE, pid) for pid, s in left.states.items()
+        ):
             return None
         for member in left.alive:
             if left.states[member.pid] == State.LOCKED:

@@ -50,7 +50,7 @@ from limosa.operation import estimate, locks, same_files, shm
 from limosa.operation.dump_options import Options, dump_options
 from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
-from limosa.operation.journal import Member, added_up
+from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.leftovers import end_rest, has_ended, keep_log, release_network
 from limosa.operation.parked.saving import Saving, look_for
 from limosa.operation.prepare import Prepared
@@ -143,7 +143,7 @@ class Dumping(OnGpus):
         """CRIU finds the semaphores of the job by the names that they have lost."""
         given: shm.Made = {}
         if self.lost.names:
-            self.work.note("names", "begin", lost=shm.to_note(self.lost.names))
+            self.work.note(Noted.NAMES, Phase.BEGIN, lost=shm.to_note(self.lost.names))
             given = shm.give_back(self.lost.names)
         try:
             yield
@@ -264,7 +264,7 @@ class Dumping(OnGpus):
 
     def _dump(self) -> DumpStats:
         work = self.work
-        work.note("dump", "begin", self.root.pid)
+        work.note(Noted.DUMP, Phase.BEGIN, self.root.pid)
         try:
             stats = dump(
                 self.program,
@@ -273,13 +273,13 @@ class Dumping(OnGpus):
                 self.draft.log_fd,
                 msgspec.structs.replace(self.dump_options, link_remap=self._remaps()),
                 on_action=self._on_action,
-                on_start=lambda who: work.note("dump", "note", who.pid, criu=who.to_str()),
+                on_start=lambda who: work.note(Noted.DUMP, Phase.NOTE, who.pid, criu=who.to_str()),
                 timeout=work.left,
                 cancel=work.cancel,
                 on_tick=self._tell_written,
             )
         except BaseException as error:
-            work.try_note("dump", "failed", self.root.pid)
+            work.try_note(Noted.DUMP, Phase.FAILED, self.root.pid)
             if self.image is not None and has_ended(self.root):
                 # CRIU died after the commit, while it ended the tree: what is left to do is to end the rest.
                 end_rest(self.job.tree)
@@ -308,9 +308,9 @@ class Dumping(OnGpus):
                 raise CriuFailed(log=kept, **fields) from error
             raise
         if self.options.leave_running:
-            work.note("dump", "done", self.root.pid, nft_table=stats.nft_table)
+            work.note(Noted.DUMP, Phase.DONE, self.root.pid, nft_table=stats.nft_table)
         else:  # the job has ended and the image is whole: nothing that goes wrong from here on changes that
-            work.try_note("dump", "done", self.root.pid, nft_table=stats.nft_table)
+            work.try_note(Noted.DUMP, Phase.DONE, self.root.pid, nft_table=stats.nft_table)
         if not self.members and self.options.leave_running:
             work.timings["pause_seconds"] = stats.freezing_time + stats.frozen_time
         return stats
@@ -342,7 +342,7 @@ class Dumping(OnGpus):
         self.work.journal.rewrite_header()
         if self._remaps():
             self.lost.look_for_remaps([i.pid for i in self.job.tree])
-            self.work.note("names", "begin", lost=shm.to_note(self.lost.remaps))
+            self.work.note(Noted.NAMES, Phase.BEGIN, lost=shm.to_note(self.lost.remaps))
         self.lost.look_for_shared([i.pid for i in self.job.tree], shared_outside(self.job))
         put = lambda name, source: self.draft.put_in(name, source, self.work.check)  # noqa: E731
         self.shm = shm.read(self.lost.names | self.lost.remaps, self.lost.shared, put)
@@ -358,7 +358,7 @@ class Dumping(OnGpus):
             ids = (self._first.uid, self._first.gid) if self._first else (0, 0)
             same_files.look_at_sockets(self.draft.criu_fd, *ids)
         self.nft_table = nft_table(self.program, self.draft.criu_fd, self.root.pid, self.dump_options)
-        self.work.note("post-dump", "done", self.root.pid, nft_table=self.nft_table)
+        self.work.note(Noted.POST_DUMP, Phase.DONE, self.root.pid, nft_table=self.nft_table)
         if not self.options.leave_running:
             with self.work.timed("commit", "hash and sync"):
                 self._commit()
@@ -404,13 +404,13 @@ class Dumping(OnGpus):
             if not self.options.leave_running:
                 # Before the rename, so that an attached `limosa run` finds it however we end.
                 EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
-            work.note("commit", "begin", self.root.pid, image_id=image_id)
+            work.note(Noted.COMMIT, Phase.BEGIN, self.root.pid, image_id=image_id)
             work.check()
             self.image = self.draft.publish()
         except BaseException:
             self._forget_ended()
             raise
-        work.try_note("commit", "done", self.root.pid, image_id=image_id)
+        work.try_note(Noted.COMMIT, Phase.DONE, self.root.pid, image_id=image_id)
         work.timings["hash"], work.timings["sync"] = self.draft.timings.hash, self.draft.timings.sync
 
     def _forget_ended(self) -> None:

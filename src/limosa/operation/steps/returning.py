@@ -17,6 +17,7 @@ from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
+from limosa.operation.journal import Noted, Phase
 from limosa.operation.leftovers import let_go_on, stopped
 from limosa.operation.members import minors
 from limosa.operation.parked.gates import any_waits, gate_was_opened
@@ -155,7 +156,7 @@ class Returning(Op):
     def rewind(self) -> None:
         for rewind in self.facts.rewind:
             self.cut_back.append(rewind)
-            self.work.note("rewind", "begin", **msgspec.to_builtins(rewind))
+            self.work.note(Noted.REWIND, Phase.BEGIN, **msgspec.to_builtins(rewind))
             rewind.do()
 
     def wind_forward(self) -> None:
@@ -180,7 +181,7 @@ class Returning(Op):
             return
         self.remade = shm.Remade(self.manifest.shm, self.image.criu_fd, self.work.check)
         names, lost = shm.to_note(self.remade.names), shm.to_note(self.remade.lost)
-        self.work.note("names", "begin", names=names, lost=lost)
+        self.work.note(Noted.NAMES, Phase.BEGIN, names=names, lost=lost)
         self.remade.put()
 
     def take_names_away(self) -> None:
@@ -215,7 +216,7 @@ class Returning(Op):
         self.looked = Looked(self.image)  # the last thing before CRIU opens them
         if os.geteuid() == 0 and self.program.plugin_dir is None:
             self.looked.need_guard()
-        work.note("criu-restore", "begin", self.manifest.job.pid)
+        work.note(Noted.CRIU_RESTORE, Phase.BEGIN, self.manifest.job.pid)
         log_fd = self.image.open_log()
         try:
             pid = criu_restore(
@@ -267,7 +268,7 @@ class Returning(Op):
             ) from None
         for member in self.members:
             member.identity = Identity.of(member.pid)
-        work.note("criu-restore", "done", pid, root=self.root.to_str())
+        work.note(Noted.CRIU_RESTORE, Phase.DONE, pid, root=self.root.to_str())
         assert work.journal is not None
         work.journal.header.roots = [self.root]
         work.journal.rewrite_header()
@@ -294,7 +295,7 @@ class Returning(Op):
 
     def _started(self, who: Identity) -> None:
         self.criu_process = who
-        self.work.note("criu-restore", "note", who.pid, criu=who.to_str())
+        self.work.note(Noted.CRIU_RESTORE, Phase.NOTE, who.pid, criu=who.to_str())
 
     def restore(self) -> None:
         """Has the driver restore what it carries, once all came back as they should."""
@@ -342,7 +343,7 @@ class Returning(Op):
         if self.root is not None:
             # Those that were not to be restored yet are as CRIU has made them, whether or not the driver can be asked.
             journal = self.work.journal
-            awake = [m for m in self.members if journal is None or journal.began("restore", m.pid)]
+            awake = [m for m in self.members if journal is None or journal.began(Noted.RESTORE, m.pid)]
             end_tree(self.work.driver, self.root.pid, awake, self.work.started, self.root)
         elif self.criu_process is not None:
             # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
