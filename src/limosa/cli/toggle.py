@@ -20,6 +20,8 @@ def command(
 ) -> None:
     """Suspend what runs, resume what is suspended.
 
+    limosa toggle train
+
     If one process of a job runs and another is suspended, the job is
     suspended. In scripts use suspend and resume: they may be repeated.
     """
