@@ -83,7 +83,7 @@ class UsageError(LimosaError):
 
 
 class InvalidArgument(UsageError, ValueError, TypeError):
-    """A pid, time-out or name of the wrong kind or range (also what Python programs expect for that)."""
+    """A pid, time-out or name of the wrong kind or range. It is also a ``ValueError`` and a ``TypeError``."""
 
     id = "invalid-argument"
 
@@ -95,7 +95,7 @@ class InvalidMap(UsageError):
 
 
 class WrongChip(InvalidMap):
-    """A GPU map from one chip to another, which the driver cannot restore: the map is one, the GPUs are not alike."""
+    """A map between GPUs of different chips, which the driver cannot restore."""
 
     id, exit_code = "chip", 12
     hint_template = "limosa gpus shows which are alike"
@@ -167,7 +167,7 @@ class PidReused(LimosaError):
 
 
 class GpuUnavailable(LimosaError):
-    """The GPU or the driver cannot do what is asked; the three kinds below say why, found once and kept."""
+    """The GPU or driver cannot do what is asked. ``BindingsTooOld``, ``DriverTooOld`` and ``SymbolMissing`` say why."""
 
     id, exit_code, template = "gpu-unavailable", 12, "{detail}"
     hint_template = "limosa doctor says what is missing"
@@ -232,7 +232,7 @@ class NotAnImage(NoSuchImage):
 
 
 class UnfinishedImage(DamagedImage):
-    """A folder that a checkpoint which never reached its end left behind."""
+    """A folder that an unfinished checkpoint left."""
 
     id, template = "unfinished-image", "{path} is not an image: a checkpoint left it unfinished"
     hint_template = "limosa rm {path}"
@@ -410,7 +410,7 @@ class JobSuspended(LimosaError):
 
 
 class Refused(LimosaError):
-    """``plan`` said no: the first refusing reason gives id and exit code."""
+    """The plan said no; nothing was touched. Id and exit code are those of the first refusal."""
 
     def __init__(self, reasons: Sequence[Reason]):
         self.reasons = [r for r in reasons if r.refuses]

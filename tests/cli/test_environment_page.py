@@ -41,7 +41,7 @@ def test_what_programs_are_started_with_is_what_the_page_says(monkeypatch) -> No
 
     page = (PROJECT / "docs/environment.md").read_text()
     table = words("".join(re.findall(r"^\| `.*?` \|", page, re.M)))
-    text = page.partition("Programs that Limosa starts get these but ")[2]
+    text = page.partition("Programs that Limosa starts get these, except ")[2]
     others, _, for_users = text.partition("What root")
     but, _, besides = others.partition(" and of the others ")
     for_all, for_users = (table - words(but)) | words(besides), words(for_users.partition(" alone.")[0])

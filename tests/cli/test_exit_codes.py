@@ -23,7 +23,7 @@ ROWS = {
 RUN = range(125, 128)  # told in a paragraph of their own
 MANY = {12, 13}  # the page leads to docs/refusals.md for those
 PROGRAMS = ("_main", "trampoline", "trial_victim")
-NO_IDS = {"run", "stop"}  # verbs
+NO_IDS = {"run", "stop", "wait"}  # verbs
 NOT_TOLD = {"network"}  # whoever clears up after CRIU goes on without it
 
 

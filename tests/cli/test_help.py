@@ -52,6 +52,16 @@ def test_verbs_that_change_something_have_a_dry_run(inside, verb):
     assert "--dry-run" in inside(verb, "--help").stdout
 
 
+@pytest.mark.parametrize("verb", WITH_DRY_RUN)
+def test_the_help_of_a_plan_has_examples_that_touch_nothing(inside, verb):
+    plan, own = (inside(*words, "--help").stdout.splitlines() for words in (("plan", verb), (verb,)))
+    assert plan[2] == f"  Say what limosa {verb} would do, and touch nothing."
+    assert not [line for line in plan if line.startswith(f"  limosa {verb} ")]
+    examples = [line.replace("limosa", "limosa plan", 1) for line in own if line.startswith(f"  limosa {verb} ")]
+    assert [line for line in plan if line.startswith(f"  limosa plan {verb} ")] == examples
+    assert max(map(len, plan)) <= 80
+
+
 def test_the_list_of_verbs_tells_what_each_verb_tells(cli):
     listed = cli("--help").stdout
     for verb, (_, short) in VERBS.items():

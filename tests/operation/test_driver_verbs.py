@@ -552,6 +552,16 @@ def test_a_dry_run_touches_nothing_and_says_the_steps(gpu_like: GpuLike, double:
     assert names(double) == []
 
 
+def test_a_resume_unlocks_what_another_tool_has_locked(gpu_like: GpuLike, double: DriverDouble) -> None:
+    pid = gpu_like()
+    double.states[pid] = "locked"
+    (outcome,) = operation.resume([pid])
+    assert outcome.result is not None
+    assert [w.id for w in outcome.result.warnings] == ["locked"]
+    assert [name for name in names(double) if name != "state"] == ["unlock"]
+    assert double.states[pid] == "running"
+
+
 def test_max_pause_refuses_beforehand(gpu_like: GpuLike, double: DriverDouble) -> None:
     pid = gpu_like(size=4 * GB)
     with pytest.raises(Refused) as caught:

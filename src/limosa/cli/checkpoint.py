@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from limosa.cli import words
-from limosa.cli.options import CRIU, CRIU_PATH, HOW, ONE_JOB, PRINT_STATS, check_force, folder, parse_size
+from limosa.cli.options import CRIU_DUMP, CRIU_PATH, ONE_JOB, PRINT_STATS, check_force, folder, how, parse_size
 from limosa.cli.output import Report
 from limosa.cli.verb import flag, option, verb
 from limosa.errors import LimosaError, UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     ONE_JOB,
     option("--output", metavar="DIR", type=folder(), required=True, help="The image's folder: a new or an empty one."),
     flag("--leave-running", "-R", help="Let the job run on."),
-    *CRIU,
+    *CRIU_DUMP,
     option("--ghost-limit", metavar="SIZE", help="Refuse if a deleted open file is larger (such as 64M)."),
     flag("--link-remap", help="Name open files whose name was deleted; allows one restore."),
     flag("--skip-in-flight", help="Leave out TCP connections not accepted yet."),
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     ),
     PRINT_STATS,
     CRIU_PATH,
-    *HOW,
+    *how("With --leave-running: refuse if the job would stand still for longer."),
 )
 def command(  # noqa: PLR0913 - what is typed
     report: Report,

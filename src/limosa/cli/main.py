@@ -25,7 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "stop": ("limosa.cli.stop", "End a job: SIGTERM, then SIGKILL."),
     "plan": ("limosa.cli.plan", "Say what a verb would do, and touch nothing."),
     "move": ("limosa.cli.move", "Move running jobs to other GPUs."),
-    "suspend": ("limosa.cli.suspend", "Put jobs aside in host memory; their GPUs are free."),
+    "suspend": ("limosa.cli.suspend", "Suspend jobs into host memory; their GPUs become free."),
     "resume": ("limosa.cli.resume", "Bring suspended jobs back, here or on other GPUs."),
     "toggle": ("limosa.cli.toggle", "Suspend what runs, resume what is suspended."),
     "arena": ("limosa.cli.arena", "Have host memory ready for suspends, show it, give it back."),

@@ -56,21 +56,33 @@ WHERE = (
     option("gpu_map", "--map", metavar="A=B,...", help="Which GPU becomes which; Limosa fills in the rest."),
 )
 TIMEOUT = option("--timeout", metavar="SECONDS", type=Seconds(), help="After this long, undo everything and give up.")
-MAX_PAUSE = option(
-    "--max-pause", metavar="SECONDS", type=Seconds(), help="Refuse if the job would stand still for longer."
-)
 FORCE = option(
     "--force", metavar="ID", multiple=True, help="Turn the refusal with this id into a warning; may be repeated."
 )
 DRY_RUN = flag("--dry-run", help="Say what would be done, and touch nothing.")
-HOW = (MAX_PAUSE, TIMEOUT, FORCE, DRY_RUN)
-"""What every verb has that holds a job still."""
+
+
+def how(refuse: str = "Refuse if the job would stand still for longer.") -> tuple[click.Parameter, ...]:
+    """What every verb has that holds a job still; ``refuse``: what its ``--max-pause`` does."""
+    return option("--max-pause", metavar="SECONDS", type=Seconds(), help=refuse), TIMEOUT, FORCE, DRY_RUN
+
+
+HOW = how()
 CRIU_PATH = option("--criu", metavar="PATH", type=folder(), help="Use this criu program.")
-CRIU = (
+CRIU_DUMP = (
     flag("--tcp-established", help="Keep connected TCP sockets connected."),
     flag("--tcp-close", help="Bring connected TCP sockets back closed."),
     flag("--shell-job", help="The job was started from a shell and holds its terminal."),
-    flag("--file-locks", help="Save and restore file locks."),
+    flag("--file-locks", help="Save file locks, and restore them."),
+)
+CRIU_RESTORE = tuple(
+    flag(f"--{name}", help=f"{what} (not needed if the checkpoint had it).")
+    for name, what in (
+        ("tcp-established", "Keep connected TCP sockets connected"),
+        ("tcp-close", "Bring connected TCP sockets back closed"),
+        ("shell-job", "Give the job this terminal"),
+        ("file-locks", "Restore file locks"),
+    )
 )
 """CRIU's options that a checkpoint and a restore have."""
 PRINT_STATS = flag("--print-stats", help="Show CRIU's statistics too.")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
+
+import click
 
 from limosa.cli.meant import nearest
 from limosa.cli.options import names
@@ -12,6 +15,14 @@ from limosa.cli.verb import Argument, verb
 from limosa.errors import UsageError
 
 VERBS = ("move", "suspend", "resume", "toggle", "checkpoint", "restore", "recover")
+
+
+def planned(command: click.Command, verb: str) -> click.Command:
+    """The verb's command, with a help that says what planning it does and whose examples plan it."""
+    changed = copy.copy(command)
+    text = (command.help or "").replace(f"\n\nlimosa {verb} ", f"\n\nlimosa plan {verb} ")
+    changed.help = f"Say what limosa {verb} would do, and touch nothing.\n\n{text}"
+    return changed
 
 
 def _verbs(ctx: Any, param: Any, incomplete: str) -> list[str]:
@@ -44,5 +55,5 @@ def command(report: Report, *, verb: str, arguments: Sequence[str]) -> None:
     common = ["-o", Format.json.value] if report.json else []
     common += ["-q"] * report.quiet + ["-v"] * report.verbose
     arguments = [*common, "--dry-run", *arguments]
-    code = main.verb(verb).main(args=arguments, prog_name=f"limosa plan {verb}", standalone_mode=False)
+    code = planned(main.verb(verb), verb).main(args=arguments, prog_name=f"limosa plan {verb}", standalone_mode=False)
     report.exit_code = code if isinstance(code, int) else 0

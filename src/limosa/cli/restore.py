@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import CRIU, CRIU_PATH, DRY_RUN, FORCE, IMAGE, PRINT_STATS, TIMEOUT, WHERE, check_force
+from limosa.cli.options import CRIU_PATH, CRIU_RESTORE, DRY_RUN, FORCE, IMAGE, PRINT_STATS, TIMEOUT, WHERE, check_force
 from limosa.cli.output import Report
 from limosa.cli.verb import flag, option, verb
 from limosa.errors import LimosaError, UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     flag("--no-verify", help="Do not check the hashes first."),
     flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
-    *CRIU,
+    *CRIU_RESTORE,
     PRINT_STATS,
     CRIU_PATH,
     TIMEOUT,

@@ -24,7 +24,7 @@ ENDED_BY_CHECKPOINT = 75
 @verb(
     Argument("command_line", metavar="COMMAND...", nargs=-1, required=True, help="What to start."),
     option("--log", metavar="FILE", type=folder(), help="Append its output here (default: a new NAME.limosa.log)."),
-    option("--name", metavar="NAME", help="What to call it (default: from COMMAND)."),
+    option("--name", metavar="NAME", help="What to call it (default: from COMMAND); refused if a living job has it."),
     flag("--detach", "-d", help="Print the pid and leave it running."),
     option("--gpus", metavar="GPU,...", help="Let it see these GPUs only; shortens its pauses."),
     flag("--no-seccomp", help="Do not hide io_uring, which CRIU cannot dump."),
@@ -33,7 +33,7 @@ ENDED_BY_CHECKPOINT = 75
         "--without",
         type=click.Choice(["bulk", "stack"]),
         multiple=True,
-        help="Do not shorten the driver's steps by ready memory (bulk) or small stacks (stack).",
+        help="Do not shorten the driver's steps by ready memory (bulk) or small stacks (stack); may be repeated.",
     ),
     settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
 )

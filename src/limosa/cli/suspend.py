@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from limosa.cli.options import HOW, JOBS, ON_GPU, check_force
+from limosa.cli.options import JOBS, ON_GPU, check_force, how
 from limosa.cli.output import Report
 from limosa.cli.verb import option, verb
 
@@ -20,14 +20,14 @@ from limosa.cli.verb import option, verb
         type=click.Choice(["all", "memory-only"]),
         default="all",
         show_default=True,
-        help="Free all, or only its memory: faster, but its context stays on the GPU.",
+        help="Free all, or only its memory (jobs of limosa run): faster, but its context stays on the GPU.",
     ),
-    *HOW,
+    *how("Refuse if the suspend itself would take longer."),
 )
 def command(
     report: Report, *, jobs: Sequence[str], gpu: str | None, every: bool, force: Sequence[str], **how: Any
 ) -> None:
-    """Put jobs aside in host memory; their GPUs are free for others.
+    """Suspend jobs into host memory; their GPUs become free.
 
     limosa suspend train
 

@@ -25,7 +25,8 @@ def command(report: Report, *, job: str) -> None:
 
     Exit code: the job's, or 128 + the signal that ended it. 75: a checkpoint
     ended it. 125: the code cannot be known (Linux before 6.15), or limosa
-    itself failed.
+    itself failed: there is no living job of that name, say. image in -o json
+    tells a checkpoint from a job whose own exit code is 75.
     """
     from limosa.cli.signals import cancelling
     from limosa.operation import wait

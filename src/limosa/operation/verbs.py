@@ -9,7 +9,7 @@ from __future__ import annotations
 from limosa.errors import UsageError
 from limosa.operation.estimate import ARENA_RATE, COPY_RATE
 from limosa.operation.step import Verb
-from limosa.operation.steps import bring_back, carry, driver, dump
+from limosa.operation.steps import carry, driver, dump, from_image
 
 MOVE = Verb(
     name="move",
@@ -83,16 +83,16 @@ RESTORE = Verb(
     comes=True,
     ends=True,
     steps=(
-        bring_back.Sees(),
-        bring_back.CutBack(),
-        bring_back.Load(),
-        bring_back.Verified(),
-        bring_back.Names(),
-        bring_back.CriuRestore(),
-        bring_back.RestoreThere(),
-        bring_back.UnlockThere(),
-        bring_back.Loaded(),
-        bring_back.ArriveThere(),
+        from_image.Sees(),
+        from_image.CutBack(),
+        from_image.Load(),
+        from_image.Verified(),
+        from_image.Names(),
+        from_image.CriuRestore(),
+        from_image.RestoreThere(),
+        from_image.UnlockThere(),
+        from_image.Loaded(),
+        from_image.ArriveThere(),
     ),
 )
 

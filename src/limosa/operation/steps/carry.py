@@ -28,14 +28,14 @@ class _Carried(Step[OnGpus], abstract=True):
 
     undone = BACK
     left = (
-        "undone: every process gets its own memory back, and its gate is opened; where its GPU is full, an arena does"
+        "undone: every process gets its memory back and its gate opens. If its GPU is full, an arena takes the memory"
     )
 
     def applies(self, op: OnGpus) -> bool:
         return op.carrier is not None
 
     def undo(self, op: OnGpus) -> None:
-        """Every process gets its own memory back, and its gate is opened; what was suspended stays so."""
+        """Every process gets its own memory back, and its gate opens. What was suspended before stays suspended."""
         if op.carrier is not None:
             op.carrier.back()
 
@@ -43,7 +43,7 @@ class _Carried(Step[OnGpus], abstract=True):
 
 
 class Prepare(_Carried):
-    """Both sides are made ready, while the job runs: memory where it goes, everything held by vault and mover.
+    """Memory is made where the job's memory goes; vault and mover then hold both. A running job runs on meanwhile.
 
     Where that cannot be, the driver carries everything, unless it would lose it.
     """
@@ -101,12 +101,13 @@ class Prepare(_Carried):
             work.warnings.append(Reason(id="driver-way", text=text))
 
     def release(self, op: OnGpus) -> None:
+        """Vault and mover release what they held for the way back, and the connections to the job are closed."""
         if op.carrier is not None:
             op.carrier.release()
 
 
 class Hold(_Carried):
-    """All gates are closed at once, what was allocated or freed since is followed, and the memory is taken away.
+    """All gates close at once. Limosa follows what was allocated or freed meanwhile, and the memory is unmapped.
 
     Then the copy begins; the driver does its part meanwhile. ``goes``: what becomes of the memory, in words.
     """
@@ -130,7 +131,7 @@ class Hold(_Carried):
 
 
 class Fetch(_Carried):
-    """The copy back from the arena begins; the driver does its part meanwhile."""
+    """The copy back from the arena begins. The driver's steps run beside it."""
 
     name, still, turn = "fetch", True, COME
 
@@ -142,7 +143,7 @@ class Fetch(_Carried):
 
 
 class CopyWait(_Carried):
-    """All that is copied has arrived."""
+    """Limosa waits until the copy is complete."""
 
     name, still = "copy-wait", True
 
@@ -160,7 +161,7 @@ class CopyWait(_Carried):
 
 
 class Arrive(_Carried):
-    """The memory is mapped where it was.
+    """The memory is mapped at the addresses that it had.
 
     ``stops``: whether the operation may still be cancelled before it: a resume may, of which the copy is the longest
     part; a move is past the longer half by then.
@@ -178,12 +179,12 @@ class Arrive(_Carried):
         op.carried.arrive()
 
     def undo(self, op: OnGpus) -> None:
-        """It is unmapped again."""
+        """Memory that was mapped at the destination is unmapped."""
         op.carried.leave()
 
 
 class Open(_Carried):
-    """The gates are opened: from the first one on there is no way back, only forward."""
+    """The gates open. After the first one there is no way back."""
 
     name, still, after, undone = "open", True, "running", NOTHING
     left = "finished: every gate is opened"

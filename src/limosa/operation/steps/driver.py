@@ -22,7 +22,7 @@ class ReadyMemory(Step[OnGpus]):
     """Host memory for what the driver saves is made ready, while the job runs."""
 
     name, still, undone = "ready", False, "ready"
-    left = "undone: the library in the job lets go of it as soon as nobody is connected"
+    left = "undone: the shim releases it as soon as nobody is connected"
 
     def applies(self, op: OnGpus) -> bool:
         return op.by_driver
@@ -34,7 +34,7 @@ class ReadyMemory(Step[OnGpus]):
         op.bulk.prepare()
 
     def undo(self, op: OnGpus) -> None:
-        """What is left of it is let go of."""
+        """Host memory that is still ready is released."""
         if op.bulk is not None:
             op.bulk.let_go()
 
@@ -50,16 +50,16 @@ class _DriverStep(Step[OnGpus], abstract=True):
         return op.by_driver
 
     def undo(self, op: OnGpus) -> None:
-        """The driver is asked where each process is, and leads it to the state and the GPU that it had."""
+        """The driver is asked for each process's state, and brings it back to the state and the GPU that it had."""
         work = op.work
         driver_steps.bring_back(work.driver, op.members, work.journal, work.id, work.progress)
 
 
 class Lock(_DriverStep):
-    """All are locked, in order; then it is looked whether the job has grown meanwhile. A locked one cannot grow."""
+    """The driver locks all members, in order. Limosa then checks that the job has not grown. A locked job cannot."""
 
     name, still, tells, after, stops, turn = "lock", True, "locking", "locked", False, GO
-    left = "undone: every process is led back to the state and the GPU that it had"
+    left = "undone: every process is brought back to the state and the GPU that it had"
 
     def words(self, shape: Shape) -> str:
         return f"lock {pids(shape.awake)}" if shape.awake and not shape.alone else ""
@@ -76,7 +76,7 @@ class Lock(_DriverStep):
 
 
 class Checkpoint(_DriverStep):
-    """All are checkpointed at once: what the driver carries goes to each process's host memory.
+    """The driver checkpoints all members at once: what it carries goes to each process's host memory.
 
     ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
@@ -112,13 +112,13 @@ class Checkpoint(_DriverStep):
 
 
 class Restore(_DriverStep):
-    """All are restored at once, each with its map.
+    """The driver restores all members at once, each with its map.
 
     ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
 
     name, still, tells, after, stops, turn = "restore", True, "host memory → device memory", "locked", True, COME
-    left = "finished, where no memory is parked and every process was restored: unlocked. Else undone"
+    left = "finished (unlocked) if no memory is parked and every process was restored; otherwise undone"
 
     def __init__(self, copies: float = 0.0):
         self.copies = copies
@@ -165,7 +165,7 @@ class Restore(_DriverStep):
 
 
 class Unlock(_DriverStep):
-    """All are unlocked, in order."""
+    """The driver unlocks all members, in order."""
 
     name, still, tells, after = "unlock", True, "unlocking", "running"
     left = Restore.left
@@ -183,7 +183,7 @@ class Unlock(_DriverStep):
 
 
 class LastLook(Step[OnGpus]):
-    """Those whose gate this operation does not open are looked at: a closed one would stand still for ever.
+    """Limosa looks for closed gates that this operation will not open: such a process would stand still for ever.
 
     It changes nothing. What was noted of a suspend is forgotten once all is done.
     """
@@ -199,18 +199,19 @@ class LastLook(Step[OnGpus]):
         refuse_shut([m for m in op.members if m.pid not in ours])
 
     def release(self, op: OnGpus) -> None:
+        """The record that the job is suspended is removed."""
         for prepared in op.prepared:
             SuspendRecord(root=prepared.root).forget()
 
 
 class StaySuspended(Step[OnGpus]):
-    """The job stays as it is now: its arena becomes its own, and a record says so, which counts once it is written.
+    """The arena is handed to the job, and a record is written. From then on the job counts as suspended.
 
     There is nothing to undo: it is the last thing.
     """
 
     name, still, after, stops, undone = "keep", True, "checkpointed", True, NOTHING
-    left = "finished, where the record was written and vault and job have all memory. Else undone"
+    left = "finished if the record was written and vault and job have all memory; otherwise undone"
 
     words, cost = unsaid, free
 

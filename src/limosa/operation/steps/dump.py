@@ -12,7 +12,7 @@ from limosa.operation.steps.driver import Restore, Unlock, pids
 if TYPE_CHECKING:
     from limosa.operation.steps.dumping import Dumping
 
-_RECOVERED = "the job is brought back to running where it lives; a whole image is kept, an unfinished one removed"
+_RECOVERED = "the job is brought back to what it was; a whole image is kept, an unfinished one removed"
 
 
 class _Dumped(Step["Dumping"], abstract=True):
@@ -46,7 +46,7 @@ class Save(_Dumped):
 
 
 class HoldForImage(Hold):
-    """All gates are closed and the memory is taken away; what has changed since it was copied is copied again."""
+    """All gates close and the memory is unmapped. What has changed since it was copied is copied again."""
 
     left = _RECOVERED
 
@@ -58,7 +58,7 @@ class HoldForImage(Hold):
 
 
 class Leave(_Dumped):
-    """All connections to the job are closed: CRIU would meet them. What a suspended job holds of ours it lets go of."""
+    """Limosa closes all connections to the job: CRIU would find them. A suspended job releases its arena."""
 
     name, still, words = "leave", True, unsaid
 
@@ -70,7 +70,7 @@ class Leave(_Dumped):
 
 
 class Dump(_Dumped):
-    """CRIU writes the job. Where it is to end, the image is committed while CRIU holds it frozen, before it ends."""
+    """CRIU writes the job. If the job is to end, the image is committed while CRIU still holds it frozen."""
 
     name, still, tells, stops = "dump", True, "criu dump", True
     undone = NOTHING  # CRIU undoes what it has done; the folder is the operation's from its beginning
@@ -110,7 +110,7 @@ class UnlockAgain(Unlock):
 
 
 class GoOn(_Dumped):
-    """A job that runs on has its memory mapped where it was, and its gates are opened."""
+    """A job that runs on has its memory mapped at the addresses that it had, and its gates open."""
 
     name, still, tells, after = "map", True, "memory back", "running"
 
@@ -126,7 +126,7 @@ class GoOn(_Dumped):
 
 
 class Commit(_Dumped):
-    """The image is hashed, synced and renamed: from then on it counts. Of a job that ends this was done in its dump."""
+    """The image is hashed, synced and renamed. From then on it counts. For a job that ends, ``dump`` has done this."""
 
     name, still, tells, undone = "commit", False, "hash and sync", NOTHING
 
@@ -144,7 +144,7 @@ class Commit(_Dumped):
 
 
 class SeeOff(_Dumped):
-    """A job that ends is gone: its pids are free for a restore."""
+    """Limosa waits until a job that ends is reaped, so that its pids are free."""
 
     name, still, tells, undone = "reap", False, "waiting until the pids are free", NOTHING
 

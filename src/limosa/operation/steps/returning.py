@@ -1,4 +1,4 @@
-"""One restore under way: what its steps do (``bring_back.py`` has them)."""
+"""One restore under way: what its steps do (``from_image.py`` has them)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TREE = "tree"
 """What the end of a half-restored job is called in journals."""
 
-_RECOVERED = "finished where CRIU was done and everything fits; else ended: the image is the copy"
+_RECOVERED = "finished if CRIU was done and everything fits; otherwise the job is ended: the image is the copy"
 
 
 class _Returned(Step["Returning"], abstract=True):
@@ -25,12 +25,12 @@ class _Returned(Step["Returning"], abstract=True):
     words, cost = unsaid, free
 
     def undo(self, op: Returning) -> None:
-        """What there is of the job is ended: the image is the copy."""
+        """All processes of the restored job are ended; the image is the copy."""
         op.end_tree()
 
 
 class Sees(_Returned):
-    """What the job is to see of the GPUs is noted, where others are hidden from it, before anything of it runs."""
+    """For a job of ``limosa run --gpus``, the file that lists its GPUs is written before any process runs."""
 
     name, still, undone = "sees", False, "sees"
 
@@ -38,12 +38,12 @@ class Sees(_Returned):
         op.show_gpus()
 
     def undo(self, op: Returning) -> None:
-        """It is forgotten."""
+        """The file that lists the job's GPUs is removed."""
         op.hide_gpus()
 
 
 class CutBack(_Returned):
-    """Files that have grown since are cut back to the size that they had; their tails are kept."""
+    """Files that have grown are cut back to the size that they had. Their tails are kept."""
 
     name, still, undone = "rewind", False, "rewind"
 
@@ -54,7 +54,7 @@ class CutBack(_Returned):
         op.rewind()
 
     def undo(self, op: Returning) -> None:
-        """Their tails are put back."""
+        """Files that were cut get their tails back."""
         op.wind_forward()
 
 
@@ -66,7 +66,7 @@ class _OfChunks(_Returned, abstract=True):
 
 
 class Load(_OfChunks):
-    """Memory is made on the GPUs and filled from the image's chunks, beside what comes next."""
+    """Memory is made on the GPUs and filled from the image's chunks, beside the steps that follow."""
 
     name, still, tells, undone = "prepare", False, "memory on the GPUs", "chunks"
 
@@ -74,12 +74,15 @@ class Load(_OfChunks):
         op.load()
 
     def undo(self, op: Returning) -> None:
-        """It is let go of."""
+        """Memory made for chunks is released."""
         op.unload()
 
 
 class Verified(_Returned):
-    """What CRIU reads of the image was compared with its hashes. It changes nothing."""
+    """What CRIU reads is compared with the image's hashes.
+
+    It changes nothing.
+    """
 
     name, still, undone = "verified", False, NOTHING
 
@@ -94,7 +97,7 @@ class Verified(_Returned):
 
 
 class Names(_Returned):
-    """What the job shared by name is made anew, and the names of its semaphores."""
+    """Shared memory and semaphores that the job used by name are made anew."""
 
     name, still, undone = "names", False, "names"
 
@@ -102,12 +105,12 @@ class Names(_Returned):
         op.make_names()
 
     def undo(self, op: Returning) -> None:
-        """It is removed again."""
+        """Shared memory and names made for the job are removed."""
         op.take_names_away()
 
 
 class CriuRestore(_Returned):
-    """CRIU brings the tree back."""
+    """CRIU restores the tree of processes."""
 
     name, noted, still, tells, after = "criu", "criu-restore", False, "criu restore", "checkpointed"
 
@@ -125,7 +128,7 @@ class CriuRestore(_Returned):
 
 
 class RestoreThere(_Returned):
-    """The driver restores what it carries, with the map that puts it on this machine's GPUs."""
+    """The driver restores what it carries, with the map to this machine's GPUs."""
 
     name, still, tells, after, stops = "restore", False, "host memory → device memory", "locked", True
 
@@ -147,7 +150,7 @@ class RestoreThere(_Returned):
 
 
 class UnlockThere(_Returned):
-    """The driver unlocks; where there are chunks the gates are closed still."""
+    """The driver unlocks all members. Gates of processes with chunks are still closed."""
 
     name, still, tells, after = "unlock", False, "unlocking", "running"
 
@@ -162,7 +165,7 @@ class UnlockThere(_Returned):
 
 
 class Loaded(_OfChunks):
-    """Every byte that comes from chunks is there, and was compared."""
+    """Limosa waits until every byte from chunks has arrived and was compared."""
 
     name, still, tells = "wait", False, "device memory"
 
@@ -176,7 +179,7 @@ class Loaded(_OfChunks):
 
 
 class ArriveThere(_OfChunks):
-    """That memory is mapped where it was, and the gates are opened: from the first one on there is no way back."""
+    """Memory from chunks is mapped at the addresses that it had, and the gates open. Then there is no way back."""
 
     name, still, tells, after = "map", False, "memory", "running"
 
