@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import signal
 from types import SimpleNamespace
 
 import msgspec
@@ -184,3 +186,30 @@ def test_what_an_administrator_sets_is_asked_once_a_second(monkeypatch: pytest.M
     now[0] += nvml._KEPT_SECONDS + 0.1
     nvml._keep("what", lambda: asked.append("asked"))
     assert len(asked) == 2
+
+
+@pytest.mark.root
+def test_a_process_that_a_user_calls_an_mps_server_is_none_for_others() -> None:
+    """Also where it may not be dumped, so that its files in /proc are root's."""
+    libc = ctypes.CDLL(None)
+
+    def call_itself(uid: int) -> int:
+        reading, writing = os.pipe()
+        if not (child := os.fork()):
+            os.setresuid(uid, uid, uid)
+            libc.prctl(15, b"nvidia-cuda-mps-control", 0, 0, 0)  # PR_SET_NAME
+            libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE
+            os.write(writing, b"x")
+            signal.pause()
+        os.read(reading, 1)
+        os.close(reading)
+        os.close(writing)
+        return child
+
+    for uid, counts in ((61002, False), (os.geteuid(), True)):
+        child = call_itself(uid)
+        try:
+            assert nvml._mps_running() is counts
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)

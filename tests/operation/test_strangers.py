@@ -139,6 +139,7 @@ ROWS = {  # the first column → what of it is attacked here, or which test does
     "`journals/ID.jsonl` (0600)": ("journals",),
     "`sees/NAME`": ("sees",),
     "`logs/ID.log` (0600)": ("logs",),
+    "`driver/…`": ("tests/gpu_room/test_gpu_worker_idle.py", "test_who_stands_elsewhere_does_not_get_it"),
     "`vault/socket-*`, `mover/socket-*` (0600)": ("vault", "mover"),
     "`claims.lock`, `jobs.lock`, `vault/*.lock`, `mover/*.lock` (0600)": (
         "tests/operation/test_claims_race.py",
@@ -461,6 +462,22 @@ def test_a_file_of_roots_with_a_name_in_a_users_folder_is_no_word_of_his_and_is_
         patch.setattr(os, "unlink", broken)
         RunRecord(root=eve.process, name="", command=[]).forget()
     assert eve.secret.read_bytes() == good
+
+
+def test_a_person_of_many_user_ids_has_no_more_read_of_him_than_so_much(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As /etc/subuid gives them; whoever comes after them has room for his ordinary files all the same."""
+    monkeypatch.setattr(belief, "_MOST_OF_OTHERS", 3 * MOST_BYTES)
+    for uid in range(70_000, 70_010):
+        for name in ("a", "b"):
+            as_user(
+                uid, lambda name=name: (places.own_folder("claims") / f"{name}.json").write_bytes(b" " * MOST_BYTES)
+            )  # type: ignore[misc]
+    as_user(80_000, lambda: (places.own_folder("claims") / "move-1.json").write_bytes(b"{}"))
+    found = belief.read("claims")
+    assert [n.name for n in found if n.owner == 80_000] == ["move-1.json"]
+    assert sum(len(n.data) for n in found) <= 4 * MOST_BYTES
 
 
 def test_a_user_who_never_answers_for_his_vault_and_mover_holds_up_nobody(base: Path, eve: Eve) -> None:

@@ -71,6 +71,8 @@ def test_nothing_else_is_kept():
     def test():
         os.umask(0)
         resource.setrlimit(resource.RLIMIT_CORE, (4096, 4096))
+        audit = Path("/proc/self/loginuid")
+        before = audit.read_text() if audit.exists() else ""
         rights.become(USER)
         status = dict(
             line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line
@@ -82,6 +84,8 @@ def test_nothing_else_is_kept():
             assert int(status[name], 16) == 0, name
         assert status["Umask"].strip() == "0077"
         assert int(Path("/proc/self/oom_score_adj").read_text()) >= 0
+        if before:
+            assert audit.read_text() in (str(USER), before)  # an admin may have made it immutable
         for limit in (resource.RLIMIT_CORE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE):
             assert resource.getrlimit(limit) == (0, 0)
         with pytest.raises(PermissionError):

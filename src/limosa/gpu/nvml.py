@@ -206,13 +206,23 @@ def _text(value: str | bytes) -> str:
 
 
 def _mps_running() -> bool:
-    """Look for nvidia-cuda-mps-control or -server (``/proc/PID/comm`` keeps 15 characters of a name)."""
+    """Look for nvidia-cuda-mps-control or -server (``/proc/PID/comm`` keeps 15 characters of a name).
+
+    Root's and the caller's own: anybody may call a process so, and a user's own server has no clients but his.
+    """
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
                 with open(f"/proc/{entry}/comm", "rb") as file:
-                    if file.read().startswith(b"nvidia-cuda-mps"):
-                        return True
-            except OSError:
+                    named = file.read().startswith(b"nvidia-cuda-mps")
+                if named and _user_of(entry) in (0, os.geteuid()):
+                    return True
+            except (OSError, LookupError, ValueError):
                 continue
     return False
+
+
+def _user_of(pid: str) -> int:
+    """Whose a process is; who owns its files in /proc says less: those of one that may not be dumped are root's."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        return int(file.read().split(b"\nUid:")[1].split()[1])

@@ -32,6 +32,9 @@ MOST_BYTES = 1 << 20
 MOST_FILES = 1_000
 """Files of one kind of one user."""
 _MOST_OF_ALL = 4 << 20  # bytes of one kind of one user
+# Of all other users together: one may have thousands of user ids (/etc/subuid). The lowest are read first; past that
+# each has room for some ordinary files.
+_MOST_OF_OTHERS, _LEAST_OF_ONE = 32 << 20, 64 << 10
 _MOST_NAMES = 20_000  # names that are looked at to find them
 _OWN_BYTES, _OWN_OF_ALL = 16 << 20, 256 << 20  # of the caller's own and of root's
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", re.ASCII)
@@ -74,14 +77,17 @@ def read(kind: str, uid: int | None = None, *, whole: bool = False) -> list[Note
         FailedUndone: with ``whole``: nobody can say what the caller, root or the user who is asked for has there.
     """
     found: list[Note] = []
+    others = _MOST_OF_OTHERS
     with folders(kind, uid, whole=whole) as everybodys:
         for folder in everybodys:
-            one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, _MOST_OF_ALL)
+            most = min(_MOST_OF_ALL, max(_LEAST_OF_ONE, others))
+            one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, most)
             sure = whole and (uid is not None or _trusted(folder))
             for name in _names(folder, sure):
                 data = _bytes(folder, name, min(left, one), sure)
                 if data is not None:
                     left -= len(data)
+                    others -= 0 if _trusted(folder) else len(data)
                     found.append(Note(folder.uid, name, data))
     return found
 
