@@ -15,7 +15,7 @@ from limosa.cli.verb import Argument, flag, option, verb
 from limosa.errors import LimosaError, RunFailed
 from limosa.job import run
 from limosa.process import device_nodes, records
-from limosa.process.follow import Signals, follow_job, stop_adopting
+from limosa.process.follow import Signals, follow_job
 from limosa.process.identity import Identity
 
 ENDED_BY_CHECKPOINT = 75
@@ -74,30 +74,24 @@ def _run(command_line: Sequence[str], report: Report, detach: bool, options: Map
             return 0
         signals.to(started.identity)
         report.tell(f"{started.name} is process {started.pid}, its output is kept in {started.log}")
-        return follow(started.identity, started.log, report, offset=started.log_start, signals=signals)
+        return follow(started.identity, started.log, report, offset=started.log_start, own=True)
 
 
-def follow(
-    job: Identity, log: str, report: Report, *, offset: int | None = None, signals: Signals | None = None
-) -> int:
-    """Shows the job's output and passes signals on until it ends (``run``, ``restore --attach``).
+def follow(job: Identity, log: str, report: Report, *, offset: int, own: bool) -> int:
+    """Shows the job's output until it ends (``run``, ``restore --attach``); passing signals on is the caller's.
 
     Args:
         job: its root, a child of this process (``process.follow.adopting``).
         log: the file its output goes to, or "".
         report: where notes go.
-        offset: where in the log to begin, in bytes; its end now where None.
-        signals: already catching (``run``, which has opened the log), or None: for the time of the call.
+        offset: where in the log to begin, in bytes.
+        own: this process has opened the log for the job (``run``).
 
     Returns:
         The job's exit code, 128 + signal, 75 where a checkpoint ended it, 125 where nobody can know.
     """
-    with contextlib.ExitStack() as stack:
-        if signals is None:
-            stack.enter_context(Signals()).to(job)
-            stop_adopting()  # a restore did; what the job itself orphans from here on is init's to reap
-        known = records.RunRecord.of(job)
-        ended = follow_job(job, log, _to_stdout, offset=offset, own=signals is not None)
+    known = records.RunRecord.of(job)
+    ended = follow_job(job, log, _to_stdout, offset=offset, own=own)
     records.RunRecord(root=job, name="", command=[]).forget()
     if known is not None and not ended.image:  # else somebody may have restored it by now
         device_nodes.forget(known.sees)
