@@ -281,6 +281,30 @@ def test_a_result_that_cannot_be_written_is_said_and_is_no_success(form: str) ->
     assert "no job was touched" not in ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["plan", "move", "nobody", "--to", "0"],
+            "the plan of limosa move could not be written ({}): nothing was touched",
+        ),
+        (["recover", "--dry-run"], "the plan of limosa recover could not be written ({}): nothing was touched"),
+        (["--help"], "the output could not be written ({})"),
+        (["plan", "move", "--help"], "the output could not be written ({})"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_plan_or_help_that_cannot_be_written_is_neither_done_nor_an_internal_error(environment, words, said) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "limosa", *words],
+            env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert ran.stderr.startswith(f"limosa: {said.format('No space left on device')}\n")
+    assert "hint: limosa recover" not in ran.stderr
+    assert ran.returncode != 0
+
+
 @pytest.mark.parametrize("closed", [">&- <&-", ">&- 2>&-"])
 def test_closed_outputs_are_as_if_thrown_away(closed: str) -> None:
     """And the next file that is opened does not get what was to be printed."""

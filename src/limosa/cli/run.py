@@ -91,7 +91,9 @@ def follow(job: Identity, log: str, report: Report, *, offset: int, own: bool) -
         The job's exit code, 128 + signal, 75 where a checkpoint ended it, 125 where nobody can know.
     """
     known = records.RunRecord.of(job)
-    ended = follow_job(job, log, _to_stdout, offset=offset, own=own)
+    ended = follow_job(job, log, lambda data: _to_stdout(data, report), offset=offset, own=own)
+    if log and _is_full(log):
+        report.tell(f"the disk of {log} is full: some of the job's output may be missing")
     records.RunRecord(root=job, name="", command=[]).forget()
     if known is not None and not ended.image:  # else somebody may have restored it by now
         device_nodes.forget(known.sees)
@@ -105,10 +107,21 @@ def follow(job: Identity, log: str, report: Report, *, offset: int, own: bool) -
     return ended.exit_code
 
 
-def _to_stdout(data: bytes) -> None:
-    """Writes to stdout past Python's buffers; a reader that has gone away does not end the job."""
+def _to_stdout(data: bytes, report: Report) -> None:
+    """Writes to stdout past Python's buffers; a reader that has gone away, or a full disk, does not end the job."""
     try:
         while data:
             data = data[os.write(1, data) :]
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            report.tell(f"the job's output can no longer be shown ({error.strerror}); its log has all of it")
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+
+
+def _is_full(log: str) -> bool:
+    """Whether nothing more can be written to the log's disk (root may write to the last of it)."""
+    try:
+        disk = os.statvfs(log)
+    except OSError:
+        return False
+    return disk.f_blocks > 0 and (disk.f_bavail if os.geteuid() else disk.f_bfree) == 0
