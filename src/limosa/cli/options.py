@@ -18,9 +18,13 @@ _MOST_BYTES = 1 << 62
 
 def names(ctx: Any, param: Any, incomplete: str) -> list[str]:
     """Completes the names of living jobs: reads the records and nothing else."""
+    from limosa.errors import LimosaError
     from limosa.process.records import RunRecord
 
-    return [record.name for record in RunRecord.all() if record.name.startswith(incomplete)]
+    try:
+        return [record.name for record in RunRecord.all() if record.name.startswith(incomplete)]
+    except LimosaError:  # the verb itself will say it
+        return []
 
 
 class Seconds(click.FloatRange):
