@@ -21,6 +21,7 @@ from limosa.cli.logs import _follow
 from limosa.cli.output import Report
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Journal
+from limosa.process import exit_code
 from limosa.process.follow import Tail
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
@@ -241,3 +242,23 @@ def test_wait_for_a_job_that_a_checkpoint_ends_is_75_with_its_image(limosa, tmp_
     (listed,) = json.loads(limosa("images", tmp_path, "-o", "json", rc=0).stdout)["images"]
     assert (listed["pid"], listed["state"]) == (pid, "complete")
     assert "image" in limosa("images", tmp_path, rc=0).stdout
+
+
+def test_a_job_that_was_quicker_than_its_starter_has_an_exit_code(runtime, tmp_path):
+    """It was NoSuchProcess, or Zombie, or the exit code: whoever was faster."""
+    quick = api.run(["sh", "-c", "exit 3"], cwd=tmp_path)
+    assert gone(quick.pid)
+    for _ in range(2):
+        assert api.wait(quick).exit_code == (3 if KNOWN else None)
+    with pytest.raises(api.NoSuchProcess):
+        api.wait(quick.pid)
+
+
+def test_no_more_descriptors_are_kept_than_a_program_can_spare(monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(exit_code, "_kept", {})
+    for start in range(3 * exit_code._MOST_KEPT):
+        exit_code.keep(Identity(os.getpid(), start))
+    assert len(os.listdir("/proc/self/fd")) == before + exit_code._MOST_KEPT
+    for fd in exit_code._kept.values():
+        os.close(fd)
