@@ -13,6 +13,7 @@ from limosa import gpu
 from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, PidReused, Zombie
 from limosa.operation import claims, drivers
 from limosa.operation.jobs import JobLike, job, rfc3339
+from limosa.operation.options import check_seconds
 from limosa.operation.results import StopResult, WaitResult
 from limosa.process import records
 from limosa.process.candidates import may_use_cuda
@@ -80,6 +81,7 @@ def stop(
     JobSuspended (it would not get to handle the signal), Busy (another operation works on it, or has left it in the
     middle), PermissionDenied.
     """
+    check_seconds(grace=grace)
     found = job(which)
     refuse_ancestor(found.root)
     started = time.monotonic()
