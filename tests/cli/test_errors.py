@@ -183,6 +183,22 @@ def test_rm_refuses_what_is_no_image(inside, tmp_path):
     assert (tmp_path / "photos" / "cat.jpg").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["checkpoint", "1", "--output", "x", "--rate", "lots"], "--rate"),
+        (["checkpoint", "1", "--output", "x", "--chunk", "lots"], "--chunk"),
+        (["arena", "lots"], "SIZE"),
+        (["arena", "1G", "--keep", "lots"], "--keep"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_size_or_time_is_told_with_its_option(inside, words, named):
+    ran = inside(*words)
+    assert ran.returncode == 2
+    assert named in ran.stderr.splitlines()[0]
+
+
 @pytest.mark.parametrize("words", [["ps"], ["move", "train", "--to", "0"], ["logs", "train"]], ids=" ".join)
 def test_a_runtime_folder_that_cannot_be_used_is_refused_by_all_that_read_names(inside, tmp_path, words):
     """``ps`` listed jobs without their names, and the others said that there was no such job."""

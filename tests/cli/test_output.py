@@ -198,6 +198,14 @@ def test_the_state_comes_from_the_journal(capsys, monkeypatch, tmp_path):
         journal.finish()
 
 
+def test_a_state_is_called_as_ps_calls_it_and_limosa_is_said_once(capsys):
+    report = Report("limosa")
+    report.problem(FailedUndone(what="move", detail="x", job_state="parked"))
+    assert "the job's state now: suspended (memory only)" in capsys.readouterr().err
+    report.interrupted()
+    assert capsys.readouterr().err.startswith("limosa: limosa was interrupted; ")
+
+
 def test_the_trace_comes_with_v_only(capsys):
     import click
 

@@ -152,7 +152,7 @@ def test_logs_shows_the_last_lines_and_follows_to_the_end(limosa, tmp_path):
     (tmp_path / "go").touch()
     assert following.communicate(timeout=20)[0] == "line 2\nline 3\nlast\n"
     assert following.returncode == 0
-    assert str(log.name) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
+    assert str(log) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
 
 
 def test_logs_of_a_job_that_ends_while_it_is_looked_for(limosa, tmp_path):
@@ -252,6 +252,11 @@ def test_a_job_that_was_quicker_than_its_starter_has_an_exit_code(runtime, tmp_p
         assert api.wait(quick).exit_code == (3 if KNOWN else None)
     with pytest.raises(api.NoSuchProcess):
         api.wait(quick.pid)
+
+
+def test_how_long_a_stop_took_does_not_depend_on_when_its_parent_reaps_it(start, monkeypatch):
+    monkeypatch.setattr("limosa.operation.ending.exit_code", lambda _: time.sleep(2))
+    assert api.stop(start(["sleep", "60"], ready=None).pid).seconds < 2
 
 
 def test_no_more_descriptors_are_kept_than_a_program_can_spare(monkeypatch):

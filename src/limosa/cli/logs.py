@@ -98,7 +98,7 @@ def _ended(job: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", job):
         return ""
     found = sorted(Path().glob(f"{job}.limosa*.log"), key=lambda path: path.lstat().st_mtime)
-    return f"if it has ended, its output is in {words.clean(found[-1])}" if found else ""
+    return f"if it has ended, its output is in {words.clean(found[-1].absolute())}" if found else ""
 
 
 def _writer(fd: int) -> Callable[[bytes], None]:

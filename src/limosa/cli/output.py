@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from limosa.progress import Progress
 
 SCHEMA = 1
+# As ps calls them.
+_STATES: dict[str, str] = {JobState.CHECKPOINTED: "suspended", JobState.PARKED: "suspended (memory only)"}
 
 
 class Format(str, enum.Enum):
@@ -180,7 +182,7 @@ class Report:
         if error.job_state == JobState.GONE and self._brings_job():  # as it was before
             self._say("nothing of the job runs; the image is as it was")
         elif error.job_state:
-            self._say(f"the job's state now: {error.job_state}")
+            self._say(f"the job's state now: {_STATES.get(error.job_state, error.job_state)}")
         if error.hint:
             self._say(f"hint: {error.hint}")
 
@@ -195,7 +197,7 @@ class Report:
         from limosa.errors import CancelledUndone, LimosaError
 
         state, text = whereabouts()
-        message = f"limosa {self.verb} was interrupted; {text}"
+        message = f"limosa {self.verb} was interrupted; {text}".replace("limosa limosa", "limosa")
         if state:
             return self.failure(LimosaError(message, hint="limosa recover", job_state=state))
         return self.failure(CancelledUndone(message))

@@ -108,10 +108,9 @@ def stop(
             _send(tree, signal.SIGKILL)
             _wait_for(found.root, tree, time.monotonic() + _KILLED_SECONDS, None)
         handle.wait(_KILLED_SECONDS)
+        seconds = time.monotonic() - started  # what comes now waits for its parent to reap it
         code = exit_code(handle.fd)
-    return StopResult(
-        pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=time.monotonic() - started
-    )
+    return StopResult(pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=seconds)
 
 
 def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> None:
