@@ -74,10 +74,13 @@ def run(  # noqa: PLR0913 - options are keywords
         RunFailed: it was not started.
         UsageError: the name is none, or a living job has it; a GPU is named twice.
         UnknownGpu: there is no such GPU.
-        InvalidArgument: the command is no list of words.
+        InvalidArgument: the command is no list of words, or the environment has what is no text.
     """
     if isinstance(command, (str, bytes)) or not command:
         raise InvalidArgument(f"{command!r} is no command: a command is a list of words, the program first")
+    for said in (*command, *(word for pair in (env or {}).items() for word in pair)):
+        if not isinstance(said, str):
+            raise InvalidArgument(f"{said!r} is not a text: words of a command, and what is in env, have to be")
     made = preload(env, without=without) if shim else env
     warnings: list[Reason] = []
     if shim and not loadable(LIBRARY):

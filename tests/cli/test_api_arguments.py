@@ -44,6 +44,41 @@ def test_a_command_is_a_list_of_words(command: Any):
         limosa.run(command)
 
 
+@pytest.mark.parametrize("said", [{"command": ["sleep", 5]}, {"command": ["env"], "env": {"A": 1}}], ids=str)
+def test_words_of_a_command_and_of_its_environment_are_texts(said: Any):
+    with pytest.raises(limosa.InvalidArgument, match="is not a text"):
+        limosa.run(**said)
+
+
+@pytest.mark.parametrize("seconds", ["x", -1, float("nan"), float("inf"), True], ids=str)
+def test_a_time_is_a_number_of_seconds(tmp_path: Path, seconds: Any):
+    me: Any = os.getpid()
+    for act in (
+        lambda: limosa.move(me, to="1", timeout=seconds),
+        lambda: limosa.suspend([me], max_pause=seconds),
+        lambda: limosa.checkpoint(me, tmp_path / "image", timeout=seconds),
+        lambda: limosa.restore(tmp_path / "image", timeout=seconds),
+        lambda: limosa.stop(me, grace=seconds),
+    ):
+        with pytest.raises(limosa.InvalidArgument, match="is not a number of seconds"):
+            act()
+
+
+@pytest.mark.parametrize("verb", ["move", "suspend", "resume", "toggle", "checkpoint", "restore", "plan_restore"])
+def test_a_keyword_that_there_is_not_is_told_with_the_functions_name(tmp_path: Path, verb: str):
+    words = {"move": (1,), "checkpoint": (1, tmp_path / "image")}.get(verb, (tmp_path / "image",))
+    with pytest.raises(TypeError, match=rf"^limosa.{verb}\(\) got an unexpected keyword argument 'foo'$"):
+        getattr(limosa, verb)(*words, foo=1)
+
+
+def test_one_job_that_is_named_twice_is_refused():
+    """It was in its own way: one half was moved, the other was busy."""
+    me = os.getpid()
+    for act in (lambda: limosa.suspend([me, str(me)]), lambda: limosa.move([me, me], swap=True)):
+        with pytest.raises(limosa.UsageError, match="the same job is named twice"):
+            act()
+
+
 def test_recover_takes_one_folder_for_one_folder(tmp_path: Path):
     for folder in (tmp_path / "missing", str(tmp_path / "missing")):
         (found,) = limosa.recover(folder, dry_run=True)

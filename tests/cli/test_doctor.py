@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 
 import pytest
 
@@ -245,3 +246,12 @@ def test_libraries_that_were_not_built_are_named_and_built(monkeypatch, tmp_path
         build, "build_sight", lambda: (tmp_path / build.SIGHT_LIBRARY).write_bytes(whole.read_bytes()) and None
     )
     assert module._libraries(fix=True, log=print).status == "ok"
+
+
+def test_a_runtime_folder_that_is_full_is_no_good_one(runtime, monkeypatch):
+    """Every verb failed for want of room while doctor said that all works."""
+    assert module._runtime_dir().status == "ok"
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", lambda **_: FileIO("/dev/full", "w"))
+    found = module._runtime_dir()
+    assert (found.status, found.exit_code) == ("fail", 15)
+    assert "No space left on device" in found.detail

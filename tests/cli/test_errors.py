@@ -181,3 +181,36 @@ def test_rm_refuses_what_is_no_image(inside, tmp_path):
     ran = inside("rm", str(tmp_path / "photos"))
     assert ran.returncode == 2
     assert (tmp_path / "photos" / "cat.jpg").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["checkpoint", "1", "--output", "x", "--rate", "lots"], "--rate"),
+        (["checkpoint", "1", "--output", "x", "--chunk", "lots"], "--chunk"),
+        (["arena", "lots"], "SIZE"),
+        (["arena", "1G", "--keep", "lots"], "--keep"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_bad_size_or_time_is_told_with_its_option(inside, words, named):
+    ran = inside(*words)
+    assert ran.returncode == 2
+    assert named in ran.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("words", [["ps"], ["move", "train", "--to", "0"], ["logs", "train"]], ids=" ".join)
+def test_a_runtime_folder_that_cannot_be_used_is_refused_by_all_that_read_names(inside, tmp_path, words):
+    """``ps`` listed jobs without their names, and the others said that there was no such job."""
+    ran = inside(*words, env={"LIMOSA_RUNTIME_DIR": "some/where"})
+    assert ran.returncode == 2
+    assert "LIMOSA_RUNTIME_DIR=some/where is not an absolute path" in ran.stderr
+    (file := tmp_path / "file").touch()
+    (opened := tmp_path / "opened").mkdir()
+    opened.chmod(0o777)
+    for path, why in ((file, "is not a folder"), (opened, "others may change what is in")):
+        ran = inside(*words, env={"LIMOSA_RUNTIME_DIR": str(path)})
+        assert ran.returncode == 11
+        assert f"LIMOSA_RUNTIME_DIR={path} cannot be made or is not safe to use" in ran.stderr
+        assert why in ran.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "opened"}

@@ -198,6 +198,14 @@ def test_the_state_comes_from_the_journal(capsys, monkeypatch, tmp_path):
         journal.finish()
 
 
+def test_a_state_is_called_as_ps_calls_it_and_limosa_is_said_once(capsys):
+    report = Report("limosa")
+    report.problem(FailedUndone(what="move", detail="x", job_state="parked"))
+    assert "the job's state now: suspended (memory only)" in capsys.readouterr().err
+    report.interrupted()
+    assert capsys.readouterr().err.startswith("limosa: limosa was interrupted; ")
+
+
 def test_the_trace_comes_with_v_only(capsys):
     import click
 
@@ -279,6 +287,30 @@ def test_a_result_that_cannot_be_written_is_said_and_is_no_success(form: str) ->
     assert ran.returncode == 1
     assert "the result of limosa arena could not be written (No space left on device): it was done" in ran.stderr
     assert "no job was touched" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["plan", "move", "nobody", "--to", "0"],
+            "the plan of limosa move could not be written ({}): nothing was touched",
+        ),
+        (["recover", "--dry-run"], "the plan of limosa recover could not be written ({}): nothing was touched"),
+        (["--help"], "the output could not be written ({})"),
+        (["plan", "move", "--help"], "the output could not be written ({})"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_a_plan_or_help_that_cannot_be_written_is_neither_done_nor_an_internal_error(environment, words, said) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "limosa", *words],
+            env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False,
+        )  # fmt: skip
+    assert ran.stderr.startswith(f"limosa: {said.format('No space left on device')}\n")
+    assert "hint: limosa recover" not in ran.stderr
+    assert ran.returncode != 0
 
 
 @pytest.mark.parametrize("closed", [">&- <&-", ">&- 2>&-"])

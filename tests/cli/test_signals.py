@@ -121,6 +121,34 @@ def test_handlers_are_put_back_but_ctrl_c_comes_too_late():
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
 
+ATTACHED = """
+import os, signal, sys
+from pathlib import Path
+from limosa import operation
+from limosa.cli import restore
+from limosa.cli.output import Report
+from limosa.operation.results import RestoreResult
+
+class Attached(Report):
+    def tell(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def restored(*_, **__):
+    return RestoreResult(pid=os.posix_spawnp("sleep", ["sleep", "60"], os.environ, setsid=True), id="x")
+
+operation.restore, restore._end_of_log = restored, lambda _: 0
+report = Attached("restore")
+restore._attached(report, Path("x"), {}, None)
+sys.exit(report.exit_code)
+"""
+
+
+def test_ctrl_c_reaches_the_job_of_an_attached_restore(environment):
+    """It was ignored: nothing but another terminal could end the job."""
+    done = subprocess.run([sys.executable, "-c", ATTACHED], env=environment, timeout=20, check=False)
+    assert done.returncode == 128 + signal.SIGINT
+
+
 SAID = "limosa: interrupted before it had begun; no job was touched\n"
 EARLY = """
 import os, signal, sys

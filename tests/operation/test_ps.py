@@ -28,7 +28,7 @@ def seen(pid: int, runtime: Path) -> dict[str, Any]:
 
 def test_another_users_job_is_not_said_to_hold_nothing() -> None:
     runtime = Path(tempfile.mkdtemp(prefix="limosa-ps-"))
-    runtime.chmod(0o1777)
+    runtime.chmod(0o755)
     with subprocess.Popen(["sleep", "30"]) as process:
         try:
             there = as_user(USER, lambda: seen(process.pid, runtime))

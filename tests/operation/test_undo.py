@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 
 import pytest
 
-from limosa.errors import FailedUndone, LeftSuspended, LimosaError, UndoFailed
+from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoRoomOnHost, UndoFailed
+from limosa.operation import work as work_module
 from limosa.operation.work import Work
 
 
 class Failing:
     """An operation that fails when all its steps are done; ``undone`` are those that were undone."""
 
-    def __init__(self) -> None:
-        self.work = Work("move")
+    def __init__(self, verb: str = "move") -> None:
+        self.work = Work(verb)
         self.undone: list[str] = []
 
     def step(self, name: str, undo: Callable[[], None] = lambda: None, called: str = "") -> None:
@@ -79,3 +82,17 @@ def test_nothing_is_undone_where_nothing_fails() -> None:
     with move.work:
         pass
     assert move.undone == []
+
+
+@pytest.mark.parametrize("least", ["/image", "/runtime"])
+def test_of_a_full_disk_the_folder_is_named(monkeypatch: pytest.MonkeyPatch, least: str) -> None:
+    """What was written to is not always said, and the runtime folder is what nobody thinks of."""
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", "/runtime")
+    monkeypatch.setattr(work_module, "_room", lambda folder: 0 if folder == least else 1)
+    checkpoint = Failing("checkpoint")
+    checkpoint.work._image = "/image/new"
+    checkpoint.step("draft", lambda: monkeypatch.setattr(work_module, "_room", lambda _: 1))
+    text = f"no room is left in {least} .No space left on device.: checkpoint was undone"
+    with pytest.raises(NoRoomOnHost, match=text) as failed, checkpoint.work:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert failed.value.hint == f"df -h {least}"

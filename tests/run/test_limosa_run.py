@@ -42,6 +42,38 @@ def test_output_goes_to_the_log_and_to_stdout_and_the_exit_code_is_passed_on(lim
     assert RunRecord.all() == []
 
 
+def test_output_that_cannot_be_shown_is_said_and_kept(runtime, tmp_path):
+    words = [sys.executable, "-m", "limosa", "run", "--name", "two", "--", "sh", "-c", "echo one; exit 7"]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            words, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert ran.returncode == 7
+    assert "the job's output can no longer be shown (No space left on device); its log has all of it" in ran.stderr
+    assert (tmp_path / "two.limosa.log").read_text() == "one\n"
+
+
+def test_logs_that_cannot_be_written_is_no_internal_error(limosa, tmp_path):
+    limosa("run", "-d", "--name", "two", "--", "sh", "-c", "echo one; sleep 60", rc=0)
+    wait_text(tmp_path / "two.limosa.log", "one")
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "limosa", "logs", "two"]
+        ran = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert (ran.returncode, ran.stderr) == (1, "limosa: the output could not be written (No space left on device)\n")
+
+
+@pytest.mark.root
+def test_a_log_on_a_full_disk_is_said(limosa, tmp_path):
+    (disk := tmp_path / "disk").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], check=True, timeout=10)
+    try:
+        ran = limosa("run", "--log", disk / "log", "--", "sh", "-c", "head -c 100000 /dev/zero")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True, timeout=10)
+    assert ran.rc != 0
+    assert f"the disk of {disk}/log is full: some of the job's output may be missing" in ran.stderr
+
+
 def test_a_long_output_comes_through_whole_and_in_order(limosa):
     result = limosa("run", "-q", "--", "seq", "200000", rc=0)
     assert result.stdout == "".join(f"{n}\n" for n in range(1, 200001))

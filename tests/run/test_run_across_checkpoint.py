@@ -67,16 +67,17 @@ def test_an_attached_run_whose_job_is_checkpointed_exits_75_and_restore_attach_g
     assert RunRecord.all() == []
 
 
-def test_restore_attach_passes_signals_on(limosa, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_restore_attach_passes_signals_on(limosa, tmp_path, number):
     log, image = tmp_path / "log", tmp_path / "image"
     limosa("run", "-d", "--name", "counter", "--log", log, "--", *COUNTER, tmp_path, rc=0)
     wait_text(log, "tick 5 ")
     limosa("checkpoint", "counter", "--output", image, rc=0)
     attached = limosa("restore", image, "--attach", wait=False)
     wait_following(attached.pid)
-    attached.send_signal(signal.SIGTERM)
+    attached.send_signal(number)
     attached.communicate(timeout=20)
-    assert attached.returncode == 128 + signal.SIGTERM
+    assert attached.returncode == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
 
 
 def test_with_leave_running_an_attached_run_notices_nothing(limosa, tmp_path):

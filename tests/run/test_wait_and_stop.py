@@ -21,6 +21,7 @@ from limosa.cli.logs import _follow
 from limosa.cli.output import Report
 from limosa.operation.claims import Claim
 from limosa.operation.journal import Header, Journal
+from limosa.process import exit_code
 from limosa.process.follow import Tail
 from limosa.process.identity import Identity
 from limosa.process.records import SuspendRecord
@@ -151,7 +152,7 @@ def test_logs_shows_the_last_lines_and_follows_to_the_end(limosa, tmp_path):
     (tmp_path / "go").touch()
     assert following.communicate(timeout=20)[0] == "line 2\nline 3\nlast\n"
     assert following.returncode == 0
-    assert str(log.name) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
+    assert str(log) in limosa("logs", "talks", rc=10).stderr  # it has ended: where its output is
 
 
 def test_logs_of_a_job_that_ends_while_it_is_looked_for(limosa, tmp_path):
@@ -241,3 +242,28 @@ def test_wait_for_a_job_that_a_checkpoint_ends_is_75_with_its_image(limosa, tmp_
     (listed,) = json.loads(limosa("images", tmp_path, "-o", "json", rc=0).stdout)["images"]
     assert (listed["pid"], listed["state"]) == (pid, "complete")
     assert "image" in limosa("images", tmp_path, rc=0).stdout
+
+
+def test_a_job_that_was_quicker_than_its_starter_has_an_exit_code(runtime, tmp_path):
+    """It was NoSuchProcess, or Zombie, or the exit code: whoever was faster."""
+    quick = api.run(["sh", "-c", "exit 3"], cwd=tmp_path)
+    assert gone(quick.pid)
+    for _ in range(2):
+        assert api.wait(quick).exit_code == (3 if KNOWN else None)
+    with pytest.raises(api.NoSuchProcess):
+        api.wait(quick.pid)
+
+
+def test_how_long_a_stop_took_does_not_depend_on_when_its_parent_reaps_it(start, monkeypatch):
+    monkeypatch.setattr("limosa.operation.ending.exit_code", lambda _: time.sleep(2))
+    assert api.stop(start(["sleep", "60"], ready=None).pid).seconds < 2
+
+
+def test_no_more_descriptors_are_kept_than_a_program_can_spare(monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(exit_code, "_kept", {})
+    for start in range(3 * exit_code._MOST_KEPT):
+        exit_code.keep(Identity(os.getpid(), start))
+    assert len(os.listdir("/proc/self/fd")) == before + exit_code._MOST_KEPT
+    for fd in exit_code._kept.values():
+        os.close(fd)

@@ -40,7 +40,7 @@ def command(report: Report, *, size: str | None, keep: str | None, end: bool) ->
         raise UsageError(detail="name a size, or --end")
     if size is None and keep is not None:
         raise UsageError(detail="--keep says for how long a SIZE is kept: limosa arena 32G --keep 8h")
-    found = arena(None if size is None else parse_size(size), keep=seconds_of(keep or "1h"), end=end)
+    found = arena(None if size is None else parse_size(size, "SIZE"), keep=seconds_of(keep or "1h"), end=end)
     if found.used and (end or (size is not None and parse_size(size) == 0)):
         report.warn(in_use(found))
     told = lines(found)
@@ -66,7 +66,7 @@ def seconds_of(text: str) -> float:
     """
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)", text.strip().lower())
     if found is None:
-        raise UsageError(detail=f"{text!r} is not a time (90s, 30m, 8h)")
+        raise UsageError(detail=f"--keep: {text!r} is not a time (90s, 30m, 8h)")
     return float(found[1]) * _UNITS[found[2]]
 
 

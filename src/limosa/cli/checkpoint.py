@@ -77,9 +77,9 @@ def command(  # noqa: PLR0913 - what is typed
         raise UsageError(detail="--tcp-established or --tcp-close, not both")
     options: dict[str, Any] = {
         **more,
-        "ghost_limit": parse_size(ghost_limit) if ghost_limit is not None else None,
-        "rate": float(parse_size(rate)) if rate is not None else None,
-        "chunk_bytes": parse_size(chunk),
+        "ghost_limit": parse_size(ghost_limit, "--ghost-limit") if ghost_limit is not None else None,
+        "rate": float(parse_size(rate, "--rate")) if rate is not None else None,
+        "chunk_bytes": parse_size(chunk, "--chunk"),
         "criu": str(criu) if criu is not None else None,
         "force": check_force(force),
     }

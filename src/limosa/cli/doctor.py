@@ -29,7 +29,8 @@ def command(report: Report, *, fix: bool, criu: Path | None) -> None:
     It tries CRIU: it dumps and restores a small process. -v tells more.
 
     Exit code 0: all that this machine needs works. 24: no working CRIU.
-    12: a GPU or its driver cannot do it. 11: not permitted.
+    12: a GPU or its driver cannot do it. 11: not permitted. 15: the runtime
+    folder is full.
     """
     from limosa.operation.doctor import doctor
 

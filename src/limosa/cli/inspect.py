@@ -62,7 +62,7 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
         ("size", f"{words.size(manifest.bytes)} in {len(manifest.files) + len(sizes)} files"),
         ("job", f"{job.name or '-'} (process {job.pid}, uid {job.uid}) in {job.cwd}"),
         ("log", job.log or "-"),
-        ("open files", str(len(manifest.open_files))),
+        ("open files", f"{len(manifest.open_files)}, with those that are mapped"),
     ]
     if manifest.device:
         distinct = f"{words.size(sum(sizes.values()))} of it distinct, in {len(sizes)} chunks"

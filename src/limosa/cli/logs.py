@@ -89,9 +89,6 @@ def _follow(report: Report, job: Job, tail: Tail) -> None:
         done = wait(job, while_waiting=tail.copy)
     except KeyboardInterrupt:
         return
-    except NoSuchProcess:  # it has ended since it was found
-        tail.copy_rest()
-        return
     if done.image:
         report.tell(f"a checkpoint ended the job; its image is {words.clean(done.image)}")
 
@@ -101,7 +98,7 @@ def _ended(job: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", job):
         return ""
     found = sorted(Path().glob(f"{job}.limosa*.log"), key=lambda path: path.lstat().st_mtime)
-    return f"if it has ended, its output is in {words.clean(found[-1])}" if found else ""
+    return f"if it has ended, its output is in {words.clean(found[-1].absolute())}" if found else ""
 
 
 def _writer(fd: int) -> Callable[[bytes], None]:
@@ -111,12 +108,10 @@ def _writer(fd: int) -> Callable[[bytes], None]:
 
     def write(data: bytes) -> None:
         nonlocal begun
-        out = sys.stdout.buffer
         if foreign:
             data = begun + data
             begun = b"\xc2" if data.endswith(b"\xc2") else b""
             data = _CONTROLS.sub(b"?", data.removesuffix(begun))
-        out.write(data)
-        out.flush()
+        click.echo(data, nl=False)
 
     return write

@@ -73,7 +73,7 @@ def _print_version(ctx: click.Context, _: Any, wanted: bool) -> None:
     if wanted:
         from limosa import __version__
 
-        sys.stdout.write(f"limosa {__version__}\n")
+        click.echo(f"limosa {__version__}")
         ctx.exit()
 
 
@@ -83,7 +83,7 @@ def _print_completion(ctx: click.Context, _: Any, shell: str | None) -> None:
 
         found = get_completion_class(shell)
         assert found is not None
-        sys.stdout.write(found(app, {}, "limosa", "_LIMOSA_COMPLETE").source() + "\n")
+        click.echo(found(app, {}, "limosa", "_LIMOSA_COMPLETE").source())
         ctx.exit()
 
 

@@ -18,9 +18,13 @@ _MOST_BYTES = 1 << 62
 
 def names(ctx: Any, param: Any, incomplete: str) -> list[str]:
     """Completes the names of living jobs: reads the records and nothing else."""
+    from limosa.errors import LimosaError
     from limosa.process.records import RunRecord
 
-    return [record.name for record in RunRecord.all() if record.name.startswith(incomplete)]
+    try:
+        return [record.name for record in RunRecord.all() if record.name.startswith(incomplete)]
+    except LimosaError:  # the verb itself will say it
+        return []
 
 
 class Seconds(click.FloatRange):
@@ -92,20 +96,22 @@ _SIZE = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?)(i?)(b?)", re.IG
 _FACTOR = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, named: str | None = None) -> int:
     """Bytes from ``1048576``, ``64M``, ``64MiB`` (powers of 1024, as CRIU has it) or ``64MB`` (powers of 1000).
+
+    ``named``: the option whose value it is.
 
     Raises:
         click.BadParameter: it is no size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise click.BadParameter(f"{text!r} is not a size (1048576, 64M, 64MiB)")
+        raise click.BadParameter(f"{text!r} is not a size (1048576, 64M, 64MiB)", param_hint=named)
     number, unit, binary, byte = found.groups()
     base = 1000 if byte and unit and not binary else 1024
     size = int(float(number) * base ** _FACTOR[unit.lower()])
     if size > _MOST_BYTES:
-        raise click.BadParameter(f"{text!r} is more than any machine has")
+        raise click.BadParameter(f"{text!r} is more than any machine has", param_hint=named)
     return size
 
 

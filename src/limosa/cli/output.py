@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from limosa.progress import Progress
 
 SCHEMA = 1
+# As ps calls them.
+_STATES: dict[str, str] = {JobState.CHECKPOINTED: "suspended", JobState.PARKED: "suspended (memory only)"}
 
 
 class Format(str, enum.Enum):
@@ -55,6 +57,7 @@ class Report:
         self.verbose = verbose
         self.warnings: list[Reason] = []
         self.exit_code = 0
+        self.dry_run = False  # what it prints is a plan
         self._display: Display | None = None
         self._drawing = threading.RLock()  # operations report from several threads at once
         self._closed = False
@@ -96,8 +99,11 @@ class Report:
 
     def _unwritten(self, error: OSError, text: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of it is not tried again at the end
-        done = "it has said no" if self.exit_code else "it was done"
-        self._say(f"the result of limosa {self.verb} could not be written ({error.strerror}): {done}")
+        what = "plan" if self.dry_run else "result"
+        done = f"exit code {self.exit_code} is the answer" if self.exit_code else "it was done"
+        if self.dry_run:
+            done = "nothing was touched"
+        self._say(f"the {what} of limosa {self.verb} could not be written ({error.strerror}): {done}")
         if isinstance(text, str) and text:
             for line in text.splitlines():
                 self._say(f"  {line}")
@@ -176,7 +182,7 @@ class Report:
         if error.job_state == JobState.GONE and self._brings_job():  # as it was before
             self._say("nothing of the job runs; the image is as it was")
         elif error.job_state:
-            self._say(f"the job's state now: {error.job_state}")
+            self._say(f"the job's state now: {_STATES.get(error.job_state, error.job_state)}")
         if error.hint:
             self._say(f"hint: {error.hint}")
 
@@ -191,7 +197,7 @@ class Report:
         from limosa.errors import CancelledUndone, LimosaError
 
         state, text = whereabouts()
-        message = f"limosa {self.verb} was interrupted; {text}"
+        message = f"limosa {self.verb} was interrupted; {text}".replace("limosa limosa", "limosa")
         if state:
             return self.failure(LimosaError(message, hint="limosa recover", job_state=state))
         return self.failure(CancelledUndone(message))
@@ -205,6 +211,8 @@ class Report:
         state, text = whereabouts()
         if isinstance(error, FileNotFoundError) and not state and _is_nowhere():
             return self.failure(UsageError(detail="the folder that you are in has been removed", hint="cd elsewhere"))
+        if isinstance(error, OSError) and _is_of_echo(error):
+            return self.failure(LimosaError(f"the output could not be written ({error.strerror})"))
         if self.verbose or os.environ.get("LIMOSA_TRACE"):
             _print_trace(error)
         return self.failure(
@@ -279,6 +287,14 @@ def _is_nowhere() -> bool:
     except FileNotFoundError:
         return True
     return False
+
+
+def _is_of_echo(error: OSError) -> bool:
+    """Whether ``click.echo`` raised it, which writes what is no verb's result (a help, a log): stdout is full, say."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and at.tb_frame.f_code is click.echo.__code__
 
 
 def _print_trace(error: BaseException) -> None:

@@ -92,21 +92,32 @@ def _restore(report: Report, image: Path, options: dict[str, Any], timeout: floa
     from limosa import operation
     from limosa.cli.signals import cancelling
 
-    begin = _end_of_log(image) if attach else 0
-    with cancelling(report) as cancel:
-        done = operation.restore(
-            image, timeout=timeout, progress=report.progress, cancel=cancel, adopt=attach, **options
-        )
-    report.warn(*done.warnings)
-    if not attach:
-        report.result(done, _text(done, options["print_stats"]))
+    if attach:
+        _attached(report, image, options, timeout)
         return
-    from limosa.cli.run import follow
-    from limosa.process.follow import child
+    with cancelling(report) as cancel:
+        done = operation.restore(image, timeout=timeout, progress=report.progress, cancel=cancel, **options)
+    report.warn(*done.warnings)
+    report.result(done, _text(done, options["print_stats"]))
 
-    report.close()
-    report.tell(_text(done, False))
-    report.exit_code = follow(child(done.pid), done.log, report, offset=begin)
+
+def _attached(report: Report, image: Path, options: dict[str, Any], timeout: float | None) -> None:
+    from limosa import operation
+    from limosa.cli.run import follow
+    from limosa.cli.signals import cancelling
+    from limosa.process.follow import Signals, child, stop_adopting
+
+    begin = _end_of_log(image)
+    with cancelling(report) as cancel:
+        done = operation.restore(image, timeout=timeout, progress=report.progress, cancel=cancel, adopt=True, **options)
+        with Signals() as signals:  # in the place of those that cancel: after that block Ctrl-C is ignored
+            job = child(done.pid)
+            signals.to(job)
+            stop_adopting()  # what the job itself orphans from here on is init's to reap
+            report.warn(*done.warnings)
+            report.close()
+            report.tell(_text(done, False))
+            report.exit_code = follow(job, done.log, report, offset=begin, own=False)
 
 
 def _end_of_log(image: Path) -> int:

@@ -15,7 +15,7 @@ from limosa.cli.verb import Argument, flag, option, verb
 from limosa.errors import LimosaError, RunFailed
 from limosa.job import run
 from limosa.process import device_nodes, records
-from limosa.process.follow import Signals, follow_job, stop_adopting
+from limosa.process.follow import Signals, follow_job
 from limosa.process.identity import Identity
 
 ENDED_BY_CHECKPOINT = 75
@@ -74,30 +74,26 @@ def _run(command_line: Sequence[str], report: Report, detach: bool, options: Map
             return 0
         signals.to(started.identity)
         report.tell(f"{started.name} is process {started.pid}, its output is kept in {started.log}")
-        return follow(started.identity, started.log, report, offset=started.log_start, signals=signals)
+        return follow(started.identity, started.log, report, offset=started.log_start, own=True)
 
 
-def follow(
-    job: Identity, log: str, report: Report, *, offset: int | None = None, signals: Signals | None = None
-) -> int:
-    """Shows the job's output and passes signals on until it ends (``run``, ``restore --attach``).
+def follow(job: Identity, log: str, report: Report, *, offset: int, own: bool) -> int:
+    """Shows the job's output until it ends (``run``, ``restore --attach``); passing signals on is the caller's.
 
     Args:
         job: its root, a child of this process (``process.follow.adopting``).
         log: the file its output goes to, or "".
         report: where notes go.
-        offset: where in the log to begin, in bytes; its end now where None.
-        signals: already catching (``run``, which has opened the log), or None: for the time of the call.
+        offset: where in the log to begin, in bytes.
+        own: this process has opened the log for the job (``run``).
 
     Returns:
         The job's exit code, 128 + signal, 75 where a checkpoint ended it, 125 where nobody can know.
     """
-    with contextlib.ExitStack() as stack:
-        if signals is None:
-            stack.enter_context(Signals()).to(job)
-            stop_adopting()  # a restore did; what the job itself orphans from here on is init's to reap
-        known = records.RunRecord.of(job)
-        ended = follow_job(job, log, _to_stdout, offset=offset, own=signals is not None)
+    known = records.RunRecord.of(job)
+    ended = follow_job(job, log, lambda data: _to_stdout(data, report), offset=offset, own=own)
+    if log and _is_full(log):
+        report.tell(f"the disk of {log} is full: some of the job's output may be missing")
     records.RunRecord(root=job, name="", command=[]).forget()
     if known is not None and not ended.image:  # else somebody may have restored it by now
         device_nodes.forget(known.sees)
@@ -111,10 +107,21 @@ def follow(
     return ended.exit_code
 
 
-def _to_stdout(data: bytes) -> None:
-    """Writes to stdout past Python's buffers; a reader that has gone away does not end the job."""
+def _to_stdout(data: bytes, report: Report) -> None:
+    """Writes to stdout past Python's buffers; a reader that has gone away, or a full disk, does not end the job."""
     try:
         while data:
             data = data[os.write(1, data) :]
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            report.tell(f"the job's output can no longer be shown ({error.strerror}); its log has all of it")
         os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)
+
+
+def _is_full(log: str) -> bool:
+    """Whether nothing more can be written to the log's disk (root may write to the last of it)."""
+    try:
+        disk = os.statvfs(log)
+    except OSError:
+        return False
+    return disk.f_blocks > 0 and (disk.f_bavail if os.geteuid() else disk.f_bfree) == 0

@@ -18,9 +18,9 @@ from limosa.cli.output import Report, error_object
 from limosa.cli.state import whereabouts
 
 _WAITING = (
-    "bringing the job back to where it was, unless it is about to\n"
-    "limosa: go on. A driver call or CRIU under way cannot be broken off;\n"
-    "limosa: waiting for it. Ctrl-C once more stops at once."
+    "undoing what was done, unless it is all but finished. A driver\n"
+    "limosa: call or CRIU under way cannot be broken off; waiting for it.\n"
+    "limosa: Ctrl-C once more stops at once."
 )
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -146,7 +146,7 @@ def command(  # noqa: PLR0913 - what is typed
     gpus = 1 if gpus is None else gpus
     spec = make_spec(
         gpus,
-        [parse_size(part) for part in (memory or "2GiB").split(",")],
+        [parse_size(part, "--memory") for part in (memory or "2GiB").split(",")],
         [part.strip().upper() for part in (chip or "H200").split(",")],
         like=like.lower() if like else None,
         speeds=rate or (),

@@ -85,6 +85,7 @@ def verb(*parameters: Parameter, settings: Mapping[str, Any] | None = None) -> C
 
         def callback(*, fmt: str, quiet: bool, verbose: int, **given: Any) -> None:
             with reporting(name, Format(fmt), quiet, verbose) as report:
+                report.dry_run = bool(given.get("dry_run"))
                 function(report, **given)
 
         return Verb(

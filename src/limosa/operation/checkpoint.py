@@ -15,6 +15,8 @@ from limosa.operation.checkpoint_plan import look_at
 from limosa.operation.dump_options import Options
 from limosa.operation.holding import while_it_grows
 from limosa.operation.jobs import JobLike, job
+from limosa.operation.options import CheckpointOptions as Keywords
+from limosa.operation.options import check_names, check_seconds
 from limosa.operation.results import CheckpointResult
 from limosa.operation.steps.dumping import Dumping
 from limosa.operation.verbs import CHECKPOINT
@@ -24,8 +26,6 @@ from limosa.progress import ProgressFn, silent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from limosa.operation.options import CheckpointOptions as Keywords
 
 
 def checkpoint(
@@ -42,6 +42,8 @@ def checkpoint(
     Raises Refused (nothing was touched), FailedUndone (the job runs on; ``fields["image"]`` where an image was
     committed all the same), and others with their exit codes.
     """
+    check_names("checkpoint", options, Keywords.__annotations__)
+    check_seconds(timeout=timeout, max_pause=options.get("max_pause"))
     chosen = Options(output=output, **options)
     which = job(like)
     started = time.monotonic()

@@ -7,9 +7,11 @@ and with it only what Limosa itself brings along: a CRIU that works, the CRIU pl
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from limosa import start
-from limosa.errors import CriuNotPermitted, LimosaError, NoWorkingCriu
+from limosa.errors import CriuNotPermitted, LimosaError, NoRoomOnHost, NoWorkingCriu, PermissionDenied
 from limosa.operation.doctor_gpu import Check, Status, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process import places
 from limosa.process.memory import gib
@@ -40,6 +42,7 @@ CAPABILITIES = {
 """Bit numbers from capability.h. CRIU needs the first or the second, and the third; the fourth for connected TCP."""
 
 _GIB = 1 << 30
+_NOTED_BYTES = 16 << 10  # what Limosa notes of an operation
 
 
 class Diagnosis(msgspec.Struct, kw_only=True):
@@ -50,7 +53,7 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 
     @property
     def exit_code(self) -> int:
-        """0, or 24 (no working CRIU), 12 (driver), 11 (permission), the first of them that applies."""
+        """0, or 24 (no working CRIU), 12 (driver), 11 (permission), 15 (no room), the first of them that applies."""
         codes = [c.exit_code for c in self.checks if c.status == Status.FAIL]
         return next((c for c in (24, 12, 11) if c in codes), codes[0] if codes else 0)
 
@@ -315,11 +318,24 @@ def _stale() -> Check:
     return ok("stale", "no operation was left in the middle")
 
 
+def _try_writing(folder: Path) -> None:
+    """Writes what a few journals need to a file without a name; OSError: that cannot be done."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        if (file.write(bytes(_NOTED_BYTES)) or 0) < _NOTED_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def _runtime_dir() -> Check:
     try:
         found = places.own_place()
     except (LimosaError, OSError) as error:
         return fail("runtime_dir", 11, str(error), getattr(error, "hint", ""))
+    try:
+        _try_writing(found)
+    except OSError as error:
+        text = f"{found}, where Limosa notes what it is doing, cannot be written to: {error.strerror}"
+        code = NoRoomOnHost.exit_code if error.errno in (errno.ENOSPC, errno.EDQUOT) else PermissionDenied.exit_code
+        return fail("runtime_dir", code, text, f"df -h {found}; or another folder: LIMOSA_RUNTIME_DIR")
     name = f"limosa-{os.geteuid()}"
     if os.geteuid() and found.name != name:
         text = f"somebody else has taken {found.parent / name}: records are kept in {found}"

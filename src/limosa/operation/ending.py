@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from limosa import gpu
-from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, Zombie
+from limosa.errors import Busy, CancelledUndone, JobSuspended, LimosaError, NoSuchProcess, PidReused, Zombie
 from limosa.operation import claims, drivers
 from limosa.operation.jobs import JobLike, job, rfc3339
+from limosa.operation.options import check_seconds
 from limosa.operation.results import StopResult, WaitResult
 from limosa.process import records
 from limosa.process.candidates import may_use_cuda
-from limosa.process.exit_code import exit_code
+from limosa.process.exit_code import code_kept, exit_code
 from limosa.process.identity import Handle, Identity, read_stat, refuse_ancestor
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn, silent
@@ -32,17 +33,16 @@ def wait(
     """Waits until a job's topmost process has ended; its exit code where the kernel (6.15 on) or a checkpoint tells it.
 
     ``cancel``: set it to stop waiting (CancelledUndone: the job is as it was). ``while_waiting``: called again and
-    again meanwhile; true where it has more to do at once. NoSuchProcess: there is no such job.
+    again meanwhile; true where it has more to do at once. NoSuchProcess: there is no such job; what ``limosa.run`` gave
+    back, or an identity, names one that has ended as well.
     """
     found = job(which)
-    with Handle(found.root) as handle:
-        more = while_waiting is not None and while_waiting()
-        while not handle.wait(0 if more else _STEP):
-            if cancel is not None and cancel.is_set():
-                raise CancelledUndone(f"no longer waiting for process {found.root.pid}")
-            more = while_waiting is not None and while_waiting()
-        ended = time.time()
-        code = exit_code(handle.fd)
+    try:
+        ended, code = _waited(found.root, cancel, while_waiting)
+    except (NoSuchProcess, PidReused):
+        if isinstance(which, (int, str)):
+            raise
+        ended, code = time.time(), code_kept(found.root)  # which process it was is known: there was one
     while while_waiting is not None and while_waiting():
         pass
     # A checkpoint that ended it has left a record.
@@ -51,6 +51,19 @@ def wait(
     return WaitResult(
         pid=found.root.pid, name=found.name, exit_code=None if image else code, ended=rfc3339(ended), image=image
     )
+
+
+def _waited(
+    root: Identity, cancel: threading.Event | None, while_waiting: Callable[[], bool] | None
+) -> tuple[float, int | None]:
+    """Waits until a process has ended: when that was, and its exit code."""
+    with Handle(root) as handle:
+        more = while_waiting is not None and while_waiting()
+        while not handle.wait(0 if more else _STEP):
+            if cancel is not None and cancel.is_set():
+                raise CancelledUndone(f"no longer waiting for process {root.pid}")
+            more = while_waiting is not None and while_waiting()
+        return time.time(), exit_code(handle.fd)
 
 
 def stop(
@@ -68,6 +81,7 @@ def stop(
     JobSuspended (it would not get to handle the signal), Busy (another operation works on it, or has left it in the
     middle), PermissionDenied.
     """
+    check_seconds(grace=grace)
     found = job(which)
     refuse_ancestor(found.root)
     started = time.monotonic()
@@ -94,10 +108,9 @@ def stop(
             _send(tree, signal.SIGKILL)
             _wait_for(found.root, tree, time.monotonic() + _KILLED_SECONDS, None)
         handle.wait(_KILLED_SECONDS)
+        seconds = time.monotonic() - started  # what comes now waits for its parent to reap it
         code = exit_code(handle.fd)
-    return StopResult(
-        pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=time.monotonic() - started
-    )
+    return StopResult(pid=found.root.pid, name=found.name, exit_code=code, killed=killed, seconds=seconds)
 
 
 def _refuse_suspended(root: Identity, name: str, tree: Iterable[Identity]) -> None:

@@ -18,6 +18,7 @@ from limosa.operation.drivers import using
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
+from limosa.process.places import refuse_unusable
 from limosa.process.tree import group_by_topmost
 from limosa.terms import JobState
 
@@ -42,9 +43,16 @@ JobLike = int | str | Identity | Job | _Started
 
 
 def job(like: JobLike) -> Job:
-    """The job that is meant. Raises NoSuchProcess (no such pid or name) and InvalidArgument (it names no job)."""
+    """The job that is meant.
+
+    Raises:
+        NoSuchProcess: no such pid or name.
+        InvalidArgument: it names no job.
+        PermissionDenied, UsageError: names are looked for in a folder that cannot be used.
+    """
     if isinstance(like, Job):
         return like
+    refuse_unusable()
     known = getattr(like, "identity", like)
     if isinstance(known, Identity):
         return Job(known, _name_of(known))
@@ -108,6 +116,7 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     Limosa's own ancestors are no jobs: a notebook that uses CUDA and starts ``limosa`` on its children is not in the
     way of seeing them. ``cuda``: all that hold CUDA state, where that was asked for just now.
     """
+    refuse_unusable()
     own = {a.pid for a in ancestors()} | {os.getpid()}
     wanted = set(pids) - own
     runs = {r.root.pid for r in records.RunRecord.all()} - own
@@ -149,6 +158,7 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 def holders(pids: Iterable[int]) -> dict[int, Holder]:
     """Whose these processes are, by pid. Reads ``/proc`` and records; the driver is not asked."""
+    refuse_unusable()
     wanted = set(pids)
     names = {record.root.pid: record.name for record in records.RunRecord.all()}
     root = {pid: top for top, members in group_by_topmost(wanted, names).items() for pid in members}

@@ -7,6 +7,7 @@ as one, because neither fits before the other has left.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +26,7 @@ from limosa.operation.jobs import Job, JobLike, job
 from limosa.operation.journal import added_up
 from limosa.operation.members import Where
 from limosa.operation.move_plan import look_at, note_full
-from limosa.operation.options import ReleaseLike, release_of
+from limosa.operation.options import DoingOptions, ReleaseLike, check_names, check_seconds, release_of
 from limosa.operation.prepare import Prepared, look
 from limosa.operation.results import Outcome, Plan
 from limosa.operation.rules import as_reason
@@ -39,8 +40,6 @@ from limosa.terms import Verdict
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from limosa.operation.options import DoingOptions
 
 AT_ONCE = 2
 """How many of several jobs are worked on at once: with three and four it took longer, and so did their pauses."""
@@ -77,6 +76,18 @@ class _How(NamedTuple):
         )
 
 
+def _how(ask: Ask, doing: DoingOptions) -> _How:
+    """What is asked for, checked.
+
+    Raises:
+        InvalidArgument: a time is none.
+        TypeError: there is no such keyword.
+    """
+    check_names(ask.verb.name, doing, DoingOptions.__annotations__)
+    check_seconds(timeout=doing.get("timeout"), max_pause=doing.get("max_pause"))
+    return _How(ask, **doing)
+
+
 def move(
     jobs: JobLike | Sequence[JobLike],
     *,
@@ -104,7 +115,7 @@ def move(
     Raises:
         LimosaError: with one job, whatever kept it from being moved; the exit code says what state it is in.
     """
-    how = _How(Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force), **doing)
+    how = _how(Ask(verb=MOVE, where=Where(to=to, source=source, gpu_map=gpu_map), force=force), doing)
     if swap:
         if to or source or gpu_map is not None:
             raise InvalidMap(detail="--swap takes no destination and no map")
@@ -129,7 +140,7 @@ def suspend(
     look after; giving the memory back and taking it again takes milliseconds, and it is resumed on that GPU only. For
     jobs started by ``limosa run``.
     """
-    return _each(jobs, _How(Ask(verb=SUSPEND, release=release_of(release), force=force), **doing))
+    return _each(jobs, _how(Ask(verb=SUSPEND, release=release_of(release), force=force), doing))
 
 
 def resume(
@@ -147,14 +158,14 @@ def resume(
     with ``already``.
     """
     where = Where(to=to, source=source, gpu_map=gpu_map)
-    return _each(jobs, _How(Ask(verb=RESUME, where=where, force=force), **doing))
+    return _each(jobs, _how(Ask(verb=RESUME, where=where, force=force), doing))
 
 
 def toggle(
     jobs: JobLike | Sequence[JobLike], *, force: Collection[str] = (), **doing: Unpack[DoingOptions]
 ) -> list[Outcome]:
     """Suspends running jobs and resumes suspended ones; a tree of which a part runs is suspended. See :func:`move`."""
-    return _each(jobs, _How(Ask(verb=TOGGLE, force=force), **doing))
+    return _each(jobs, _how(Ask(verb=TOGGLE, force=force), doing))
 
 
 def worst_exit_code(outcomes: Sequence[Outcome]) -> int:
@@ -174,10 +185,21 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
         return [_one(job(likes[0]), how)]
     if not how.dry_run and len(likes) == 1:
         return [_doing(likes[0], how)]
+    _refuse_twice(likes)
     with drivers.using(how.driver) as driver:
         if how.dry_run:
             return _plans(likes, how, driver)
         return _side_by_side(likes, how._replace(driver=driver))
+
+
+def _refuse_twice(likes: Sequence[JobLike]) -> None:
+    """Refuses one job that is named twice: it would be in its own way. What names no job fails alone, later."""
+    roots = []
+    for like in likes:
+        with contextlib.suppress(LimosaError):
+            roots.append(job(like).root)
+    if len(set(roots)) < len(roots):
+        raise UsageError(detail="the same job is named twice")
 
 
 def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:
@@ -311,6 +333,7 @@ def _swap(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
     likes = list(jobs) if isinstance(jobs, Sequence) and not isinstance(jobs, str) else []
     if len(likes) != 2:
         raise UsageError(detail="--swap takes two jobs")
+    _refuse_twice(likes)
     pair = [job(like) for like in likes]
     started = time.monotonic()
 

@@ -6,6 +6,7 @@ work (``dump_options.Options``, ``restore_options.Options``); a test compares na
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal, TypedDict
@@ -82,6 +83,30 @@ def check_force(ids: Collection[str]) -> None:
                 detail=f"--force={one}: no refusal with this id can be forced; these can: {can}",
                 hint="limosa plan prints --force=ID below each refusal that can be forced",
             )
+
+
+def check_seconds(**seconds: object) -> None:
+    """Refuses what is no time, by its name; None is no limit.
+
+    Raises:
+        InvalidArgument: it is no number, or negative.
+    """
+    for name, value in seconds.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            raise InvalidArgument(detail=f"{name}={value!r} is not a number of seconds")
+
+
+def check_names(function: str, given: Collection[str], known: Collection[str]) -> None:
+    """Refuses a keyword that a function does not have, by the function's name, as Python does.
+
+    Raises:
+        TypeError: there is one.
+    """
+    for name in given:
+        if name not in known:
+            raise TypeError(f"limosa.{function}() got an unexpected keyword argument {name!r}")
 
 
 class ForceOptions(TypedDict, total=False):

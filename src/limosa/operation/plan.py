@@ -18,6 +18,8 @@ from limosa.operation.options import (
     RestoreOptions,
     SuspendOptions,
     ToggleOptions,
+    check_names,
+    check_seconds,
     release_of,
 )
 from limosa.operation.results import Plan
@@ -54,6 +56,7 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
         raise UsageError(detail=f"no plan for {verb!r}: {', '.join(_KNOWN)}")
     if unknown := options.keys() - _KNOWN[verb]:
         raise UsageError(detail=f"{verb} has no option {', '.join(sorted(unknown))}")
+    check_seconds(max_pause=options.get("max_pause"))
     which = job(like)
     with drivers.using(None) as driver:
         if verb == CHECKPOINT.name:
@@ -69,4 +72,5 @@ def plan(verb: str, like: JobLike, **options: Unpack[PlanOptions]) -> Plan:
 
 def plan_restore(image: str | os.PathLike[str], **options: Unpack[RestoreOptions]) -> Plan:
     """What restoring an image would do, and what stands against it; LimosaError: it is none that can be read."""
+    check_names("plan_restore", options, RestoreOptions.__annotations__)
     return restore_plan.look_at(image, restore_options.Options(**options))

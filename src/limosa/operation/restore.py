@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from limosa.errors import Refused
 from limosa.image import open_image
 from limosa.operation import ports
+from limosa.operation.options import RestoreOptions as Keywords
+from limosa.operation.options import check_names, check_seconds
 from limosa.operation.prepare import refuse_no_text
 from limosa.operation.restore_options import Options
 from limosa.operation.restore_plan import look
@@ -27,8 +29,6 @@ from limosa.progress import ProgressFn, silent
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from limosa.operation.options import RestoreOptions as Keywords
 
 
 def restore(
@@ -44,6 +44,8 @@ def restore(
     Returns once the job runs. Raises DamagedImage, UntrustedImage or Refused: nothing was started; NoRoomOnGpu: no room
     once CRIU had restored it: the tree was ended again, the image is the copy; others with their exit codes.
     """
+    check_names("restore", options, Keywords.__annotations__)
+    check_seconds(timeout=timeout)
     chosen = Options(**options)
     refuse_no_text(image)
     with (

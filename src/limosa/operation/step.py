@@ -245,7 +245,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
     def by_the_driver(self, members: Sequence[Member], parked: int) -> str:
         """What it costs that the driver carries what could be parked, for a sentence."""
         slow, fast = (self.estimate(Shape(members=members, parked=size)).seconds for size in (0, parked))
-        return f"about {slow:.1f} s instead of {fast:.1f} s"
+        return f"about {slow:.1f} s" + (f" instead of {fast:.1f} s" if f"{fast:.1f}" != f"{slow:.1f}" else "")
 
 
 def run(verb: Verb, op: O) -> None:

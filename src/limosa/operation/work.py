@@ -39,11 +39,13 @@ from limosa.operation import drivers
 from limosa.operation.claims import Claim, make
 from limosa.operation.journal import Header, Journal, Member, Noted, Phase, common_state
 from limosa.operation.turns import GO, STILL_SECONDS, Turn
+from limosa.process import places
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.progress import Progress, ProgressFn, silent
 from limosa.terms import JobState
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
@@ -127,6 +129,8 @@ class Work(Clock):
         self.doubtful: dict[int, BaseException] = {}  # pids whose restore has failed, maybe for good
         self.parked_bytes = 0
         self.made: dict[str, int] = {}  # bytes by GPU that are there already for what is to be restored
+        self._image = ""
+        self._full = ""
         self._undo: list[tuple[str, Callable[[], None]]] = []
         self._driver, self._is_ours = driver, driver is None
         self.turn = turn
@@ -213,6 +217,7 @@ class Work(Clock):
 
         ``gpus``: bytes to claim by GPU UUID; ``check`` looks, under the lock of all claims, whether they are there.
         """
+        self._image = image
         header = Header(
             id=self.id,
             operation=self.operation,
@@ -297,6 +302,8 @@ class Work(Clock):
             roots = self.journal.header.roots if self.journal is not None else []
             members = self.journal.header.members if self.journal is not None else []
             begun = bool(self._undo or roots)
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                self._full = self._folder_of(error)  # now: the undo makes room
             if self._undo:
                 self.progress(Progress("undo", message=f"{self.operation}: {error}; undoing"))
                 self._unwind(error)
@@ -319,6 +326,13 @@ class Work(Clock):
             self._limits.close()
             if self._driver is not None and self._is_ours:
                 self._driver.close()
+
+    def _folder_of(self, error: OSError) -> str:
+        """The folder that is full, as far as can be told: what was written to, else the one that has the least room."""
+        if isinstance(error.filename, str) and os.path.isabs(error.filename):
+            return os.path.dirname(error.filename)
+        folders = [str(places.base()), *([os.path.dirname(self._image)] if self._image else [])]
+        return min(folders, key=_room)
 
     def _unwind(self, error: BaseException) -> None:
         suspended: LeftSuspended | None = None
@@ -406,7 +420,12 @@ class Work(Clock):
             return TimedOutUndone(what=self.operation, seconds=self.timeout)  # hashing knows one way to be stopped
         if isinstance(error, KeyboardInterrupt):
             return CancelledUndone(what=self.operation)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
+            return NoRoomOnHost(
+                detail=f"no room is left in {self._full} ({error.strerror}): {self.operation} was undone",
+                hint=f"df -h {self._full}",
+            )
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
             return NoRoomOnHost(detail=f"{self.operation}: {error}")
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM):
             return PermissionDenied(detail=str(error))
@@ -421,6 +440,15 @@ class Work(Clock):
         if isinstance(error, LimosaError) or not isinstance(error, Exception):
             return error
         return LimosaError(detail=f"{type(error).__name__}: {error}")
+
+
+def _room(folder: str) -> int:
+    """Bytes that may still be written to the disk of a folder; 0 where nobody can say."""
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return 0
+    return disk.f_bavail * disk.f_frsize
 
 
 def _harmless(progress: ProgressFn) -> ProgressFn:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from limosa.errors import CommandNotExecutable, CommandNotFound, Reason, RunFailed
+from limosa.process import exit_code
 from limosa.process.identity import Identity
 from limosa.start import environment, real_path, sudo_user
 
@@ -251,6 +252,8 @@ def launch(
         said: dict[str, Any] = {}
         for line in reader:
             said.update(json.loads(line))
+            if detach and "pid" in said and "exec" not in said:  # before it is the job: a quick one is gone soon
+                exit_code.keep(Identity(said["pid"], said["start_time"]))
         if detach or "failed" in said or "exec" not in said:
             os.waitpid(started, 0)  # the first half of the double fork, or what is left of a start that failed
         if "failed" in said or "exec" not in said:

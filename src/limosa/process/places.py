@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied
+from limosa.errors import FailedUndone, NoRoomOnHost, PermissionDenied, UsageError
 from limosa.ipc.packet import close_all
 from limosa.process.limits import many_descriptors
 from limosa.process.openat import closing, nothing_there, only_by, open_folder_in, open_in
@@ -64,6 +64,10 @@ class Folder(NamedTuple):
 
 def _setting() -> Path | None:
     text = os.environ.get(_SETTING)
+    if text and not os.path.isabs(text):  # a worker or the mover would look for it elsewhere
+        raise UsageError(
+            detail=f"{_SETTING}={text} is not an absolute path", hint=f"{_SETTING}={os.path.abspath(text)}"
+        )
     return Path(os.path.realpath(text)) if text else None
 
 
@@ -149,26 +153,44 @@ def _chosen(path: Path, uid: int) -> None:
     Raises:
         PermissionDenied: it cannot be made, or is not safe.
     """
-    wrong = f"{_SETTING}={path} cannot be made or is not safe to use"
     if uid == 0:  # before anything is made: who can change names there could put a link in its place
         for above in path.parents:
-            try:
-                safe = _safe(os.lstat(above), uid)
-            except OSError as error:
-                raise PermissionDenied(detail=f"{wrong}: {above}: {error.strerror}") from error
-            if not safe:
-                raise PermissionDenied(detail=f"{wrong}: others may change what is in {above}")
+            _refuse_unsafe(above, path, uid)
     for folder, mode in ((path, 0o755), (path / "users", 0o1777 if uid == 0 else 0o755)):
         with contextlib.suppress(OSError):
             os.mkdir(folder, 0o700)
             os.chmod(folder, mode)  # past the umask; the folder is new and ours
-        try:
-            found = os.lstat(folder)
-        except OSError as error:
-            raise PermissionDenied(detail=f"{wrong}: {folder}: {error.strerror}") from error
-        if not _safe(found, uid):
-            raise PermissionDenied(detail=f"{wrong}: others may change what is in {folder}")
-    if uid == 0 and os.lstat(path).st_mode & 0o022:  # ``0`` and ``users`` in it are not to be anybody else's
+        _refuse_unsafe(folder, path, uid)
+
+
+def refuse_unusable() -> None:
+    """Refuses a folder of ``LIMOSA_RUNTIME_DIR`` in which nothing would be believed; makes nothing.
+
+    For whoever looks for jobs by name: they would not be there.
+
+    Raises:
+        PermissionDenied: it is not safe.
+        UsageError: it is no absolute path.
+    """
+    path, uid = _setting(), os.geteuid()
+    if path is not None:
+        for folder in (*(path.parents if uid == 0 else ()), path, path / "users"):
+            if os.path.lexists(folder):
+                _refuse_unsafe(folder, path, uid)
+
+
+def _refuse_unsafe(folder: Path, path: Path, uid: int) -> None:
+    """Refuses the runtime folder ``path`` for what one of the folders that it is in, or has, is."""
+    wrong = f"{_SETTING}={path} cannot be made or is not safe to use"
+    try:
+        found = os.lstat(folder)
+    except OSError as error:
+        raise PermissionDenied(detail=f"{wrong}: {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionDenied(detail=f"{wrong}: {folder} is not a folder")
+    if not _safe(found, uid):
+        raise PermissionDenied(detail=f"{wrong}: others may change what is in {folder}")
+    if uid == 0 and folder == path and found.st_mode & 0o022:  # ``0`` and ``users`` in it are not to be anybody else's
         raise PermissionDenied(detail=f"{wrong}: others may make folders in {path}", hint=f"chmod 755 {path}")
 
 

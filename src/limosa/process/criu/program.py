@@ -155,5 +155,7 @@ def _asked_version(argv: tuple[str, ...], _build: tuple[int, ...]) -> str:
     text = done.stdout.decode(errors="replace")
     match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE)
     if match is None:
-        raise NoWorkingCriu(detail=f"{argv[-1]} is not CRIU: --version says {text.strip()[:200]!r}")
+        raise NoWorkingCriu(
+            detail=f"{argv[-1]} is not CRIU: --version says {text.strip().partition(chr(10))[0][:200]!r}"
+        )
     return match.group(1)
