@@ -1,5 +1,7 @@
-"""A file system of a user's (FUSE) with one file, whose closing it never answers: ``fuse_server.py FOLDER UID [all]``.
+"""A file system of a user's (FUSE) with one file, whose closing it never answers: ``fuse_server.py FOLDER UID …``.
 
+More words: "all" (``allow_other``), "roots" (it says that all is root's), "name=NAME" (of the mount's source),
+"gone" (it says of everything that it is not there).
 Mounted by root as ``fusermount`` does it for that user. READY is printed when it is there. Whoever waits for it goes
 on when this process is killed.
 """
@@ -15,7 +17,7 @@ import sys
 INIT, LOOKUP, GETATTR, OPEN, FLUSH, FORGET, RELEASE, INTERRUPT, BATCH_FORGET = 26, 1, 3, 14, 25, 2, 18, 36, 42
 SILENT = (FLUSH, FORGET, RELEASE, INTERRUPT, BATCH_FORGET)
 ROOT = 1
-ENOSYS = 38
+ENOENT, ENOSYS = 2, 38
 
 
 def attributes(node: int, uid: int) -> bytes:
@@ -35,11 +37,12 @@ def answer(opcode: int, node: int, uid: int) -> bytes | None:
     return None
 
 
-def main(folder: str, uid: int, everybody: bool) -> None:
+def main(folder: str, uid: int, words: list[str]) -> None:
     device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode=40000,user_id={uid},group_id={uid}{',allow_other' if everybody else ''}"
+    options = f"fd={device},rootmode=40000,user_id={uid},group_id={uid}{',allow_other' if 'all' in words else ''}"
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"limosa-test", folder.encode(), b"fuse", 6, options.encode()):  # nosuid, nodev
+    name = next((word[5:] for word in words if word.startswith("name=")), "limosa-test")
+    if libc.mount(name.encode(), folder.encode(), b"fuse", 6, options.encode()):  # nosuid, nodev
         raise OSError(ctypes.get_errno(), "mount")
     print("READY", flush=True)
     while True:
@@ -47,10 +50,13 @@ def main(folder: str, uid: int, everybody: bool) -> None:
         _, opcode, unique, node = struct.unpack_from("=2I2Q", request)
         if opcode in SILENT:
             continue
-        said = answer(opcode, node, uid)
+        said = answer(opcode, node, 0 if "roots" in words else uid)
+        if opcode == GETATTR and "gone" in words:
+            os.write(device, struct.pack("=IiQ", 16, -ENOENT, unique))
+            continue
         error, body = (-ENOSYS, b"") if said is None else (0, said)
         os.write(device, struct.pack("=IiQ", 16 + len(body), error, unique) + body)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), "all" in sys.argv[3:])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

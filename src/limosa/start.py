@@ -13,15 +13,17 @@ A job is its user's own business: it gets the environment and the folder of whoe
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import pwd
+import re
 import stat
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,11 @@ _KEPT_FOR_USERS = frozenset({"LANG"})
 _MOST_LINKS = 40
 _SYSTEM_GROUPS = 100  # below that are groups like Debian's staff, whose members are as good as root
 _KEPT_BEGINNINGS = ("LC_", "LIMOSA_")
+_FUSE = 0x65735546  # statfs(2)
+_UNKNOWN_SERVER = -1  # nobody's uid
 _LOOKED_SECONDS = 0.5
+_DEVICE = re.compile(rb"(\d{1,9}):(\d{1,9})")
+_libc = ctypes.CDLL(None, use_errno=True)
 _looked: dict[tuple[int, str], tuple[float, list[str]]] = {}
 """Which folders of such a value may be used, and when that was looked at: an operation asks ten times."""
 
@@ -175,37 +181,54 @@ def sudo_user() -> int:
     return int(said) if os.geteuid() == 0 and said.isascii() and said.isdigit() else 0
 
 
-def _strange_to(owners: set[int]) -> Callable[[os.stat_result], bool]:
-    """Return what says whether something is none of these users', or lies on a file system that another serves."""
-    served = served_by()
-    return lambda info: not {info.st_uid, served.get(info.st_dev, 0)} <= owners
+def file_system(fd: int) -> int:
+    """The type of the file system that something open is on (fstatfs(2)), 0 where it cannot be asked."""
+    found = ctypes.create_string_buffer(256)  # struct statfs, whose first field is the type
+    return 0 if _libc.fstatfs(fd, found) else ctypes.c_long.from_buffer(found).value
+
+
+def server_of(fd: int) -> int:
+    """Return whose process serves the file system that something open is on (FUSE): a uid; 0: root's, or the kernel.
+
+    What such a one says of owners and modes is his word alone. -1 where it is not known whose it is: it was unmounted
+    since, say, or is another namespace's. While ``fd`` is open nothing else has its device number.
+
+    Raises:
+        OSError: it cannot be asked.
+    """
+    if file_system(fd) not in (_FUSE, 0):  # 0: whoever serves it may have refused to say
+        return 0
+    return served_by().get(os.fstat(fd).st_dev, _UNKNOWN_SERVER)
 
 
 def served_by() -> dict[int, int]:
-    """Return which mounted file systems a user's process serves (FUSE): device number → his uid.
-
-    What such a one says of owners and modes is his word alone.
-    """
+    """Return who serves the FUSE file systems that are mounted now: device number → uid."""
     try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        with open("/proc/self/mountinfo", "rb") as file:
             return parse_served(file.read())
-    except FileNotFoundError:  # no /proc; that it cannot be opened now is not that nobody serves any
+    except FileNotFoundError:  # no /proc
         return {}
 
 
-def parse_served(mountinfo: str) -> dict[int, int]:
-    """``/proc/self/mountinfo`` (proc_pid_mountinfo(5)) to {st_dev: user id} for mounts with ``user_id=``."""
+def parse_served(mountinfo: bytes) -> dict[int, int]:
+    """``/proc/self/mountinfo`` (proc_pid_mountinfo(5)) to {st_dev: user id}; virtiofs is the machine's own, so root's.
+
+    The kernel escapes blanks and line ends of names, and no other character that Python takes for one: those of a
+    user's mount must not hide it. Who serves what a line that is not understood tells of is not known.
+    """
     served: dict[int, int] = {}
-    for line in mountinfo.splitlines():
-        left, _, right = line.partition(" - ")
-        fields, super_fields = left.split(" "), right.split(" ")
-        if len(fields) < 3 or len(super_fields) < 3 or not super_fields[0].startswith("fuse"):
+    for line in mountinfo.split(b"\n"):
+        left, _, right = line.partition(b" - ")
+        fields, super_fields = left.split(b" "), right.split(b" ")
+        found = _DEVICE.fullmatch(fields[2]) if len(fields) > 2 else None
+        if found is None or len(super_fields) < 3:
             continue
-        for option in super_fields[2].split(","):
-            key, _, value = option.partition("=")
-            if key == "user_id" and value.isdigit():
-                major, _, minor = fields[2].partition(":")
-                served[os.makedev(int(major), int(minor))] = int(value)
+        device, kind = os.makedev(int(found[1]), int(found[2])), super_fields[0].partition(b".")[0]
+        users = [option[8:] for option in super_fields[2].split(b",") if option.startswith(b"user_id=")]
+        if kind == b"virtiofs":
+            served[device] = 0
+        elif kind in (b"fuse", b"fuseblk") and len(users) == 1 and users[0].isdigit():
+            served[device] = int(users[0])
     return served
 
 
@@ -216,7 +239,7 @@ def real_path(path: str | os.PathLike[str]) -> str | None:
 
     A user cannot make a link that is root's: what is reached so is what its name says, whoever's folders are passed.
     """
-    strange = _strange_to({0, os.geteuid(), installer(), sudo_user()})
+    owners = {0, os.geteuid(), installer(), sudo_user()}
     pending = deque(part for part in os.fspath(path).split("/") if part not in ("", "."))
     at, links = "/", 0
     while pending:
@@ -226,29 +249,38 @@ def real_path(path: str | os.PathLike[str]) -> str | None:
             continue
         step = os.path.join(at, name)
         try:
-            info, link = _held(step)
+            info, link, server = _held(step)
+        except _Untold:
+            return None
         except OSError:  # nothing there
             link = None
         if link is None:
             at = step
             continue
-        if strange(info) or (links := links + 1) > _MOST_LINKS:
+        if not {info.st_uid, server} <= owners or (links := links + 1) > _MOST_LINKS:
             return None
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = "/" if link.startswith("/") else at
     return at
 
 
-def _held(path: str | os.PathLike[str]) -> tuple[os.stat_result, str | None]:
-    """Whose something is and, of a link, where to: both of the very same, whatever its name is given to meanwhile.
+class _Untold(OSError):
+    """Something is there, and whoever serves it does not say what: he may say of his own that it is not there."""
+
+
+def _held(path: str | os.PathLike[str]) -> tuple[os.stat_result, str | None, int]:
+    """Whose something is, of a link where to, and who serves it: of the very same, whatever gets its name meanwhile.
 
     Raises:
+        _Untold: that is not said.
         OSError: it is not there.
     """
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         info = os.fstat(fd)
-        return info, os.readlink("", dir_fd=fd) if stat.S_ISLNK(info.st_mode) else None
+        return info, os.readlink("", dir_fd=fd) if stat.S_ISLNK(info.st_mode) else None, server_of(fd)
+    except OSError as error:
+        raise _Untold(*error.args) from error
     finally:
         os.close(fd)
 
@@ -294,12 +326,13 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
     """
     if _ours(os.path.abspath(path)):
         return None
-    strange = _strange_to({0, os.geteuid(), installer()})
+    owners = {0, os.geteuid(), installer()}
     pending = deque(part for part in os.path.abspath(path).split("/") if part)
     at, links = Path("/"), 0
     while True:
-        info = os.lstat(at)
-        if strange(info) or (_others_write(info, at) and not (pending and info.st_mode & stat.S_ISVTX)):
+        info, _, server = _held(at)
+        sticky = pending and info.st_mode & stat.S_ISVTX
+        if not {info.st_uid, server} <= owners or (_others_write(info, at) and not sticky):
             return str(at)
         if not pending:
             return None
@@ -308,13 +341,13 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
             at = at.parent
             continue
         try:
-            info, link = _held(at / name)
+            info, link, server = _held(at / name)
         except FileNotFoundError:
             return None
         if link is None:
             at /= name
             continue
-        if strange(info) or (links := links + 1) > _MOST_LINKS:
+        if not {info.st_uid, server} <= owners or (links := links + 1) > _MOST_LINKS:
             return str(at / name)
         pending.extendleft(reversed([part for part in link.split("/") if part not in ("", ".")]))
         at = Path("/") if link.startswith("/") else at

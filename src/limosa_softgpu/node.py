@@ -168,7 +168,7 @@ def _is_node(proc: int) -> bool:
             found = os.fstat(folder)
             os.close(open_file(folder, "state", os.O_RDONLY))
         with open(os.open("mountinfo", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc), "rb") as file:
-            mounts = [line.split(b" ") for line in file.read().splitlines()]
+            mounts = [line.split(b" ") for line in file.read().split(b"\n")]
     except OSError:
         return False
     device = f"{os.major(found.st_dev)}:{os.minor(found.st_dev)}".encode()

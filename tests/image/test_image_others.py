@@ -272,7 +272,7 @@ def test_a_users_file_system_says_of_no_link_that_it_is_roots(
     """FUSE: it can claim any owner."""
     link(theirs / "images", roots, 0)
     os.close(trust.open_named(theirs / "images"))
-    monkeypatch.setattr(trust, "served_by", lambda: {os.stat(theirs).st_dev: USER})
+    monkeypatch.setattr(trust, "server_of", lambda fd: USER)
     with pytest.raises(PermissionDenied, match=f"a file system that user {USER} serves"):
         trust.open_named(theirs / "images")
 
@@ -297,7 +297,7 @@ def test_an_image_is_not_written_to_a_file_system_that_another_user_serves(
     theirs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FUSE: it can say of any folder whose it is, and he reads along."""
-    monkeypatch.setattr(trust, "served_by", lambda: {os.stat(theirs).st_dev: USER})
+    monkeypatch.setattr(trust, "server_of", lambda fd: USER)
     with pytest.raises(PermissionDenied, match=f"file system that user {USER} serves"):
         Draft.create(theirs / "image")
 

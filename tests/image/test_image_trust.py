@@ -6,18 +6,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from image_material import write_image
 
+from limosa import start
 from limosa.errors import UntrustedImage
-from limosa.image import destination_problem, open_image, trusted_uids
+from limosa.image import destination_problem, open_image, trust, trusted_uids
 from limosa.image.trust import open_path
 from limosa.start import parse_served
 
 STRANGER, USER = 65534, 4242
+SERVER = Path(__file__).parents[1] / "fuse_server.py"
 ROOT_ONLY = frozenset({0})
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="giving files to other users needs root")
@@ -233,18 +236,100 @@ def test_where_an_image_would_be_refused_later_is_said_before(base: Path) -> Non
 
 def test_a_file_system_served_by_a_user_is_his() -> None:
     table = (
-        "36 28 0:45 / /mnt/x rw,nosuid,nodev - fuse.sshfs me:/ rw,user_id=4242,group_id=4242,allow_other\n"
-        "37 28 0:46 / /mnt/r rw - fuseblk /dev/sdb1 rw,user_id=0,group_id=0\n"
-        "38 28 8:1 / / rw,relatime shared:1 master:2 - ext4 /dev/sda1 rw,errors=remount-ro\n"
-        "39 28 0:47 / /odd rw - tmpfs user_id=4242 rw\n"
-        "broken\n"
+        b"36 28 0:45 / /mnt/x rw,nosuid,nodev - fuse.sshfs me:/ rw,user_id=4242,group_id=4242,allow_other\n"
+        b"37 28 0:46 / /mnt/r rw - fuseblk /dev/sdb1 rw,user_id=0,group_id=0\n"
+        b"38 28 8:1 / / rw,relatime shared:1 master:2 - ext4 /dev/sda1 rw,errors=remount-ro\n"
+        b"39 28 0:47 / /odd rw - tmpfs user_id=4242 rw\n"
+        b"40 28 0:48 / /machine rw - virtiofs share rw\n"
+        b"41 28 0:49 / /nobody rw - fuse x rw\n"
+        b"42 28 x:50 / /odd rw - fuse x rw,user_id=0\n"
+        b"broken\n"
     )
-    assert parse_served(table) == {os.makedev(0, 45): 4242, os.makedev(0, 46): 0}
+    assert parse_served(table) == {os.makedev(0, 45): 4242, os.makedev(0, 46): 0, os.makedev(0, 48): 0}
+
+
+@pytest.mark.parametrize("odd", ["\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2003", "\u2028", "\u2029"])
+@pytest.mark.parametrize("line", ["/mnt/{} rw - fuse x", "/mnt rw - fuse.x{}y x", "/mnt rw - fuse x{}y"])
+def test_no_character_in_a_mounts_names_hides_it(line: str, odd: str) -> None:
+    """The kernel writes them as they are."""
+    table = f"36 28 0:45 / {line.format(odd)} rw,user_id=4242,group_id=4242,allow_other\n"
+    assert parse_served(table.encode()) == {os.makedev(0, 45): 4242}
 
 
 def test_an_image_on_such_a_file_system_is_refused(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = image.stat().st_dev
-    monkeypatch.setattr("limosa.image.trust.served_by", lambda: {device: STRANGER})
+    monkeypatch.setattr(trust, "server_of", lambda fd: STRANGER)
     refused(image, f"user {STRANGER} serves")
-    monkeypatch.setattr("limosa.image.trust.served_by", lambda: {device: 0})
+    monkeypatch.setattr(trust, "server_of", lambda fd: -1)
+    refused(image, "nobody knows who serves")
+    monkeypatch.setattr(trust, "server_of", lambda fd: 0)
     open_image(image).close()
+
+
+@pytest.fixture
+def mount(base: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a real one in a sticky folder: a user serves it, says that all of it is root's, and names it as given."""
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("this kernel has no FUSE")
+    servers: list[subprocess.Popen[bytes]] = []
+    (base / "sticky" / "evil").mkdir(parents=True)
+    (base / "sticky").chmod(0o1777)
+
+    def go(*words: str) -> Path:
+        command = [sys.executable, SERVER, base / "sticky" / "evil", str(USER), "all", "roots", *words]
+        servers.append(subprocess.Popen(command, stdout=subprocess.PIPE))
+        assert servers[0].stdout is not None
+        assert servers[0].stdout.readline() == b"READY\n"
+        return base / "sticky" / "evil"
+
+    yield go
+    for server in servers:
+        server.kill()  # whoever waits for it goes on
+        server.wait(10)
+    subprocess.run(["umount", "-l", base / "sticky" / "evil"], check=False, timeout=10, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["x", "x\u2028y", "x\ry"])
+def test_a_real_one_is_his_whatever_it_is_called(mount: Callable[[str], Path], name: str) -> None:
+    evil = mount(f"name={name}")
+    assert evil.stat().st_uid == 0
+    assert start.untrusted_part(evil) == str(evil)
+    with pytest.raises(UntrustedImage, match=f"user {USER} serves"):
+        open_path(evil, ROOT_ONLY)
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_mounted_during_the_walk_is_noticed(
+    base: Path, mount: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trust._check_folder
+
+    def check(fd: int, where: str, *rest: Any) -> None:
+        if where == "/":
+            mount()
+        real(fd, where, *rest)
+
+    monkeypatch.setattr(trust, "_check_folder", check)
+    with pytest.raises(UntrustedImage, match=f"user {USER} serves"):
+        open_path(base / "sticky" / "evil", ROOT_ONLY)
+
+
+@pytest.mark.timeout(60)
+def test_one_that_says_of_itself_that_it_is_not_there_is_there(mount: Callable[[str], Path]) -> None:
+    """What is not there yet is as its folder is, but not this."""
+    evil = mount("gone")
+    assert not start.trusted(evil)
+    assert start.real_path(evil) is None
+
+
+@pytest.mark.timeout(60)
+def test_one_that_is_unmounted_meanwhile_is_nobodys(mount: Callable[[], Path]) -> None:
+    """What is open stays so, and is in no list any more."""
+    evil = mount()
+    fd = os.open(evil, os.O_PATH)
+    try:
+        assert start.server_of(fd) == USER
+        subprocess.run(["umount", "-l", evil], check=True, timeout=10)
+        assert start.server_of(fd) == -1
+    finally:
+        os.close(fd)

@@ -290,9 +290,17 @@ BELIEVED = (
     Mutant(
         "any-owner-of-a-folder-on-the-way",
         _IMAGE + "trust.py",
-        '    if info.st_uid not in trusted:\n        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")\n    if (server',
+        '    if (uid := os.fstat(fd).st_uid) not in trusted:\n        raise _refused(shown, f"{where} belongs to user {uid}, not to {_names(trusted)}")\n    if (server',
         "    if (server",
         "a stranger exchanges the image on its way to CRIU",
+        ("tests/image/test_image_trust.py",),
+    ),
+    Mutant(
+        "anybodys-file-system",
+        "src/limosa/start.py",
+        "    if file_system(fd) not in (_FUSE, 0):",
+        "    if file_system(fd) != _FUSE:",
+        "a stranger's server says that all of it is root's, and does not say what it is",
         ("tests/image/test_image_trust.py",),
     ),
     Mutant(
@@ -314,7 +322,7 @@ BELIEVED = (
     Mutant(
         "the-root-of-another-is-ours",
         _IMAGE + "trust.py",
-        "                    of_proc = kind(new) == _PROC\n",
+        "                    of_proc = file_system(new) == _PROC\n",
         "                    of_proc = False\n",
         "rm of /proc/PID/root/… removes this machine's image of that name",
         ("tests/image/test_image_others.py",),
@@ -322,7 +330,7 @@ BELIEVED = (
     Mutant(
         "a-link-of-anybodys",
         _IMAGE + "trust.py",
-        "                    _check_owner(info, os.path.join(where, name), shown, owners, served)\n",
+        "                    _check_owner(new, os.path.join(where, name), shown, owners)\n",
         "",
         "a stranger's link leads root to another image",
         ("tests/image/test_image_trust.py",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import signal
 import socket
@@ -14,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from limosa.errors import NoSuchProcess
-from limosa.process import peers, sockets
+from limosa.process import descriptors, peers, sockets
 from limosa.process.candidates import candidates, is_own
 from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.hazards import checkpoint_hazards
 from limosa.process.identity import Identity, Stat
 from limosa.process.observation import JobObservation
 from limosa.process.observe import observe
+from limosa.process.procfs import read_maps
+from limosa.process.status import status_of
 from limosa.start import python
 
 
@@ -274,6 +277,34 @@ def test_limits_of_cgroup_v1_beside_v2_and_as_a_container_shows_them(tmp_path):
     container = f"35 31 0:32 /docker/abc {one}/job rw - cgroup cgroup rw,memory\n"
     assert [level.limit_bytes for level in memory_levels("4:memory:/docker/abc\n", container)] == [4096000]
     assert memory_levels("4:memory:/../other\n", mounts) == []
+
+
+@pytest.mark.parametrize("odd", ["\r", "\x0b", "\x1c", "\x85", "\u2003", "\u2028"])
+def test_no_character_in_a_mounts_name_makes_another_of_it(tmp_path, monkeypatch, odd):
+    """The kernel writes all of these as they are."""
+    cgroup_folder(tmp_path / "a", "1000", 900, 300, True)
+    names = f"x{odd}1{odd}1{odd}0:1{odd}/{odd}{tmp_path}{odd}-{odd}cgroup2"
+    line = f"30 23 0:26 / /mnt/{names} rw shared:1 - fuse {names} rw,user_id=1\n"
+    assert memory_levels("0::/a\n", line) == []
+    monkeypatch.setattr(descriptors, "slurp", lambda path: line.replace("cgroup2", "proc").encode())
+    assert [(number, mount.proc_root) for number, mount in descriptors.read_mounts("/proc/1").items()] == [(30, None)]
+
+
+def test_no_character_in_a_files_name_makes_another_mapping_of_it(tmp_path):
+    path = tmp_path / "x\r1-2 r--s 0 0:1 y z"
+    path.write_bytes(bytes(4096))
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        assert str(path) in {one.path for one in read_maps("/proc/self").merged}
+
+
+def test_no_character_in_a_processs_name_makes_a_line_of_it():
+    code = "import sys; open('/proc/self/comm', 'w').write('x\\rEve: 1'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = status_of(process.pid)
+        assert "Eve" not in found
+        assert found["Name"][0] == "x"
 
 
 # --- GPUs --------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 from softgpu.far import Far, until
 
 from limosa.native.build import compilers
+from limosa_softgpu.state import opened
 
 MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
@@ -81,6 +82,17 @@ def test_the_memory_is_the_targets_own_while_it_is_checkpointed(job: Far, contro
     assert status(job.pid, "RssAnon") - before < 2 * MIB
     assert job("intact()")
     assert node.switches.used(0) > 4 * MIB
+
+
+@pytest.mark.parametrize("wrong", [(1 << 64) - 8 * MIB, 1 << 62])
+def test_what_a_checkpoint_takes_is_no_strangers_to_say(job: Far, controller: Far, node: Any, wrong: int) -> None:
+    """Everybody in the node may write there: 10 MiB were copied into 2, or there was no memory for it."""
+    with opened(node.folder) as state:
+        state.rates.checkpoint_bytes = wrong
+        del state
+    controller.suspend(job.pid)
+    controller.resume(job.pid)
+    assert job("intact()")
 
 
 def test_one_call_of_the_c_librarys_mmap_holds_everything(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from softgpu.far import Far
 
+from limosa_softgpu.state import opened
+
 MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
 
@@ -216,6 +218,20 @@ def test_a_descriptor_carries_memory_to_another_process(job: Far, other: Far, tm
     assert job("text(a, 12)") == "from another"
     assert other("says('cuMemExportToShareableHandle', h, POSIX, 0)") == "INVALID_VALUE"
     assert other("ok(cu.cuMemGetAllocationPropertiesFromHandle(h)).location.id") == 0
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("gpu", 8), ("gpu", 30000), ("gpu", -1), ("bytes", 1 << 62)])
+def test_memory_of_which_a_stranger_says_nonsense_is_not_imported(
+    job: Far, other: Far, node: Any, tmp_path: Any, field: str, wrong: int
+) -> None:
+    """Everybody in the node may write there."""
+    job("h = create(4); fd = export(h)")
+    passed(job, other, tmp_path / "door")
+    with opened(node.folder) as state:
+        (place,) = [i for i in range(state.n_blocks) if state.blocks[i].id and state.blocks[i].bytes == 4 * MIB]
+        setattr(state.blocks[place], field, wrong)
+        del state
+    assert other("says('cuMemImportFromShareableHandle', fd, POSIX)") == "UNKNOWN"
 
 
 @pytest.mark.parametrize("held", ["descriptor", "handle", "mapping"])

@@ -36,7 +36,8 @@ class Credentials(msgspec.Struct, frozen=True):
         """
         fields: dict[str, list[str]] = {}
         try:
-            with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            # Its name may have any line end in it but this one, which the kernel escapes.
+            with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace", newline="\n") as file:
                 for line in file:
                     key, _, value = line.partition(":")
                     fields[key] = value.split()
@@ -172,7 +173,7 @@ def device_rules(pid: int) -> list[str] | None:
     Version 2 has a program in the kernel in its place that cannot be read: there the nodes decide alone.
     """
     try:
-        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             for line in file:
                 _, controllers, path = line.rstrip("\n").split(":", 2)
                 if "devices" in controllers.split(","):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from limosa.errors import LimosaError, NoRoomOnHost, PermissionDenied, UsageError
+from limosa.start import file_system
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -171,13 +172,7 @@ def open_file(name: str, dir_fd: int) -> int:
 def syncs_whole(fd: int) -> bool:
     """Whether ``Files.syncfs`` puts all files there on disk and says so where it could not: it does since Linux 5.8."""
     version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
-    return version >= (5, 8) and kind(fd) in _SYNCED_WHOLE
-
-
-def kind(fd: int) -> int:
-    """The type of the file system that an open file is on (fstatfs(2)), 0 where it cannot be asked."""
-    found = ctypes.create_string_buffer(256)  # struct statfs, whose first field is the type
-    return 0 if _libc.fstatfs(fd, found) else ctypes.c_long.from_buffer(found).value
+    return version >= (5, 8) and file_system(fd) in _SYNCED_WHOLE
 
 
 def _owner_of_new(folder: int) -> int:

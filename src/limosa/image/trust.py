@@ -18,7 +18,8 @@ The argument, which ``docs/image-format.md`` repeats for users:
 4. An access list that lets a named user write shows as the group's write bit in the mode (acl(5): the mask), so
    rule 2 covers it.
 5. A file system that a user serves himself (FUSE with ``allow_other``) can claim any owner and mode; its mount names
-   the user (``user_id=`` in ``/proc/self/mountinfo``), who must be a trusted one.
+   the user (``user_id=`` in ``/proc/self/mountinfo``), who must be a trusted one. The kernel says of the open component
+   that it is FUSE, and only then are the mounts looked at: one that came, or went, during the walk is noticed.
 6. The image's folder and everything in it are owned by trusted users, not writable to group or others (sticky or not)
    and neither symlinks nor anything but files and folders. Then what was verified is what CRIU reads.
 
@@ -35,8 +36,8 @@ from collections import deque
 from pathlib import Path
 
 from limosa.errors import DamagedImage, PermissionDenied, UntrustedImage
-from limosa.image.files import kind, open_folder
-from limosa.start import installer, served_by, sudo_user
+from limosa.image.files import open_folder
+from limosa.start import file_system, installer, server_of, sudo_user
 
 _MOST_LINKS = 40
 _DEPTH = 3  # chunks/ab/ab…
@@ -66,10 +67,13 @@ def open_named(path: str | os.PathLike[str]) -> int:
     except UntrustedImage as e:
         detail = f"{shown} is behind a symbolic link of another user's: {e.fields['detail']}"
         raise PermissionDenied(detail=detail, hint="name the folder that it leads to") from e
-    server = served_by().get(os.fstat(fd).st_dev, 0)
-    if server not in trusted_uids():
+    try:
+        server = server_of(fd)
+        if server not in trusted_uids():
+            raise PermissionDenied(detail=f"{shown} lies on {_served(server)}", hint="choose another")
+    except BaseException:
         os.close(fd)
-        raise PermissionDenied(detail=f"{shown} lies on a file system that user {server} serves", hint="choose another")
+        raise
     return fd
 
 
@@ -96,9 +100,8 @@ def open_path(
     at = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     where, followed = "/", 0
     owners = links if trusted is None else trusted
-    served = served_by() if owners is not None else {}
     try:
-        _check_folder(os.fstat(at), where, shown, trusted, served)
+        _check_folder(at, where, shown, trusted)
         while pending:
             name = pending.popleft()
             new = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
@@ -108,9 +111,9 @@ def open_path(
                     followed += 1
                     if followed > _MOST_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), shown)
-                    _check_owner(info, os.path.join(where, name), shown, owners, served)
+                    _check_owner(new, os.path.join(where, name), shown, owners)
                     # What /proc/PID/root says is "/", and it leads to another one: the kernel knows to which.
-                    of_proc = kind(new) == _PROC
+                    of_proc = file_system(new) == _PROC
                     target = "" if of_proc else os.readlink("", dir_fd=new)
                 finally:
                     os.close(new)
@@ -127,7 +130,7 @@ def open_path(
             at, where = new, os.path.join(where, name)
             if not stat.S_ISDIR(info.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), shown)
-            _check_folder(info, where, shown, trusted, served)
+            _check_folder(at, where, shown, trusted)
         return open_folder(".", at)
     finally:
         if at >= 0:
@@ -195,28 +198,25 @@ def _components(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
 
 
-def _check_folder(
-    info: os.stat_result, where: str, shown: str, trusted: frozenset[int] | None, served: dict[int, int]
-) -> None:
+def _check_folder(fd: int, where: str, shown: str, trusted: frozenset[int] | None) -> None:
     """Rules 2, 3 and 5 for a folder on the way."""
     if trusted is None:
         return
-    _check_owner(info, where, shown, trusted, served)
+    _check_owner(fd, where, shown, trusted)
+    info = os.fstat(fd)
     if info.st_mode & _OTHERS_WRITE and not info.st_mode & stat.S_ISVTX:
         raise _refused(
             shown, f"others may write to {where} (mode {stat.S_IMODE(info.st_mode):o})", f"chmod go-w {where}"
         )
 
 
-def _check_owner(
-    info: os.stat_result, where: str, shown: str, trusted: frozenset[int] | None, served: dict[int, int]
-) -> None:
+def _check_owner(fd: int, where: str, shown: str, trusted: frozenset[int] | None) -> None:
     if trusted is None:
         return
-    if info.st_uid not in trusted:
-        raise _refused(shown, f"{where} belongs to user {info.st_uid}, not to {_names(trusted)}")
-    if (server := served.get(info.st_dev)) is not None and server not in trusted:
-        raise _refused(shown, f"{where} lies on a file system that user {server} serves")
+    if (uid := os.fstat(fd).st_uid) not in trusted:
+        raise _refused(shown, f"{where} belongs to user {uid}, not to {_names(trusted)}")
+    if (server := server_of(fd)) not in {0, *trusted}:
+        raise _refused(shown, f"{where} lies on {_served(server)}")
 
 
 def _check_part(info: os.stat_result, where: str, shown: str, trusted: frozenset[int]) -> None:
@@ -248,6 +248,10 @@ def _refused(shown: str, detail: str, hint: str | None = None) -> UntrustedImage
     if hint is None:
         hint = "whoever can write an image can run code as whoever restores it; copy it if you trust where it is from"
     return UntrustedImage(path=shown, detail=detail, hint=hint)
+
+
+def _served(server: int) -> str:
+    return f"a file system that {f'user {server}' if server >= 0 else 'nobody knows who'} serves"
 
 
 def _names(trusted: frozenset[int]) -> str:

@@ -23,6 +23,7 @@ from limosa.process.cgroups import memory_levels, tightest
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.process.memory import grow_host_memory, host_memory, two
+from limosa.process.slurp import slurp
 
 KEEP_SECONDS = 3600.0
 """How long an arena that was asked for is kept, by default."""
@@ -137,8 +138,8 @@ def host_room(fresh: int, uid: int | None = None) -> str:
     pid = found.identity.pid if found is not None else os.getpid()
     if found is not None:
         hang_up(found.connection)
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="replace") as file:
-        level = tightest(memory_levels(file.read()))
+    with contextlib.suppress(OSError):
+        level = tightest(memory_levels(os.fsdecode(slurp(f"/proc/{pid}/cgroup"))))
         if level.room is not None and level.room < fresh:
             left, needed = two(level.room, fresh)
             return f"the memory cgroup {level.path} has {left} left, and the arena needs {needed} more"

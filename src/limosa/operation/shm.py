@@ -230,7 +230,7 @@ def _used(there: dict[int, str]) -> list[Reason]:
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            for line in slurp(f"/proc/{name}/maps").splitlines():
+            for line in slurp(f"/proc/{name}/maps").split(b"\n"):  # a file's name may have another line end in it
                 words = line.split(None, 5)
                 if len(words) == 6 and words[3] == device and int(words[4]) in there:
                     text = f"process {name} uses {there[int(words[4])]}, which the restored job would have anew"

@@ -21,11 +21,12 @@ _NO_LIMIT = 1 << 62
 def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
     """Return where a controller is mounted: "memory", "freezer" (v1), "v2" → (root in the hierarchy, mount point)."""
     found: dict[str, tuple[str, str]] = {}
-    for line in mountinfo.splitlines():
+    # Only what the kernel separates by: a user's mount, or cgroup, may have any other line end or blank in its name.
+    for line in mountinfo.split("\n"):
         if " - cgroup" not in line:
             continue
         left, right = line.split(" - ", 1)
-        fields, kind = left.split(), right.split()
+        fields, kind = left.split(" "), right.split(" ")
         if kind[0] == "cgroup2":
             found.setdefault("v2", (fields[3], fields[4]))
         elif kind[0] == "cgroup":
@@ -71,7 +72,7 @@ def _level(folder: str, version: str) -> CgroupObservation | None:
 def _folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tuple[str, str, str]]:
     """Yield ("v1" or "v2", folder, mount point) of the cgroups that a controller could act through on a process."""
     mounts = _mounts(mountinfo)
-    for line in cgroup_file.splitlines():
+    for line in cgroup_file.split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         version = "v2" if number == "0" and not controllers else "v1"

@@ -111,8 +111,9 @@ class Mount(NamedTuple):
 def read_mounts(folder: str) -> dict[int, Mount]:
     """Return the mounts that ``/proc/PID`` sees, by id (proc_pid_mountinfo(5))."""
     found = {}
-    for line in slurp(f"{folder}/mountinfo").splitlines():
-        fields = os.fsdecode(line).split()
+    # Only what the kernel separates by: a user's mount may have any other line end or blank in its name.
+    for line in slurp(f"{folder}/mountinfo").split(b"\n")[:-1]:
+        fields = os.fsdecode(line).split(" ")
         procfs = fields[fields.index("-", 6) + 1] == "proc"
         found[int(fields[0])] = Mount(fields[4], fields[3] if procfs else None)
     return found

@@ -16,7 +16,7 @@ from limosa.ipc import packet
 from limosa.process.belief import owners_of
 from limosa.process.launch import log_folder
 from limosa.process.openat import closing, taken_from
-from limosa.start import served_by
+from limosa.start import served_by, server_of
 
 _LOOK = os.O_PATH | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -33,7 +33,8 @@ def open_said(path: str, pid: int) -> int:
     if os.geteuid() == 0 and owners_of(pid) == {0}:
         return open_own(path)  # root's word, where nobody but root may have changed what is there
     with closing(os.open(path, _LOOK)) as fd:
-        if os.geteuid() == 0 and served_by().get(packet.device(fd), 0) != 0:  # he may never let go whoever closes it
+        # He may never let go whoever closes it, nor whoever asks: that only where the list of mounts does not know it.
+        if os.geteuid() == 0 and (served_by().get(packet.device(fd), 0) or server_of(fd)) != 0:
             raise PermissionError("it is on a file system that a user serves (FUSE)")
         found = os.fstat(fd)
         if os.geteuid() == 0 and not _is_its_users(found, pid) and not _is_its_output(found, pid):

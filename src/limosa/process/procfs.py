@@ -79,7 +79,8 @@ def read_maps(folder: str) -> Maps:
     """
     merged: dict[bytes, MapObservation] = {}
     ranges: dict[bytes, bytes] = {}
-    lines, uvm, managed, libcuda = slurp(f"{folder}/maps", 1 << 17).splitlines(), 0, 0, False
+    # Of a file's name the kernel escapes this line end and no other.
+    lines, uvm, managed, libcuda = slurp(f"{folder}/maps", 1 << 17).split(b"\n")[:-1], 0, 0, False
     for line in lines:
         fields = line.split(None, 5)
         if len(fields) < 6:

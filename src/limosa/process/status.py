@@ -16,7 +16,8 @@ def status_of(pid: int | str) -> dict[str, list[str]]:
     """
     folder = f"/proc/{pid}" if isinstance(pid, int) else pid
     found = {}
-    for line in slurp(f"{folder}/status").decode(errors="replace").splitlines():
+    # A process's name may have any line end in it but this one, which the kernel escapes.
+    for line in slurp(f"{folder}/status").decode(errors="replace").split("\n")[:-1]:
         name, _, value = line.partition(":")
         found[name] = value.split()
     return found

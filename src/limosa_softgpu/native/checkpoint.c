@@ -274,7 +274,7 @@ static CUresult checkpoint_process(const struct request *request)
         return CUDA_ERROR_DEVICE_UNAVAILABLE;
 
     uint64_t device_bytes = memory_bytes() + vmm_bytes();
-    size_t size = device_bytes + (used ? rates->checkpoint_bytes : 0);
+    size_t size = device_bytes + (used ? node_checkpoint_bytes(driver.node) : 0);
     char *memory = NULL;
     if (size) {
         /* One call of the C library's mmap, as with the real driver, so that a preloaded library can answer it. */
@@ -288,13 +288,10 @@ static CUresult checkpoint_process(const struct request *request)
     }
     if (fault_hazard("killed-by-cgroup"))
         kill(getpid(), SIGKILL);
-    char *end = memory;
     if (device_bytes)
-        end = vmm_save(memory_save(memory));
+        vmm_save(memory_save(memory)); /* device_bytes are what these two write */
     node_pace(since, used ? rates->checkpoint_fixed : rates->checkpoint_fixed / 10, device_bytes, rates->checkpoint);
     result = step("step:checkpoint-saved");
-    if (result == CUDA_SUCCESS && end > memory + size)
-        result = CUDA_ERROR_UNKNOWN;
     if (result != CUDA_SUCCESS) {
         if (size)
             munmap(memory, size);

@@ -115,7 +115,8 @@ EXPORT CUresult CUDAAPI cuIpcOpenMemHandle_v2(CUdeviceptr *pdptr, CUipcMemHandle
         found->opens++;
     } else {
         fd = block_open(its.block);
-        if (fd < 0 || node_identify(fd, NULL, &gpu, &bytes, NULL) != 0 || its.offset + its.bytes > bytes)
+        if (fd < 0 || node_identify(fd, NULL, &gpu, &bytes, NULL) != 0 || its.bytes > bytes
+            || its.offset > bytes - its.bytes)
             result = CUDA_ERROR_INVALID_VALUE;
         else if (ordinal_of_gpu(gpu) < 0)
             result = CUDA_ERROR_INVALID_DEVICE;

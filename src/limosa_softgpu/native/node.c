@@ -397,15 +397,19 @@ int node_identify(int fd, uint64_t *id, int *gpu, uint64_t *bytes, enum node_kin
         return -EINVAL;
     const struct node_block *block = &node->blocks[place];
     if (named_id && place < node_blocks(node) && block->id == named_id) {
+        int its_gpu = __atomic_load_n(&block->gpu, __ATOMIC_RELAXED);
+        uint64_t its_bytes = __atomic_load_n(&block->bytes, __ATOMIC_RELAXED);
         if (id)
             *id = named_id;
         if (gpu)
-            *gpu = block->gpu;
+            *gpu = its_gpu;
         if (bytes)
-            *bytes = block->bytes;
+            *bytes = its_bytes;
         if (kind)
             *kind = (enum node_kind)block->kind;
-        result = 0;
+        if (its_gpu >= 0 && its_gpu < node_gpus(node) && its_bytes <= NODE_MOST_BYTES
+            && its_bytes <= (uint64_t)mine.st_size)
+            result = 0;
     }
     node_unlock(lock);
     return result;

@@ -91,16 +91,26 @@ static inline int node_bounded(int n, int most)
     return n < most ? n : most;
 }
 
-/* How many there are. Everybody in the node may write there, also while root's processes read: these two are bounded,
- * and nothing else reads the numbers. */
+/* How many there are. Everybody in the node may write there, also while root's processes read: numbers by which memory
+ * is taken or found are read once, by these and node_identify alone, and bounded. */
 static inline int node_gpus(const struct node_state *node)
 {
-    return node_bounded(node->n_gpus, NODE_MAX_GPUS);
+    return node_bounded(__atomic_load_n(&node->n_gpus, __ATOMIC_RELAXED), NODE_MAX_GPUS);
 }
 
 static inline int node_blocks(const struct node_state *node)
 {
-    return node_bounded(node->n_blocks, NODE_MAX_BLOCKS);
+    return node_bounded(__atomic_load_n(&node->n_blocks, __ATOMIC_RELAXED), NODE_MAX_BLOCKS);
+}
+
+/* Sums of that many bytes do not overflow. What is larger, nobody but a stranger has written: it counts as none. */
+#define NODE_MOST_BYTES (1ULL << 40)
+#define NODE_MOST_CHECKPOINT_BYTES (1ULL << 30)
+
+static inline uint64_t node_checkpoint_bytes(const struct node_state *node)
+{
+    uint64_t bytes = __atomic_load_n(&node->rates.checkpoint_bytes, __ATOMIC_RELAXED);
+    return bytes <= NODE_MOST_CHECKPOINT_BYTES ? bytes : 0;
 }
 
 /* Map the node's state; the same pointer ever after. NULL with errno where there is no node.

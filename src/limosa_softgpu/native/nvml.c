@@ -104,9 +104,11 @@ static nvmlReturn_t give_text(const char *text, char *to, unsigned int length)
 {
     if (!to)
         return NVML_ERROR_INVALID_ARGUMENT;
-    if (strlen(text) >= length)
+    size_t size = strnlen(text, length); /* once: others in the node may write there */
+    if (size >= length)
         return NVML_ERROR_INSUFFICIENT_SIZE;
-    strcpy(to, text);
+    memcpy(to, text, size);
+    to[size] = 0;
     return NVML_SUCCESS;
 }
 

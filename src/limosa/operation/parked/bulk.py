@@ -8,6 +8,7 @@ client that asked for it is gone. (The other thing that it does is ``gates.lower
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -19,6 +20,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.cgroups import memory_levels
 from limosa.process.memory import host_memory
+from limosa.process.slurp import slurp
 
 LEAST = 32 << 20
 """The driver's memory is not looked after where it is smaller than this."""
@@ -91,6 +93,7 @@ def _room(members: Sequence[Member]) -> int:
     """Bytes that all of them together may take: of the machine, and of the fullest cgroup above any."""
     found = [host_memory()[1]]
     for member in members:
-        with contextlib.suppress(OSError), open(f"/proc/{member.pid}/cgroup", encoding="utf-8") as file:
-            found += [level.room or 0 for level in memory_levels(file.read())]
+        with contextlib.suppress(OSError):  # a cgroup's name may be of any bytes
+            text = os.fsdecode(slurp(f"/proc/{member.pid}/cgroup"))
+            found += [level.room or 0 for level in memory_levels(text)]
     return min(found) - KEPT_FREE
