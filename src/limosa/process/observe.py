@@ -169,7 +169,7 @@ def _wanted(processes: list[ProcessObservation]) -> Wanted:
                 wanted.targets.add(f"/dev/pts/{fd.tty_index}")
             elif fd.kind == "pty":
                 number = fd.target.rpartition("/")[2]
-                if number.isdigit():
+                if number.isascii() and number.isdigit():
                     wanted.masters.add(int(number))
             elif fd.kind == "memfd":
                 major, _, minor = fd.dev.partition(":")
@@ -229,7 +229,7 @@ def _peers_of(fd: FdObservation, found: Found) -> list[Peer]:
         return found.targets.get(f"/dev/pts/{fd.tty_index}", [])
     if fd.kind == "pty":
         number = fd.target.rpartition("/")[2]
-        return found.masters.get(int(number), []) if number.isdigit() else []
+        return found.masters.get(int(number), []) if number.isascii() and number.isdigit() else []
     if fd.kind == "memfd":
         major, _, minor = fd.dev.partition(":")
         return found.memory.get((os.makedev(int(major), int(minor)), fd.inode), [])
