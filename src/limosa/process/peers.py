@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from limosa.errors import NoSuchProcess, PermissionDenied
 from limosa.ipc.packet import inode_at
 from limosa.process.identity import read_stat
 from limosa.process.observation import Peer
-from limosa.process.slurp import slurp
+from limosa.process.slurp import pieces
 from limosa.process.tree import pids
 
 # A semaphore that one has by a name that is gone others have by its own.
@@ -149,20 +150,18 @@ class _Search:
                     yield found.memory, key, Peer(pid=pid, name=name_of(pid), fd=int(fd), access=_access(path))
 
     def _mappings(self, pid: int) -> Iterator[tuple[dict[Any, list[Peer]], Any, Peer]]:
-        try:
-            data = slurp(f"/proc/{pid}/maps", 1 << 16)
-        except OSError:
-            return
-        if not any(inode in data for inode in self.inodes):
-            return  # quick: most processes have none of them
         seen = set()
-        for match in _SHARED_LINE.finditer(data):
-            major, _, minor = match[2].partition(b":")
-            key = (os.makedev(int(major, 16), int(minor, 16)), int(match[3]))
-            if key in self.wanted.memory and key not in seen:
-                seen.add(key)
-                access = "rw" if match[1] == b"rw" else "r"
-                yield self.found.memory, key, Peer(pid=pid, name=name_of(pid), access=access)
+        with contextlib.suppress(OSError):
+            for data in pieces(f"/proc/{pid}/maps"):
+                if not any(inode in data for inode in self.inodes):
+                    continue  # quick: most processes have none of them
+                for match in _SHARED_LINE.finditer(data):
+                    major, _, minor = match[2].partition(b":")
+                    key = (os.makedev(int(major, 16), int(minor, 16)), int(match[3]))
+                    if key in self.wanted.memory and key not in seen:
+                        seen.add(key)
+                        access = "rw" if match[1] == b"rw" else "r"
+                        yield self.found.memory, key, Peer(pid=pid, name=name_of(pid), access=access)
 
 
 def look(wanted: Wanted, tree: Iterable[int]) -> Found:
