@@ -14,6 +14,8 @@ _OWN_NAMES = (b"limosa-mover", b"limosa-vault", b"limosa-worker")
 _OWN_COMMANDS = re.compile(rb"/limosa/boot\.py\0[^\0]*\0limosa\.(parking\.resident_main|gpu\.worker_main)\0")
 """Of one that has not taken its name yet."""
 _MOST_NAME = 4096
+MOST_OF_MAPS = 16 << 20
+"""Bytes: 65,530 mappings, which is as many as a process may have, of files with names of an ordinary length."""
 
 
 def is_own(pid: int) -> bool:
@@ -27,7 +29,12 @@ def is_own(pid: int) -> bool:
 
 
 def _has_libcuda(pid: int) -> bool:
-    return any(b"/libcuda.so" in lines for lines in pieces(f"/proc/{pid}/maps"))
+    """Whether it has, or its mappings are too many to be gone through: then the driver has to say."""
+    read = 0
+    for lines in pieces(f"/proc/{pid}/maps"):
+        if b"/libcuda.so" in lines or (read := read + len(lines)) > MOST_OF_MAPS:
+            return True
+    return False
 
 
 def may_use_cuda(pid: int) -> bool:

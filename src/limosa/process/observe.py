@@ -53,11 +53,12 @@ __all__ = [
 _TRIES = 3
 
 
-def observe_host(hidden: int = 0) -> HostObservation:
+def observe_host(hidden: int = 0, crowded: int = 0) -> HostObservation:
     """Return what matters of the machine and of Limosa itself.
 
     Args:
         hidden: processes whose descriptors could not be read.
+        crowded: of these, those that have too many.
     """
     total, available = host_memory()
     try:
@@ -75,6 +76,7 @@ def observe_host(hidden: int = 0) -> HostObservation:
         namespaces=namespaces("/proc/self"),
         ancestors=[os.getpid(), *(identity.pid for identity in ancestors())],
         hidden_processes=hidden,
+        crowded_processes=crowded,
     )
 
 
@@ -272,7 +274,8 @@ def _look_once(root: Identity) -> tuple[JobObservation, bool]:
                 process.tracer_name = read_stat(process.tracer_pid).name
             except NoSuchProcess:
                 pass
-    return JobObservation(root=root.pid, processes=processes, host=observe_host(found.hidden)), found.newborn
+    host = observe_host(found.hidden, found.crowded)
+    return JobObservation(root=root.pid, processes=processes, host=host), found.newborn
 
 
 def _unsettled(observation: JobObservation) -> bool:
