@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from driver_double import DriverDouble
 from support import as_user
 
-from limosa import gpu
+from limosa import gpu, operation
 from limosa.operation.jobs import job
 from limosa.operation.ps import _one
 
@@ -39,3 +41,21 @@ def test_another_users_job_is_not_said_to_hold_nothing() -> None:
         finally:
             process.kill()
             shutil.rmtree(runtime)
+
+
+def test_what_nobody_foresaw_of_one_job_hides_no_other(
+    gpu_like: Any, double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, other = gpu_like(), gpu_like()
+
+    def one(which: Any, *rest: Any) -> Any:
+        if which.root.pid == odd:
+            raise ValueError("invalid literal")
+        return _one(which, *rest)
+
+    monkeypatch.setattr(sys.modules["limosa.operation.ps"], "_one", one)
+    listed = {found.pid: found for found in operation.ps(double)}  # type: ignore[arg-type]
+    assert listed[other].state == "running"
+    (reason,) = listed[odd].reasons
+    assert (listed[odd].state, listed[odd].movable) == ("unknown", False)
+    assert (reason.exit_code, reason.text) == (1, "could not be looked at (ValueError: invalid literal)")

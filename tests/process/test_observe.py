@@ -49,6 +49,19 @@ def test_descriptors_with_flags_position_and_size(job):
     assert all(fd.mounted for fd in fds.values())
 
 
+@pytest.mark.root
+def test_a_terminal_that_is_called_by_no_number_of_ours(job):
+    """Anybody can bind a terminal over a file of any name, in a mount namespace of his own; int() refuses "²"."""
+    victim = job(
+        "import pty, subprocess\nm, s = pty.openpty(); name = folder + '/' + chr(0xB2); open(name, 'w').close()\n"
+        "subprocess.run(['mount', '--bind', os.ttyname(s), name], check=True); odd = os.open(name, os.O_RDWR)",
+        prefix=("unshare", "-m"),
+    )
+    seen = observe(victim.identity)
+    assert any(fd.kind == "pty" and fd.target.endswith("/²") for fd in seen.processes[0].fds)
+    assert checkpoint_hazards(seen)
+
+
 def test_mappings_are_merged_by_file_and_deleted_ones_measured(job):
     victim = job(
         "f = open(folder + '/m', 'wb+'); f.truncate(3 * 4096); a = mmap.mmap(f.fileno(), 4096)\n"

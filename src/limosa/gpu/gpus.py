@@ -85,7 +85,7 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     def driver_major(self) -> int:
         """The driver's branch, 580 for "580.159.04"; 0 where it cannot be read."""
         head = self.driver_version.split(".")[0]
-        return int(head) if head.isdigit() else 0
+        return int(head) if head.isascii() and head.isdigit() else 0
 
     def by_uuid(self) -> dict[str, Gpu]:
         """Return the GPUs by UUID."""

@@ -19,6 +19,7 @@ from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
 from limosa.process.places import refuse_unusable
+from limosa.process.slurp import MOST_COMMAND, head
 from limosa.process.tree import group_by_topmost
 from limosa.terms import JobState
 
@@ -190,9 +191,11 @@ def user_name(uid: int) -> str:
 def command_of(pid: int) -> list[str]:
     """The argument vector, or the kernel's name for it in brackets."""
     try:
-        data = Path(f"/proc/{pid}/cmdline").read_bytes()
+        data = head(f"/proc/{pid}/cmdline", MOST_COMMAND)
     except OSError:
         return []
+    if len(data) == MOST_COMMAND:
+        data = data[: data.rfind(b"\0") + 1]  # as an image has it, see process/procfs.py
     return [part.decode(errors="replace") for part in data.rstrip(b"\0").split(b"\0")] if data else []
 
 

@@ -47,6 +47,9 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
                 continue  # it ended while we looked
             except LimosaError as error:
                 found.append(_unreadable(pid, error))
+            except Exception as error:  # what nobody foresaw of one job hides no other
+                text = f"could not be looked at ({type(error).__name__}: {error})"
+                found.append(_unreadable(pid, LimosaError(text)))
         return found
 
 

@@ -156,7 +156,7 @@ def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = la
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("-", maxsplit=1)[0].split(".") if part.isdigit())
+    return tuple(int(part) for part in text.split("-", maxsplit=1)[0].split(".") if part.isascii() and part.isdigit())
 
 
 def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:

@@ -26,7 +26,7 @@ from limosa.image import ShmFile, copy_sparse, open_file
 from limosa.image.files import rename_new
 from limosa.image.manifest import CRIU_NAME
 from limosa.process.hazards import SEMAPHORE_LIMIT
-from limosa.process.slurp import slurp
+from limosa.process.slurp import lines, pieces
 
 FOLDER = "/dev/shm"  # noqa: S108 - where the C library has them
 _GONE = " (deleted)"  # proc_pid_maps(5)
@@ -97,9 +97,10 @@ def _mapped(pids: Iterable[int], pattern: re.Pattern[bytes]) -> Iterator[tuple[s
     device = _device()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for dev, inode, name in pattern.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
-                if dev == device:
-                    yield os.fsdecode(name), int(inode)
+            for piece in pieces(f"/proc/{pid}/maps"):
+                for dev, inode, name in pattern.findall(piece):
+                    if dev == device:
+                        yield os.fsdecode(name), int(inode)
 
 
 def _device() -> bytes:
@@ -230,7 +231,7 @@ def _used(there: dict[int, str]) -> list[Reason]:
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            for line in slurp(f"/proc/{name}/maps").split(b"\n"):  # a file's name may have another line end in it
+            for line in lines(f"/proc/{name}/maps"):
                 words = line.split(None, 5)
                 if len(words) == 6 and words[3] == device and int(words[4]) in there:
                     text = f"process {name} uses {there[int(words[4])]}, which the restored job would have anew"

@@ -8,27 +8,39 @@ from __future__ import annotations
 import os
 import re
 
-from limosa.process.slurp import slurp
+from limosa.process.slurp import head, pieces
 
 _OWN_NAMES = (b"limosa-mover", b"limosa-vault", b"limosa-worker")
 _OWN_COMMANDS = re.compile(rb"/limosa/boot\.py\0[^\0]*\0limosa\.(parking\.resident_main|gpu\.worker_main)\0")
 """Of one that has not taken its name yet."""
+_MOST_NAME = 4096
+MOST_OF_MAPS = 16 << 20
+"""Bytes: 65,530 mappings, which is as many as a process may have, of files with names of an ordinary length."""
 
 
 def is_own(pid: int) -> bool:
     """Return whether a process is Limosa's own (mover, vault, worker), whoever started it: it is nobody's job."""
     try:
-        if slurp(f"/proc/{pid}/comm").rstrip() in _OWN_NAMES:
+        if head(f"/proc/{pid}/comm", _MOST_NAME).rstrip() in _OWN_NAMES:
             return True
-        return _OWN_COMMANDS.search(slurp(f"/proc/{pid}/cmdline")) is not None
+        return _OWN_COMMANDS.search(head(f"/proc/{pid}/cmdline", _MOST_NAME)) is not None
     except OSError:
         return False
+
+
+def _has_libcuda(pid: int) -> bool:
+    """Whether it has, or its mappings are too many to be gone through: then the driver has to say."""
+    read = 0
+    for lines in pieces(f"/proc/{pid}/maps"):
+        if b"/libcuda.so" in lines or (read := read + len(lines)) > MOST_OF_MAPS:
+            return True
+    return False
 
 
 def may_use_cuda(pid: int) -> bool:
     """Return whether a process has libcuda mapped; True where it may not be looked at, False where it is gone."""
     try:
-        return b"/libcuda.so" in slurp(f"/proc/{pid}/maps", 1 << 16)
+        return _has_libcuda(pid)
     except PermissionError:
         return True
     except OSError:
@@ -57,7 +69,7 @@ def candidates() -> list[int]:
         if not name.isdigit():
             continue
         try:
-            if b"/libcuda.so" in slurp(f"/proc/{name}/maps", 1 << 16) and not is_own(int(name)):
+            if _has_libcuda(int(name)) and not is_own(int(name)):
                 found.append(int(name))
         except OSError:
             continue

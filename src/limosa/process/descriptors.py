@@ -189,6 +189,6 @@ def _told_of(inside: str) -> int:
     """The process, or thread, that a file of procfs tells of, while it lives; 0."""
     first = inside.partition("/")[0]
     with contextlib.suppress(LimosaError):
-        if first.isdigit() and len(first) < 8 and not read_stat(int(first)).ended:
+        if first.isascii() and first.isdigit() and len(first) < 8 and not read_stat(int(first)).ended:
             return int(first)
     return 0

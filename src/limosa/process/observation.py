@@ -271,6 +271,7 @@ class HostObservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         namespaces: Limosa's own, as in :class:`ProcessObservation`.
         ancestors: Limosa's own pid and its ancestors'.
         hidden_processes: processes whose descriptors could not be looked at (other users', without root).
+        crowded_processes: of these, those that have too many to be looked at.
     """
 
     mem_total: int = 0
@@ -282,6 +283,7 @@ class HostObservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     namespaces: dict[str, int] = msgspec.field(default_factory=dict)
     ancestors: list[int] = msgspec.field(default_factory=list)
     hidden_processes: int = 0
+    crowded_processes: int = 0
 
 
 class JobObservation(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -53,11 +53,12 @@ __all__ = [
 _TRIES = 3
 
 
-def observe_host(hidden: int = 0) -> HostObservation:
+def observe_host(hidden: int = 0, crowded: int = 0) -> HostObservation:
     """Return what matters of the machine and of Limosa itself.
 
     Args:
         hidden: processes whose descriptors could not be read.
+        crowded: of these, those that have too many.
     """
     total, available = host_memory()
     try:
@@ -75,6 +76,7 @@ def observe_host(hidden: int = 0) -> HostObservation:
         namespaces=namespaces("/proc/self"),
         ancestors=[os.getpid(), *(identity.pid for identity in ancestors())],
         hidden_processes=hidden,
+        crowded_processes=crowded,
     )
 
 
@@ -169,7 +171,7 @@ def _wanted(processes: list[ProcessObservation]) -> Wanted:
                 wanted.targets.add(f"/dev/pts/{fd.tty_index}")
             elif fd.kind == "pty":
                 number = fd.target.rpartition("/")[2]
-                if number.isdigit():
+                if number.isascii() and number.isdigit():
                     wanted.masters.add(int(number))
             elif fd.kind == "memfd":
                 major, _, minor = fd.dev.partition(":")
@@ -229,7 +231,7 @@ def _peers_of(fd: FdObservation, found: Found) -> list[Peer]:
         return found.targets.get(f"/dev/pts/{fd.tty_index}", [])
     if fd.kind == "pty":
         number = fd.target.rpartition("/")[2]
-        return found.masters.get(int(number), []) if number.isdigit() else []
+        return found.masters.get(int(number), []) if number.isascii() and number.isdigit() else []
     if fd.kind == "memfd":
         major, _, minor = fd.dev.partition(":")
         return found.memory.get((os.makedev(int(major), int(minor)), fd.inode), [])
@@ -272,7 +274,8 @@ def _look_once(root: Identity) -> tuple[JobObservation, bool]:
                 process.tracer_name = read_stat(process.tracer_pid).name
             except NoSuchProcess:
                 pass
-    return JobObservation(root=root.pid, processes=processes, host=observe_host(found.hidden)), found.newborn
+    host = observe_host(found.hidden, found.crowded)
+    return JobObservation(root=root.pid, processes=processes, host=host), found.newborn
 
 
 def _unsettled(observation: JobObservation) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,13 +15,42 @@ from limosa.errors import NoSuchProcess, PermissionDenied
 from limosa.ipc.packet import inode_at
 from limosa.process.identity import read_stat
 from limosa.process.observation import Peer
-from limosa.process.slurp import slurp
+from limosa.process.slurp import pieces
+from limosa.process.status import uids_of
 from limosa.process.tree import pids
 
 # A semaphore that one has by a name that is gone others have by its own.
 _SHARED_LINE = re.compile(
     rb"^\S+ (..)\S\S \S+ (\S+) (\d+) +(?:.*\(deleted\)|\[anon_shmem:.*|/dev/shm/.*)$", re.MULTILINE
 )
+
+# A look at a descriptor takes some microseconds, and anybody may have millions. So far are users looked at who have no
+# part in the job: what is beyond counts as what may not be looked into.
+MOST_DESCRIPTORS = 100_000
+"""Of one user."""
+MOST_OF_MAPS = 256 << 20
+"""Bytes, of one user."""
+SECONDS = 10.0
+"""For all these users together: somebody may have many uids (``/etc/subuid``)."""
+
+
+class _TooMuch(Exception):
+    """A user has more than is looked at."""
+
+
+class _Strangers:
+    """How far users who have no part in the job are looked at."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + SECONDS
+        self._left: dict[int, tuple[int, int]] = {}
+
+    def take(self, uid: int, descriptors: int = 0, maps: int = 0) -> None:
+        """Count what is looked at. Raises _TooMuch: it is not to be, and nothing of that user any more."""
+        left = self._left.get(uid, (MOST_DESCRIPTORS, MOST_OF_MAPS))
+        self._left[uid] = left = left[0] - descriptors, left[1] - maps
+        if min(left) < 0 or time.monotonic() > self._end:
+            raise _TooMuch
 
 
 class Wanted(msgspec.Struct):
@@ -39,7 +70,8 @@ class Found(msgspec.Struct):
     """The processes found, under the same keys.
 
     Attributes:
-        hidden: processes whose descriptors could not be read.
+        hidden: processes whose descriptors could not be read, or were too many.
+        crowded: of these, those that have too many.
         newborn: a process was left out because it joined the tree after that was read, or has ended meanwhile.
     """
 
@@ -47,6 +79,7 @@ class Found(msgspec.Struct):
     masters: dict[int, list[Peer]] = msgspec.field(default_factory=dict)
     memory: dict[tuple[int, int], list[Peer]] = msgspec.field(default_factory=dict)
     hidden: int = 0
+    crowded: int = 0
     newborn: bool = False
 
 
@@ -78,6 +111,14 @@ def _tty_index(pid: int, fd: str) -> int:
     return -1
 
 
+def _uids(pid: int) -> set[int]:
+    """The users that a process is of. The folder's owner tells less: what may not be dumped is root's by that."""
+    try:
+        return set(uids_of(pid))
+    except OSError:
+        return set()
+
+
 def _born_into(pid: int, inside: set[int]) -> bool:
     """Return whether a process descends from the tree (it was started after the tree was read), or has ended.
 
@@ -105,30 +146,58 @@ class _Search:
 
     def __init__(self, wanted: Wanted, inside: set[int]):
         self.wanted, self.inside, self.found = wanted, inside, Found()
+        self.strangers = _Strangers()
         self.inodes = {b" %d " % inode for _, inode in wanted.memory}
 
-    def process(self, pid: int) -> None:
-        """Look at one process's descriptors, and at its mappings where memory is looked for."""
+    def everybody(self) -> None:
+        """Look at all processes: first at those of root and of the job's users, which cannot be crowded out."""
+        known = {0, os.getuid()}.union(*(_uids(pid) for pid in self.inside))
+        strangers = []
+        for pid in pids():
+            if pid not in self.inside:
+                strange = _uids(pid) - known
+                if strange:
+                    strangers.append((pid, min(strange)))
+                else:
+                    self.process(pid)
+        self.strangers = _Strangers()
+        for pid, uid in strangers:
+            self.process(pid, uid)
+
+    def process(self, pid: int, stranger: int = 0) -> None:
+        """Look at one process's descriptors, and at its mappings where memory is looked for.
+
+        ``stranger``: whose it is, where that user has no part in the job.
+        """
         hits: list[tuple[dict[Any, list[Peer]], Any, Peer]] = []
         try:
-            hits += self._descriptors(pid)
+            if stranger:
+                self.strangers.take(stranger)
+            hits += self._descriptors(pid, stranger)
+            if self.wanted.memory:
+                hits += self._mappings(pid, stranger)
         except PermissionError:
             self.found.hidden += 1
             return
+        except _TooMuch:
+            self.found.hidden += 1
+            self.found.crowded += 1
+            return
         except OSError:
             return
-        if self.wanted.memory:
-            hits += self._mappings(pid)
         if hits and _born_into(pid, self.inside):
             self.found.newborn = True
             return
         for where, key, peer in hits:
             where.setdefault(key, []).append(peer)
 
-    def _descriptors(self, pid: int) -> Iterator[tuple[dict[Any, list[Peer]], Any, Peer]]:
+    def _descriptors(self, pid: int, stranger: int) -> Iterator[tuple[dict[Any, list[Peer]], Any, Peer]]:
         wanted, found = self.wanted, self.found
         folder = f"/proc/{pid}/fd"
-        for fd in os.listdir(folder):
+        names = os.listdir(folder)
+        if stranger:
+            self.strangers.take(stranger, descriptors=len(names))
+        for fd in names:
             path = f"{folder}/{fd}"
             try:
                 target = os.readlink(path)
@@ -148,21 +217,21 @@ class _Search:
                 if key in wanted.memory:
                     yield found.memory, key, Peer(pid=pid, name=name_of(pid), fd=int(fd), access=_access(path))
 
-    def _mappings(self, pid: int) -> Iterator[tuple[dict[Any, list[Peer]], Any, Peer]]:
-        try:
-            data = slurp(f"/proc/{pid}/maps", 1 << 16)
-        except OSError:
-            return
-        if not any(inode in data for inode in self.inodes):
-            return  # quick: most processes have none of them
+    def _mappings(self, pid: int, stranger: int) -> Iterator[tuple[dict[Any, list[Peer]], Any, Peer]]:
         seen = set()
-        for match in _SHARED_LINE.finditer(data):
-            major, _, minor = match[2].partition(b":")
-            key = (os.makedev(int(major, 16), int(minor, 16)), int(match[3]))
-            if key in self.wanted.memory and key not in seen:
-                seen.add(key)
-                access = "rw" if match[1] == b"rw" else "r"
-                yield self.found.memory, key, Peer(pid=pid, name=name_of(pid), access=access)
+        with contextlib.suppress(OSError):
+            for data in pieces(f"/proc/{pid}/maps"):
+                if stranger:
+                    self.strangers.take(stranger, maps=len(data))
+                if not any(inode in data for inode in self.inodes):
+                    continue  # quick: most processes have none of them
+                for match in _SHARED_LINE.finditer(data):
+                    major, _, minor = match[2].partition(b":")
+                    key = (os.makedev(int(major, 16), int(minor, 16)), int(match[3]))
+                    if key in self.wanted.memory and key not in seen:
+                        seen.add(key)
+                        access = "rw" if match[1] == b"rw" else "r"
+                        yield self.found.memory, key, Peer(pid=pid, name=name_of(pid), access=access)
 
 
 def look(wanted: Wanted, tree: Iterable[int]) -> Found:
@@ -173,11 +242,10 @@ def look(wanted: Wanted, tree: Iterable[int]) -> Found:
         tree: the job's pids, which are left out.
 
     Returns:
-        What was found. Processes that cannot be read (other users', without root) are counted in ``hidden``.
+        What was found. Processes that cannot be read (other users', without root) are counted in ``hidden``, and so are
+        those of users without a part in the job who have too much to be looked at.
     """
     search = _Search(wanted, set(tree))
     if not wanted.empty:
-        for pid in pids():
-            if pid not in search.inside:
-                search.process(pid)
+        search.everybody()
     return search.found

@@ -6,6 +6,7 @@ times over; one pass over each file keeps a whole tree under a few dozen millise
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 
@@ -14,15 +15,16 @@ import msgspec
 from limosa.process.cgroups import frozen_by, memory_levels, tightest
 from limosa.process.identity import Identity, Stat, read_stat
 from limosa.process.observation import MapObservation, ProcessObservation, ThreadObservation
-from limosa.process.slurp import slurp
+from limosa.process.slurp import MOST, MOST_COMMAND, MOST_ENVIRONMENT, TooLong, head, lines, slurp
 from limosa.process.status import status_of
 
 ENVIRONMENT = re.compile(
-    rb"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID"
+    rb"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID"
     rb"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_MPS_[A-Z_]*|CUDA_MODULE_LOADING|NCCL_P2P_DISABLE"
-    rb"|NCCL_SHM_DISABLE|LD_PRELOAD)=(.*)$",
-    re.DOTALL,
+    rb"|NCCL_SHM_DISABLE|LD_PRELOAD)=([^\0]*)"
 )
+_MOST_VALUE = 4096
+"""Of a variable: more is neither shown nor decides anything."""
 NAMESPACES = ("pid", "mnt", "net", "user", "ipc", "uts", "cgroup", "time")
 _DELETED = " (deleted)"
 # Shared memory without a name of its own: CRIU writes its content itself, so its size is no ghost file's.
@@ -75,13 +77,14 @@ def read_maps(folder: str) -> Maps:
         folder: ``/proc/PID``.
 
     Raises:
+        TooLong: the files that are mapped have longer names than can be kept.
         OSError: it cannot be read (another user's process), or the process is gone.
     """
     merged: dict[bytes, MapObservation] = {}
     ranges: dict[bytes, bytes] = {}
-    # Of a file's name the kernel escapes this line end and no other.
-    lines, uvm, managed, libcuda = slurp(f"{folder}/maps", 1 << 17).split(b"\n")[:-1], 0, 0, False
-    for line in lines:
+    found, uvm, managed, libcuda, kept = 0, 0, 0, False, 0
+    for line in lines(f"{folder}/maps", 1 << 17):
+        found += 1
         fields = line.split(None, 5)
         if len(fields) < 6:
             continue
@@ -98,6 +101,8 @@ def read_maps(folder: str) -> Maps:
             known.count += 1
             known.shared = known.shared or permissions[3:4] == b"s"
             continue
+        if (kept := kept + len(name)) > MOST:
+            raise TooLong(errno.EFBIG, f"the names in it have more than {MOST} bytes", f"{folder}/maps")
         path = name.decode(errors="surrogateescape").replace("\\012", "\n")
         deleted = path.endswith(_DELETED)
         merged[key] = MapObservation(
@@ -122,7 +127,7 @@ def read_maps(folder: str) -> Maps:
                 entry.size, entry.links = info.st_size, info.st_nlink
             except OSError:
                 entry.size = entry.bytes  # without the right to ask: what is mapped is the best guess
-    return Maps(list(merged.values()), len(lines), uvm, managed, libcuda)
+    return Maps(list(merged.values()), found, uvm, managed, libcuda)
 
 
 def _threads(pid: int) -> list[ThreadObservation]:
@@ -172,7 +177,7 @@ def read_process(identity: Identity, mountinfo: str, sight: Stat | None = None) 
         uid=uid,
         gid=gid,
         name=stat.name,
-        command=[part.decode(errors="replace") for part in slurp(f"{folder}/cmdline").split(b"\0")[:-1]],
+        command=[part.decode(errors="replace") for part in head(f"{folder}/cmdline", MOST_COMMAND).split(b"\0")[:-1]],
         exe=_link(f"{folder}/exe"),
         state=stat.state,
         n_threads=stat.n_threads,
@@ -199,10 +204,11 @@ def read_process(identity: Identity, mountinfo: str, sight: Stat | None = None) 
     except PermissionError:
         seen.unreadable.append("maps")
     try:
-        for item in slurp(f"{folder}/environ").split(b"\0"):
-            match = ENVIRONMENT.match(item)
-            if match:
-                seen.env[match[1].decode()] = match[2].decode(errors="replace")
+        environment = slurp(f"{folder}/environ", most=MOST_ENVIRONMENT)
+        for match in ENVIRONMENT.finditer(environment):
+            if match.start() and environment[match.start() - 1]:
+                continue  # it is the end of another's name, or in its value
+            seen.env[match[1].decode()] = match[2][:_MOST_VALUE].decode(errors="replace")
     except PermissionError:
         seen.unreadable.append("environ")
     try:

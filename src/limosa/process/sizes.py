@@ -13,7 +13,7 @@ import resource
 
 from limosa.errors import Reason
 from limosa.process.observation import JobObservation
-from limosa.process.slurp import slurp
+from limosa.process.slurp import pieces
 from limosa.process.status import effective_capabilities
 
 MOST_PIPES = 1024  # NR_PIPES_WITH_DATA of CRIU
@@ -34,7 +34,8 @@ def descriptors_needed(pid: int) -> int:
     numbers = [int(name) for name in os.listdir(f"/proc/{pid}/fd")]
     runs = 0
     before: tuple[bytes, ...] = ()
-    for _, _, write, shared, device, inode, path in _LINE.findall(slurp(f"/proc/{pid}/maps", 1 << 16)):
+    lines = (line for piece in pieces(f"/proc/{pid}/maps") for line in _LINE.findall(piece))
+    for _, _, write, shared, device, inode, path in lines:
         if path.startswith(_ANONYMOUS):
             runs += not path.startswith(b"/SYSV")
         elif inode != b"0":

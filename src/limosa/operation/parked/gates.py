@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -22,7 +23,7 @@ from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.candidates import candidates
 from limosa.process.identity import Identity
-from limosa.process.slurp import slurp
+from limosa.process.slurp import MOST_ENVIRONMENT, slurp
 
 STACK_BYTES = 16
 """What a context's stack limit is lowered to while it is saved; the driver rounds it up to the least it knows."""
@@ -187,11 +188,11 @@ def _is_in_reach(pid: int) -> bool:
     try:
         if os.stat(f"/proc/{pid}/ns/net").st_ino != os.stat("/proc/self/ns/net").st_ino:
             return False
-        environment = slurp(f"/proc/{pid}/environ").split(b"\0")
+        environment = slurp(f"/proc/{pid}/environ", most=MOST_ENVIRONMENT)
     except OSError:
         return False
-    folders = [word.partition(b"=")[2] for word in environment if word.startswith(b"LIMOSA_RUNTIME_DIR=")]
-    return not folders or folders[0] == os.environb.get(b"LIMOSA_RUNTIME_DIR", b"")
+    folder = re.search(rb"(?:^|\0)LIMOSA_RUNTIME_DIR=([^\0]*)", environment)
+    return folder is None or folder[1] == os.environb.get(b"LIMOSA_RUNTIME_DIR", b"")
 
 
 def _is_claimed(pid: int) -> bool:

@@ -44,7 +44,9 @@ def _is_terminal(obs: JobObservation, process: ProcessObservation, fd: FdObserva
             return not (136 <= own[0] <= 143 and (own[0] - 136) * 256 + own[1] in masters)
         lent = (major, minor) == own and process.sid not in obs.pids  # by a session that is not the job's
         return lent or not ((major, minor) == (5, 1) or (major == 4 and minor < 64))
-    return fd.kind == "pty" and fd.tty_index < 0 and number.isdigit() and int(number) not in masters
+    return (
+        fd.kind == "pty" and fd.tty_index < 0 and number.isascii() and number.isdigit() and int(number) not in masters
+    )
 
 
 def descriptor_hazards(obs: JobObservation) -> list[Reason]:

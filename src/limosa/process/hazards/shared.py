@@ -127,10 +127,13 @@ def _hidden(obs: JobObservation) -> Iterator[Reason]:
     """Warn where pipes or sockets could have ends in processes that may not be looked into."""
     used = any(fd.kind in ("pipe", "socket", "memfd") for process in obs.processes for fd in process.fds)
     if used and obs.host.hidden_processes:
+        why, hint = "may not be looked into", f"to be sure, {more_rights(obs)}"
+        if obs.host.crowded_processes == obs.host.hidden_processes:
+            why, hint = "have too many descriptors or mappings to be looked at", ""
         yield Reason(
             id="peers-hidden",
-            text=f"{obs.host.hidden_processes} processes of other users may not be looked into: whether they hold the "
+            text=f"{obs.host.hidden_processes} processes of other users {why}: whether they hold the "
             "other end of the job's pipes or sockets is not known",
-            hint=f"to be sure, {more_rights(obs)}",
+            hint=hint,
             pid=obs.root,
         )
