@@ -21,7 +21,7 @@ from limosa.process.observation import JobObservation
 from limosa.process.observe import observe
 
 pytestmark = pytest.mark.root
-ADA, EVE, CAROL = 61001, 61002, 61003
+ADA, EVE, CAROL = 61101, 61102, 61103  # nobody else has these: their processes are counted
 
 
 @pytest.fixture
