@@ -34,6 +34,7 @@ class Ask(msgspec.Struct, kw_only=True, frozen=True):
     # bytes by GPU UUID that other jobs of the same operation will have freed by then (negative: taken)
     freed: Mapping[str, int] = {}
     probe_memory: bool = True  # where host memory looks short, touch and free what is missing and look again
+    silent: Collection[int] = ()  # processes about which the driver has not answered just now
     inventory: gpu.Inventory | None = None  # what NVML says, where it was asked just now; None: it is asked
     # further reasons from the observation and the members (an image's)
     more: Callable[[JobObservation, Sequence[Member]], Sequence[Reason]] = lambda *_: ()
@@ -73,7 +74,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
     """Reads the job, the driver and NVML. Raises NoSuchProcess, PermissionDenied, and what the clock does."""
     tree = job_tree(which.root)
     facts = Facts(job=which, tree=tree, observation=observe(which.root), claim=claims.on(tree))
-    facts.members, facts.unasked = find_members(driver, which.root, tree, facts.observation, clock)
+    facts.members, facts.unasked = find_members(driver, which.root, tree, facts.observation, clock, ask.silent)
     clock.check()
     if not facts.members:
         return facts

@@ -13,7 +13,15 @@ from typing import Protocol
 import msgspec
 
 from limosa import gpu
-from limosa.errors import GpuUnavailable, InvalidArgument, LimosaError, NoCudaState, NoSuchProcess, UsageError
+from limosa.errors import (
+    DriverHung,
+    GpuUnavailable,
+    InvalidArgument,
+    LimosaError,
+    NoCudaState,
+    NoSuchProcess,
+    UsageError,
+)
 from limosa.operation.drivers import using
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
@@ -126,10 +134,11 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     return sorted(root for root, members in groups.items() if wanted & ({root} | set(members)))
 
 
-def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
+def cuda_states(driver: gpu.Driver | None = None, silent: set[int] | None = None) -> dict[int, str]:
     """State of every process that holds CUDA state; "unknown" where the driver does not answer; empty without one.
 
     NVML does not show suspended ones, so the driver is asked about each process that has libcuda mapped.
+    ``silent`` takes those about which it did not answer in time.
     """
     pids = [pid for pid in candidates() if pid != os.getpid()]
     if not pids:
@@ -141,6 +150,8 @@ def cuda_states(driver: gpu.Driver | None = None) -> dict[int, str]:
         except GpuUnavailable:
             return {}
     for pid, state in states.items():
+        if silent is not None and isinstance(state, DriverHung):
+            silent.add(pid)
         if not isinstance(state, (NoCudaState, NoSuchProcess)):
             found[pid] = JobState.UNKNOWN if isinstance(state, LimosaError) else str(state)
     return found

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
 from limosa import gpu
-from limosa.errors import InvalidMap, LimosaError, NoCudaState, NoSuchProcess, PermissionDenied, Reason
+from limosa.errors import DriverHung, InvalidMap, LimosaError, NoCudaState, NoSuchProcess, PermissionDenied, Reason
 from limosa.operation.journal import Member, added_up
 from limosa.operation.work import Clock
+from limosa.parking.patience import Patience
 from limosa.process import device_nodes, records
 from limosa.process.candidates import is_own
 from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation
 from limosa.process.procfs import read_maps
 from limosa.process.slurp import slurp
+
+_patience = Patience(12.0)
+"""For processes about which the driver does not answer; whoever has one can keep it from answering."""
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,9 +38,17 @@ def find_members(
     tree: Sequence[Identity],
     observation: JobObservation | None,
     clock: Clock | None = None,
+    silent: Collection[int] = (),
 ) -> tuple[list[Member], list[Reason]]:
-    """Asks the driver which processes of the tree hold CUDA state; one that cannot be asked is kept as a reason."""
+    """Asks the driver which processes of the tree hold CUDA state; one that cannot be asked is kept as a reason.
+
+    ``silent``: those about which it has not answered just now; it is not asked again. Nor is it about one that is seen
+    to be stopped: it would answer when that goes on, and such a job is refused for that.
+    """
     clock = clock or Clock("plan")
+    mute = dict.fromkeys(silent, "it did not answer just now")
+    mute |= {p.pid: "it is stopped" for p in (observation.processes if observation else ()) if p.state in "Tt"}
+    users = {p.pid: p.uid for p in observation.processes} if observation else {}
     loaded = {p.pid for p in observation.processes if p.has_libcuda} if observation else {i.pid for i in tree}
     contexts = {p.pid: p.ppid for p in observation.processes if p.n_uvm_maps} if observation else {}
     members: list[Member] = []
@@ -48,18 +61,22 @@ def find_members(
     for identity in tree:
         if identity.pid not in loaded or is_own(identity.pid):
             continue
+        if identity.pid in mute:
+            reasons.append(_untold(identity.pid, mute[identity.pid]))
+            continue
+        begun, uid = time.monotonic(), users.get(identity.pid)
+        limit = 5.0 if uid is None else _patience.left(uid, 5.0)
         try:
-            state = _state(driver, identity.pid, clock, sure=identity.pid not in contexts)
+            state = _state(driver, identity.pid, clock, limit, sure=identity.pid not in contexts)
         except NoCudaState:
             denied += [identity] if identity.pid in contexts else []
             continue
         except NoSuchProcess:
             continue
         except LimosaError as error:
-            text = f"the driver does not report the state of process {identity.pid}: {error}"
-            code = 11 if isinstance(error, PermissionDenied) else 12
-            told = Reason(id="cannot-be-asked", text=text, exit_code=code, hint="limosa doctor", pid=identity.pid)
-            reasons.append(told)
+            if isinstance(error, DriverHung) and uid is not None:
+                _patience.waited(uid, time.monotonic() - begun)
+            reasons.append(_untold(identity.pid, error))
             continue
         if state not in (gpu.State.RUNNING, gpu.State.LOCKED, gpu.State.CHECKPOINTED):
             text = f"process {identity.pid} is {state}: the driver can do nothing with it"
@@ -73,6 +90,12 @@ def find_members(
         else:
             reasons.append(_denied(identity.pid))
     return members, reasons
+
+
+def _untold(pid: int, why: LimosaError | str) -> Reason:
+    text = f"the driver does not report the state of process {pid}: {why}"
+    code = 11 if isinstance(why, PermissionDenied) else 12
+    return Reason(id="cannot-be-asked", text=text, exit_code=code, hint="limosa doctor", pid=pid)
 
 
 def _denied(pid: int) -> Reason:
@@ -97,14 +120,14 @@ def _has_a_context(pid: int, tree: Sequence[Identity]) -> bool:
     return False
 
 
-def _state(driver: gpu.Driver, pid: int, clock: Clock, *, sure: bool) -> str:
+def _state(driver: gpu.Driver, pid: int, clock: Clock, limit: float, *, sure: bool) -> str:
     """Its state; where that it holds none is not to be believed at once, the driver is asked again."""
     try:
-        return str(driver.state(pid, timeout=clock.at_most(5.0)))
+        return str(driver.state(pid, timeout=clock.at_most(limit)))
     except NoCudaState:
         if sure:
             raise
-    return str(driver.state(pid, timeout=clock.at_most(5.0)))
+    return str(driver.state(pid, timeout=clock.at_most(limit)))
 
 
 def place(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -32,7 +33,8 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
     process that has libcuda mapped, and their bytes and old GPU come from the record that ``suspend`` wrote.
     """
     with drivers.using(driver) as asked:
-        states = cuda_states(asked)
+        silent: set[int] = set()
+        states = cuda_states(asked, silent)
         runs = {r.root.pid for r in records.RunRecord.all()}
         records.SuspendRecord.all()  # on the way it removes those of jobs that have ended
         try:
@@ -42,7 +44,7 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
         found = []
         for pid in roots_of(set(states) | runs, states):
             try:
-                found.append(_one(job(pid), states, inventory, asked, pid in runs))
+                found.append(_one(job(pid), states, inventory, asked, pid in runs, silent))
             except NoSuchProcess:
                 continue  # it ended while we looked
             except LimosaError as error:
@@ -60,7 +62,14 @@ def _unreadable(pid: int, error: LimosaError) -> Ps:
     )
 
 
-def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, driver: gpu.Driver, by_run: bool) -> Ps:
+def _one(
+    which: Job,
+    states: dict[int, str],
+    inventory: gpu.Inventory | None,
+    driver: gpu.Driver,
+    by_run: bool,
+    silent: Collection[int] = (),
+) -> Ps:
     # One that was begun by the job itself (it calls Limosa) is no part of it.
     tree = {p.pid: p for p in job_tree(which.root) if not is_own(p.pid)}
     pids = list(tree)
@@ -81,7 +90,7 @@ def _one(which: Job, states: dict[int, str], inventory: gpu.Inventory | None, dr
     parked = False
     reasons: list[Reason]
     if in_tree:
-        ask = Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory)
+        ask = Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory, silent=silent)
         prepared = look(which, ask, driver)
         if any(m.away for m in prepared.members):
             parked, prepared = True, look(which, msgspec.structs.replace(ask, verb=RESUME), driver)
