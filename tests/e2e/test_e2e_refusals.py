@@ -366,7 +366,7 @@ def test_22_a_signal_in_the_middle_of_a_dump(inline, limosa, tmp_path, runtime, 
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 22, (stdout, stderr)
     assert '"id":"cancelled"' in stdout
-    assert f"{number.name}: bringing the job back" in stderr
+    assert f"{number.name}: undoing what was done" in stderr
     victim.goes_on()
     assert not image.exists()
     untouched(runtime, tmp_path)
