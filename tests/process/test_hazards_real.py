@@ -229,6 +229,22 @@ def test_an_inherited_socketpair_is_told_with_its_peer(job):
     assert f"connected to process {os.getpid()}" in found["socket-outside"].text
 
 
+def test_a_socketpair_that_criu_could_not_restore(job):
+    """Where pids begin anew a child may have a lower one than its parent: CRIU 4.2.1 ends with "BUG at sk-unix.c"."""
+    victim = job(
+        "import socket\na, b = socket.socketpair()\nr, w = os.pipe()\n"
+        "os.read(r, 1) if os.fork() else (a.close(), os.write(w, b'1'))"
+    )
+    obs = observe(victim.identity)
+    assert "socket-pair" not in refusals(obs)
+    (child,) = (p for p in obs.processes if p.pid != victim.pid)
+    child.pid = victim.pid - 1
+    found = refusals(obs)["socket-pair"]
+    assert found.pid == victim.pid
+    assert not found.forceable
+    assert f"process {child.pid}, whose pid is lower" in found.text
+
+
 def test_a_socket_that_somebody_else_holds_too(job):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         victim = job("", pass_fds=(listener.fileno(),))

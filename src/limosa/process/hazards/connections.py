@@ -57,7 +57,8 @@ def connection_hazards(
         ext_unix_sk: datagram sockets may be connected anew to the name outside that they send to.
 
     Returns:
-        ``socket-outside``, ``socket-shared``, ``tcp-outside``, ``tcp-in-flight``, ``socket-kind`` (13) and the warnings
+        ``socket-outside``, ``socket-shared``, ``socket-pair``, ``tcp-outside``, ``tcp-in-flight``, ``socket-kind`` (13)
+        and the warnings
         ``peer-unknown``, ``tcp-close-inside``.
     """
     sockets: dict[int, Holders] = {}
@@ -81,6 +82,7 @@ def connection_hazards(
                 found.append(_tcp_outside(process, socket, where))
         if socket.protocol == "tcp" and socket.state == "listen" and socket.queued and not skip_in_flight:
             found.append(_in_flight(process, socket, where))
+    found += _pairs(sockets)
     if inner and tcp_close:
         text = "--tcp-close closes every connection of the job, also those between its own processes"
         found.append(Reason(id="tcp-close-inside", text=text, hint="--tcp-established keeps them", pid=obs.root))
@@ -143,6 +145,30 @@ def _unix(
             hint="try again when it has been accepted",
             pid=process.pid,
         )
+
+
+def _pairs(sockets: dict[int, Holders]) -> Iterator[Reason]:
+    """Refuse pairs that CRIU 4.2.1 dumps and cannot restore ("BUG at criu/sk-unix.c:1713"; seen, and read there).
+
+    It makes both ends in the process with the lowest pid of those that have the one it met first. Where that process
+    has the other end as well, and one with a still lower pid, too, CRIU takes the latter for the maker of that end.
+    """
+    met = {inode: n for n, inode in enumerate(sockets)}
+    for inode, holders in sockets.items():
+        peer = holders[0][1].peer_inode
+        if holders[0][1].family != "unix" or peer not in sockets or met[peer] < met[inode]:
+            continue
+        maker, others = min(process.pid for process, _ in holders), {process.pid for process, _ in sockets[peer]}
+        if maker in others and (low := min(others)) < maker:
+            where = place([(p, s.fd) for p, s in holders])
+            yield Reason(
+                id="socket-pair",
+                text=f"{where} is one end of a pair of unix sockets; the other one process {maker} has as well, and "
+                f"process {low}, whose pid is lower: CRIU could not restore that",
+                exit_code=13,
+                hint=f"have process {maker} close the end that it does not use, or start the job again",
+                pid=maker,
+            )
 
 
 def _tcp_outside(process: ProcessObservation, socket: SocketObservation, where: str) -> Reason:
