@@ -20,7 +20,7 @@ def test_what_is_less_than_a_gib_is_told_in_mib(monkeypatch: pytest.MonkeyPatch)
     assert gib(5 << 20) == "5 MiB"
     assert gib(3 << 29) == "1.50 GiB"
     assert gib((1 << 30) - 1) == "1.00 GiB"
-    monkeypatch.setattr(arena, "memory_levels", lambda text: [])
+    monkeypatch.setattr(arena, "memory_levels_of", lambda pid: [])
     monkeypatch.setattr(arena, "tightest", lambda levels: type("Level", (), {"room": None, "path": "/"}))
     monkeypatch.setattr(arena, "host_memory", lambda: (1 << 30, 5 << 20))
     monkeypatch.setattr(arena, "grow_host_memory", lambda fresh: 5 << 20)

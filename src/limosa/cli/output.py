@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from limosa.cli.words import clean
+from limosa.cli.words import STATES, clean
 from limosa.terms import JobState
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from limosa.progress import Progress
 
 SCHEMA = 1
-# As ps calls them.
-_STATES: dict[str, str] = {JobState.CHECKPOINTED: "suspended", JobState.PARKED: "suspended (memory only)"}
 
 
 class Format(str, enum.Enum):
@@ -182,7 +180,7 @@ class Report:
         if error.job_state == JobState.GONE and self._brings_job():  # as it was before
             self._say("nothing of the job runs; the image is as it was")
         elif error.job_state:
-            self._say(f"the job's state now: {_STATES.get(error.job_state, error.job_state)}")
+            self._say(f"the job's state now: {STATES.get(error.job_state, error.job_state)}")
         if error.hint:
             self._say(f"hint: {error.hint}")
 

@@ -77,12 +77,10 @@ def _state(job: Ps) -> str:
     if job.under_way is not None:
         verb = job.under_way["operation"]
         return f"{verb} under way" if job.under_way["alive"] else f"left in the middle by a {verb} (limosa recover)"
-    told = {"checkpointed": "suspended", "parked": "suspended (memory only)"}
-    if job.state not in told:
-        return job.state
-    if job.suspended is None:
-        return told[job.state]
-    return f"{told[job.state]} {words.age(job.suspended['since'])} ago by {words.clean(job.suspended['by'])}"
+    told = words.STATES.get(job.state, job.state)
+    if job.state not in words.STATES or job.suspended is None:
+        return told
+    return f"{told} {words.age(job.suspended['since'])} ago by {words.clean(job.suspended['by'])}"
 
 
 def _way(process: dict[str, Any]) -> str:

@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from limosa.terms import JobState
+
 if TYPE_CHECKING:
     from limosa.errors import Reason
     from limosa.gpu import Driver
 
+STATES: dict[str, str] = {JobState.CHECKPOINTED: "suspended", JobState.PARKED: "suspended (memory only)"}
+"""What states are called in text that are called otherwise in JSON."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 

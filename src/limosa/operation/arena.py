@@ -19,11 +19,10 @@ from limosa.parking.mover import Mover
 from limosa.parking.resident import look_for, residents
 from limosa.parking.segments import SMALL
 from limosa.parking.vault import Vault, no_room
-from limosa.process.cgroups import memory_levels, tightest
+from limosa.process.cgroups import memory_levels_of, tightest
 from limosa.process.identity import Identity
 from limosa.process.limits import many_descriptors
 from limosa.process.memory import grow_host_memory, host_memory, two
-from limosa.process.slurp import slurp
 
 KEEP_SECONDS = 3600.0
 """How long an arena that was asked for is kept, by default."""
@@ -139,7 +138,7 @@ def host_room(fresh: int, uid: int | None = None) -> str:
     if found is not None:
         hang_up(found.connection)
     with contextlib.suppress(OSError):
-        level = tightest(memory_levels(os.fsdecode(slurp(f"/proc/{pid}/cgroup"))))
+        level = tightest(memory_levels_of(pid))
         if level.room is not None and level.room < fresh:
             left, needed = two(level.room, fresh)
             return f"the memory cgroup {level.path} has {left} left, and the arena needs {needed} more"

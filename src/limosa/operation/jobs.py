@@ -75,6 +75,12 @@ def job(like: JobLike) -> Job:
     return Job(identity, _name_of(identity))
 
 
+def refuse_twice(jobs: Sequence[Job]) -> None:
+    """Raises UsageError where one job is named twice: it would be in its own way."""
+    if len({one.root for one in jobs}) != len(jobs):
+        raise UsageError(detail="the same job is named twice")
+
+
 def _name_of(identity: Identity) -> str:
     record = records.RunRecord.of(identity)
     return record.name if record else ""
@@ -96,8 +102,7 @@ def resolve(
         raise UsageError(detail="name jobs, or --gpu GPU, or --all (one of the three)")
     if specs:
         found = [job(s) for s in specs]
-        if len({j.root for j in found}) != len(found):
-            raise UsageError(detail="the same job is named twice")
+        refuse_twice(found)
         return found
     with using(driver) as asked:
         states = set(cuda_states(asked))

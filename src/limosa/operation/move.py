@@ -22,7 +22,7 @@ from limosa.operation import drivers, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
 from limosa.operation.holding import while_it_grows
-from limosa.operation.jobs import Job, JobLike, job
+from limosa.operation.jobs import Job, JobLike, job, refuse_twice
 from limosa.operation.journal import added_up
 from limosa.operation.members import Where
 from limosa.operation.move_plan import look_at, note_full
@@ -193,13 +193,12 @@ def _each(jobs: JobLike | Sequence[JobLike], how: _How) -> list[Outcome]:
 
 
 def _refuse_twice(likes: Sequence[JobLike]) -> None:
-    """Refuses one job that is named twice: it would be in its own way. What names no job fails alone, later."""
-    roots = []
+    """Refuses one job that is named twice. What names no job fails alone, later."""
+    jobs = []
     for like in likes:
         with contextlib.suppress(LimosaError):
-            roots.append(job(like).root)
-    if len(set(roots)) < len(roots):
-        raise UsageError(detail="the same job is named twice")
+            jobs.append(job(like))
+    refuse_twice(jobs)
 
 
 def _side_by_side(likes: Sequence[JobLike], how: _How) -> list[Outcome]:

@@ -81,13 +81,14 @@ def read(kind: str, uid: int | None = None, *, whole: bool = False) -> list[Note
     with folders(kind, uid, whole=whole) as everybodys:
         for folder in everybodys:
             most = min(_MOST_OF_ALL, max(_LEAST_OF_ONE, others))
-            one, left = (_OWN_BYTES, _OWN_OF_ALL) if _trusted(folder) else (MOST_BYTES, most)
-            sure = whole and (uid is not None or _trusted(folder))
+            trusted = _trusted(folder)
+            one, left = (_OWN_BYTES, _OWN_OF_ALL) if trusted else (MOST_BYTES, most)
+            sure = whole and (uid is not None or trusted)
             for name in _names(folder, sure):
                 data = _bytes(folder, name, min(left, one), sure)
                 if data is not None:
                     left -= len(data)
-                    others -= 0 if _trusted(folder) else len(data)
+                    others -= 0 if trusted else len(data)
                     found.append(Note(folder.uid, name, data))
     return found
 

@@ -103,6 +103,15 @@ def frozen_by(cgroup_file: str, mountinfo: str) -> str:
     return ""
 
 
+def memory_levels_of(pid: int) -> list[CgroupObservation]:
+    """Return the memory cgroups with a limit above a process; their names may be of any bytes.
+
+    Raises:
+        OSError: it is gone, or may not be looked at.
+    """
+    return memory_levels(os.fsdecode(slurp(f"/proc/{pid}/cgroup")))
+
+
 def memory_levels(cgroup_file: str, mountinfo: str | None = None) -> list[CgroupObservation]:
     """Return every memory cgroup with a limit above a process, the innermost first.
 

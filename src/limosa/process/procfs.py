@@ -19,7 +19,7 @@ from limosa.process.slurp import MOST, MOST_COMMAND, MOST_ENVIRONMENT, TooLong, 
 from limosa.process.status import status_of
 
 ENVIRONMENT = re.compile(
-    rb"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID"
+    rb"(?<![^\0])(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|TORCHELASTIC_RUN_ID"
     rb"|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|CUDA_MPS_[A-Z_]*|CUDA_MODULE_LOADING|NCCL_P2P_DISABLE"
     rb"|NCCL_SHM_DISABLE|LD_PRELOAD)=([^\0]*)"
 )
@@ -206,8 +206,6 @@ def read_process(identity: Identity, mountinfo: str, sight: Stat | None = None) 
     try:
         environment = slurp(f"{folder}/environ", most=MOST_ENVIRONMENT)
         for match in ENVIRONMENT.finditer(environment):
-            if match.start() and environment[match.start() - 1]:
-                continue  # it is the end of another's name, or in its value
             seen.env[match[1].decode()] = match[2][:_MOST_VALUE].decode(errors="replace")
     except PermissionError:
         seen.unreadable.append("environ")

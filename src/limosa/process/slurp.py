@@ -10,6 +10,8 @@ import errno
 import os
 from collections.abc import Iterator
 
+from limosa.process.openat import closing
+
 MOST = 64 << 20
 """Far more than the lists of mounts and descriptors of a large machine have."""
 MOST_ENVIRONMENT = 6 << 20
@@ -57,14 +59,11 @@ def head(path: str, most: int) -> bytes:
     Raises:
         OSError: it cannot be opened or read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         data = b""
         while len(data) < most and (more := os.read(fd, most - len(data))):
             data += more
         return data
-    finally:
-        os.close(fd)
 
 
 def pieces(path: str, size: int = 1 << 16) -> Iterator[bytes]:
@@ -73,17 +72,14 @@ def pieces(path: str, size: int = 1 << 16) -> Iterator[bytes]:
     Raises:
         OSError: it cannot be opened or read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         rest = b""
         while data := os.read(fd, size):
-            lines, newline, rest = (rest + data).rpartition(b"\n")
+            whole, newline, rest = (rest + data).rpartition(b"\n")
             if newline:
-                yield lines + newline
+                yield whole + newline
         if rest:
             yield rest
-    finally:
-        os.close(fd)
 
 
 def lines(path: str, size: int = 1 << 16) -> Iterator[bytes]:

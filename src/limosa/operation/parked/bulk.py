@@ -8,7 +8,6 @@ client that asked for it is gone. (The other thing that it does is ``gates.lower
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -18,9 +17,8 @@ from limosa.operation.journal import Member
 from limosa.operation.parked.calls import together
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import Shim, under_shim
-from limosa.process.cgroups import memory_levels
+from limosa.process.cgroups import memory_levels_of
 from limosa.process.memory import host_memory
-from limosa.process.slurp import slurp
 
 LEAST = 32 << 20
 """The driver's memory is not looked after where it is smaller than this."""
@@ -93,7 +91,6 @@ def _room(members: Sequence[Member]) -> int:
     """Bytes that all of them together may take: of the machine, and of the fullest cgroup above any."""
     found = [host_memory()[1]]
     for member in members:
-        with contextlib.suppress(OSError):  # a cgroup's name may be of any bytes
-            text = os.fsdecode(slurp(f"/proc/{member.pid}/cgroup"))
-            found += [level.room or 0 for level in memory_levels(text)]
+        with contextlib.suppress(OSError):
+            found += [level.room or 0 for level in memory_levels_of(member.pid)]
     return min(found) - KEPT_FREE
