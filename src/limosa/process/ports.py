@@ -77,6 +77,11 @@ def try_bind(bound: Bound) -> int:
 
 def users(bound: Bound) -> list[User]:
     """Return the sockets that are in the way of binding one, as far as the kernel tells; TCP's remains among them."""
+    # A look misses a connection that just goes from one of the kernel's tables to another.
+    return _look_for_users(bound) or _look_for_users(bound)
+
+
+def _look_for_users(bound: Bound) -> list[User]:
     found = []
     try:
         with contextlib.closing(netlink_in(os.getpid())) as link:
