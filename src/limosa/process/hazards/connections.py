@@ -58,8 +58,7 @@ def connection_hazards(
 
     Returns:
         ``socket-outside``, ``socket-shared``, ``socket-pair``, ``tcp-outside``, ``tcp-in-flight``, ``socket-kind`` (13)
-        and the warnings
-        ``peer-unknown``, ``tcp-close-inside``.
+        and the warnings ``peer-unknown``, ``tcp-close-inside``.
     """
     sockets: dict[int, Holders] = {}
     for process in obs.processes:
