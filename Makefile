@@ -37,7 +37,7 @@ help:
 	@echo "make mutants    mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
 	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.28 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
-	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised"
+	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised; ROWS=nccl: of jobs of several ranks"
 
 demo:
 	@$(READY_DEMO)
@@ -124,7 +124,7 @@ bench-driver:
 
 bench-gpu:
 	@$(READY_TEST)
-	$(SUDO) $(PY) bench/gpu.py
+	$(SUDO) $(PY) bench/gpu.py $(if $(ROWS),--rows $(ROWS))
 
 # Man pages of every verb; a wheel has them in share/man/man1 where they have been made.
 man:

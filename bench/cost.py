@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "src")]
@@ -35,8 +35,13 @@ from report import table, verdict  # noqa: E402
 from limosa.native.build import build_shim, compilers  # noqa: E402
 from limosa.parking import LIBRARY, preload  # noqa: E402
 
-LIMITS = {"call": 40.0, "training": 0.5, "loop": 2.0}
+LIMITS = {"call": 40.0, "training": 0.5, "loop": 2.0, "collective": 60.0, "ddp": 0.3, "fsdp": 0.3}
+NANOSECONDS = ("call", "collective")
+"""What is added is told as such; of the others as a part."""
 WORDS = {
+    "collective": ("a call of ncclAllReduce", "ns"),
+    "ddp": ("a step of GPT training, DDP on two ranks", "ms"),
+    "fsdp": ("a step of GPT training, FSDP2 on two ranks", "ms"),
     "call": ("a driver call through the gate", "ns"),
     "training": ("a step of GPT training, PyTorch", "ms"),
     "loop": ("a launch of a small kernel, PyTorch", "µs"),
@@ -185,7 +190,17 @@ class Side:
             timer.cancel()
 
 
-def steady(sides: Sequence[Side], text: str, seconds: float) -> None:
+class Asks(Protocol):
+    """What is compared: a process, or some, that measure when they are asked."""
+
+    def wait(self) -> None:
+        """Until it is ready."""
+
+    def ask(self, text: str) -> float:
+        """One measurement."""
+
+
+def steady(sides: Sequence[Asks], text: str, seconds: float) -> None:
     """Has both work in turn until neither becomes faster or slower any more, for so long at most."""
     end, seen = time.monotonic() + seconds, [[side.ask(text)] for side in sides]
     while time.monotonic() < end:
@@ -195,7 +210,7 @@ def steady(sides: Sequence[Side], text: str, seconds: float) -> None:
             return
 
 
-def compare(what: str, sides: Sequence[Side], text: str, quads: int) -> dict[str, Any]:
+def compare(what: str, sides: Sequence[Asks], text: str, quads: int) -> dict[str, Any]:
     """Measures one thing with (the first side) and without.
 
     Returns:
@@ -211,8 +226,8 @@ def compare(what: str, sides: Sequence[Side], text: str, quads: int) -> dict[str
         a, b, c, d = one.ask(text), other.ask(text), other.ask(text), one.ask(text)
         found.append(((a + d) / 2, (b + c) / 2))
     with_, without = (statistics.median(quad[i] for quad in found) for i in (0, 1))
-    added = sorted(a - b if what == "call" else (a / b - 1) * 100 for a, b in found)
-    middle, unit = statistics.median(added), "ns" if what == "call" else "%"
+    added = sorted(a - b if what in NANOSECONDS else (a / b - 1) * 100 for a, b in found)
+    middle, unit = statistics.median(added), "ns" if what in NANOSECONDS else "%"
     return {
         "what": WORDS[what][0],
         "with": round(with_, 4),
@@ -259,19 +274,20 @@ def cost(quads: int = 9, only: str = "call,loop,training", device: str = "cuda")
                     text, times = amounts[what]
                     rows.append(compare(what, sides, text, times))
                 except (OSError, ValueError, subprocess.SubprocessError, IndexError) as error:
-                    rows.append(_unmeasured(what, error))
+                    rows.append(unmeasured(what, error))
                 finally:
                     for side in sides if what == "call" else []:
                         side.end()
         except OSError as error:
-            rows += [_unmeasured(what, error) for what in only.split(",")]
+            rows += [unmeasured(what, error) for what in only.split(",")]
         finally:
             for side in kept:
                 side.end()
     return rows
 
 
-def _unmeasured(what: str, error: Exception) -> dict[str, Any]:
+def unmeasured(what: str, error: Exception) -> dict[str, Any]:
+    """The row of what could not be measured."""
     row = {"what": WORDS[what][0], "with": None, "without": None, "unit": WORDS[what][1]}
     return {**row, "must": f"≤ {LIMITS[what]:g}", "ok": None, "error": str(error)}
 

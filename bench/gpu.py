@@ -2,11 +2,13 @@
 
     python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB]
         [--minutes 8] [--out FOLDER]
+    python bench/gpu.py --rows nccl      (or some of nccl-swap,nccl-large,nccl-rate,nccl-disk,nccl-cost)
 
 The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end
-(``victim.py``); pauses are by their own clock. All host memory is touched beforehand. A table, a picture and the raw
-figures go to ``docs/results/``. Exit code 0 where all was measured and is what it must be, 1 where not, 3 where time
-ran out (what was measured until then is written).
+(``victim.py``), with ``nccl`` those of torchrun with two ranks (``nccl_rows.py``); pauses are by their own clock. All
+host memory is touched beforehand. A table, a picture and the raw figures go to ``docs/results/`` (as ``bench-nccl-…``
+where all rows are ``nccl``). Exit code 0 where all was measured and is what it must be, 1 where not, 3 where time ran
+out (what was measured until then is written).
 """
 
 from __future__ import annotations
@@ -29,16 +31,37 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 from driver import huge_pages  # noqa: E402
 from jobs import end_helpers  # noqa: E402
+from nccl_rows import GROUPS as NCCL_GROUPS  # noqa: E402
+from nccl_rows import LIMITS as NCCL_LIMITS  # noqa: E402
+from nccl_rows import ROWS as NCCL_ROWS  # noqa: E402
 from plot import plot  # noqa: E402
 from report import Results, table  # noqa: E402
-from rows import BESIDE, GROUPS, LIMITS, ROWS, TWO_GPUS, Bench, Row, breakdown  # noqa: E402
+from rows import BESIDE, Bench, Row, breakdown  # noqa: E402
+from rows import GROUPS as USUAL_GROUPS  # noqa: E402
+from rows import LIMITS as USUAL_LIMITS  # noqa: E402
+from rows import ROWS as USUAL_ROWS  # noqa: E402
+from rows import TWO_GPUS as USUAL_TWO_GPUS  # noqa: E402
 from touch import touch  # noqa: E402
 
 from limosa.errors import GpuUnavailable  # noqa: E402
 from limosa.gpu import Inventory, driver, inventory  # noqa: E402
 
-PLOTTED = {"move-4": None, "move": 0.6, "size": None, "pair": 0.9, "checkpoint": 1.8}
+GROUPS = {**USUAL_GROUPS, **NCCL_GROUPS}
+LIMITS = {**USUAL_LIMITS, **NCCL_LIMITS}
+ROWS = {**USUAL_ROWS, **NCCL_ROWS}
+TWO_GPUS = (*USUAL_TWO_GPUS, *NCCL_GROUPS)
+PLOTTED = {
+    "nccl-swap": 1.8,
+    "nccl-large": 2.0,
+    "move-4": None,
+    "move": 0.6,
+    "size": None,
+    "pair": 0.9,
+    "checkpoint": 1.8,
+}
 PLOT_NAMES = {
+    "nccl-swap": "two ranks, DDP, swapped",
+    "nccl-large": "the same with 16 GB a rank",
     "move-4": "move, 4 GB",
     "move": "move, 64 GB",
     "size": "move, 100 GB",
@@ -150,13 +173,15 @@ def run(chosen: list[str], bench: Bench, writer: Writer) -> None:
 def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", default=",".join(GROUPS))
-    parser.add_argument("--touch", type=float, default=110, help="GiB of host memory to touch beforehand")
+    parser.add_argument("--rows", default=",".join(USUAL_GROUPS))
+    parser.add_argument("--touch", type=float, default=None, help="GiB of host memory to touch beforehand")
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
     begun = time.monotonic()
-    chosen = options.rows.split(",")
+    chosen = [one for name in options.rows.split(",") for one in (NCCL_GROUPS if name == "nccl" else [name])]
+    only_nccl = not set(chosen) - set(NCCL_GROUPS)
+    gib = options.touch if options.touch is not None else 24.0 if only_nccl else 110.0
     if unknown := [name for name in chosen if name not in GROUPS]:
         parser.error(f"no rows called {', '.join(unknown)}")
     os.environ["LIMOSA_RUNTIME_DIR"] = os.environ.get("LIMOSA_RUNTIME_DIR") or tempfile.mkdtemp(prefix="limosa-run-")
@@ -170,7 +195,7 @@ def main() -> int:
         print(f"bench/gpu.py: {', '.join(both)} need two GPUs; --rows names others", file=sys.stderr)
         return 12
     driver.available()  # cuInit, which the first call would pay for
-    results = Results("bench-gpu", options.out)
+    results = Results("bench-nccl" if only_nccl else "bench-gpu", options.out)
     names = sorted({gpu.name for gpu in gpus.gpus})
     results.raw["machine"].update(
         gpus=f"{len(gpus.gpus)} × {', '.join(names)}", driver=gpus.driver_version, huge_pages=huge_pages()
@@ -182,7 +207,7 @@ def main() -> int:
     try:
         # They come up while memory is touched; then they wait for orders and disturb nobody.
         bench.begin(*dict.fromkeys(job for name in chosen for job in GROUPS[name][2]))
-        size, seconds = touch(int(options.touch * 2**30))
+        size, seconds = touch(int(gib * 2**30))
         results.raw["machine"].update(touched_gib=size / 2**30, touch_seconds=seconds)
         print(f"touched {size / 2**30:.0f} GiB of host memory in {seconds:.0f} s", flush=True)
         run(chosen, bench, writer)

@@ -601,16 +601,21 @@ def hash_rate(bench: Bench) -> Iterator[Row]:
 
 def cost(bench: Bench) -> Iterator[Row]:
     """What the shim costs a program that nobody moves (``cost.py``)."""
-    program = Path(__file__).with_name("cost.py")
-    path = bench.folder / "cost.json"
+    yield from cost_rows(bench, "cost.py", "cost", 150)
+
+
+def cost_rows(bench: Bench, name: str, prefix: str, limit: float) -> Iterator[Row]:
+    """The rows of a program that measures such costs."""
+    program = Path(__file__).with_name(name)
+    path = bench.folder / f"{prefix}.json"
     command = [sys.executable, str(program), "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     if not path.exists():
         raise RuntimeError((done.stderr or done.stdout).strip()[-300:] or f"exit code {done.returncode}")
     said = json.loads(path.read_text())
-    bench.note(what="cost", rows=said["rows"])
+    bench.note(what=prefix, rows=said["rows"])
     for number, r in enumerate(said["rows"]):
-        key, must = f"cost-{number}", str(r["must"])
+        key, must = f"{prefix}-{number}", str(r["must"])
         if r["ok"] is None:
             yield Row(key, f"cost of the shim: {r['what']}", None, str(r.get("error")), must, "")
             continue

@@ -4,6 +4,7 @@
 #   scripts/test-gpu.sh            all of them
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
 #   scripts/test-gpu.sh parked     the proofs of the parked way: what people run, moved while it computes; then 200 moves
+#   scripts/test-gpu.sh nccl       jobs of several ranks: swapped while they compute, ended and brought back; then 100 swaps
 #   scripts/test-gpu.sh driver     the driver's calls, maps
 #   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
 #   scripts/test-gpu.sh faults     330 faulted runs of the campaign, those that are safe here (JOBS=… side by side)
@@ -11,7 +12,8 @@
 #   scripts/test-gpu.sh -- ARGS    pytest with these arguments
 #
 # LIMOSA_ONE_GPU=1: what one GPU is enough for; where the others move a job there and back, it is suspended and resumed.
-# LIMOSA_PROOF_TURNS=6: how often a training is moved in "parked", instead of twenty times.
+# LIMOSA_PROOF_TURNS=6: how often a training is moved in "parked", instead of twenty times, and in "nccl", instead of ten.
+# KEYS='swapped and ddp': which of these proofs (pytest's -k); PROOFS=work without, PROOFS=loop only the long loop.
 # PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
 # PYTHONPATH=folders of packages (those that others can write to, and relative ones, do not count),
 # JOBS=how many tests side by side (those that fill GPUs or measure always run alone).
@@ -106,6 +108,21 @@ parked() {
     [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 
+# Two GPUs. Each proof has six ranks, of which two compute most of the time.
+nccl() {
+    LIMOSA_PROOFS=${LIMOSA_PROOFS:-$out/proofs-nccl-$(date -u +%Y-%m-%d).jsonl}
+    TORCHINDUCTOR_COMPILE_THREADS=4
+    export LIMOSA_PROOFS TORCHINDUCTOR_COMPILE_THREADS
+    many=
+    [ -n "$side" ] && many="-n ${JOBS:-4}"
+    if [ "${PROOFS:-all}" != loop ]; then
+        # shellcheck disable=SC2086 # no option or several words
+        part $many -m "gpu_nccl and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu
+    fi
+    [ "${PROOFS:-all}" = work ] || part -m "gpu_nccl and gpu_alone" tests/gpu
+    [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
+}
+
 run() {
     head_lines
     case $what in
@@ -117,17 +134,20 @@ run() {
             part -m "gpu_core and gpu_alone" tests/gpu
             ;;
         parked) parked ;;
+        nccl) nccl ;;
         conformance) conformance ;;
         faults) faults ;;
         large) part -m "gpu and slow" tests/gpu ;;
         all)
             conformance
-            part -m "gpu and not gpu_core and not gpu_parked and not slow" tests/gpu
+            part -m "gpu and not gpu_core and not gpu_parked and not gpu_nccl and not slow" tests/gpu
             # shellcheck disable=SC2086
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
             part -m "gpu and slow" tests/gpu
             parked
+            unset LIMOSA_PROOFS
+            [ -n "${LIMOSA_ONE_GPU:-}" ] || nccl
             faults
             ;;
         --) part "$@" ;;

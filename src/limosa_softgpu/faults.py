@@ -47,7 +47,7 @@ _MOST_RULES = 999_999_999
 _NAME = re.compile(r"[0-9]{6,9}\Z", re.ASCII)
 
 _NUMBER = re.compile(r"\d+")
-_RESULT = re.compile(r"\d+|[A-Z][A-Z0-9_]*")
+_RESULT = re.compile(r"\d+|[A-Z][A-Z0-9_]*|nccl[A-Z][A-Za-z]*")
 _VICTIM = re.compile(r"caller|target")
 _SECONDS = re.compile(r"\d+(\.\d+)?")
 _ANY = re.compile(r".+")
@@ -103,6 +103,9 @@ STEPS = {
     "step:checkpoint-saved",
     "step:lock-begin",
     "step:lock-closed",
+    "step:nccl-collective",
+    "step:nccl-init",
+    "step:nccl-sendrecv",
     "step:restore-begin",
     "step:restore-claimed",
     "step:restore-loaded",
@@ -130,9 +133,19 @@ EFFECTS = {
     "state": "cuCheckpointProcessGetState",
 }
 """Words that only some functions heed: those are meant where a rule names none."""
+NCCL_RESULTS = {
+    "ncclSuccess": 0,
+    "ncclUnhandledCudaError": 1,
+    "ncclSystemError": 2,
+    "ncclInternalError": 3,
+    "ncclInvalidArgument": 4,
+    "ncclInvalidUsage": 5,
+    "ncclRemoteError": 6,
+    "ncclInProgress": 7,
+}
 LONGEST = {"function": 255, "caller": 127, "target": 127, "hazard": 63, "lie": 63}
 CONDITIONS = {"function", "nth", "every", "caller", "target"}
-_LISTS = (DRIVER / "functions.list", SOFTGPU / "nvml_functions.list")
+_LISTS = (DRIVER / "functions.list", SOFTGPU / "nvml_functions.list", SOFTGPU / "nccl_functions.list")
 _LISTED = re.compile(r"^FUNCTION\((\w+)", re.MULTILINE)
 _VERSION = re.compile(r"(_v\d+)?(_pt[sd][sz])?$")
 _TURN = re.compile(r"((?P<gpu>\d+):)?(?P<what>lost|mig|persistence|mps)=(?P<how>on|off)")
@@ -155,7 +168,7 @@ def check_rule(rule: str) -> dict[str, str]:
         _check_lie(rule, given["lie"], function)
     for pattern in function.split(","):
         if not any(fnmatch.fnmatchcase(name, pattern) for name in functions()):
-            raise UsageError(detail=f"fault {rule!r}: no function of libcuda or NVML is called {pattern}")
+            raise UsageError(detail=f"fault {rule!r}: no function of libcuda, NVML or NCCL is called {pattern}")
     for word in (f"memory={given.get('memory')}", "state" if "state" in given else ""):
         heeding = EFFECTS.get(word, "").split(",")
         if word in EFFECTS and not any(_means(pattern, name) for pattern in function.split(",") for name in heeding):
@@ -196,7 +209,7 @@ def _check_values(rule: str, given: Mapping[str, str]) -> None:
     """Refuses results and hazards that are called nothing, and a rule that says nothing, or two things."""
     for key in ("result", "after"):
         if key in given and result_number(given[key]) is None:
-            raise UsageError(detail=f"fault {rule!r}: no CUresult and no NVML result is called {given[key]}")
+            raise UsageError(detail=f"fault {rule!r}: no CUresult, NVML or NCCL result is called {given[key]}")
     if given.get("hazard", "vgpu") not in HAZARDS:
         raise UsageError(detail=f"fault {rule!r}: there is no hazard {given['hazard']} ({', '.join(sorted(HAZARDS))})")
     if not given.keys() - CONDITIONS:
@@ -227,9 +240,11 @@ def _check_lie(rule: str, lie: str, function: str) -> None:
 
 
 def result_number(name: str) -> int | None:
-    """Return the number of a ``CUresult`` or ``nvmlReturn_t`` given by name or number, None where there is none."""
+    """Return the number of a ``CUresult``, ``nvmlReturn_t`` or ``ncclResult_t`` by name or number, None for none."""
     if name.isascii() and name.isdigit():
         return int(name[:20])
+    if name.startswith("nccl"):
+        return NCCL_RESULTS.get(name)
     if not name.startswith(("CUDA_", "NVML_")):
         name = f"CUDA_{name}" if name == "SUCCESS" else f"CUDA_ERROR_{name}"
     if name.startswith("NVML_"):

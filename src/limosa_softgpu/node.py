@@ -33,7 +33,7 @@ _ZERO = os.makedev(1, 5)
 _MOUNT = "softgpu-node"  # by what name the node's folder is mounted: root joins no other
 _NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 # What programs load a driver by, and where drivers put it: some programs load it from there by its full name.
-_DRIVER = {alias: name for name in build.LIBRARIES for alias in (name, name.removesuffix(".1"))}
+_DRIVER = {alias: name for name in build.LIBRARIES for alias in (name, name.rpartition(".")[0])}
 _DRIVER_FOLDERS = (
     "/usr/lib/*-linux-gnu",
     "/usr/lib64",
@@ -295,7 +295,7 @@ def _make_folder(spec: NodeSpec, log: int) -> None:
     # More than most of the machine's memory can be promised, but not taken: the rest of the machine has to live.
     room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 4 // 5
     kernel.mount(_MOUNT, NODE_FOLDER, "tmpfs", kernel.MS_NOSUID, f"mode=1777,size={room},nr_inodes=0")
-    for name in ("memory", "requests", "faults"):
+    for name in ("memory", "requests", "faults", "nccl"):
         os.mkdir(f"{NODE_FOLDER}/{name}")
         os.chmod(f"{NODE_FOLDER}/{name}", 0o777)
     for name, size in (("state", ctypes.sizeof(NodeState)), ("lock", 0), ("log", 0)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import mmap
 import os
 import random
@@ -133,6 +134,35 @@ class Seen:
             raise SystemExit(f"the other's memory has stood at round {shown} for too long")
 
 
+def told_of(gpu: int) -> dict[str, list[Any]]:
+    """UUID, bus id and bus number of its GPU, as the driver says them by each way to it."""
+    found = {}
+    library = ctypes.CDLL("libcuda.so.1")
+    for way in ("direct", "dlsym", "cuGetProcAddress", "bindings"):
+
+        def get(name: str, version: str = "", way: str = way) -> Any:
+            if way == "cuGetProcAddress":
+                at, status = c_void_p(), ctypes.c_int()
+                where, more = ctypes.byref(at), (13000, c_uint64(0), ctypes.byref(status))
+                if library.cuGetProcAddress_v2(name.encode(), where, *more):
+                    raise SystemExit(f"there is no {name}")
+                return ctypes.CFUNCTYPE(ctypes.c_int)(at.value or 0)
+            return (ctypes.CDLL(None) if way == "direct" else library)[name + version]
+
+        if way == "bindings":
+            uuid, text = bytes(do(cu.cuDeviceGetUuid(gpu)).bytes), do(cu.cuDeviceGetPCIBusId(32, gpu))
+            bus = do(cu.cuDeviceGetAttribute(cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_PCI_BUS_ID, gpu))
+            found[way] = [uuid.hex(), text.split(b"\0")[0].decode(), bus]
+            continue
+        raw, name, number = ctypes.create_string_buffer(16), ctypes.create_string_buffer(32), ctypes.c_int()
+        if get("cuDeviceGetUuid", "_v2")(raw, gpu) or get("cuDeviceGetPCIBusId")(name, 32, gpu):
+            raise SystemExit(f"by {way} the driver does not say where it is")
+        if get("cuDeviceGetAttribute")(ctypes.byref(number), 33, gpu):
+            raise SystemExit(f"by {way} the driver does not say its bus")
+        found[way] = [raw.raw.hex(), name.value.decode(), number.value]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
@@ -213,6 +243,10 @@ def main() -> None:
             (options.folder / "grow").unlink()
             held.append(Memory(options.gpu, options.mib << 20))
             (options.folder / "grown").touch()
+        if (options.folder / "where").exists():
+            (options.folder / "where").unlink()
+            (options.folder / "there.new").write_text(json.dumps(told_of(options.gpu)))
+            (options.folder / "there.new").rename(options.folder / "there")
         if seen is not None:
             seen.look()
         if (options.folder / "rest").exists():

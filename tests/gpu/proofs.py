@@ -186,10 +186,11 @@ class Prover:
         env: dict[str, str] | None = None,
         limit: float = 120,
         options: Sequence[str] = (),
+        hold: int = HOLD,
     ) -> Job:
         """Starts all three (with options of ``limosa run``), waits until they compute; returns the one to move."""
         env = env or {}
-        twin = [*argv, "--hold", str(HOLD)] if argv[-1] != "HOLD" else [*argv[:-1], str(HOLD)]
+        twin = [*argv, "--hold", str(hold)] if argv[-1] != "HOLD" else [*argv[:-1], str(hold)]
         own = argv if argv[-1] != "HOLD" else [*argv[:-1], "0"]
         kinds = (("moved", own, True), ("twin", twin, True), ("plain", twin, False))
         for name, words, shim in kinds:
@@ -325,10 +326,13 @@ def page(records: Sequence[dict[str, Any]]) -> str:
             continue
         pause = r.get("pause", {"median": 0.0, "most": 0.0})
         left = ", ".join(f"{k} {n}× {size / 1e6:.0f} MB" for k, (n, size) in sorted(r["left"].items())) or "nothing"
+        back = f", brought back {r['restores']} ×" if r.get("restores") else ""
         lines.append(
-            f"| {r['name']} | {r['moves']} × | {r['steps']} | {pause['median']:.2f} / {pause['most']:.2f} "
+            f"| {r['name']} | {r['moves']} ×{back} | {r['steps']} | {pause['median']:.2f} / {pause['most']:.2f} "
             f"| {r['parked'] / 1e9:.2f} | {left} |"
         )
+    for r in (r for r in records if "asked" in r):
+        lines += ["", f"{r['name']}: {r['asked']} requests, {r['answered']} answers, {r['wrong']} of them wrong."]
     for r in (r for r in records if "grown" in r):
         more = ", ".join(f"{name} {value:,}" for name, value in r["grown"].items() if value) or "nothing"
         lines += [

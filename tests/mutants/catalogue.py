@@ -26,6 +26,7 @@ REMOVING = ("tests/image/test_image_remove.py", "tests/image/test_image_crash.py
 WORKER = ("tests/gpu_room/test_gpu_worker.py",)
 MAPS = ("tests/gpu_room/test_gpu_maps.py",)
 GATE = ("tests/shim/test_shim_gate.py", "tests/shim/test_shim_parking.py")
+PLACES = ("tests/shim/test_shim_places.py",)
 RESIDENTS = ("tests/parking/test_residents.py",)
 BELIEF = (
     "tests/operation/test_hostile_runtime.py",
@@ -632,6 +633,22 @@ CLOSED = (
         "        while (0) {\n",
         "memory is taken away from under a call",
         ("tests/shim/test_shim_gate.py::test_threads_that_allocate_launch_wait_and_exit_all_the_time",),
+    ),
+    Mutant(
+        "told-twice-is-moved-twice",
+        _SHIM + "places.c",
+        "    bool again = table->n && table->operation == operation;\n",
+        "    bool again = false;\n",
+        "a job whose move was undone, or told of once more, is told of a GPU where it is not",
+        PLACES,
+    ),
+    Mutant(
+        "driver-that-knows-better-is-not-believed",
+        _SHIM + "places.c",
+        "        atomic_store(&driver_knows, true);\n",
+        "        ;\n",
+        "a job that somebody else has moved is told where Limosa had moved it",
+        PLACES,
     ),
     Mutant(
         "gate-opens-itself",

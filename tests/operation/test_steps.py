@@ -15,6 +15,7 @@ import support
 from limosa.errors import FailedUndone, UsageError
 from limosa.operation.journal import Member
 from limosa.operation.step import NOTHING, Op, Shape, Step, Verb, free, run, unsaid
+from limosa.operation.steps import communicators
 from limosa.operation.verbs import MOVE, VERBS, states_after, verb_of
 from limosa.operation.work import Work
 from limosa.process.identity import Identity
@@ -130,15 +131,19 @@ def test_the_pause_goes_from_the_first_step_that_holds_still_to_the_last_that_ap
 
 
 def test_the_example_of_a_new_step_is_one() -> None:
-    """docs/adding-a-step.md, as it stands there."""
+    """docs/adding-a-step.md, as it stands there: a step, and the real one in what it says of itself."""
     (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs/adding-a-step.md").read_text(), re.S)
     made: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, "adding-a-step.md", "exec"), made)
-    longer = msgspec.structs.replace(MOVE, steps=(made["Cut"](), *MOVE.steps))
-    shape = Shape(members=[ME, ME], parked=1 << 30)
-    assert longer.words(shape) == ["close communicators", *MOVE.words(shape)]
+    longer = msgspec.structs.replace(MOVE, steps=(made["CloseCommunicators"](), *MOVE.steps))
+    shape = Shape(members=[ME, ME], parked=1 << 30, communicators=2)
+    assert longer.words(shape) == ["close 2 NCCL communicators", *MOVE.words(shape)]
     more = (longer.estimate(shape).pause_seconds or 0) - (MOVE.estimate(shape).pause_seconds or 0)
     assert more == pytest.approx(made["EACH"])
+    for name in ("WayBackOfCommunicators", "CloseCommunicators"):
+        told, real = made[name], getattr(communicators, name)
+        assert all(getattr(told, of) == getattr(real, of) for of in ("__doc__", "name", "still", "undone", "left"))
+    assert made["EACH"] == communicators.EACH
 
 
 def test_names_in_journals_are_those_of_the_version_before() -> None:
@@ -152,6 +157,7 @@ def test_names_in_journals_are_those_of_the_version_before() -> None:
     }
     undone = {step.undone for verb in VERBS.values() for step in verb.steps}
     assert undone == {
+        "communicators",
         "driver",
         "parked",
         "parked-target",

@@ -38,6 +38,8 @@ FROM_PYTHON = {
     "bench/driver.py": "cwd=/",
     "bench/host.py": "cwd: the folder just made",
     "bench/jobs.py": "cwd: the folder just made",
+    "bench/nccl_jobs.py": "cwd: the folder just made",
+    "bench/nccl_rows.py": "cwd=/",
     "bench/rows.py": "cwd=/",
     "bench/sizes.py": "cwd: the folder just made",
     "scripts/picture.py": "in / and in a folder just made",

@@ -22,6 +22,9 @@ CONSTANTS = {
     "ACCESS_READ": "CU_MEM_ACCESS_FLAGS_PROT_READ",
     "ACCESS_READWRITE": "CU_MEM_ACCESS_FLAGS_PROT_READWRITE",
     "CAPTURE_MODE_RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "DEVICE_PCI_BUS": "CU_DEVICE_ATTRIBUTE_PCI_BUS_ID",
+    "DEVICE_PCI_SLOT": "CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID",
+    "DEVICE_PCI_DOMAIN": "CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID",
     "ATTRIBUTE_CONTEXT": "CU_POINTER_ATTRIBUTE_CONTEXT",
     "ATTRIBUTE_BUFFER": "CU_POINTER_ATTRIBUTE_BUFFER_ID",
     "ATTRIBUTE_BLOCK": "CU_POINTER_ATTRIBUTE_MEMORY_BLOCK_ID",
@@ -72,7 +75,18 @@ def test_both_ends_have_the_same_numbers() -> None:
         "VERSION": protocol.VERSION,
         "MOST": protocol.MOST,
         "KEPT_MOST": protocol.KEPT_MOST,
+        "PLACES_MOST": protocol.PLACES_MOST,
+        "WORDS": protocol.WORDS,
         "STAND_IN": protocol.STAND_IN,
+    }
+    comms = {name: n for name, n in numbers.items() if name.startswith("COMM_")}
+    assert comms == {name: getattr(protocol, name.removeprefix("COMM_")) for name in comms}
+    kinds = enumerators((SHIM / "comms.h").read_text())
+    assert {name: n for name, n in kinds.items() if name.startswith("COUNT_")} == {
+        f"COUNT_{kind.name}": kind.value for kind in protocol.Kind
+    }
+    assert {name: n for name, n in kinds.items() if name.startswith("PHASE_")} == {
+        f"PHASE_{gate.name}": gate.value for gate in protocol.CommGate
     }
     left = [name for name in enumerators((SHIM / "count.h").read_text()) if name.startswith("LEFT_")]
     assert [name.removeprefix("LEFT_").lower() for name in left] == [*protocol.COUNT_KINDS, "kinds"]
@@ -84,12 +98,18 @@ def test_both_ends_have_the_same_sizes(tmp_path: Path) -> None:
     source = tmp_path / "sizes.c"
     source.write_text(
         '#include "protocol.h"\n#include "count.h"\n#include <stdio.h>\n'
-        'int main(void) { printf("%zu %zu %zu\\n", sizeof(struct message), sizeof(struct record), '
-        "sizeof(struct counts)); }\n"
+        '#include "comms.h"\n'
+        'int main(void) { printf("%zu %zu %zu %zu %zu %zu %zu %zu %zu\\n", '
+        "sizeof(struct message), sizeof(struct record), sizeof(struct counts), sizeof(struct gpu_place), "
+        "sizeof(struct comm_record), sizeof(struct pair_record), "
+        "sizeof(struct want), sizeof(struct limit_record), sizeof(struct join_record)); }\n"
     )
     subprocess.run([*compilers()[0], "-I", str(SHIM), "-o", str(tmp_path / "sizes"), str(source)], check=True)
     said = subprocess.run([str(tmp_path / "sizes")], capture_output=True, text=True, check=True).stdout.split()
-    assert list(map(int, said)) == [protocol.MESSAGE.size, protocol.RECORD.size, protocol.COUNTS.size]
+    assert list(map(int, said)) == [
+        *(protocol.MESSAGE.size, protocol.RECORD.size, protocol.COUNTS.size, protocol.PLACE.size),
+        *(protocol.COMM.size, protocol.COUNTED.size, protocol.WANT.size, protocol.LIMIT.size, protocol.JOIN.size),
+    ]
 
 
 def prints(folder: Path, name: str, header: str, questions: dict[str, str], include: Path) -> dict[str, str]:

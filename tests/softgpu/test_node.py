@@ -221,7 +221,7 @@ def test_libraries_that_are_missing_are_built(tmp_path):
     from limosa_softgpu.node import check_libraries
 
     check_libraries(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["libcuda.so.1", "libnvidia-ml.so.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["libcuda.so.1", "libnccl.so.2", "libnvidia-ml.so.1"]
 
 
 def test_libraries_that_cannot_be_built_are_told(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from limosa_softgpu.build import SOFTGPU, sources_of
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(180)
-Build = Callable[[str, str], Path]
+Build = Callable[..., Path]
 
 
 def can(argv: list[str], scratch: Path) -> bool:
@@ -29,21 +29,21 @@ def can(argv: list[str], scratch: Path) -> bool:
 
 @pytest.fixture(params=["thread", "address,undefined"])
 def build(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
-    """``build("stress_work.c", "libcuda.so.1")``: a program and the library that it calls, both with a sanitizer."""
+    """``build("stress_work.c", "libcuda.so.1")``: a program and the libraries that it calls, all with a sanitizer."""
     monkeypatch.setenv("TSAN_OPTIONS", f"suppressions={HERE / 'tsan.supp'}")
     flags = ["-std=gnu11", "-g", "-O1", f"-fsanitize={request.param}", f"-I{SOFTGPU}"]
     compile_ = next(([*name, *flags] for name in compilers() if can([*name, *flags], tmp_path)), None)
     assert compile_, f"no C compiler here has -fsanitize={request.param}: install gcc"
 
-    def go(source: str, name: str) -> Path:
+    def go(source: str, *names: str) -> Path:
         # A library of its name: a process without one is no target for a checkpoint. The run path comes before the
         # node's.
-        library, program = tmp_path / name, tmp_path / "stress"
-        for argv in (
-            ["-fPIC", "-shared", f"-Wl,-soname,{name}", "-o", library, *sources_of(name), "-lpthread"],
-            ["-o", program, HERE / source, library, f"-Wl,-rpath,{tmp_path},--disable-new-dtags", "-lpthread"],
-        ):
-            subprocess.run([*compile_, *argv], check=True, timeout=120)
+        program, libraries = tmp_path / "stress", [tmp_path / name for name in names]
+        for library in libraries:
+            argv = ["-fPIC", "-shared", f"-Wl,-soname,{library.name}", "-o", library, *sources_of(library.name)]
+            subprocess.run([*compile_, *argv, "-lpthread"], check=True, timeout=120)
+        argv = ["-o", program, HERE / source, *libraries, f"-Wl,-rpath,{tmp_path},--disable-new-dtags", "-lpthread"]
+        subprocess.run([*compile_, *argv], check=True, timeout=120)
         return program
 
     return go
@@ -58,6 +58,13 @@ def test_work(new_node: Any, build: Build) -> None:
 def test_memory(new_node: Any, build: Build) -> None:
     """Memory of every kind, while children are forked and checkpoints come."""
     answer = new_node(memory="512MiB").run([build("stress_memory.c", "libcuda.so.1"), 4, 10, 5], limit=120)
+    assert (answer.stdout, answer.stderr) == ("done\n", "")
+
+
+def test_nccl(new_node: Any, build: Build) -> None:
+    """Ranks as threads: communicators that come and go, split, are watched, and aborted in the middle."""
+    argv = [build("stress_nccl.c", "libnccl.so.2", "libcuda.so.1"), 3, 6]
+    answer = new_node(gpus=3, memory="128MiB").run(argv, limit=120)
     assert (answer.stdout, answer.stderr) == ("done\n", "")
 
 

@@ -211,7 +211,7 @@ def test_rules_that_are_none(rule):
 
 
 def test_the_names_are_those_that_the_library_asks_for():
-    text = "".join(path.read_text() for path in sorted(SOFTGPU.glob("*.c")))
+    text = "".join(path.read_text() for path in sorted(SOFTGPU.rglob("*.c")))
     hazards = re.findall(r'fault_hazard(?:_wait|_about)?\("([a-z0-9-]+)"|define KILL_HAZARD "([a-z-]+)"', text)
     assert {one or other for one, other in hazards} == faults.HAZARDS
     assert set(re.findall(r'"(step:[a-z-]+)"', text)) == faults.STEPS

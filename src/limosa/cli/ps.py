@@ -31,7 +31,8 @@ def command(report: Report, *, watch: bool) -> None:
     """List jobs: what they hold, what state they are in, and whether they can be moved.
 
     A job is a process that uses CUDA, or that limosa run started, with its
-    children. -v says why a job cannot be moved, and lists its processes.
+    children. -v says why a job cannot be moved, and lists its processes and,
+    of a job that talks over NCCL, their ranks.
 
     MOVES: fast (limosa run started it; most of its memory goes from GPU to
     GPU), slow (the driver copies its memory through the host), no (-v says
@@ -94,6 +95,21 @@ def _way(process: dict[str, Any]) -> str:
     return ", ".join(said)
 
 
+def _ranks(process: dict[str, Any], closed: bool) -> str:
+    """Which ranks of NCCL's a process is, by its largest communicator, and on which GPUs."""
+    ranks = process["ranks"]
+    largest = [one for one in ranks if one["communicator"] == ranks[0]["communicator"]]
+    gpus = [str(one["gpu"]) for one in largest if one["gpu"] >= 0]
+    said = f"{_listed('rank', [str(one['rank']) for one in largest])} of {ranks[0]['ranks']}"
+    said += f" on {_listed('GPU', gpus)}" if gpus else ""
+    n = len({one["communicator"] for one in ranks})
+    return f"{said}, {n} communicator{'s' if n > 1 else ''}" + (", closed" if closed else "")
+
+
+def _listed(what: str, numbers: Sequence[str]) -> str:
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
 def _moves(job: Ps) -> str:
     """Whether it can be moved, and how long it would stand still for it."""
     if not job.movable:
@@ -134,5 +150,7 @@ def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:
             on.print(f"  {process['pid']} {process['state'] or 'no CUDA'} {held} {text}")
             if "way" in process:
                 on.print(f"    {_way(process)}")
+            if process.get("ranks"):
+                on.print(f"    {_ranks(process, closed=bool(job.communicators and job.communicators['closed']))}")
         for line in words.reason_lines(job.reasons):
             on.print(line)

@@ -17,6 +17,7 @@ from limosa import start
 CRIU = Path(__file__).resolve().parent / "criu"
 PLUGIN = "limosa_plugin.so"
 DRIVER = CRIU.with_name("driver")
+NCCL = CRIU.with_name("nccl")
 SHIM = CRIU.with_name("shim")
 SHIM_LIBRARY = "liblimosa_shim.so"
 SIGHT = CRIU.with_name("sight")
@@ -64,7 +65,7 @@ def build_plugin(folder: Path = CRIU) -> str | None:
 
 
 def build_shim(folder: Path = SHIM) -> str | None:
-    """Compile the shim, unless it is newer than its sources and the lists of the driver's functions.
+    """Compile the shim, unless it is newer than its sources and the lists of the driver's and NCCL's functions.
 
     Args:
         folder: where it is put, whole or not at all.
@@ -74,7 +75,8 @@ def build_shim(folder: Path = SHIM) -> str | None:
     """
     hooks = SHIM / _HOOKS
     sources = sorted(path for path in SHIM.glob("*.c") if path != hooks)
-    depends = [*sources, hooks, *SHIM.glob("*.h"), *SHIM.glob("*.list"), DRIVER / "functions.list"]
+    lists = [*SHIM.glob("*.list"), DRIVER / "functions.list", NCCL / "functions.list"]
+    depends = [*sources, hooks, *SHIM.glob("*.h"), *lists]
     apart = [(hooks, _HOOKS_FLAGS)]
     return compile_library(folder / SHIM_LIBRARY, sources, _SHIM_FLAGS, depends, ["-ldl"], apart=apart)
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -27,12 +27,13 @@ from limosa.errors import (
     NoSuchProcess,
     UndoFailed,
 )
-from limosa.operation import room
+from limosa.operation import places, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
+from limosa.parking.shim import Shim
 from limosa.process import device_nodes
 from limosa.process.identity import Handle, Identity, ending
 from limosa.process.records import SuspendRecord
@@ -106,8 +107,11 @@ def checkpoint(work: Work, members: Sequence[Member]) -> None:
     _parallel(work, Noted.CHECKPOINT, todo, call, total=device_bytes(members), rate=2.6e9)
 
 
-def restore(work: Work, members: Sequence[Member]) -> None:
-    """Restores in parallel with each one's map; looks at the room right before (measured): NoRoomOnGpu, none tried."""
+def restore(work: Work, members: Sequence[Member], shims: Mapping[int, Shim] | None = None) -> None:
+    """Restores in parallel with each one's map, and tells it where it is; ``shims``: connections that there are.
+
+    Looks at the room right before (measured): NoRoomOnGpu, none tried.
+    """
     inventory = work.driver.inventory()
     room.check(inventory, members, work.id, made=work.made)
 
@@ -121,6 +125,8 @@ def restore(work: Work, members: Sequence[Member]) -> None:
             raise
 
     _parallel(work, Noted.RESTORE, members, call, total=device_bytes(members), rate=7e9, data=lambda m: {"map": m.map})
+    moved = [m for m in members if m.changes_gpu or work.brings_job]
+    places.tell(work.id, moved, shims, inventory=inventory)
 
 
 def _may_be_lost(driver: gpu.Driver, member: Member, error: DriverError) -> bool:
@@ -247,12 +253,15 @@ def bring_back(
     journal: Journal | None,
     operation_id: str = "",
     progress: ProgressFn = silent,
+    shims: Mapping[int, Shim] | None = None,
 ) -> None:
     """Leads every member to the state and the GPU it had before the operation, whatever state it is in now.
 
     Where a process stands is told by the journal (each restore notes where it leads to, and how it ended) and by its
-    state: a restore of which no end is known has happened if the process is not checkpointed any more. Raises
-    LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
+    state: a restore of which no end is known has happened if the process is not checkpointed any more. Its shim is told
+    where it is then (``shims``: connections that there are).
+
+    Raises LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
     afterwards is not what it was).
     """
     alive = [m for m in members if m.identity.alive()]
@@ -276,6 +285,7 @@ def bring_back(
     if short:
         # Suspended as a whole, or not at all.
         hold(driver, [m for m in alive if states[m.pid] == gpu.State.LOCKED], states)
+        _tell_where(alive, away, operation_id, shims)
         leave_suspended(alive, away)
         raise LeftSuspended(detail=short, pid=back[0].root or back[0].pid, job_state=JobState.CHECKPOINTED)
     for member in back:
@@ -287,6 +297,7 @@ def bring_back(
     for member in back:
         if journal is not None and member.pid not in failed:
             journal.try_note(Noted.RESTORE_HOME, Phase.DONE, member.pid)
+    _tell_where(alive, [m for m in away if m not in back or m.pid in failed], operation_id, shims)
     # Of a job that is not whole nothing goes on; another job of the same operation has nothing to do with that.
     broken = {m.root for m in back if m.pid in failed}
     for member in alive:
@@ -307,6 +318,15 @@ def bring_back(
     if wrong:
         told = ", ".join(f"process {pid} is {state}" for pid, state in wrong.items())
         raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state=JobState.UNKNOWN)
+
+
+def _tell_where(
+    members: Sequence[Member], away: Sequence[Member], operation: str, shims: Mapping[int, Shim] | None
+) -> None:
+    """Tells those that an operation was to move where they are now."""
+    moved = [m for m in members if m.changes_gpu]
+    places.tell(operation, [m for m in moved if m in away], shims)
+    places.tell(operation, [m for m in moved if m not in away], shims, home=True)
 
 
 def hold(driver: gpu.Driver, members: Sequence[Member], states: dict[int, str]) -> None:

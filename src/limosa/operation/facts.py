@@ -9,6 +9,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, Reason, UsageError
 from limosa.operation import claims
+from limosa.operation.communicators import asking
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member
 from limosa.operation.members import Where, find_members, place
@@ -58,6 +59,7 @@ class Facts(msgspec.Struct, kw_only=True):
     # what the shims say of the memory that they look after
     parked: parkable.Parkable = msgspec.field(default_factory=parkable.Parkable)
     arena: aside.InArena = msgspec.field(default_factory=aside.InArena)  # what lies in arenas, or is to go there
+    comms: asking.Communicators = msgspec.field(default_factory=asking.Communicators)  # of NCCL's, as the shims say
 
     @property
     def busy(self) -> bool:
@@ -84,6 +86,7 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
         if not facts.busy:  # its shims listen to whoever works on it
             facts.parked = parkable.ask(members, software=facts.inventory.software)
+            facts.comms = asking.ask(members)
             facts.arena = aside.ask(verb, members, ask.release)
     except (GpuUnavailable, InvalidMap, UsageError) as error:
         facts.nowhere = error

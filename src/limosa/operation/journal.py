@@ -66,6 +66,7 @@ class Noted(Term):
     NAMES = "names"
     CRIU_RESTORE = "criu-restore"
     UNDO = "undo"
+    COMMUNICATORS = "communicators"
 
 
 class Member(msgspec.Struct, kw_only=True):

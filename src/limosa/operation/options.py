@@ -47,6 +47,7 @@ FORCEABLE = frozenset(
         "mps",
         "mps-server",
         "nccl-ranks",
+        "nccl-trial",
         "nested-namespace",
         "peer-access",
         "pid-namespace",

@@ -13,6 +13,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import OwnAncestor, Reason, Refused, UsageError
 from limosa.operation import claims
+from limosa.operation.communicators import asking
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
@@ -45,6 +46,8 @@ class Prepared(msgspec.Struct, kw_only=True):
     driver_fits: bool = True  # host memory would take what the shim looks after as well, by the driver
     needs_gate: bool = False  # a process of it would ask the driver while it is checkpointed, and end by that
     small: set[int] = msgspec.field(default_factory=set)  # processes that have left the driver no large allocation
+    # of NCCL's, as the shims say
+    comms: asking.Communicators = msgspec.field(default_factory=asking.Communicators)
     busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
@@ -72,6 +75,7 @@ class Prepared(msgspec.Struct, kw_only=True):
             indices={g.uuid: g.index for g in self.inventory.gpus} if self.inventory else {},
             processes=len(self.tree),
             output=self.output,
+            communicators=self.comms.n,
         )
 
     @property
@@ -134,6 +138,7 @@ def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -
         driver_fits=facts.busy or not ask.verb.goes or driver_fits(facts, ask),
         needs_gate=bool(members) and not facts.busy and "jax" not in ask.force and asks_on,
         small=facts.parked.small,
+        comms=facts.comms,
         busy=facts.busy,
         nowhere=facts.nowhere is not None,
     )

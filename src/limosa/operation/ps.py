@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import DriverHung, GpuUnavailable, LimosaError, NoSuchProcess, Reason
 from limosa.operation import claims, drivers
+from limosa.operation.communicators import asking
 from limosa.operation.facts import Ask
 from limosa.operation.jobs import Job, command_of, cuda_states, job, rfc3339, roots_of, user_of
 from limosa.operation.journal import added_up
@@ -89,12 +90,13 @@ def _one(
     ways = {p: way_of(tree[p], worker) for p in pids if p in states}
     parked = False
     reasons: list[Reason]
+    comms = asking.Communicators()
     if in_tree:
         ask = Ask(verb=RESUME if suspended else SUSPEND, probe_memory=False, inventory=inventory, silent=silent)
         prepared = look(which, ask, driver)
         if any(m.away for m in prepared.members):
             parked, prepared = True, look(which, msgspec.structs.replace(ask, verb=RESUME), driver)
-        reasons = prepared.reasons
+        reasons, comms = prepared.reasons, prepared.comms
         # What NVML does not count of those under the shim; of what is away it counts what has stayed.
         held |= {(u, m.pid): n for m in prepared.members if m.beside and not m.away for u, n in m.held.items()}
         if parked:
@@ -127,9 +129,11 @@ def _one(
             "memory_used": sum(size for (_, q), size in held.items() if q == p)
             or (sum(record.held.get(str(p), {}).values()) if suspended and record else 0),
             **(msgspec.structs.asdict(ways[p]) if p in ways else {}),
+            **({"ranks": [_rank(r, index) for r in comms.ranks.get(p, [])]} if p in ways else {}),
         }
         for p in pids
     ]
+    by_index = sorted(bytes_of.items(), key=lambda one: (index.get(one[0], len(index)), one[0]))
     told = {"since": rfc3339(record.since), "by": record.by, "release": record.release} if record else None
     return Ps(
         pid=which.root.pid,
@@ -137,8 +141,9 @@ def _one(
         user=user_of(which.root.pid),
         command=command_of(which.root.pid),
         state=JobState.PARKED if parked else _overall(in_tree),
-        gpus=[{"index": index.get(u, -1), "uuid": u, "memory_used": size} for u, size in sorted(bytes_of.items())],
+        gpus=[{"index": index.get(u, -1), "uuid": u, "memory_used": size} for u, size in by_index],
         processes=processes,
+        communicators={"between": comms.n, "closed": comms.closed} if comms.n else None,
         movable=bool(in_tree) and not any(r.refuses for r in reasons),
         reasons=reasons,
         suspended=told if (suspended or parked) and record else None,
@@ -147,6 +152,10 @@ def _one(
         way="" if not ways else Route.PARKED if all(w.way == Route.PARKED for w in ways.values()) else Route.DRIVER,
         parkable=sum(w.parkable for w in ways.values()),
     )
+
+
+def _rank(one: asking.Rank, index: Mapping[str, int]) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(one), "gpu": index.get(one.gpu, -1)}
 
 
 def _why_not(driver: gpu.Driver) -> str:

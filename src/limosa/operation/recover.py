@@ -23,6 +23,7 @@ from limosa import gpu
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, drivers, journal
+from limosa.operation.communicators import closing as communicators
 from limosa.operation.journal import Journal, Noted
 from limosa.operation.parked import holders
 from limosa.operation.parked.gates import any_waits, open_left
@@ -37,6 +38,7 @@ from limosa.process.limits import many_descriptors
 from limosa.process.records import SuspendRecord
 from limosa.process.runtime import remove_half_written
 from limosa.progress import Progress, ProgressFn, silent
+from limosa.terms import JobState
 
 _NOT_READ = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), UsageError.exit_code),
@@ -239,6 +241,8 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     left = Left(dead=dead, driver=driver, alive=alive, states=states, parked=parked)
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:
+            if finished.state == JobState.RUNNING:
+                communicators.back(alive)
             return entry_of(dead, did=finished.did, state=finished.state)
     home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)
     if parked:

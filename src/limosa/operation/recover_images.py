@@ -18,7 +18,7 @@ from limosa.image.manifest import LOG_NAME
 from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import open_named
-from limosa.operation import driver_steps, room, shm
+from limosa.operation import driver_steps, places, room, shm
 from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.leftovers import end_rest, has_ended, let_go_on, release_network
 from limosa.operation.parked import holders, saving
@@ -279,6 +279,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
         room.check(gpu.inventory(), asleep, dead.header.id)
         for member in asleep:
             driver_steps.restore_one(driver, member, member.map)
+    places.tell(dead.header.id, members, {shim.identity.pid: shim for shim in closed})
     for member in members:
         if driver_steps.settled_state(driver, member.pid, progress) == gpu.State.LOCKED:
             driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)

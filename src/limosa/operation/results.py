@@ -251,7 +251,10 @@ class Ps(msgspec.Struct, kw_only=True):
         gpus: one entry for each GPU on which it holds memory: index, uuid, memory_used (bytes). For a suspended job the
             GPU it came from and the bytes it had there.
         processes: one entry for each process of the tree: pid, command, state ("" without CUDA state), memory_used;
-            with CUDA state also way, why, parkable, left, calls, unknown (:class:`limosa.operation.ways.Way`).
+            with CUDA state also way, why, parkable, left, calls, unknown (:class:`limosa.operation.ways.Way`), and
+            ranks: communicator (hex), rank, ranks (how many it has), gpu (index, or -1) of each rank of NCCL's in it.
+        communicators: how many communicators of NCCL's there are between its processes (between), and whether Limosa
+            has closed them and not made them again yet (closed); None where there are none, or nobody could be asked.
         way: "parked" where all of its processes with CUDA state are under the shim, "driver", or "" without CUDA state.
         parkable: bytes that can be parked.
         movable: whether ``plan move`` finds nothing against it.
@@ -268,6 +271,7 @@ class Ps(msgspec.Struct, kw_only=True):
     state: str = "running"
     gpus: list[dict[str, Any]] = []
     processes: list[dict[str, Any]] = []
+    communicators: dict[str, Any] | None = None
     movable: bool = True
     reasons: list[Reason] = []
     suspended: dict[str, Any] | None = None

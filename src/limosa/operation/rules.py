@@ -60,7 +60,26 @@ def what_it_sees(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 def what_shims_say(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """Memory of which the library in the job knows that the driver could not bring it back."""
     by_driver = ask.verb.goes and ask.release == Release.ALL  # else the driver checkpoints nothing
-    return [r for r in facts.parked.reasons if by_driver or r.id != "given-up"]
+    found = [r for r in facts.parked.reasons if by_driver or r.id != "given-up"]
+    # What NCCL shares between ranks goes with their communicators; it is looked for again when those are closed.
+    return [r for r in found if r.id not in ("cuda-ipc", "imported-memory") or r.pid not in facts.comms.pids]
+
+
+def communicators(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
+    """What keeps communicators between its processes from being closed and made again."""
+    if not ask.verb.goes:
+        return []
+    return [*facts.comms.reasons, *_on_trial(facts)]
+
+
+def _on_trial(facts: Facts) -> Sequence[Reason]:
+    """Several ranks on real GPUs: some were lost where the GPUs were busy, and nobody knows why yet."""
+    if not facts.comms.n or facts.inventory is None or facts.inventory.software:
+        return []
+    text = "its processes talk over NCCL: such jobs were moved, but some that kept their GPUs busy were lost after it"
+    text += " (CUDA error 719)"
+    hint = "--force=nccl-trial if you can lose it"
+    return [Reason(id="nccl-trial", text=text, exit_code=13, hint=hint, forceable=True)]
 
 
 def arenas(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
@@ -94,6 +113,11 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     found = hazards.cuda_hazards(facts.observation, cuda_pids=pids, driver_branch=branch, calm=calm)
     # From outside shared events look like shared memory. The shim knows what is shared.
     found = [r for r in found if r.id != "cuda-ipc" or r.pid not in known]
+    # Of ranks under the shim it knows the communicators, unless NCCL is part of the program.
+    ranks = {p.pid for p in facts.observation.processes if hazards.is_rank(p)}
+    told = {p.pid for p in facts.observation.processes if p.pid in facts.comms.told and hazards.has_nccl(p)}
+    if ranks <= told:
+        found = [r for r in found if r.id not in ("nccl-ranks", "nccl-peers-unknown")]
     # JAX under the shim that has nothing to park: its gate stays open.
     hint = "it has no memory that can be parked: try again once it computes"
     found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]
@@ -152,7 +176,7 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
-_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, arenas)
+_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, communicators, arenas)
 _DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)
 _LEAVES: tuple[Rule, ...] = (*_MEMORY, *_DRIVER, host_memory, a_way_back)
 """Of a job that leaves its GPUs and goes nowhere else yet."""

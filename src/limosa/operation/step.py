@@ -27,6 +27,7 @@ from limosa.terms import Release, Route, Verdict
 
 if TYPE_CHECKING:
     from limosa import gpu
+    from limosa.parking.shim import Shim
 
 
 class Shape(msgspec.Struct, kw_only=True, frozen=True):
@@ -43,6 +44,7 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
     processes: int = 1  # how many there are in the tree
     output: str = ""  # the image's folder, as it was named
     files: Sequence[tuple[str, int]] = ()  # names of files that a restore cuts back, each with its size
+    communicators: int = 0  # of NCCL's, between the job's processes
     verify: bool = True  # whether a restore compares every hash first
 
     @property
@@ -93,6 +95,11 @@ class Op:
 
     def __init__(self, work: Work, members: Sequence[Member]):
         self.work, self.members = work, list(members)
+
+    @property
+    def shims(self) -> Mapping[int, Shim]:
+        """Connections to the processes' shims that it has at the moment, by pid: each serves one client at a time."""
+        return {}
 
     @property
     def pauses(self) -> bool:

@@ -9,15 +9,17 @@ from __future__ import annotations
 from limosa.errors import UsageError
 from limosa.operation.estimate import ARENA_RATE, COPY_RATE
 from limosa.operation.step import Verb
-from limosa.operation.steps import carry, driver, dump, from_image
+from limosa.operation.steps import carry, communicators, driver, dump, from_image
 
 MOVE = Verb(
     name="move",
     goes=True,
     comes=True,
     steps=(
+        communicators.WayBackOfCommunicators(),
         carry.Prepare(),
         driver.ReadyMemory(),
+        communicators.CloseCommunicators(),
         carry.Hold("device memory goes from GPU to GPU"),
         driver.Lock(),
         driver.Checkpoint(copies=COPY_RATE),
@@ -27,14 +29,17 @@ MOVE = Verb(
         driver.LastLook(),
         carry.Arrive(),
         carry.Open(),
+        communicators.JoinCommunicators(),
     ),
 )
 SUSPEND = Verb(
     name="suspend",
     goes=True,
     steps=(
+        communicators.WayBackOfCommunicators(),
         carry.Prepare(),
         driver.ReadyMemory(),
+        communicators.CloseCommunicators(),
         carry.Hold("device memory goes to pinned host memory"),
         driver.Lock(),
         driver.Checkpoint(copies=ARENA_RATE),
@@ -54,6 +59,7 @@ RESUME = Verb(
         carry.CopyWait(),
         carry.Arrive(stops=True),
         carry.Open(),
+        communicators.JoinCommunicators(),
     ),
 )
 CHECKPOINT = Verb(
@@ -62,8 +68,10 @@ CHECKPOINT = Verb(
     goes=True,
     ends=True,
     steps=(
+        communicators.WayBackOfCommunicators(),
         dump.Save(),
         driver.ReadyMemory(),
+        communicators.CloseCommunicators(),
         dump.HoldForImage(),
         driver.Lock(),
         driver.Checkpoint(),
@@ -73,6 +81,7 @@ CHECKPOINT = Verb(
         dump.RestoreAgain(),
         dump.UnlockAgain(),
         dump.GoOn(),
+        communicators.JoinCommunicators(),
         dump.Commit(),
         dump.SeeOff(),
     ),
@@ -93,6 +102,7 @@ RESTORE = Verb(
         from_image.UnlockThere(),
         from_image.Loaded(),
         from_image.ArriveThere(),
+        communicators.JoinCommunicators(),
     ),
 )
 

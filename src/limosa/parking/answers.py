@@ -13,11 +13,12 @@ import msgspec
 from limosa.gpu.names import uuid_of_bytes
 from limosa.ipc.packet import Wrong, text
 from limosa.parking import protocol
-from limosa.parking.protocol import AWAY, COUNT_KINDS, IMPORTED, MAPPED, PLAIN, SHARED, Role, Stand
+from limosa.parking.protocol import AWAY, COUNT_KINDS, IMPORTED, MAPPED, PLAIN, SHARED, CommGate, Kind, Role, Stand
 
 MOST_BYTES = 1 << 46
 """Of device memory that one process can have: 64 TiB."""
 MOST_GPUS = 64
+MOST_RANKS = 1 << 20
 LONGEST_NAME = 256
 _MOST_PID = 1 << 22
 _ERRNOS = 4096
@@ -51,6 +52,50 @@ class Memory(msgspec.Struct, frozen=True):
     imported: bool = False  # it came the parked way, or from another process: the driver could not bring it back
     share: int = 0  # the number under which several processes have it (legacy IPC handles); 0: this one alone
     owner: int = 0  # the pid of the process that gave it, where another did (-1: nobody knows which); else 0
+
+
+class Comm(msgspec.Struct, frozen=True):
+    """One rank of a communicator of NCCL's, as its process knows it."""
+
+    id: tuple[int, int]  # the same in all of its ranks
+    number: int  # in this process
+    collectives: int  # how many were begun
+    rank: int  # -1 where it is not made yet
+    ranks: int
+    device: int  # the process's number of its GPU
+    joining: bool = False  # it is being made
+    closed: bool = False  # by Limosa
+    captured: bool = False  # a CUDA graph has some of its operations
+    memory: bool = False  # the process has memory of ncclMemAlloc
+    registered: bool = False  # buffers were made known to it
+    strange: str = ""  # a function was called on it that Limosa cannot repeat
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """How often a rank has sent to another, and received from it."""
+
+    number: int  # the communicator's, in this process
+    sent: int
+    received: int
+    peer: int
+
+
+class Want(msgspec.Struct, frozen=True):
+    """What a thread that waits before NCCL wants to get to."""
+
+    id: tuple[int, int]
+    wanted: int
+    kind: Kind
+    peer: int
+    thread: int
+
+
+class CommsLook(msgspec.Struct, frozen=True):
+    """How the gate before NCCL stands, how many calls are inside, and a number that goes up with each that begins."""
+
+    gate: CommGate
+    inside: int
+    changes: int
 
 
 class Called(msgspec.Struct, frozen=True):
@@ -118,6 +163,52 @@ def memories(data: bytes, n: int) -> Iterator[Memory]:
             share=share,
             owner=owner,
         )
+
+
+def comms_look(said: Message) -> CommsLook:
+    """Return how the gate before NCCL stands."""
+    try:
+        return CommsLook(CommGate(said.c & 0xFFFFFFFF), said.c >> 32, said.d)
+    except ValueError as error:
+        raise Wrong(f"a gate that there is not ({said.c})") from error
+
+
+def comms(data: bytes, n: int) -> Iterator[Comm]:
+    """Yield the communicators of one packet."""
+    exactly(data, n * protocol.COMM.size)
+    for a, b, number, collectives, rank, ranks, device, flags, why in protocol.COMM.iter_unpack(data):
+        if not -1 <= rank < MOST_RANKS or not 0 <= ranks < MOST_RANKS or not -1 <= device < MOST_GPUS:
+            raise Wrong(f"a communicator that there cannot be (rank {rank} of {ranks} on device {device})")
+        yield Comm(
+            (a, b),
+            number,
+            collectives,
+            rank,
+            ranks,
+            device,
+            joining=bool(flags & protocol.JOINING),
+            closed=bool(flags & protocol.CLOSED),
+            captured=bool(flags & protocol.CAPTURED),
+            memory=bool(flags & protocol.MEMORY),
+            registered=bool(flags & protocol.REGISTERED),
+            strange=text(why.rstrip(b"\0")),
+        )
+
+
+def counted(data: bytes, n: int) -> Iterator[Counted]:
+    """Yield the sends and receives of one packet."""
+    exactly(data, n * protocol.COUNTED.size)
+    for number, sent, received, peer, _ in protocol.COUNTED.iter_unpack(data):
+        yield Counted(number, sent, received, bounded(peer, MOST_RANKS))
+
+
+def wants(data: bytes, n: int) -> Iterator[Want]:
+    """Yield what threads wait for, of one packet."""
+    exactly(data, n * protocol.WANT.size)
+    for a, b, wanted, kind, peer, thread, _ in protocol.WANT.iter_unpack(data):
+        if kind > Kind.RECEIVE:
+            raise Wrong(f"a kind of call that there is not ({kind})")
+        yield Want((a, b), wanted, Kind(kind), bounded(peer, MOST_RANKS), thread)
 
 
 def pairs(data: bytes, n: int) -> Iterator[tuple[int, int]]:

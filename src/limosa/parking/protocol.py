@@ -20,6 +20,9 @@ KEPT_MOST = 4096
 MESSAGE = struct.Struct("=IHHIi4Q")
 RECORD = struct.Struct("=QQQQIIiI")
 PAIR = struct.Struct("=QQ")
+PLACE = struct.Struct("=16s16sI4B")
+PLACES_MOST = 40
+"""Places in a packet: as many as GPUs of a machine, at most."""
 # What is left to the driver, and why: native/shim/count.h.
 COUNT_KINDS = ("small", "pool", "managed", "failed", "shared", "foreign", "array", "ipc", "graph", "tables")
 COUNTS = struct.Struct(f"={2 * len(COUNT_KINDS)}Q")
@@ -28,6 +31,21 @@ NOT_READY = 600
 """CUDA_ERROR_NOT_READY: the gate could not be closed within the time, and is open again."""
 CAPTURING = 900
 """CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: likewise, because a stream was being captured into a graph."""
+
+
+COMM = struct.Struct("=4Q3iI32s")
+COUNTED = struct.Struct("=3Q2I")
+WANT = struct.Struct("=3Q4I")
+LIMIT = struct.Struct("=3Q2I")
+JOIN = struct.Struct("=Q128s")
+UNIQUE_ID = 128
+"""Bytes of ncclUniqueId."""
+JOINING, CLOSED, CAPTURED, STRANGE, MEMORY, REGISTERED = 1, 2, 4, 8, 16, 32
+"""Flags of a communicator."""
+WORDS = 4096
+"""Of 8 bytes, behind a message to the shim."""
+MOST_JOINS = 200
+"""Communicators in one request to make them again, limits in one, numbers of those to be closed."""
 
 
 class Verb(enum.IntEnum):
@@ -50,6 +68,15 @@ class Verb(enum.IntEnum):
     SHARE = 15
     SHARERS = 16
     MAKE = 17
+    PLACES = 18
+    COMMS = 19
+    CUT = 20
+    LIMITS = 21
+    REST = 22
+    SHUT = 23
+    IDS = 24
+    JOIN = 25
+    LET = 26
 
 
 class Role(enum.IntEnum):
@@ -62,6 +89,22 @@ class Role(enum.IntEnum):
     OLD = 4
     OWN = 5
     COPY = 6
+
+
+class CommGate(enum.IntEnum):
+    """How the gate before NCCL stands (``native/shim/comms.h``)."""
+
+    OPEN = 0
+    CUT = 1
+    SHUT = 2
+
+
+class Kind(enum.IntEnum):
+    """What is counted: collectives by communicator, sends and receives by peer."""
+
+    COLLECTIVE = 0
+    SEND = 1
+    RECEIVE = 2
 
 
 class Stand(enum.IntEnum):

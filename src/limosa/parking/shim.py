@@ -11,15 +11,33 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from limosa.errors import LimosaError, NoSuchProcess
+from limosa.gpu.names import uuid_bytes
 from limosa.ipc.packet import Deadline, Given, Wrong, hang_up, peer, receive, send
 from limosa.parking import LIBRARY, answers
-from limosa.parking.answers import MOST_BYTES, Called, Hello, Memory, Message
+from limosa.parking.answers import MOST_BYTES, Called, Comm, CommsLook, Counted, Hello, Memory, Message, Want
 from limosa.parking.names import names_of
 from limosa.parking.patience import Patience
-from limosa.parking.protocol import CAPTURING, KEPT_MOST, MAGIC, MESSAGE, MOST, NOT_READY, VERSION, Stand, Verb
+from limosa.parking.protocol import (
+    CAPTURING,
+    JOIN,
+    KEPT_MOST,
+    LIMIT,
+    MAGIC,
+    MESSAGE,
+    MOST,
+    MOST_JOINS,
+    NOT_READY,
+    PLACE,
+    PLACES_MOST,
+    UNIQUE_ID,
+    VERSION,
+    Kind,
+    Stand,
+    Verb,
+)
 from limosa.process.identity import Identity
 from limosa.process.status import uids_of
 
@@ -39,6 +57,7 @@ LOOK_SECONDS = 12.0
 MOST_PIECES = 1 << 18
 MOST_CALLED = 1 << 13
 MOST_SHARERS = 1 << 16
+MOST_COMMS = 1 << 16
 _PACKET = 1 << 16
 _patience = Patience(LOOK_SECONDS)
 _T = TypeVar("_T")
@@ -58,6 +77,21 @@ class ShimError(LimosaError):
     """The shim did not do what it was asked; ``fields["result"]`` is a CUresult, or minus an errno."""
 
     id, exit_code, template = "shim", 21, "process {pid}: {what}: {detail}"
+
+
+class Place(NamedTuple):
+    """One GPU that a process could open: where it was before an operation, and where it is now."""
+
+    was: str  # UUID
+    is_: str  # UUID
+    pci: str  # bus id of where it is, ``DDDDDDDD:BB:DD.F``
+
+    def packed(self) -> bytes:
+        """Return it as the shim reads it."""
+        domain, bus, rest = self.pci.split(":")
+        slot, function = rest.split(".")
+        numbers = (int(number, 16) for number in (domain, bus, slot, function))
+        return PLACE.pack(uuid_bytes(self.was), uuid_bytes(self.is_), *numbers, 0)
 
 
 class GateStaysOpen(ShimError):
@@ -298,6 +332,16 @@ class Shim:
         said, data = self._one(Verb.DEVICES, first)
         return self._understood(Verb.DEVICES, answers.gpus, said, data)
 
+    def places(self, operation: int, places: Sequence[Place]) -> None:
+        """Say where its GPUs are, once a restore has changed them: it answers so where the driver does not.
+
+        ``operation``: a number of it; what is said again within the same one takes the place of what was said before.
+        """
+        data = b"".join(place.packed() for place in places[:PLACES_MOST])
+        deadline = self._deadline()
+        self._send(Verb.PLACES, deadline, a=operation, data=data)
+        self._receive(Verb.PLACES, deadline)
+
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return what is left to the driver now: kind → pieces, bytes (``native/shim/count.h`` has the kinds)."""
         said, data = self._one(Verb.COUNTS)
@@ -314,6 +358,75 @@ class Shim:
         for share, pid in self._all(Verb.SHARERS, MOST_SHARERS, answers.pairs):
             found.setdefault(share, set()).add(pid)
         return found
+
+    # -- communicators of NCCL's -----------------------------------------------------------------------------------
+
+    def comms(self) -> tuple[CommsLook, list[Comm]]:
+        """Return how the gate before NCCL stands, and all communicators that have not ended."""
+        return self._comms(0, answers.comms)
+
+    def counted(self) -> tuple[CommsLook, list[Counted]]:
+        """Return the sends and receives of all communicators."""
+        return self._comms(1, answers.counted)
+
+    def wants(self) -> tuple[CommsLook, list[Want]]:
+        """Return what threads that wait before NCCL want to get to."""
+        return self._comms(2, answers.wants)
+
+    def _comms(self, what: int, each: Callable[[bytes, int], Iterable[_T]]) -> tuple[CommsLook, list[_T]]:
+        looks: list[CommsLook] = []
+        found = self._all(Verb.COMMS, MOST_COMMS, each, what, lambda said: looks.append(answers.comms_look(said)))
+        return looks[0], found
+
+    def cut(self) -> None:
+        """From here on calls of NCCL's that were not begun yet wait, but for those that :meth:`limits` lets through."""
+        self._ask(Verb.CUT)
+
+    def limits(self, limits: Sequence[tuple[tuple[int, int], Kind, int, int]]) -> None:
+        """Let calls through: communicator, kind, peer, and up to which count."""
+        for start in range(0, len(limits), MOST_JOINS):
+            some = limits[start : start + MOST_JOINS]
+            self._tell(Verb.LIMITS, b"".join(LIMIT.pack(*id_, most, kind, peer) for id_, kind, peer, most in some))
+
+    def rest(self, seconds: float) -> None:
+        """After :meth:`cut`: no call of NCCL's passes any more, and all work is done."""
+        self._ask(Verb.REST, int(seconds * 1000), limit=seconds + self.limit)
+
+    def shut(self, numbers: Sequence[int], seconds: float) -> None:
+        """Close communicators, all ranks of which are at rest: one reads what lies in another one's memory."""
+        data = struct.pack(f"={len(numbers)}Q", *numbers)
+        self._tell(Verb.SHUT, data, int(seconds * 1000), seconds + self.limit)
+
+    def unique_ids(self, numbers: Sequence[int]) -> list[bytes]:
+        """Return ids to make communicators again with, of which this process is rank 0, by number.
+
+        Where that was tried and has not come to an end they are the same: another rank may wait for the others.
+        """
+        found: list[bytes] = []
+        for start in range(0, len(numbers), MOST):
+            some = numbers[start : start + MOST]
+            deadline = self._deadline()
+            self._send(Verb.IDS, deadline, ids=some)
+            said, data, _ = self._receive(Verb.IDS, deadline)
+            if said.a != len(some) or len(data) != len(some) * UNIQUE_ID:
+                raise self._wrong(Verb.IDS, Wrong(f"{len(data)} bytes for {len(some)} ids"))
+            found += [data[at : at + UNIQUE_ID] for at in range(0, len(data), UNIQUE_ID)]
+        return found
+
+    def join(self, ids: Sequence[tuple[int, bytes]], seconds: float) -> None:
+        """Make communicators again, by number, in this order; their other ranks do so at the same time."""
+        for start in range(0, len(ids), MOST_JOINS):
+            data = b"".join(JOIN.pack(*one) for one in ids[start : start + MOST_JOINS])
+            self._tell(Verb.JOIN, data, int(seconds * 1000), seconds + self.limit)
+
+    def let(self) -> None:
+        """Let all calls of NCCL's through again."""
+        self._ask(Verb.LET)
+
+    def _tell(self, verb: Verb, data: bytes, a: int = 0, limit: float | None = None) -> None:
+        deadline = self._deadline(limit)
+        self._send(verb, deadline, a=a, data=data)
+        self._receive(verb, deadline)
 
     def close(self) -> None:
         """Let another client have it."""
@@ -350,12 +463,20 @@ class Shim:
         self._send(verb, deadline, a=a)
         return self._receive(verb, deadline)[:2]
 
-    def _all(self, verb: Verb, most: int, each: Callable[[bytes, int], Iterable[_T]]) -> list[_T]:
+    def _all(
+        self,
+        verb: Verb,
+        most: int,
+        each: Callable[[bytes, int], Iterable[_T]],
+        a: int = 0,
+        also: Callable[[Message], object] = lambda _: None,
+    ) -> list[_T]:
         """An answer of several packets: it says at once how many there are, and each brings some."""
         deadline, found, total = self._deadline(), list[_T](), -1
-        self._send(verb, deadline)
+        self._send(verb, deadline, a=a)
         while len(found) != total:
             said, data, _ = self._receive(verb, deadline)
+            self._understood(verb, also, said)
             first, total = total < 0, said.a if total < 0 else total
             if said.a != total or total > most or said.b > total - len(found) or not (said.b or (first and not total)):
                 raise self._wrong(verb, Wrong(f"{said.b} more after {len(found)} of {total}"))
@@ -370,6 +491,7 @@ class Shim:
         a: int = 0,
         b: int = 0,
         ids: Sequence[int] = (),
+        data: bytes = b"",
         fds: Sequence[int] = (),
     ) -> None:
         if self._lost:  # an answer that was not waited for any more would be taken for this one's
@@ -379,7 +501,7 @@ class Shim:
         self._number += 1
         parts = [
             MESSAGE.pack(MAGIC, self._version, verb, self._number, 0, a, b, 0, 0),
-            struct.pack(f"={len(ids)}Q", *ids),
+            data or struct.pack(f"={len(ids)}Q", *ids),
         ]
         try:
             self._socket.settimeout(deadline.left())

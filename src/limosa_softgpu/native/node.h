@@ -10,6 +10,7 @@
  *                in whatever process, and nothing has to be told when a process is killed.
  *   requests/    what controllers ask of their targets, and the answers (checkpoint.h)
  *   faults/      one file for each fault to inject (fault.h)
+ *   nccl/        where ranks of a communicator meet (nccl/shared.c)
  *   log          functions that were called and are not implemented, faults that were injected
  *
  * Device nodes: /dev/nvidia<minor> are character devices of a major number that no driver has (opened with O_PATH, as

@@ -31,6 +31,7 @@ enum { ALLOCATION_PINNED = 1 };
 enum { HANDLE_POSIX_FD = 1 };
 enum { ACCESS_NONE = 0, ACCESS_READ = 1, ACCESS_READWRITE = 3 };
 enum { CAPTURE_MODE_RELAXED = 2 };
+enum { DEVICE_PCI_BUS = 33, DEVICE_PCI_SLOT = 34, DEVICE_PCI_DOMAIN = 50 };
 
 typedef struct {
     int type, id;

@@ -4,6 +4,7 @@
 #include "compiler.h"
 #include "driver_api.h"
 #include "hooks.h"
+#include "nccl.h"
 
 #include <dlfcn.h>
 #include <elf.h>
@@ -132,12 +133,17 @@ void *find_driver(void)
     return library;
 }
 
+void *find_in(void *library, const char *symbol)
+{
+    find_begin();
+    return ((dlsym_function *)shim_real_dlsym)(library, symbol); /* not the program's, so not ours */
+}
+
 void *find_in_driver(const char *symbol)
 {
     void *library = find_driver();
 
-    find_begin();
-    return library ? ((dlsym_function *)shim_real_dlsym)(library, symbol) : NULL; /* not the program's, so not ours */
+    return library ? find_in(library, symbol) : NULL;
 }
 
 static void *ask(void *library, const char *symbol, const char *version)
@@ -156,6 +162,10 @@ __attribute__((visibility("hidden"), used)) struct answer shim_answer(void *libr
                                                                       const char *version)
 {
     find_begin();
+    if (symbol && library != RTLD_NEXT && !strncmp(symbol, "nccl", 4)) {
+        void *found = ask(library, symbol, version);
+        return (struct answer){found ? nccl_instead(symbol, found) : NULL, found != NULL};
+    }
     if (!symbol || symbol[0] != 'c' || symbol[1] != 'u' || symbol[2] < 'A' || symbol[2] > 'Z' || library == RTLD_NEXT)
         return (struct answer){NULL, 0};
     void *real = ask(library, symbol, version);

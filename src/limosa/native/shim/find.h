@@ -4,6 +4,7 @@
 
 #include <stdbool.h>
 
+void *find_in(void *library, const char *symbol); /* the library's own */
 void *find_in_driver(const char *symbol);
 void *find_driver(void); /* the program's own libcuda; NULL before it has loaded one */
 bool find_is_driver(const void *address); /* whether it lies in libcuda */

@@ -8,8 +8,10 @@
 #define PROTOCOL_MAGIC 0x4c4d5341u
 #define PROTOCOL_VERSION 3
 #define PROTOCOL_MOST 200 /* records, descriptors in a packet */
+#define PROTOCOL_WORDS 4096 /* of 8 bytes, behind a message to the shim */
 #define PROTOCOL_STAND_IN 25449 /* seconds: SO_RCVTIMEO of what a restore puts in the place of the socket */
 #define PROTOCOL_KEPT_MOST 4096 /* descriptors that are kept while the memory is away */
+#define PROTOCOL_PLACES_MOST 40 /* places, in one packet that is no longer than PROTOCOL_MOST ids */
 
 enum verb {
     VERB_HELLO = 1, /* → state, pid, memories, bytes that can be put away */
@@ -36,6 +38,18 @@ enum verb {
                  * while it is away */
     VERB_SHARERS, /* → whom memory was given by such handles: packets of pairs (share, pid), a and b as for LIST */
     VERB_MAKE, /* ids of memory that is away → it is made anew by this process: descriptors; MAP without one maps that */
+    VERB_PLACES, /* a: a number of the operation; places, at most PROTOCOL_PLACES_MOST: where its GPUs are, once a restore
+                  * has changed them. The latest of one operation counts, as if the others had not been */
+    /* NCCL's communicators; b: enum gate_phase of their gate. */
+    VERB_COMMS, /* a: 0 → comm_records, 1 → pair_records, 2 → want_records; packets: a: how many in all, b: in this one;
+                      * c: phase | calls that are inside << 32, d: goes up with every count */
+    VERB_CUT, /* calls that were not counted yet wait from here on */
+    VERB_LIMITS, /* limit_records: those are let through up to there */
+    VERB_REST, /* a: milliseconds → nobody passes any more, all work is done */
+    VERB_SHUT, /* numbers, a: milliseconds → these communicators are closed; all their ranks are at rest */
+    VERB_IDS, /* numbers → unique ids to make those with, 128 bytes each */
+    VERB_JOIN, /* join_records, a: milliseconds → those communicators are made again, in this order */
+    VERB_LET, /* all calls pass; what was not made again is at its end */
 };
 
 enum state { STATE_OPEN, STATE_CLOSED, STATE_AWAY };
@@ -56,6 +70,41 @@ struct record {
     uint32_t device, flags;
     int32_t owner; /* pid of the process that gave it, where another did; -1: nobody knows which; else 0 */
     uint32_t nothing;
+};
+
+enum { COMM_JOINING = 1, COMM_CLOSED = 2, COMM_CAPTURED = 4, COMM_STRANGE = 8, COMM_MEMORY = 16, COMM_REGISTERED = 32 };
+
+struct comm_record {
+    uint64_t id[2]; /* the same in all ranks */
+    uint64_t number; /* in this process */
+    uint64_t collectives;
+    int32_t rank, ranks, device;
+    uint32_t flags;
+    char why[32]; /* the function that makes it strange */
+};
+
+struct pair_record {
+    uint64_t number, sent, received;
+    uint32_t peer, nothing;
+};
+
+struct limit_record {
+    uint64_t id[2];
+    uint64_t limit;
+    uint32_t kind, peer; /* enum count_kind */
+};
+
+struct join_record {
+    uint64_t number;
+    char unique_id[128];
+};
+
+/* One GPU of those that the process could open: the UUID of where it was before the operation, of where it is now, and that
+ * one's PCI bus id. */
+struct gpu_place {
+    unsigned char was[16], is[16];
+    uint32_t domain;
+    uint8_t bus, slot, function, nothing;
 };
 
 #endif

@@ -7,7 +7,9 @@
 #include "capture.h"
 #include "compiler.h"
 #include "contexts.h"
+#include "comms.h"
 #include "count.h"
+#include "cut.h"
 #include "driver.h"
 #include "fds.h"
 #include "forks.h"
@@ -17,6 +19,7 @@
 #include "late.h"
 #include "memory.h"
 #include "park.h"
+#include "places.h"
 #include "protocol.h"
 #include "still.h"
 #include "tell.h"
@@ -196,7 +199,7 @@ static bool kept(int client, struct message *answer, uint64_t from)
 
 static bool answer_one(int client)
 {
-    static uint64_t ids[PROTOCOL_MOST];
+    static uint64_t ids[PROTOCOL_WORDS];
     union {
         struct cmsghdr header;
         char room[CMSG_SPACE(PROTOCOL_MOST * sizeof(int))];
@@ -229,9 +232,10 @@ static bool answer_one(int client)
     fds_as_before();
     if (got <= 0)
         return got < 0 && errno == EAGAIN;
-    size_t n = (size_t)got > sizeof asked ? ((size_t)got - sizeof asked) / sizeof ids[0] : 0;
-    bool wrong = (size_t)got < sizeof asked || asked.magic != PROTOCOL_MAGIC || asked.version != PROTOCOL_VERSION
-        || packet.msg_flags & MSG_TRUNC;
+    size_t bytes = (size_t)got > sizeof asked ? (size_t)got - sizeof asked : 0, n = bytes / sizeof ids[0];
+    bool many = asked.verb == VERB_LIMITS || asked.verb == VERB_SHUT || asked.verb == VERB_JOIN;
+    bool wrong = (size_t)got < sizeof asked || (n > PROTOCOL_MOST && !many) || asked.magic != PROTOCOL_MAGIC
+        || asked.version != PROTOCOL_VERSION || packet.msg_flags & MSG_TRUNC;
     bool too_few = packet.msg_flags & MSG_CTRUNC; /* as many are open as may be: nothing is done with the rest */
     if (wrong || too_few || (asked.verb != VERB_MAP && asked.verb != VERB_KEEP))
         while (n_fds)
@@ -271,6 +275,20 @@ static bool answer_one(int client)
     case VERB_CALLED: return tell_called(client, &answer);
     case VERB_SHARE: return tell_share(client, &answer, &asked);
     case VERB_SHARERS: return tell_sharers(client, &answer);
+    case VERB_PLACES: answer.result = places_told(asked.a, (const struct gpu_place *)ids, bytes); break;
+    case VERB_COMMS: return tell_comms(client, &answer, asked.a);
+    case VERB_IDS: return tell_unique_ids(client, &answer, ids, n);
+    case VERB_CUT: comms_cut(); break;
+    case VERB_LIMITS:
+        answer.result = cut_limits((const struct limit_record *)(const void *)ids, bytes / sizeof(struct limit_record));
+        break;
+    case VERB_REST: answer.result = cut_rest(asked.a); break;
+    case VERB_SHUT: answer.result = cut_close(ids, n, asked.a); break;
+    case VERB_JOIN:
+        answer.result = cut_join((const struct join_record *)(const void *)ids, bytes / sizeof(struct join_record),
+                                 asked.a);
+        break;
+    case VERB_LET: cut_open(); break;
     default: answer.result = -ENOSYS; break;
     }
     if (asked.verb != VERB_HELLO) {
@@ -413,6 +431,7 @@ static void in_child(void)
     memory_in_child();
     left_in_child();
     ipc_in_child();
+    comms_in_child();
     pthread_mutex_init(&begin_lock, NULL);
 }
 
@@ -435,7 +454,7 @@ EXPORT CUresult cuInit(unsigned flags)
             registered = true;
             pid = (int)getpid();
             bulk_find_driver((void *)real(cuInit));
-            tell_begin();
+            places_begin();
             begin();
         }
         pthread_mutex_unlock(&begin_lock);

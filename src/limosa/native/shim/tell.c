@@ -8,6 +8,7 @@
 #include "ipc.h"
 #include "memory.h"
 #include "park.h"
+#include "places.h"
 #include "protocol.h"
 #include "serve.h"
 #include "still.h"
@@ -58,7 +59,7 @@ static struct record record_of(const struct memory *memory)
 }
 
 /* Records, as many to a packet as there is room for. */
-static bool say_all(int client, struct message *answer, const void *all, size_t n, size_t each)
+bool say_all(int client, struct message *answer, const void *all, size_t n, size_t each)
 {
     size_t done = 0;
     bool well;
@@ -243,25 +244,10 @@ bool tell_sharers(int client, struct message *answer)
     return well;
 }
 
-static unsigned char at_first[MAX_DEVICES][16]; /* the GPUs that were there when the driver was initialised */
-static int n_at_first;
-
-void tell_begin(void)
-{
-    int n = 0;
-
-    n_at_first = 0;
-    if (real(cuDeviceGetCount)(&n))
-        return;
-    for (int device = 0; device < n && device < MAX_DEVICES; device++)
-        if (!real(cuDeviceGetUuid_v2)(at_first[n_at_first], device))
-            n_at_first++;
-}
-
 bool tell_devices(int client, struct message *answer, bool first)
 {
     static unsigned char uuids[2 * MAX_DEVICES][16];
-    int n = 0;
+    int n = 0, n_at_first = 0;
 
     if (!first)
         answer->result = real(cuDeviceGetCount)(&n);
@@ -269,8 +255,8 @@ bool tell_devices(int client, struct message *answer, bool first)
     for (int device = 0; device < n && !answer->result; device++)
         answer->result = real(cuDeviceGetUuid_v2)(uuids[device], device);
     answer->a = (uint64_t)n;
+    n_at_first = places_first(uuids + n);
     answer->b = (uint64_t)n_at_first;
-    memcpy(uuids[n], at_first, (size_t)n_at_first * 16);
     return say(client, answer, uuids, answer->result ? 0 : (size_t)(n + n_at_first) * 16, NULL, 0);
 }
 

@@ -58,6 +58,11 @@ class Bulk:
         """Processes whose gate was open and stays so: only one client is served at a time, and that is us."""
         return set(self._own)
 
+    @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections, by pid."""
+        return {**self._own, **self._parked}
+
     def let_go(self) -> None:
         """The driver has what it needs: what is left of it is let go of, and our own connections with it."""
         for shim in (*self._parked.values(), *self._own.values()):

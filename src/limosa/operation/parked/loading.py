@@ -85,6 +85,11 @@ class Loading(Carrier):
         return {}  # none is taken away from: memory comes
 
     @property
+    def connections(self) -> dict[int, Shim]:
+        """The connections to processes that CRIU has brought back, by pid."""
+        return {part.member.pid: part.shim for part in self._parts if part.shim is not None}
+
+    @property
     def bytes(self) -> int:
         return self._image.manifest.device_bytes
 

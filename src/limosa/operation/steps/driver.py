@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from limosa.gpu import State
-from limosa.operation import driver_steps, estimate, room
+from limosa.operation import driver_steps, estimate, places, room
 from limosa.operation.holding import refuse_growth, weigh_again
 from limosa.operation.journal import Member, Noted
 from limosa.operation.parked.bulk import Bulk
@@ -52,7 +52,7 @@ class _DriverStep(Step[OnGpus], abstract=True):
     def undo(self, op: OnGpus) -> None:
         """The driver is asked for each process's state, and brings it back to the state and the GPU that it had."""
         work = op.work
-        driver_steps.bring_back(work.driver, op.members, work.journal, work.id, work.progress)
+        driver_steps.bring_back(work.driver, op.members, work.journal, work.id, work.progress, op.shims)
 
 
 class Lock(_DriverStep):
@@ -112,7 +112,7 @@ class Checkpoint(_DriverStep):
 
 
 class Restore(_DriverStep):
-    """The driver restores all members at once, each with its map.
+    """The driver restores all members at once, each with its map. Limosa tells each shim where its process is.
 
     ``copies``: bytes a second of a copy that is made beside it, or 0.
     """
@@ -144,7 +144,7 @@ class Restore(_DriverStep):
         return less_parked(shape, seconds, estimate.RESTORE_RATE, estimate.RESTORE_FIXED, self.copies)
 
     def do(self, op: OnGpus) -> None:
-        driver_steps.restore(op.work, op.asleep)
+        driver_steps.restore(op.work, op.asleep, op.shims)
         if op.verb.takes_back:
             op.work.has_taken(room.needs(op.members))
 
@@ -156,6 +156,7 @@ class Restore(_DriverStep):
             s in (State.LOCKED, State.RUNNING) and dead.began(Noted.RESTORE, pid) for pid, s in left.states.items()
         ):
             return None
+        places.tell(dead.header.id, [m for m in left.alive if m.changes_gpu])
         for member in left.alive:
             if left.states[member.pid] == State.LOCKED:
                 left.driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)

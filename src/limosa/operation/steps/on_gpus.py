@@ -11,6 +11,7 @@ from limosa.operation.parked.carrier import Carrier
 from limosa.operation.prepare import Prepared
 from limosa.operation.step import Op, Verb
 from limosa.operation.work import Work
+from limosa.parking.shim import Shim
 from limosa.terms import Release
 
 
@@ -35,9 +36,20 @@ class OnGpus(Op):
         return self.carrier
 
     @property
+    def shims(self) -> dict[int, Shim]:
+        """The connections to shims that the operation has, by pid: each serves one client at a time."""
+        own = self.bulk.shims if self.bulk is not None else {}
+        return {**own, **(self.carrier.shims if self.carrier is not None else {})}
+
+    @property
     def by_driver(self) -> bool:
         """Whether the driver has a part in it: none where memory alone is suspended, or there is no CUDA state."""
         return self.release == Release.ALL and bool(self.members)
+
+    @property
+    def awake(self) -> list[Member]:
+        """Those that are not suspended."""
+        return [m for m in self.members if m.was != State.CHECKPOINTED and not m.away]
 
     @property
     def asleep(self) -> list[Member]:

@@ -30,6 +30,7 @@ from limosa.operation.same_files import TRIED_AGAIN, Looked, groups_of
 from limosa.operation.step import Op, Verb, run
 from limosa.operation.work import Work
 from limosa.parking.names import stand_ins
+from limosa.parking.shim import Shim
 from limosa.process import device_nodes
 from limosa.process.criu import leftovers
 from limosa.process.criu.program import Criu
@@ -102,6 +103,10 @@ class Returning(Op):
         self.looked: Looked | None = None
         self.cut_back: list[Rewind] = []
         self.noted = False  # what it sees of the GPUs
+
+    @property
+    def shims(self) -> Mapping[int, Shim]:
+        return self.loading.connections if self.loading is not None else {}
 
     def run(self) -> RestoreResult:
         work = self.work

@@ -76,7 +76,13 @@ def _ipc(holders: list[ProcessObservation]) -> Iterator[Reason]:
         )
 
 
-def _is_rank(process: ProcessObservation) -> bool:
+def has_nccl(process: ProcessObservation) -> bool:
+    """Return whether NCCL is in a library of its own there, before which the shim stands."""
+    return any("/libnccl.so" in mapping.path for mapping in process.maps)
+
+
+def is_rank(process: ProcessObservation) -> bool:
+    """Return whether it shows signs of being a rank of NCCL's."""
     return any(thread.name.startswith(("pt_nccl_", "NCCL ")) for thread in process.threads) or any(
         mapping.path.startswith(_NCCL_MEMORY) for mapping in process.maps
     )
@@ -88,11 +94,12 @@ def _without_transports(process: ProcessObservation) -> bool:
 
 
 def _nccl(obs: JobObservation, holders: list[ProcessObservation]) -> Iterator[Reason]:
-    ranks = [process for process in holders if _is_rank(process)]
+    ranks = [process for process in holders if is_rank(process)]
     if not ranks:
         return
     names = ", ".join(process.title for process in ranks)
-    hint = "destroy the process group first, and create it again afterwards"
+    hint = "start it by limosa run, which makes it movable: limosa run -- torchrun …; "
+    hint += "or destroy the process group first, and create it again afterwards"
     if len(ranks) > 1:
         safe = all(map(_without_transports, ranks))
         ending = "peer-to-peer and shared memory are off, so this has a chance" if safe else "they would be lost"

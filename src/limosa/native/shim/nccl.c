@@ -1,0 +1,978 @@
+/* NCCL's functions as the application calls them: each passes the gate of comms.c, and finds the real communicator behind the
+ * application's handle. What a group has is kept until its end, which passes the gate as one call.
+ *
+ * libnccl calls its own exported functions, too, and so comes through here: it is let through as it is. */
+#include "nccl.h"
+#include "capture.h"
+#include "comms.h"
+#include "compiler.h"
+#include "driver.h"
+#include "find.h"
+#include "hooks.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#define WORDS 12
+typedef uint64_t word;
+typedef word call12(word, word, word, word, word, word, word, word, word, word, word, word);
+struct two {
+    word first, second; /* as a result comes: an int, or a team, which is three of them */
+};
+typedef struct two call12_two(word, word, word, word, word, word, word, word, word, word, word, word);
+
+typedef CUresult is_capturing_type(void *, int *);
+
+enum what { COLLECTIVE, SEND, RECEIVE, CONFIG, QUERY, OWN, PASS, STRANGE };
+
+static struct call {
+    const char *symbol;
+    void *_Atomic real;
+    void *hook; /* NULL: PASS */
+    enum what what;
+    signed char comm, op;
+} calls[NCCL_LISTED];
+
+/* ---- the way to the real library ---- */
+
+static _Atomic uintptr_t own_begin, own_end; /* where libnccl lies */
+
+struct span {
+    uintptr_t inside, begin, end;
+};
+
+static int find_span(struct dl_phdr_info *info, size_t size, void *data)
+{
+    struct span *span = data, found = {span->inside, UINTPTR_MAX, 0};
+
+    (void)size;
+    for (int i = 0; i < info->dlpi_phnum; i++)
+        if (info->dlpi_phdr[i].p_type == PT_LOAD) {
+            uintptr_t begin = info->dlpi_addr + info->dlpi_phdr[i].p_vaddr, end = begin + info->dlpi_phdr[i].p_memsz;
+            found.begin = begin < found.begin ? begin : found.begin;
+            found.end = end > found.end ? end : found.end;
+        }
+    if (span->inside < found.begin || span->inside >= found.end)
+        return 0;
+    *span = found;
+    return 1;
+}
+
+static void *look_up(struct call *call)
+{
+    static void *_Atomic library;
+    void *handle = atomic_load(&library);
+
+    if (!handle && (handle = dlopen("libnccl.so.2", RTLD_LAZY | RTLD_NOLOAD)))
+        atomic_store(&library, handle);
+    void *real = handle ? find_in(handle, call->symbol) : NULL;
+    if (real && !atomic_load(&own_end)) {
+        struct span span = {(uintptr_t)real, 0, 0};
+        dl_iterate_phdr(find_span, &span);
+        atomic_store(&own_begin, span.begin);
+        atomic_store(&own_end, span.end);
+    }
+    if (real)
+        atomic_store(&call->real, real);
+    return real;
+}
+
+void *nccl_real(int place)
+{
+    void *real = atomic_load_explicit(&calls[place].real, memory_order_relaxed);
+
+    return UNLIKELY(!real) ? look_up(&calls[place]) : real;
+}
+
+bool nccl_is_own(const void *address)
+{
+    uintptr_t at = (uintptr_t)address;
+
+    return at >= atomic_load_explicit(&own_begin, memory_order_relaxed)
+        && at < atomic_load_explicit(&own_end, memory_order_relaxed);
+}
+#define FROM_NCCL nccl_is_own(__builtin_return_address(0))
+
+void *nccl_instead(const char *symbol, void *found)
+{
+    for (int at = 0; at < NCCL_LISTED; at++)
+        if (calls[at].hook && !strcmp(calls[at].symbol, symbol))
+            return nccl_real(at) == found || (found == calls[at].hook && nccl_real(at)) ? calls[at].hook
+                : found == calls[at].hook                                               ? NULL
+                                                                                        : found;
+    return found;
+}
+
+/* ---- groups ---- */
+
+struct step {
+    struct call *call;
+    struct comm *comm;
+    CUcontext context;
+    int (*replay)(struct step *step); /* NULL: an operation, by its words */
+    void *more; /* of replay's: freed with it */
+    word words[WORDS];
+};
+
+static TLS struct group {
+    int depth;
+    size_t n, room;
+    struct step *steps;
+    struct reduction *done; /* operators that were destroyed, and are yet to be used */
+} group;
+
+static struct step *later(struct call *call, struct comm *comm)
+{
+    if (group.n == group.room) {
+        size_t room = group.room ? 2 * group.room : 16;
+        struct step *more = realloc(group.steps, room * sizeof *more);
+        if (!more)
+            return NULL;
+        group.steps = more;
+        group.room = room;
+    }
+    struct step *step = &group.steps[group.n++];
+    memset(step, 0, sizeof *step);
+    step->call = call;
+    step->comm = comm;
+    real(cuCtxGetCurrent)(&step->context);
+    return step;
+}
+
+/* ---- operations ---- */
+
+static int translated(const struct comm *comm, int number)
+{
+    if (number >= NCCL_OPERATIONS)
+        for (const struct reduction *one = comm->reductions; one; one = one->next)
+            if (one->number == number)
+                return one->real;
+    return number;
+}
+
+/* The stream is the last argument of an operation, behind the communicator. */
+static bool captures(void *stream)
+{
+    int status = 0;
+
+    if (!capture_any())
+        return false;
+    is_capturing_type *ask = (is_capturing_type *)entry_real(AT_cuStreamIsCapturing);
+    return ask && !ask(stream, &status) && status;
+}
+
+static int by_words(struct step *step)
+{
+    struct call *call = step->call;
+    struct comm *comm = step->comm;
+    word *w = step->words;
+    void *behind = atomic_load(&comm->real);
+
+    if (UNLIKELY(!behind))
+        return NCCL_REMOTE_ERROR; /* it could not be made again: a peer has left */
+    w[call->comm] = (word)(uintptr_t)behind;
+    if (call->op >= 0 && (call->what == COLLECTIVE || call->what == CONFIG)
+        && UNLIKELY((int)w[call->op] >= NCCL_OPERATIONS))
+        w[call->op] = (word)translated(comm, (int)w[call->op]);
+    bool captured = captures((void *)(uintptr_t)w[call->comm + 1]);
+    int result = (int)((call12 *)nccl_real((int)(call - calls)))(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8],
+                                                                 w[9], w[10], w[11]);
+    if (captured && (result == NCCL_SUCCESS || result == NCCL_IN_PROGRESS))
+        atomic_fetch_add(&comm->captured, 1);
+    return result;
+}
+
+static struct counted counted(const struct step *step)
+{
+    const struct call *call = step->call;
+    enum count_kind kind = call->what == SEND ? COUNT_SEND : call->what == RECEIVE ? COUNT_RECEIVE : COUNT_COLLECTIVE;
+
+    return (struct counted){step->comm, kind, kind == COUNT_COLLECTIVE ? -1 : (int)step->words[call->op]};
+}
+
+/* What is captured is not in flight, and a capture has to come to its end: it is not held up at the gate. Whether it would
+ * be closed meanwhile is looked at behind the gate (by_words). */
+static void enter(const struct step *steps, size_t n, const struct counted *counts, size_t n_counts)
+{
+    bool captured = false;
+
+    for (size_t i = 0; i < n && !captured && capture_any(); i++)
+        captured = !steps[i].replay && captures((void *)(uintptr_t)steps[i].words[steps[i].call->comm + 1]);
+    if (!captured || !comms_ask())
+        comms_enter(counts, n_counts);
+}
+
+/* One call, or one of a group that is not at its end yet. */
+static int issue(struct step *step)
+{
+    if (group.depth) {
+        struct step *kept = later(step->call, step->comm);
+        if (!kept)
+            return NCCL_SYSTEM_ERROR;
+        kept->replay = step->replay;
+        kept->more = step->more;
+        memcpy(kept->words, step->words, sizeof step->words);
+        return NCCL_SUCCESS;
+    }
+    struct counted what = counted(step);
+    enter(step, 1, &what, 1);
+    int result = step->replay ? step->replay(step) : by_words(step);
+    if (result == NCCL_IN_PROGRESS)
+        atomic_store(&step->comm->busy, true);
+    comms_leave();
+    free(step->more);
+    return result;
+}
+
+static word operation(int place, const void *caller, const word w[WORDS])
+{
+    struct call *call = &calls[place];
+    struct step step = {.call = call};
+    void *real = nccl_real(place);
+
+    if (UNLIKELY(!real))
+        return NCCL_SYSTEM_ERROR;
+    if (UNLIKELY(nccl_is_own(caller)) || !(step.comm = comms_find((void *)(uintptr_t)w[call->comm])))
+        return ((call12 *)real)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11]);
+    if (call->what == CONFIG && group.depth) /* what is behind the pointer may be gone at the group's end */
+        atomic_store(&step.comm->strange, call->symbol);
+    memcpy(step.words, w, sizeof step.words);
+    return (word)issue(&step);
+}
+
+/* Not counted: nothing of it is in flight between ranks. */
+static struct two question(int place, const void *caller, const word w[WORDS])
+{
+    struct call *call = &calls[place];
+    void *real = nccl_real(place);
+    word mine[WORDS];
+
+    if (UNLIKELY(!real))
+        return (struct two){NCCL_SYSTEM_ERROR, 0};
+    memcpy(mine, w, sizeof mine);
+    struct comm *comm = nccl_is_own(caller) ? NULL : comms_find((void *)(uintptr_t)w[call->comm]);
+    if (comm) {
+        if (call->what == STRANGE)
+            atomic_store(&comm->strange, call->symbol);
+        while (!comms_ask())
+            comms_wait();
+        mine[call->comm] = (word)(uintptr_t)atomic_load(&comm->real);
+        if (!mine[call->comm]) {
+            comms_leave();
+            return (struct two){NCCL_REMOTE_ERROR, 0};
+        }
+    }
+    struct two result = ((call12_two *)real)(mine[0], mine[1], mine[2], mine[3], mine[4], mine[5], mine[6], mine[7],
+                                             mine[8], mine[9], mine[10], mine[11]);
+    if (comm)
+        comms_leave();
+    return result;
+}
+
+#define TWELVE word a, word b, word c, word d, word e, word f, word g, word h, word i, word j, word k, word l
+#define HOOK(symbol, type, how)                                                                                        \
+    EXPORT type symbol(TWELVE);                                                                                        \
+    type symbol(TWELVE)                                                                                                \
+    {                                                                                                                  \
+        return how(AT_##symbol, __builtin_return_address(0), (word[WORDS]){a, b, c, d, e, f, g, h, i, j, k, l});       \
+    }
+#define HOOK_COLLECTIVE(symbol) HOOK(symbol, word, operation)
+#define HOOK_SEND(symbol) HOOK(symbol, word, operation)
+#define HOOK_RECEIVE(symbol) HOOK(symbol, word, operation)
+#define HOOK_CONFIG(symbol) HOOK(symbol, word, operation)
+#define HOOK_QUERY(symbol) HOOK(symbol, struct two, question)
+#define HOOK_STRANGE(symbol) HOOK(symbol, struct two, question)
+#define HOOK_OWN(symbol) EXPORT symbol##_type symbol;
+#define HOOK_PASS(symbol)
+#define NCCL(symbol, what, comm, op) HOOK_##what(symbol)
+#include "../nccl/functions.list"
+#undef NCCL
+
+/* ---- groups, as the application sees them ---- */
+
+EXPORT int ncclGroupStart(void)
+{
+    if (FROM_NCCL)
+        return nccl(ncclGroupStart)();
+    if (!nccl_real(AT_ncclGroupStart))
+        return NCCL_SYSTEM_ERROR;
+    group.depth++;
+    return NCCL_SUCCESS;
+}
+
+static int destroy_reduction(struct reduction *one);
+
+static void forget_group(void)
+{
+    for (size_t i = 0; i < group.n; i++)
+        free(group.steps[i].more);
+    group.n = 0;
+    while (group.done) {
+        struct reduction *next = group.done->later;
+        destroy_reduction(group.done);
+        group.done = next;
+    }
+}
+
+/* All of it, between a start and an end of the real ones. */
+static int replay_group(void)
+{
+    CUcontext before = NULL, now;
+    int result = nccl(ncclGroupStart)(), failed = NCCL_SUCCESS;
+
+    real(cuCtxGetCurrent)(&before);
+    now = before;
+    for (size_t i = 0; !result && i < group.n && !failed; i++) {
+        struct step *step = &group.steps[i];
+        if (step->context && step->context != now) {
+            real(cuCtxSetCurrent)(step->context);
+            now = step->context;
+        }
+        failed = step->replay ? step->replay(step) : by_words(step);
+        failed = failed == NCCL_IN_PROGRESS ? NCCL_SUCCESS : failed;
+    }
+    if (now != before)
+        real(cuCtxSetCurrent)(before);
+    return failed ? failed : result;
+}
+
+static void group_ended(int result);
+
+EXPORT int ncclGroupEnd(void)
+{
+    int result;
+
+    if (FROM_NCCL)
+        return nccl(ncclGroupEnd)();
+    if (!nccl_real(AT_ncclGroupEnd))
+        return NCCL_SYSTEM_ERROR;
+    if (!group.depth)
+        return NCCL_INVALID_USAGE;
+    if (--group.depth)
+        return NCCL_SUCCESS;
+    if (!group.n)
+        return NCCL_SUCCESS;
+    struct counted few[32], *all = group.n <= 32 ? few : malloc(group.n * sizeof *all);
+    size_t n = 0;
+    if (!all)
+        return NCCL_SYSTEM_ERROR;
+    for (size_t i = 0; i < group.n; i++)
+        if (group.steps[i].comm)
+            all[n++] = counted(&group.steps[i]);
+    enter(group.steps, group.n, all, n);
+    int failed = replay_group();
+    result = nccl(ncclGroupEnd)();
+    result = failed ? failed : result;
+    for (size_t i = 0; result == NCCL_IN_PROGRESS && i < group.n; i++)
+        if (group.steps[i].comm)
+            atomic_store(&group.steps[i].comm->busy, true);
+    group_ended(result);
+    comms_leave();
+    forget_group();
+    if (all != few)
+        free(all);
+    return result;
+}
+
+EXPORT int ncclGroupSimulateEnd(void *information)
+{
+    if (FROM_NCCL || !group.depth)
+        return nccl_real(AT_ncclGroupSimulateEnd) ? nccl(ncclGroupSimulateEnd)(information) : NCCL_SYSTEM_ERROR;
+    if (--group.depth)
+        return NCCL_SUCCESS;
+    while (!comms_ask())
+        comms_wait();
+    int failed = replay_group(), result = nccl(ncclGroupSimulateEnd)(information);
+    comms_leave();
+    forget_group();
+    return failed ? failed : result;
+}
+
+/* ---- communicators come ---- */
+
+/* What is known only when it is there; with the gate entered. */
+static void settle(struct comm *comm)
+{
+    void *behind = atomic_load(&comm->real);
+
+    if (!behind || !comm->joining)
+        return;
+    if (comm->ranks <= 0)
+        comms_sized(comm, nccl(ncclCommCount), nccl(ncclCommUserRank));
+    nccl(ncclCommCuDevice)(behind, &comm->device);
+    if (!comm->context)
+        real(cuCtxGetCurrent)(&comm->context);
+    comm->joining = false;
+}
+
+/* Of one that does not block: all that was begun on it has come to an end, also what was split from it. */
+static void settle_all(struct comm *comm)
+{
+    atomic_store(&comm->busy, false);
+    settle(comm);
+    for (struct comm *child = comms_first(); child; child = child->next)
+        if (child->parent == comm && child->joining)
+            settle(child);
+}
+
+/* A communicator has come, or is coming (IN_PROGRESS), or has not. */
+static int made(struct comm *comm, void **handle, void *behind, int result)
+{
+    if ((result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) || !behind) {
+        comms_ended(comm);
+        if (!result && handle)
+            *handle = behind;
+        return result;
+    }
+    *handle = comms_made(comm, behind);
+    if (!result && !group.n)
+        settle(comm);
+    return result;
+}
+
+static void group_ended(int result)
+{
+    if (result)
+        return;
+    CUcontext before = NULL;
+    real(cuCtxGetCurrent)(&before);
+    for (size_t i = 0; i < group.n; i++) {
+        struct step *step = &group.steps[i];
+        struct comm *comm = step->comm;
+        if (step->more && step->words[0]) /* it made one */
+            comm = (struct comm *)(uintptr_t)step->words[0];
+        if (comm && comm->joining) {
+            if (step->context)
+                comm->context = step->context;
+            settle(comm);
+        }
+    }
+    real(cuCtxSetCurrent)(before);
+}
+
+/* By unique ids: the first one names it. */
+struct join {
+    void **handle;
+    int ranks, rank, n_ids;
+    struct nccl_config *config;
+    bool scalable, plain;
+    struct nccl_unique_id *ids;
+};
+
+static int join_now(struct step *step)
+{
+    struct join *join = step->more;
+    void *behind = NULL;
+    int result;
+
+    step->words[0] = (word)(uintptr_t)step->comm;
+    /* The application's own may be gone at a group's end. */
+    struct nccl_config *config = step->comm->config ? step->comm->config : join->config;
+    if (join->scalable)
+        result = nccl(ncclCommInitRankScalable)(&behind, join->ranks, join->rank, join->n_ids, join->ids, config);
+    else if (join->plain)
+        result = nccl(ncclCommInitRank)(&behind, join->ranks, join->ids[0], join->rank);
+    else
+        result = nccl(ncclCommInitRankConfig)(&behind, join->ranks, join->ids[0], join->rank, config);
+    return made(step->comm, join->handle, behind, result);
+}
+
+static int join(int place, struct join what)
+{
+    const struct nccl_unique_id *ids = what.ids;
+    struct join *join = malloc(sizeof *join + (size_t)what.n_ids * sizeof ids[0]);
+    struct comm_id name = comm_id_mix((struct comm_id){1, 1}, ids, sizeof ids[0]);
+    struct comm *comm = comms_new(name, what.ranks, what.rank, what.config);
+
+    if (!join || !comm) {
+        free(join);
+        return NCCL_SYSTEM_ERROR;
+    }
+    real(cuCtxGetCurrent)(&comm->context); /* the thread that finds it made may have none */
+    *join = what;
+    join->ids = memcpy(join + 1, ids, (size_t)what.n_ids * sizeof ids[0]);
+    struct step step = {.call = &calls[place], .comm = comm, .replay = join_now, .more = join};
+    return issue(&step);
+}
+
+EXPORT int ncclCommInitRankConfig(void **handle, int ranks, struct nccl_unique_id id, int rank,
+                                  struct nccl_config *config)
+{
+    if (FROM_NCCL || !handle || !nccl_real(AT_ncclCommInitRankConfig))
+        return nccl_real(AT_ncclCommInitRankConfig) ? nccl(ncclCommInitRankConfig)(handle, ranks, id, rank, config)
+                                                    : NCCL_SYSTEM_ERROR;
+    return join(AT_ncclCommInitRankConfig, (struct join){handle, ranks, rank, 1, config, false, false, &id});
+}
+
+EXPORT int ncclCommInitRank(void **handle, int ranks, struct nccl_unique_id id, int rank)
+{
+    if (FROM_NCCL || !handle || !nccl_real(AT_ncclCommInitRank))
+        return nccl_real(AT_ncclCommInitRank) ? nccl(ncclCommInitRank)(handle, ranks, id, rank) : NCCL_SYSTEM_ERROR;
+    return join(AT_ncclCommInitRank, (struct join){handle, ranks, rank, 1, NULL, false, true, &id});
+}
+
+EXPORT int ncclCommInitRankScalable(void **handle, int ranks, int rank, int n_ids, struct nccl_unique_id *ids,
+                                    struct nccl_config *config)
+{
+    if (FROM_NCCL || !handle || !ids || n_ids < 1 || !nccl_real(AT_ncclCommInitRankScalable))
+        return nccl_real(AT_ncclCommInitRankScalable)
+            ? nccl(ncclCommInitRankScalable)(handle, ranks, rank, n_ids, ids, config)
+            : NCCL_SYSTEM_ERROR;
+    return join(AT_ncclCommInitRankScalable, (struct join){handle, ranks, rank, n_ids, config, true, false, ids});
+}
+
+/* All ranks are in this process: nothing between processes is to be closed. */
+EXPORT int ncclCommInitAll(void **handles, int n, const int *devices)
+{
+    struct nccl_unique_id id;
+
+    if (!nccl_real(AT_ncclCommInitAll))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !handles)
+        return nccl(ncclCommInitAll)(handles, n, devices);
+    while (!comms_ask())
+        comms_wait();
+    int result = nccl(ncclCommInitAll)(handles, n, devices);
+    comms_leave();
+    if (result)
+        return result;
+    while (getrandom(&id, sizeof id, 0) != sizeof id)
+        ;
+    for (int rank = 0; rank < n; rank++) {
+        struct comm *comm = comms_new(comm_id_mix((struct comm_id){2, 2}, &id, sizeof id), n, rank, NULL);
+        if (!comm)
+            return NCCL_SYSTEM_ERROR;
+        void *behind = handles[rank];
+        handles[rank] = comms_made(comm, behind);
+        settle(comm);
+    }
+    return result;
+}
+
+struct split {
+    void **handle;
+    int color, key;
+    struct nccl_config *config;
+};
+
+static int split_now(struct step *step)
+{
+    struct split *split = step->more;
+    struct comm *parent = step->comm;
+    uint64_t nth = parent->children++;
+    struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), &split->color, sizeof split->color);
+    void *behind = NULL, *from = atomic_load(&parent->real);
+    int result = from ? nccl(ncclCommSplit)(from, split->color, split->key, &behind, split->config) : NCCL_REMOTE_ERROR;
+
+    if (split->color == NCCL_NO_COLOR || (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS)) {
+        *split->handle = behind;
+        return result;
+    }
+    struct comm *comm = comms_new(id, 0, -1, split->config ? split->config : parent->config);
+    if (!comm)
+        return NCCL_SYSTEM_ERROR;
+    comm->context = parent->context;
+    comm->parent = parent;
+    step->words[0] = (word)(uintptr_t)comm;
+    return made(comm, split->handle, behind, result);
+}
+
+EXPORT int ncclCommSplit(void *handle, int color, int key, void **new, struct nccl_config *config)
+{
+    struct step step = {.call = &calls[AT_ncclCommSplit], .replay = split_now};
+
+    if (!nccl_real(AT_ncclCommSplit))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !new || !(step.comm = comms_find(handle)))
+        return nccl(ncclCommSplit)(handle, color, key, new, config);
+    struct split *split = malloc(sizeof *split);
+    if (!split)
+        return NCCL_SYSTEM_ERROR;
+    *split = (struct split){new, color, key, group.depth ? comms_copy(config) : config};
+    step.more = split;
+    return issue(&step);
+}
+
+struct shrink {
+    void **handle;
+    int *excluded, n, flags;
+    struct nccl_config *config;
+};
+
+static int shrink_now(struct step *step)
+{
+    struct shrink *shrink = step->more;
+    struct comm *parent = step->comm;
+    uint64_t nth = parent->children++;
+    struct comm_id id = comm_id_mix(comm_id_mix(parent->id, &nth, sizeof nth), "shrink", 6);
+    void *behind = NULL, *from = atomic_load(&parent->real);
+    int result = from ? nccl(ncclCommShrink)(from, shrink->excluded, shrink->n, &behind, shrink->config, shrink->flags)
+                      : NCCL_REMOTE_ERROR;
+
+    if (result != NCCL_SUCCESS && result != NCCL_IN_PROGRESS) {
+        *shrink->handle = behind;
+        return result;
+    }
+    /* Those who were left out have counted less on it than the others. */
+    atomic_store(&parent->strange, "ncclCommShrink");
+    struct comm *comm = comms_new(id, 0, -1, shrink->config ? shrink->config : parent->config);
+    if (!comm)
+        return NCCL_SYSTEM_ERROR;
+    comm->context = parent->context;
+    comm->parent = parent;
+    step->words[0] = (word)(uintptr_t)comm;
+    return made(comm, shrink->handle, behind, result);
+}
+
+EXPORT int ncclCommShrink(void *handle, int *excluded, int n, void **new, struct nccl_config *config, int flags)
+{
+    struct step step = {.call = &calls[AT_ncclCommShrink], .replay = shrink_now};
+
+    if (!nccl_real(AT_ncclCommShrink))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !new || !(step.comm = comms_find(handle)))
+        return nccl(ncclCommShrink)(handle, excluded, n, new, config, flags);
+    struct shrink *shrink = malloc(sizeof *shrink);
+    if (!shrink)
+        return NCCL_SYSTEM_ERROR;
+    *shrink = (struct shrink){new, excluded, n, flags, config};
+    if (group.depth) {
+        shrink->config = comms_copy(config);
+        shrink->excluded = n > 0 ? malloc((size_t)n * sizeof *excluded) : NULL;
+        if (shrink->excluded)
+            memcpy(shrink->excluded, excluded, (size_t)n * sizeof *excluded);
+    }
+    step.more = shrink;
+    return issue(&step);
+}
+
+/* ---- and go ---- */
+
+static int finalize_now(struct step *step)
+{
+    void *behind = atomic_load(&step->comm->real);
+
+    return behind ? nccl(ncclCommFinalize)(behind) : NCCL_SUCCESS;
+}
+
+EXPORT int ncclCommFinalize(void *handle)
+{
+    struct step step = {.call = &calls[AT_ncclCommFinalize], .replay = finalize_now};
+
+    if (!nccl_real(AT_ncclCommFinalize))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !(step.comm = comms_find(handle)))
+        return nccl(ncclCommFinalize)(handle);
+    return issue(&step);
+}
+
+static int destroy_now(struct step *step)
+{
+    void *behind = atomic_load(&step->comm->real);
+
+    comms_ended(step->comm);
+    return behind ? nccl(ncclCommDestroy)(behind) : NCCL_SUCCESS;
+}
+
+EXPORT int ncclCommDestroy(void *handle)
+{
+    struct step step = {.call = &calls[AT_ncclCommDestroy], .replay = destroy_now};
+
+    if (!nccl_real(AT_ncclCommDestroy))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !(step.comm = comms_find(handle)))
+        return nccl(ncclCommDestroy)(handle);
+    if (step.comm->ended)
+        return atomic_load(&step.comm->real) ? NCCL_INVALID_ARGUMENT : NCCL_SUCCESS;
+    return issue(&step);
+}
+
+/* Whoever aborts does not wait for anybody, so not at the gate either. */
+EXPORT int ncclCommAbort(void *handle)
+{
+    struct comm *comm;
+
+    if (!nccl_real(AT_ncclCommAbort))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !(comm = comms_find(handle)))
+        return nccl(ncclCommAbort)(handle);
+    bool open = comms_ask();
+    void *behind = open ? atomic_load(&comm->real) : NULL;
+    comms_ended(comm);
+    int result = behind ? nccl(ncclCommAbort)(behind) : NCCL_SUCCESS;
+    if (open)
+        comms_leave();
+    return result;
+}
+
+/* ---- questions, which are answered while it is closed, too ---- */
+
+static int ask_int(int place, const void *caller, void *handle, int *answer, size_t known)
+{
+    typedef int ask(void *, int *);
+    struct comm *comm;
+    ask *behind = (ask *)nccl_real(place);
+
+    if (!behind)
+        return NCCL_SYSTEM_ERROR;
+    if (nccl_is_own(caller) || !answer || !(comm = comms_find(handle)))
+        return behind(handle, answer);
+    if (comm->joining || comm->ended) {
+        if (!comms_ask())
+            return NCCL_INVALID_USAGE;
+        void *real = atomic_load(&comm->real);
+        int result = real ? behind(real, answer) : NCCL_INVALID_ARGUMENT;
+        comms_leave();
+        return result;
+    }
+    memcpy(answer, (const char *)comm + known, sizeof *answer);
+    return NCCL_SUCCESS;
+}
+
+EXPORT int ncclCommCount(void *handle, int *answer)
+{
+    return ask_int(AT_ncclCommCount, __builtin_return_address(0), handle, answer, offsetof(struct comm, ranks));
+}
+
+EXPORT int ncclCommUserRank(void *handle, int *answer)
+{
+    return ask_int(AT_ncclCommUserRank, __builtin_return_address(0), handle, answer, offsetof(struct comm, rank));
+}
+
+EXPORT int ncclCommCuDevice(void *handle, int *answer)
+{
+    return ask_int(AT_ncclCommCuDevice, __builtin_return_address(0), handle, answer, offsetof(struct comm, device));
+}
+
+/* The framework's watchdog asks now and then: it sees nothing of a closed gate. */
+EXPORT int ncclCommGetAsyncError(void *handle, int *answer)
+{
+    struct comm *comm;
+
+    if (!nccl_real(AT_ncclCommGetAsyncError))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !answer || !(comm = comms_find(handle)))
+        return nccl(ncclCommGetAsyncError)(handle, answer);
+    *answer = NCCL_SUCCESS;
+    if (!comms_ask())
+        return NCCL_SUCCESS;
+    void *behind = atomic_load(&comm->real);
+    int result = behind ? nccl(ncclCommGetAsyncError)(behind, answer) : NCCL_SUCCESS;
+    if (!behind && comm->closed)
+        *answer = NCCL_REMOTE_ERROR; /* it was closed, and could not be made again */
+    if (behind && !result && *answer == NCCL_SUCCESS)
+        settle_all(comm);
+    comms_leave();
+    return result;
+}
+
+EXPORT const char *ncclGetLastError(void *handle)
+{
+    struct comm *comm = FROM_NCCL ? NULL : comms_find(handle);
+
+    if (!nccl_real(AT_ncclGetLastError))
+        return "there is no libnccl";
+    return nccl(ncclGetLastError)(comm ? NULL : handle);
+}
+
+EXPORT int ncclGetUniqueId(struct nccl_unique_id *id)
+{
+    return nccl_real(AT_ncclGetUniqueId) ? nccl(ncclGetUniqueId)(id) : NCCL_SYSTEM_ERROR;
+}
+
+/* ---- what hangs on a communicator ---- */
+
+EXPORT int ncclCommRegister(void *handle, void *buffer, size_t bytes, void **registered)
+{
+    struct comm *comm;
+
+    if (!nccl_real(AT_ncclCommRegister))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !registered || !(comm = comms_find(handle)))
+        return nccl(ncclCommRegister)(handle, buffer, bytes, registered);
+    struct registered *one = calloc(1, sizeof *one);
+    if (!one)
+        return NCCL_SYSTEM_ERROR;
+    while (!comms_ask())
+        comms_wait();
+    one->buffer = buffer;
+    one->bytes = bytes;
+    void *behind = atomic_load(&comm->real);
+    int result = behind ? nccl(ncclCommRegister)(behind, buffer, bytes, &one->real) : NCCL_REMOTE_ERROR;
+    comms_lock();
+    if (!result && one->real) {
+        one->next = comm->registered;
+        comm->registered = one;
+        *registered = one;
+    } else {
+        *registered = one->real;
+        free(one);
+    }
+    comms_unlock();
+    comms_leave();
+    return result;
+}
+
+EXPORT int ncclCommDeregister(void *handle, void *registered)
+{
+    struct comm *comm;
+
+    if (!nccl_real(AT_ncclCommDeregister))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !(comm = comms_find(handle)))
+        return nccl(ncclCommDeregister)(handle, registered);
+    struct registered *one = NULL;
+    while (!comms_ask())
+        comms_wait();
+    comms_lock();
+    for (struct registered **at = &comm->registered; *at; at = &(*at)->next)
+        if (*at == registered) {
+            one = *at;
+            *at = one->next;
+            break;
+        }
+    comms_unlock();
+    void *behind = atomic_load(&comm->real);
+    int result = behind ? nccl(ncclCommDeregister)(behind, one ? one->real : registered) : NCCL_SUCCESS;
+    free(one);
+    comms_leave();
+    return result;
+}
+
+static size_t bytes_of(int type)
+{
+    static const unsigned char sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+    return type >= 0 && type < (int)sizeof sizes ? sizes[type] : 8;
+}
+
+EXPORT int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, void *handle)
+{
+    struct comm *comm;
+
+    if (!nccl_real(AT_ncclRedOpCreatePreMulSum))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !op || !scalar || !(comm = comms_find(handle)))
+        return nccl(ncclRedOpCreatePreMulSum)(op, scalar, type, residence, handle);
+    struct reduction *one = calloc(1, sizeof *one);
+    if (!one)
+        return NCCL_SYSTEM_ERROR;
+    while (!comms_ask())
+        comms_wait();
+    void *behind = atomic_load(&comm->real);
+    int result = behind ? nccl(ncclRedOpCreatePreMulSum)(&one->real, scalar, type, residence, behind)
+                        : NCCL_REMOTE_ERROR;
+    if (result) {
+        free(one);
+        comms_leave();
+        return result;
+    }
+    one->comm = comm;
+    one->type = type;
+    one->residence = residence;
+    one->scalar = scalar;
+    if (residence == NCCL_HOST_SCALAR)
+        memcpy(one->value, scalar, bytes_of(type));
+    comms_lock();
+    one->number = one->real;
+    for (const struct reduction *other = comm->reductions; other; other = other->next)
+        if (other->number >= one->number) /* one that is in use by a number from before a move */
+            one->number = other->number + 1;
+    one->next = comm->reductions;
+    comm->reductions = one;
+    *op = one->number;
+    comms_unlock();
+    comms_leave();
+    return result;
+}
+
+static int destroy_reduction(struct reduction *one)
+{
+    struct comm *comm = one->comm;
+
+    comms_lock();
+    for (struct reduction **at = &comm->reductions; *at; at = &(*at)->next)
+        if (*at == one) {
+            *at = one->next;
+            break;
+        }
+    comms_unlock();
+    void *behind = atomic_load(&comm->real);
+    int result = behind ? nccl(ncclRedOpDestroy)(one->real, behind) : NCCL_SUCCESS;
+    free(one);
+    return result;
+}
+
+EXPORT int ncclRedOpDestroy(int op, void *handle)
+{
+    struct comm *comm;
+    int result;
+
+    if (!nccl_real(AT_ncclRedOpDestroy))
+        return NCCL_SYSTEM_ERROR;
+    if (FROM_NCCL || !(comm = comms_find(handle)))
+        return nccl(ncclRedOpDestroy)(op, handle);
+    while (!comms_ask())
+        comms_wait();
+    comms_lock();
+    struct reduction *one = comm->reductions;
+    while (one && one->number != op)
+        one = one->next;
+    comms_unlock();
+    void *behind = atomic_load(&comm->real);
+    if (one && group.depth && group.n) { /* what the group has may use it */
+        one->later = group.done;
+        group.done = one;
+        result = NCCL_SUCCESS;
+    } else if (one) {
+        result = destroy_reduction(one);
+    } else {
+        result = behind ? nccl(ncclRedOpDestroy)(op, behind) : NCCL_SUCCESS;
+    }
+    comms_leave();
+    return result;
+}
+
+static _Atomic unsigned memories;
+
+unsigned nccl_memories(void)
+{
+    return atomic_load(&memories);
+}
+
+EXPORT int ncclMemAlloc(void **pointer, size_t bytes)
+{
+    int result = nccl_real(AT_ncclMemAlloc) ? nccl(ncclMemAlloc)(pointer, bytes) : NCCL_SYSTEM_ERROR;
+
+    if (!result && !FROM_NCCL)
+        atomic_fetch_add(&memories, 1);
+    return result;
+}
+
+EXPORT int ncclMemFree(void *pointer)
+{
+    int result = nccl_real(AT_ncclMemFree) ? nccl(ncclMemFree)(pointer) : NCCL_SYSTEM_ERROR;
+
+    if (!result && !FROM_NCCL && pointer && atomic_load(&memories))
+        atomic_fetch_sub(&memories, 1);
+    return result;
+}
+
+#define OF_COLLECTIVE(symbol) (void *)(symbol)
+#define OF_SEND(symbol) (void *)(symbol)
+#define OF_RECEIVE(symbol) (void *)(symbol)
+#define OF_CONFIG(symbol) (void *)(symbol)
+#define OF_QUERY(symbol) (void *)(symbol)
+#define OF_STRANGE(symbol) (void *)(symbol)
+#define OF_OWN(symbol) (void *)(symbol)
+#define OF_PASS(symbol) NULL
+static struct call calls[NCCL_LISTED] = {
+#define NCCL(symbol, what, comm, op) {#symbol, NULL, OF_##what(symbol), what, comm, op},
+#include "../nccl/functions.list"
+#undef NCCL
+};

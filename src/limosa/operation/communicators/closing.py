@@ -1,0 +1,225 @@
+"""Has the processes of a job stop at the same point, close their communicators, and make them again."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
+from limosa.errors import CannotBeMoved, LimosaError, TimedOutUndone
+from limosa.operation.communicators.meeting import Id, Meeting, Said, whole
+from limosa.operation.journal import Member
+from limosa.operation.parked.calls import together
+from limosa.operation.work import Clock
+from limosa.parking.protocol import CommGate
+from limosa.parking.shim import Shim, under_shim
+
+MEETING_SECONDS = 10.0
+"""How long the ranks may take to come to the same point."""
+CLOSE_SECONDS = 30.0
+JOIN_SECONDS = 60.0
+_LOOK_SECONDS = 0.0005
+_T = TypeVar("_T")
+
+
+class Rank:
+    """A process that has communicators with others."""
+
+    def __init__(self, member: Member, shim: Shim, *, own: bool):
+        self.member, self.shim, self.own = member, shim, own
+        self.said = Said(*shim.comms())
+
+
+def said_by(shim: Shim) -> Said:
+    """All that a process says, of one moment."""
+    while True:
+        look, comms = shim.comms()
+        counted_at, counted = shim.counted()
+        waits_at, wants = shim.wants()
+        if look.changes == counted_at.changes == waits_at.changes:
+            return Said(waits_at, comms, counted, wants)
+
+
+def between(saids: Sequence[Said]) -> set[Id]:
+    """The communicators that have ranks in more than one process: those that stand in the way."""
+    here: dict[Id, int] = {}
+    for said in saids:
+        for id_ in {comm.id for comm in said.comms}:
+            here[id_] = here.get(id_, 0) + 1
+    found = set()
+    for said in saids:
+        own: dict[Id, int] = {}
+        for comm in said.comms:
+            own[comm.id] = own.get(comm.id, 0) + 1
+        found |= {comm.id for comm in said.comms if comm.joining or own[comm.id] < comm.ranks or here[comm.id] > 1}
+    return found
+
+
+def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingProxyType({})) -> list[Rank]:
+    """Connects to the processes that have communicators, but for those connected to; :func:`leave` closes connections.
+
+    Raises CannotBeMoved: one runs under the shim and does not answer.
+    """
+    found: list[Rank] = []
+    try:
+        for member in members:
+            if not under_shim(member.pid):
+                continue
+            try:
+                rank = _rank_of(member, connected.get(member.pid))
+            except LimosaError as error:
+                if member.identity.alive():
+                    raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+                continue
+            if rank.said.comms or rank.said.look.gate is not CommGate.OPEN:
+                found.append(rank)
+            else:
+                leave([rank])
+    except BaseException:
+        leave(found)
+        raise
+    return found
+
+
+def _rank_of(member: Member, shim: Shim | None) -> Rank:
+    """By the connection that there is; one that was closed meanwhile is none."""
+    if shim is not None:
+        with contextlib.suppress(LimosaError):
+            return Rank(member, shim, own=False)
+    shim = Shim(member.identity)
+    try:
+        return Rank(member, shim, own=True)
+    except BaseException:
+        shim.close()
+        raise
+
+
+def leave(ranks: Sequence[Rank]) -> None:
+    """Closes the connections that are ours."""
+    for rank in ranks:
+        if rank.own:
+            rank.shim.close()
+
+
+def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
+    """Asks all at once; the first error is raised."""
+    found: dict[int, _T] = {}
+
+    def one(i: int) -> None:
+        found[i] = what(ranks[i])
+
+    together([partial(one, i) for i in range(len(ranks))])
+    return [found[i] for i in range(len(ranks))]
+
+
+def _look(ranks: Sequence[Rank]) -> list[Said]:
+    for rank in ranks:
+        rank.said = said_by(rank.shim)
+    return [rank.said for rank in ranks]
+
+
+def meet(ranks: Sequence[Rank], clock: Clock) -> None:
+    """Has all stop at the same point of every communicator's history.
+
+    Raises TimedOutUndone: they did not come to one within the time; all go on. LimosaError: a process failed.
+    """
+    began = time.monotonic()
+    end = began + clock.at_most(MEETING_SECONDS)
+    _of_all(ranks, lambda rank: rank.shim.cut())
+    meeting = Meeting(began)
+    while True:
+        clock.check()
+        saids, now = _look(ranks), time.monotonic()
+        limits = meeting.limits(saids, now)
+        for rank, some in zip(ranks, limits, strict=True):
+            if some:
+                rank.shim.limits([(one.id, one.kind, one.peer, one.most) for one in some])
+        if not any(limits) and meeting.settled(saids, now):
+            return
+        if now > end:
+            raise _no_meeting(ranks, meeting, saids, round(now - began, 1))
+        time.sleep(_LOOK_SECONDS)
+
+
+def _no_meeting(ranks: Sequence[Rank], meeting: Meeting, saids: Sequence[Said], seconds: float) -> LimosaError:
+    told = []
+    for i, what in meeting.waits(saids)[:4]:
+        kind = "a collective" if what.source < 0 else f"what goes from rank {what.source} to rank {what.target}"
+        size = next((c.ranks for said in saids for c in said.comms if c.id == what.id), 0)
+        told.append(f"process {ranks[i].member.pid} has not come to {kind} of the communicator of {size} ranks")
+    told += [f"process {rank.member.pid} is in a call of NCCL's" for rank in ranks if rank.said.look.inside]
+    error = TimedOutUndone(what="bringing the ranks to the same point", seconds=seconds)
+    error.hint = "; ".join(told) or "try again"
+    return error
+
+
+def close(ranks: Sequence[Rank], clock: Clock) -> int:
+    """Closes what lies between processes, in all ranks at once; returns how many communicators there are.
+
+    The ranks stand at the same point. All work on all of their GPUs is done first: what one has sent may still be read
+    from its memory by another.
+    """
+    _of_all(ranks, lambda rank: rank.shim.rest(clock.at_most(CLOSE_SECONDS)))
+    shared = between(_look(ranks))
+    for rank in ranks:
+        if any(comm.captured for comm in rank.said.comms if comm.id in shared):
+            text = f"process {rank.member.pid} has put operations of NCCL into a CUDA graph just now"
+            raise CannotBeMoved(detail=f"{text}: the graph holds the old connections")
+
+    def one(rank: Rank) -> None:
+        mine = sorted((comm for comm in rank.said.comms if comm.id in shared), key=lambda comm: (comm.id, comm.rank))
+        rank.shim.shut([comm.number for comm in mine], clock.at_most(CLOSE_SECONDS))
+
+    _of_all(ranks, one)
+    for rank in ranks:
+        imported = any(m.owner < 0 for m in rank.shim.memories())
+        if imported or rank.shim.counts()["ipc"][0]:
+            text = f"process {rank.member.pid} shares device memory with others, beside NCCL's"
+            raise CannotBeMoved(detail=f"{text}: the driver could not restore it")
+    return len(shared)
+
+
+def join(ranks: Sequence[Rank]) -> None:
+    """Makes again what was closed, and lets all go on.
+
+    A communicator whose other ranks have ended is not made again: its rank is told so by the next call, as it would
+    have been by NCCL.
+    """
+    saids = _look(ranks)
+    has = whole(saids)
+    closed = {comm.id for said in saids for comm in said.comms if comm.closed and has[comm.id]}
+    ids: dict[Id, bytes] = {}
+    for rank in ranks:
+        mine = {comm.id: comm.number for comm in rank.said.comms if comm.rank == 0 and comm.id in closed}
+        if mine:
+            ids |= dict(zip(mine, rank.shim.unique_ids(list(mine.values())), strict=True))
+
+    def one(rank: Rank) -> None:
+        mine = sorted((comm for comm in rank.said.comms if comm.id in ids), key=lambda comm: (comm.id, comm.rank))
+        if mine:
+            rank.shim.join([(comm.number, ids[comm.id]) for comm in mine], JOIN_SECONDS)
+
+    _of_all(ranks, one)
+    _of_all(ranks, lambda rank: rank.shim.let())
+
+
+def let(ranks: Sequence[Rank]) -> None:
+    """Lets all go on where nothing was closed; one that has ended needs nothing."""
+    for rank in ranks:
+        with contextlib.suppress(LimosaError):
+            rank.shim.let()
+
+
+def back(members: Sequence[Member], connected: Mapping[int, Shim] = MappingProxyType({})) -> None:
+    """Makes again whatever of these is closed, and lets them go on: the way back, and what ``recover`` does."""
+    ranks = ranks_of([m for m in members if m.identity.alive()], connected)
+    try:
+        if any(comm.closed for rank in ranks for comm in rank.said.comms):
+            join(ranks)
+        else:
+            let([rank for rank in ranks if rank.said.look.gate is not CommGate.OPEN])
+    finally:
+        leave(ranks)

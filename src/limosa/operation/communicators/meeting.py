@@ -1,0 +1,179 @@
+"""Where all ranks of a job can stop: the same point of every communicator's history, with nothing in flight.
+
+Each process counts the calls that it has begun: collectives for each communicator, sends and receives for each ordered
+pair of ranks. Calls that were not begun when the gates closed wait. What some rank has begun the others have to begin,
+too: they are let go on to the largest count. Who waits meanwhile for something that another rank would do only after a
+call that it may not begin is found by its standing still, and that call is let through as well. Why this comes to an
+end is in ``native/shim/DESIGN.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from limosa.parking.answers import Comm, CommsLook, Counted, Want
+from limosa.parking.protocol import Kind
+
+PATIENCE = 0.03
+"""Seconds without any progress after which calls that wait are let through; twice as long each time that it happens."""
+LONGEST_PATIENCE = 0.5
+ALONE = 0.5
+"""Seconds without any progress after which a communicator that not all of its ranks have any more holds nobody up."""
+
+Id = tuple[int, int]
+
+
+class Said(msgspec.Struct, frozen=True):
+    """What one process says of its communicators, all at one moment."""
+
+    look: CommsLook
+    comms: Sequence[Comm] = ()
+    counted: Sequence[Counted] = ()
+    wants: Sequence[Want] = ()
+
+
+class What(NamedTuple):
+    """What is counted alike in two or more ranks: collectives, or what goes from one rank to another."""
+
+    id: Id
+    source: int = -1  # -1: collectives
+    target: int = -1
+
+
+class Limit(NamedTuple):
+    """Up to which count a process may go on."""
+
+    id: Id
+    kind: Kind
+    peer: int
+    most: int
+
+
+def counts(said: Said) -> dict[What, int]:
+    """What a process has begun. Several ranks of one communicator in it: the one that is furthest behind."""
+    found: dict[What, int] = {}
+    by_number = {comm.number: comm for comm in said.comms}
+    for comm in said.comms:
+        what = What(comm.id)
+        found[what] = min(found.get(what, comm.collectives), comm.collectives)
+    for one in said.counted:
+        of = by_number.get(one.number)
+        if of is not None and of.rank >= 0:
+            found[What(of.id, of.rank, one.peer)] = one.sent
+            found[What(of.id, one.peer, of.rank)] = one.received if one.peer != of.rank else one.sent
+    return found
+
+
+def whole(saids: Sequence[Said]) -> dict[Id, bool]:
+    """Whether all ranks of a communicator are there, for each that any process has."""
+    ranks: dict[Id, set[int]] = {}
+    sizes: dict[Id, int] = {}
+    for said in saids:
+        for comm in said.comms:
+            ranks.setdefault(comm.id, set()).add(comm.rank)
+            sizes[comm.id] = max(sizes.get(comm.id, 0), comm.ranks)
+    return {id_: len(found - {-1}) == sizes[id_] for id_, found in ranks.items()}
+
+
+class Meeting:
+    """The way of some processes to the point where all of them stop."""
+
+    def __init__(self, now: float):
+        self.targets: dict[What, int] = {}
+        self._told: list[dict[Limit, None]] = []
+        self._seen: object = None
+        self._since = self._quiet = now
+        self._patience = PATIENCE
+
+    def settled(self, saids: Sequence[Said], now: float) -> bool:
+        """Whether all stand at the same point, with no call under way."""
+        if any(said.look.inside or any(comm.joining for comm in said.comms) for said in saids):
+            return False
+        if any(self._behind(saids)):
+            return False
+        return now - self._quiet > ALONE or all(whole(saids).values())
+
+    def limits(self, saids: Sequence[Said], now: float) -> list[list[Limit]]:
+        """For each process what it may go on to that it has not been told yet."""
+        seen = [(said.look.inside, counts(said)) for said in saids]
+        if seen != self._seen:
+            self._seen, self._since, self._quiet = seen, now, now
+        for mine in (counts(said) for said in saids):
+            for what, count in mine.items():
+                self._reach(what, count)
+        if now - self._since > self._patience:
+            self._since, self._patience = now, min(LONGEST_PATIENCE, 2 * self._patience)
+            for what, count in self._wanted(saids):
+                self._reach(what, count)
+        self._told = self._told or [{} for _ in saids]
+        return [list(self._new(said, told)) for said, told in zip(saids, self._told, strict=True)]
+
+    def waits(self, saids: Sequence[Said]) -> list[tuple[int, What]]:
+        """Who is behind, and in what: the number of the process, for words."""
+        return [(i, what) for i, behind in enumerate(map(list, self._each_behind(saids))) for what in behind]
+
+    def _reach(self, what: What, count: int) -> None:
+        if self.targets.get(what, 0) < count:
+            self.targets[what] = count
+
+    def _each_behind(self, saids: Sequence[Said]) -> Iterator[Iterator[What]]:
+        has = whole(saids)
+        for said in saids:
+            yield self._behind_of(said, counts(said), {comm.id: comm.rank for comm in said.comms}, has)
+
+    def _behind_of(
+        self, said: Said, mine: Mapping[What, int], ranks: Mapping[Id, int], has: Mapping[Id, bool]
+    ) -> Iterator[What]:
+        own = {(comm.id, comm.rank) for comm in said.comms if comm.rank >= 0}
+        for what, count in self.targets.items():
+            if what.id not in ranks:
+                if what.source < 0 and not has.get(what.id, True):
+                    yield what  # it is yet to be made here, or not to be ended alone
+                continue
+            concerns = what.source < 0 or (what.id, what.source) in own or (what.id, what.target) in own
+            if concerns and mine.get(what, 0) < count:
+                yield what
+
+    def _behind(self, saids: Sequence[Said]) -> Iterator[What]:
+        has = whole(saids)
+        for behind in self._each_behind(saids):
+            yield from (what for what in behind if has.get(what.id, True))
+
+    def _wanted(self, saids: Sequence[Said]) -> Iterator[tuple[What, int]]:
+        """What those want who are behind; if none of them waits at a gate, what anybody wants.
+
+        One that is behind and waits for a call of another communicator needs that first. One that waits for something
+        else, a message by way of the host, waits for a rank that stands at its gate.
+        """
+        late = [said for said, behind in zip(saids, self._each_behind(saids), strict=True) if any(True for _ in behind)]
+        some = [said for said in late if said.wants] or saids
+        for said in some:
+            ranks = {comm.id: comm.rank for comm in said.comms}
+            for want in said.wants:
+                rank = ranks.get(want.id, -1)
+                if want.kind is not Kind.COLLECTIVE and rank < 0:
+                    continue  # it is not made yet
+                if want.kind is Kind.SEND:
+                    yield What(want.id, rank, want.peer), want.wanted
+                elif want.kind is Kind.RECEIVE:
+                    yield What(want.id, want.peer, rank), want.wanted
+                else:
+                    yield What(want.id), want.wanted
+
+    def _new(self, said: Said, told: dict[Limit, None]) -> Iterator[Limit]:
+        own = {(comm.id, comm.rank) for comm in said.comms if comm.rank >= 0}
+        for what, count in self.targets.items():
+            new = []
+            if what.source < 0:
+                new.append(Limit(what.id, Kind.COLLECTIVE, 0, count))
+            if (what.id, what.source) in own:
+                new.append(Limit(what.id, Kind.SEND, what.target, count))
+            if (what.id, what.target) in own:
+                new.append(Limit(what.id, Kind.RECEIVE, what.source, count))
+            for limit in new:
+                if limit not in told:
+                    told[limit] = None
+                    yield limit

@@ -1,0 +1,85 @@
+"""Communicators of NCCL between the job's processes: closed before the job leaves, made again when it is back."""
+
+from __future__ import annotations
+
+from limosa.operation.communicators import closing
+from limosa.operation.journal import Noted, Phase
+from limosa.operation.step import NOTHING, Left, Op, Shape, Step, free, unsaid
+from limosa.operation.steps.on_gpus import OnGpus
+
+EACH = 0.6
+"""Seconds that closing took, and making again; measured with two ranks on H200."""
+_UNDO = "communicators"  # what its undo is called in the journal
+
+
+class _OfRanks(Step[OnGpus], abstract=True):
+    undone = _UNDO
+    left = "undone: the communicators are made again"
+
+    def applies(self, op: OnGpus) -> bool:
+        return len(op.members) > 1 and bool(op.awake)
+
+    def undo(self, op: OnGpus) -> None:
+        """The communicators are made again, and all ranks go on."""
+        closing.back(op.members, op.shims)
+
+
+class WayBackOfCommunicators(_OfRanks):
+    """Nothing is done yet. The way back of the communicators is the last one: it needs gates that are open."""
+
+    name, still = "nccl", False
+
+    words, cost = unsaid, free
+
+    def do(self, op: OnGpus) -> None:
+        pass
+
+
+class CloseCommunicators(_OfRanks):
+    """All ranks stop at the same call of every communicator. Then it is closed; the job's handles stay valid."""
+
+    name, still, tells, stops = "nccl-close", True, "closing communicators", True
+
+    def words(self, shape: Shape) -> str:
+        if not shape.communicators or not shape.awake:
+            return ""
+        n = shape.communicators
+        return f"close {n} NCCL communicator{'s' if n > 1 else ''} between its processes, at the same call of each"
+
+    def cost(self, shape: Shape) -> float:
+        return EACH if shape.communicators and shape.awake else 0.0
+
+    def do(self, op: OnGpus) -> None:
+        work = op.work
+        ranks = closing.ranks_of(op.members, op.shims)
+        try:
+            if not closing.between([rank.said for rank in ranks]):
+                return
+            work.note(Noted.COMMUNICATORS, Phase.BEGIN)
+            with work.spent("nccl-meet"):
+                closing.meet(ranks, work)
+            closing.close(ranks, work)
+        finally:
+            closing.leave(ranks)
+
+    def mend(self, left: Left) -> None:
+        closing.back(left.alive)
+
+
+class JoinCommunicators(Step[Op]):
+    """The communicators are made again with new connections, and the ranks go on."""
+
+    name, still, tells, undone = "nccl-join", True, "making communicators again", NOTHING
+    left = "finished: the communicators are made again"
+
+    def applies(self, op: Op) -> bool:
+        return len(op.members) > 1
+
+    def words(self, shape: Shape) -> str:
+        return "make the communicators again" if shape.communicators else ""
+
+    def cost(self, shape: Shape) -> float:
+        return EACH if shape.communicators else 0.0
+
+    def do(self, op: Op) -> None:
+        closing.back(op.members, op.shims)

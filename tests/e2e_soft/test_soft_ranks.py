@@ -1,0 +1,302 @@
+"""Jobs of several ranks that talk over NCCL, through every verb: all their bits are an undisturbed twin's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import name_of
+from soft_command import Held, named, waits_for
+from soft_ranks import Ranks, signalled
+
+SWAP = ("--map", "0=1,1=0")
+
+
+@pytest.fixture
+def two(soft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A node of two GPUs with room for what is parked."""
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    return soft(gpus=2, memory="512MiB")
+
+
+def test_two_ranks_change_places_again_and_again(two: Any) -> None:
+    job = Ranks(two)
+    assert job.gpus() == [[0], [1]]
+    for turn in range(4):
+        said = two.says(0, "", "move", job.pid, *SWAP)
+        assert said["way"] == "driver"
+        assert job.gpus() == ([[1], [0]] if turn % 2 == 0 else [[0], [1]])
+        job.goes_on()
+    job.finish()
+
+
+def test_four_ranks_are_rotated(soft: Callable[..., Any]) -> None:
+    node = soft(gpus=4, memory="256MiB")
+    job = Ranks(node, "--p2p", ranks=4)
+    for turn in range(1, 4):
+        node.says(0, "", "move", job.pid, "--map", "0=1,1=2,2=3,3=0")
+        assert job.gpus() == [[(rank + turn) % 4] for rank in range(4)]
+        job.goes_on()
+    job.finish()
+
+
+def test_one_rank_alone_goes_elsewhere(soft: Callable[..., Any]) -> None:
+    node = soft(gpus=4, memory="256MiB")
+    job = Ranks(node)
+    node.says(0, "", "move", job.pid, "--from", "1", "--to", "3")
+    assert job.gpus() == [[0], [3]]
+    job.goes_on()
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--p2p"],
+        ["--groups", "--watchdog"],
+        ["--threads"],
+        ["--skew", "5", "--barrier-every", "7"],
+        ["--nonblocking", "--watchdog"],
+        ["--p2p", "--groups", "--threads", "--skew", "5", "--barrier-every", "7", "--nonblocking", "--watchdog"],
+        ["--capture"],
+    ],
+    ids="".join,
+)
+def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
+    job = Ranks(two, *options)
+    for _ in range(2):
+        two.says(0, "", "move", job.pid, *SWAP)
+        job.goes_on()
+    two.says(0, "", "suspend", job.pid)
+    two.says(0, "", "resume", job.pid)
+    job.goes_on()
+    job.finish()
+
+
+def test_suspended_and_resumed_elsewhere(two: Any) -> None:
+    job = Ranks(two, "--watchdog")
+    for gpus in ([[1], [0]], [[0], [1]]):
+        two.says(0, "", "suspend", job.pid)
+        assert job.gpus() == [[], []]
+        before = job.steps()
+        time.sleep(0.2)
+        assert job.steps() == before
+        two.says(0, "", "resume", job.pid, *SWAP)
+        assert job.gpus() == gpus
+        job.goes_on()
+    job.finish()
+
+
+def test_large_buffers_go_the_parked_way(two: Any) -> None:
+    job = Ranks(two, "--elements", 1 << 19, "--p2p")
+    for _ in range(3):
+        assert two.says(0, "", "move", job.pid, *SWAP)["way"] == "parked"
+        job.goes_on(2)
+    assert two.says(0, "", "suspend", job.pid)["way"] == "parked"
+    two.says(0, "", "resume", job.pid, *SWAP)
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.criu
+def test_written_to_disk_while_it_goes_on(two: Any, tmp_path: Path) -> None:
+    job = Ranks(two, "--watchdog", "--p2p")
+    two.says(0, "", "checkpoint", job.pid, "--output", tmp_path / "image", "--leave-running")
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    at = [len(path.read_bytes()) for path in job.files()]
+    two.says(0, "", "verify", tmp_path / "image")
+    assert all(at)
+    job.finish()
+
+
+@pytest.mark.criu
+@pytest.mark.parametrize("elements", [512, 1 << 19], ids=["driver", "parked"])
+def test_written_to_disk_ended_and_restored_onto_the_other_gpus(two: Any, tmp_path: Path, elements: int) -> None:
+    job = Ranks(two, "--elements", elements, "--watchdog", "--barrier-every", 5)
+    for turn in range(2):
+        two.says(0, "", "checkpoint", job.pid, "--output", tmp_path / f"image{turn}")
+        assert not job.alive()
+        two.says(0, "", "restore", tmp_path / f"image{turn}", *SWAP)
+        assert job.gpus() == ([[1], [0]] if turn == 0 else [[0], [1]])
+        job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.3, 0.45])
+def test_while_the_communicators_are_being_made(two: Any, delay: float) -> None:
+    """Each is made before the cut or after it. Who is too early is told so, and nothing happens to the job."""
+    job = Ranks(two, "--threads", ready=False)
+    assert len(job.pids) == 2
+    time.sleep(delay)
+    answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
+    assert answer.rc in (0, 12, 13, 14, 19, 21), answer
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+def test_slow_communicators_are_waited_for(two: Any) -> None:
+    two.switches.add("function=step:nccl-init delay=0.3 every=1")
+    job = Ranks(two, ready=False)
+    waits_for(two, lambda: len(job.gpus()[0]) + len(job.gpus()[1]) == 2)
+    answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
+    assert answer.rc in (0, 13, 19, 21), answer
+    two.switches.clear()
+    job.goes_on()
+    job.finish()
+
+
+def test_without_the_shim_it_is_refused(two: Any, tmp_path: Path) -> None:
+    job = Ranks(two, under=False)
+    two.says(13, "nccl-ranks", "move", job.pid, *SWAP)
+    two.says(13, "nccl-ranks", "suspend", job.pid)
+    two.says(13, "nccl-ranks", "checkpoint", job.pid, "--output", tmp_path / "image")
+    assert not (tmp_path / "image").exists()
+    job.goes_on()
+    job.finish()
+
+
+def test_one_rank_of_a_job_is_refused(two: Any) -> None:
+    job = Ranks(two)
+    said = two.says(13, "nccl-ranks", "move", job.pids[0], "--to", 1)
+    assert "process" in str(said)
+    two.says(13, "nccl-ranks", "suspend", job.pids[1])
+    job.goes_on()
+    job.finish()
+
+
+def test_the_plan_names_the_communicators(two: Any) -> None:
+    job = Ranks(two, "--threads")
+    said = two.limosa("plan", "move", job.pid, *SWAP)
+    assert "close 2 NCCL communicators between its processes" in said.stdout
+    assert "make the communicators again" in said.stdout
+    job.finish()
+
+
+def test_ranks_that_do_not_meet_go_on(two: Any) -> None:
+    """One is stopped: the others cannot come to where it is. It is refused, and everything opens again."""
+    job = Ranks(two)
+    with signalled(job.pids[1:], signal.SIGSTOP, signal.SIGCONT):
+        answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
+        assert answer.rc in (13, 21), answer
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+def test_a_rank_that_hangs_in_a_call_is_named(two: Any) -> None:
+    """Its collective never begins. The time is up, all gates open, and the words say who has not come."""
+    job = Ranks(two)
+    rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    said = two.says(18, "timed-out", "move", job.pid, *SWAP)
+    assert str(job.pids[1]) in said["error"]["hint"], said
+    assert job.open() == [True, True]
+    two.switches.remove(rule)
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+def test_a_rank_that_is_killed_while_it_is_being_stopped(two: Any) -> None:
+    """The others are let on, and the agent ends them, as without Limosa. Nothing is left."""
+    job = Ranks(two)
+    rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
+    waits_for(two, lambda: two.switches.count(rule) > 0)
+    process = two.later("move", job.pid, *SWAP)
+    time.sleep(0.7)
+    os.kill(job.pids[1], signal.SIGKILL)
+    answer = two.ends(process)
+    assert answer.rc in (10, 21), answer
+    waits_for(two, lambda: not job.alive())
+    assert job.verdict() == "rank 1 ended with -9"
+    two.limosa("recover")
+    waits_for(two, lambda: [p for p in two.processes() if name_of(p) not in ("limosa-vault", "limosa-mover")] == [])
+    job.is_as_its_twin()
+
+
+def test_a_communicator_that_fails_to_be_made_again(two: Any) -> None:
+    """Once: it is tried again, or the move is undone. The job goes on in any case."""
+    job = Ranks(two, "--watchdog")
+    two.switches.add("function=ncclGetUniqueId result=ncclSystemError nth=1")
+    answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
+    assert answer.rc in (0, 21, 40), answer
+    if answer.rc == 40:
+        two.limosa("recover")
+    job.goes_on()
+    two.switches.clear()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+@pytest.mark.parametrize("elements", [512, 1 << 19], ids=["driver", "parked"])
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("ncclCommDestroy", "while they are closed"),
+        ("cuCheckpointProcessLock", "closed"),
+        ("cuCheckpointProcessRestore", "away"),
+        ("ncclCommInitRank*", "while they are made again"),
+        ("ncclGetUniqueId", "before they are made again"),
+    ],
+)
+def test_limosa_is_killed(two: Any, function: str, what: str, elements: int) -> None:
+    """At any point: ``recover`` brings the whole job back."""
+    job = Ranks(two, "--elements", elements)
+    held = Held(two, function, "move", job.pid, *SWAP)
+    two.kill("limosa", held.process)
+    held.let_go()
+    held.process.wait()
+    assert [answer["exit_code"] for answer in two.limosa("recover", "-o", "json").json["recovered"]] in ([0], []), what
+    job.goes_on()
+    assert sorted(job.gpus()) == [[0], [1]]
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+@pytest.mark.parametrize("function", ["ncclCommDestroy", "cuCheckpointProcessLock", "cuCheckpointProcessRestore"])
+def test_ctrl_c_in_the_middle(two: Any, function: str) -> None:
+    job = Ranks(two)
+    held = Held(two, function, "move", job.pid, *SWAP)
+    held.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    held.let_go()
+    answer = two.ends(held.process)
+    assert answer.rc in (0, 20, 21, 22, 130), answer
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
+def test_many_moves_leave_nothing(two: Any) -> None:
+    job = Ranks(two, "--watchdog")
+    two.says(0, "", "move", job.pid, *SWAP)
+
+    def held() -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/{what}")) for pid in job.pids for what in ("fd", "task")]
+
+    job.goes_on()
+    before, blocks = held(), len(two.blocks())
+    for _ in range(6):
+        two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    assert held() == before
+    assert len(two.blocks()) == blocks
+    job.finish()
+    waits_for(two, lambda: named(two, "limosa-vault") == [] == named(two, "limosa-mover"))
+    assert os.listdir(f"{two.folder}/nccl") == []

@@ -1,0 +1,179 @@
+"""Jobs of several ranks over NCCL, swapped, and ended and brought back, in the middle: all bits are their twins'."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nccl_proofs import HOLD, KINDS, RANKS, SWAP, TRIAL, TURNS, Kind, Ranks
+from proofs import Job, first_difference, note
+
+from limosa import operation
+from limosa.errors import Refused
+from limosa.gpu import Inventory
+
+pytestmark = [
+    *(pytest.mark.gpu, pytest.mark.gpu_nccl, pytest.mark.two_gpus),
+    pytest.mark.timeout(420, method="signal"),
+]
+
+
+@pytest.fixture
+def ranks(
+    limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest
+) -> Callable[[Kind], Ranks]:
+    """``ranks(kind)``: proves one job; named by the test."""
+
+    def go(kind: Kind) -> Ranks:
+        missing = [name for name in kind.needs.split() if importlib.util.find_spec(name) is None]
+        assert not missing, f"this proof needs {', '.join(missing)}"
+        return Ranks(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name, kind)
+
+    return go
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swapped(ranks: Callable[[Kind], Ranks], kind: str) -> None:
+    """Its ranks change their GPUs while it computes, ten times or $LIMOSA_PROOF_TURNS."""
+    prover = ranks(KINDS[kind])
+    job = prover.begin()
+    prover.swaps(job, TURNS)
+    prover.agree(job)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ended_and_brought_back(ranks: Callable[[Kind], Ranks], images: Path, kind: str) -> None:
+    """The whole tree goes to disk and comes back onto swapped GPUs, twice; then it is swapped once more."""
+    prover = ranks(KINDS[kind])
+    job = prover.begin()
+    prover.returns(job, images, 2)
+    prover.swaps(job, 1)
+    prover.agree(job)
+
+
+def test_put_aside_and_brought_back(ranks: Callable[[Kind], Ranks]) -> None:
+    """Suspended, nobody makes a step; resumed, also onto swapped GPUs."""
+    prover = ranks(KINDS["fsdp2"])
+    job = prover.begin()
+    for gpu_map in (None, SWAP, SWAP):
+        operation.suspend(job.pid, force=TRIAL, timeout=90)
+        stood = [len(job.trace(name)) for name in prover.kind.traces]
+        time.sleep(0.5)
+        assert [len(job.trace(name)) for name in prover.kind.traces] == stood
+        back = lambda gpu_map=gpu_map: operation.resume(job.pid, gpu_map=gpu_map, timeout=90)[0].result  # noqa: E731
+        prover.acts(job, back, prover.gpus, prover.least)
+        prover.record["moves"] += 1
+    prover.agree(job)
+
+
+def test_a_captured_collective_is_refused_and_the_job_goes_on(ranks: Callable[[Kind], Ranks]) -> None:
+    """A CUDA graph holds the old connections: nothing is touched, or the move is right."""
+    prover = ranks(Kind("groups.py", ["--kind", "graph"]))
+    job = prover.begin()
+    with contextlib.suppress(Refused):
+        prover.swaps(job, 1)
+        prover.record["graph"] = "moved"
+    if "graph" not in prover.record:
+        with pytest.raises(Refused, match="graph") as refused:
+            operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)
+        prover.record["graph"] = str(refused.value)
+    job.goes_on(20)
+    prover.agree(job)
+
+
+# --- a server under load ----------------------------------------------------------------------------------------------
+
+
+class Served:
+    """A server with clients outside it, which ask all the time."""
+
+    def __init__(self, limosa: Callable[..., Any], folder: Path, kind: str):
+        argv = [*Kind("server.py", ["--kind", kind]).argv()]
+        self.folder = folder
+        self.job = Job(limosa, folder, [word.replace("FOLDER", str(folder)) for word in argv], {}, shim=True)
+        self.clients: subprocess.Popen[str] | None = None
+
+    def begin(self) -> None:
+        """Has the clients ask as soon as it listens."""
+        self.job.until((self.folder / "port").exists, 150, "port")
+        argv = [sys.executable, str(RANKS / "client.py"), str(self.folder)]
+        self.clients = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        self.job.until(lambda: self.job.steps() > HOLD, 60, "answers")
+
+    def end(self) -> tuple[int, int, int]:
+        """Asked, answered, wrong."""
+        assert self.clients is not None
+        (self.folder / "enough").touch()
+        said = self.clients.communicate(timeout=90)[0].split()
+        self.job.stop_at(0)
+        self.job.ends()
+        return int(said[1]), int(said[3]), int(said[5])
+
+    def answers(self) -> dict[str, str]:
+        """Prompt → answer; fails where one prompt got two or a request failed."""
+        found: dict[str, str] = {}
+        for path in self.folder.glob("answers-*"):
+            for line in path.read_text().splitlines():
+                _, prompt, answer = line.split(" ", 2)
+                assert not answer.startswith("FAILED"), f"{path.name}: {line}"
+                assert found.setdefault(prompt, answer) == answer, f"prompt {prompt}: {found[prompt]} and {answer}"
+        return found
+
+    def kill(self) -> None:
+        """Ends the clients whatever they do; the job is ended with the test's other processes."""
+        if self.clients is not None:
+            self.clients.kill()
+            self.clients.communicate()
+
+
+@pytest.fixture
+def served(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory) -> Iterator[Callable[[str, str], Served]]:
+    """``served(name, kind)``: a server with its clients."""
+    made: list[Served] = []
+
+    def go(name: str, kind: str) -> Served:
+        assert importlib.util.find_spec("transformers") is not None, "this proof needs transformers"
+        made.append(Served(limosa, tmp_path / name, kind))
+        return made[-1]
+
+    yield go
+    for one in made:
+        one.kill()
+
+
+@pytest.mark.parametrize("kind", ["auto", "hand"])
+@pytest.mark.parametrize("how", ["swapped", "brought back"])
+def test_a_server_loses_no_request(
+    served: Callable[[str, str], Served], images: Path, how: str, kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Connections live on, also through an end and a return; every answer is what an undisturbed server says."""
+    moved, twin = served("moved", kind), served("twin", kind)
+    moved.begin()
+    twin.begin()
+    twin.job.goes_on(200)
+    assert twin.end()[2] == 0  # it is not to take the GPUs from the other
+    for turn in range(TURNS if how == "swapped" else 2):
+        if how == "swapped":
+            operation.move(moved.job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)
+        else:
+            image = images / f"image-{turn}"
+            operation.checkpoint(moved.job.pid, image, force=TRIAL, timeout=120, tcp_established=True)
+            operation.restore(image, gpu_map=SWAP, timeout=120, tcp_established=True)
+        moved.job.goes_on(20)
+    moved.job.goes_on(100)
+    asked, answered, wrong = moved.end()
+    assert (answered, wrong) == (asked, 0)
+    mine, other = moved.answers(), twin.answers()
+    both = sorted(mine.keys() & other.keys(), key=int)
+    assert len(both) > 30
+    different = first_difference([mine[prompt] for prompt in both], [other[prompt] for prompt in both])
+    assert different is None, f"the moved server differs from its twin: {different}"
+    note({"name": request.node.name, "asked": asked, "answered": answered, "wrong": wrong, "pid": os.getpid()})

@@ -1,0 +1,272 @@
+"""One rank of a job that computes with its peers, by libcuda.so.1 and libnccl.so.2 alone; nccl_agent.py starts it.
+
+    nccl_rank.py FILE --steps N [--until FILE] [--pause MS] [--elements N] [--p2p] [--groups] [--threads]
+                      [--nonblocking] [--capture] [--barrier-every N] [--skew MS] [--watchdog]
+
+Every step all-reduces the numbers of all ranks, and of those of the same parity (a communicator of ncclCommSplit), and
+makes the next numbers from the sums. That can be undone: it is modulo 2^32, one's own are taken five times, those of
+others an even number of times. So one wrong number anywhere shows in every later step. FILE gets a line for each step:
+which it is, the CRC of the numbers, the time. Two runs that nobody disturbed have the same lines but for the time.
+
+    --until          ends before that, after the step that FILE names once it is there; nobody may be there yet
+    --p2p            also a ring: send to the next rank, receive from the one before, in one group
+    --groups         collectives of both communicators, and halves of them, in one group
+    --threads        a second thread does the same with a communicator of its own; its lines are in FILE.thread
+    --nonblocking    communicators are made with blocking=0
+    --capture        each step begins with a collective on a stream that is captured, which is refused
+    --barrier-every  a barrier at the store: ranks wait on the host
+    --skew           each rank is late by up to so much, differently in each step
+    --watchdog       a thread asks for asynchronous errors all the time, and ends the rank with 3 when there is one
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+import nccl
+from nccl_store import Client
+
+UINT32 = nccl.TYPES["u4"]
+
+
+class Ended(Exception):
+    """A communicator that does not come into being."""
+
+
+class Watchdog:
+    """Asks every communicator for its asynchronous error."""
+
+    def __init__(self) -> None:
+        self._comms: list[int] = []
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def add(self, comm: int) -> None:
+        with self._lock:
+            self._comms.append(comm)
+
+    def forget(self, comm: int) -> None:
+        with self._lock:
+            self._comms.remove(comm)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                for comm in self._comms:
+                    error = nccl.async_error(comm)
+                    if error not in (nccl.SUCCESS, nccl.IN_PROGRESS):
+                        print(f"watchdog: a communicator has the error {error}", flush=True)
+                        os._exit(3)
+            time.sleep(0.02)
+
+
+class Lines:
+    """The file of a rank."""
+
+    def __init__(self, path: str):
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def add(self, step: int, numbers: np.ndarray) -> None:
+        os.write(self._fd, f"{step} {zlib.crc32(numbers):08x} {time.monotonic():.6f}\n".encode())
+
+
+class Rank:
+    """What the process is and has."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.rank, self.n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = int(os.environ["LOCAL_RANK"])
+        self.store = Client(int(os.environ["MASTER_PORT"]))
+        self.watchdog = Watchdog() if options.watchdog else None
+        nccl.device(self.device)
+
+    def world(self, key: str) -> int:
+        """A communicator of all ranks, by a unique id that rank 0 gives the others."""
+        if self.rank == 0:
+            self.store.set(key, nccl.unique_id().hex())
+        unique = bytes.fromhex(self.store.get(key))
+        comm = ctypes.c_void_p()
+        code = nccl.raw(
+            "ncclCommInitRankConfig",
+            ctypes.byref(comm),
+            self.n,
+            nccl.UniqueId.of(unique),
+            self.rank,
+            ctypes.byref(self.config()),
+        )
+        return self.ready(int(comm.value or 0), code)
+
+    def config(self) -> nccl.Config:
+        return nccl.Config(0 if self.options.nonblocking else 1)
+
+    def split(self, world: int) -> int:
+        """A communicator of the ranks of the same parity."""
+        comm = ctypes.c_void_p()
+        code = nccl.raw(
+            "ncclCommSplit", world, self.rank % 2, self.rank, ctypes.byref(comm), ctypes.byref(self.config())
+        )
+        return self.ready(int(comm.value or 0), code)
+
+    def ready(self, comm: int, code: int) -> int:
+        while code == nccl.IN_PROGRESS:
+            time.sleep(0.001)
+            code = nccl.async_error(comm)
+        if code != nccl.SUCCESS:
+            raise Ended(f"{code}: {nccl.libnccl.ncclGetLastError(None).decode()}")
+        if self.watchdog:
+            self.watchdog.add(comm)
+        return comm
+
+    def destroy(self, comm: int) -> None:
+        if self.watchdog:
+            self.watchdog.forget(comm)
+        nccl.nccl("ncclCommDestroy", comm)
+
+
+class Work:
+    """Numbers on the device, communicators for them, and steps; one for each thread."""
+
+    def __init__(self, rank: Rank, name: str, seed: int):
+        self.rank, options = rank, rank.options
+        self.seed = seed
+        self.count: int = options.elements
+        self.world = rank.world(name)
+        self.parity = rank.split(self.world)
+        self.stream = nccl.stream()
+        self.captured = nccl.stream() if options.capture else 0
+        self.bytes = 4 * self.count
+        self.own, self.sums, self.parity_sums, self.ring = (nccl.memory(self.bytes) for _ in range(4))
+        numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
+        nccl.put(self.own, numbers.tobytes())
+
+    def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
+        end = self.count if end is None else end
+        offset = 4 * begin
+        nccl.nccl("ncclAllReduce", self.own + offset, to + offset, end - begin, UINT32, nccl.SUM, comm, self.stream)
+
+    def sum_up(self) -> None:
+        """The sums of all, and of those of the same parity, and what the rank before has."""
+        options, half = self.rank.options, self.count // 2
+        if options.groups:
+            nccl.nccl("ncclGroupStart")
+            self.all_reduce(self.sums, self.world, 0, half)
+            self.all_reduce(self.parity_sums, self.parity)
+            self.all_reduce(self.sums, self.world, half)
+            nccl.nccl("ncclGroupEnd")
+        else:
+            self.all_reduce(self.sums, self.world)
+            self.all_reduce(self.parity_sums, self.parity)
+        if options.p2p:
+            after, before = (self.rank.rank + 1) % self.rank.n, (self.rank.rank - 1) % self.rank.n
+            nccl.nccl("ncclGroupStart")
+            nccl.nccl("ncclSend", self.own, self.count, UINT32, after, self.world, self.stream)
+            nccl.nccl("ncclRecv", self.ring, self.count, UINT32, before, self.world, self.stream)
+            nccl.nccl("ncclGroupEnd")
+
+    def capture(self) -> None:
+        """The driver in software captures nothing, and NCCL says so; nothing comes of it."""
+        graph = ctypes.c_void_p()
+        nccl.cu("cuStreamBeginCapture_v2", ctypes.c_void_p(self.captured), 2)
+        code = nccl.raw("ncclAllReduce", self.own, self.sums, self.count, UINT32, nccl.SUM, self.world, self.captured)
+        if code != nccl.INVALID_USAGE:
+            raise Ended(f"a collective was captured: {code}")
+        nccl.cu("cuStreamEndCapture", ctypes.c_void_p(self.captured), ctypes.byref(graph))
+        nccl.cu("cuGraphDestroy", graph)
+
+    def read(self, address: int) -> np.ndarray:
+        return np.frombuffer(nccl.get(address, self.bytes), np.uint32)
+
+    def step(self, step: int) -> np.ndarray:
+        options = self.rank.options
+        if options.skew:
+            time.sleep(random.Random(f"{self.seed} {self.rank.rank} {step}").random() * options.skew / 1000)
+        if options.capture:
+            self.capture()
+        self.sum_up()
+        nccl.synchronize(self.stream)
+        numbers = 5 * self.read(self.own) + 2 * self.read(self.sums) + np.uint32(step)
+        numbers += 4 * self.read(self.parity_sums)
+        if options.p2p:
+            numbers += 2 * self.read(self.ring)
+        nccl.put(self.own, numbers.tobytes())
+        return numbers
+
+    def run(self, lines: Lines, barrier: bool) -> None:
+        options = self.rank.options
+        for step in range(1, options.steps + 1):
+            lines.add(step, self.step(step))
+            if barrier and options.barrier_every and step % options.barrier_every == 0:
+                self.rank.store.barrier(f"step {step}", self.rank.n)
+            if options.until and step >= named_in(options.until):
+                return
+            time.sleep(options.pause / 1000)
+
+    def end(self) -> None:
+        self.rank.destroy(self.parity)
+        self.rank.destroy(self.world)
+
+
+def named_in(path: str) -> float:
+    """The step that a file names, none where there is no file."""
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return float("inf")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--until")
+    parser.add_argument("--pause", type=float, default=0)
+    parser.add_argument("--elements", type=int, default=1 << 19)
+    parser.add_argument("--barrier-every", type=int, default=0)
+    parser.add_argument("--skew", type=float, default=0)
+    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "watchdog"):
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser.parse_args()
+
+
+def main(options: argparse.Namespace) -> int:
+    rank = Rank(options)
+    works = [Work(rank, "world", 1)]
+    failed = []
+
+    def aside(work: Work) -> None:
+        try:
+            nccl.device(rank.device)
+            work.run(Lines(f"{options.file}.thread"), barrier=False)
+        except BaseException as error:
+            failed.append(error)
+            print(f"the second thread: {error}", flush=True)
+            os._exit(4)
+
+    if options.threads:
+        works.append(Work(rank, "thread", 1000))
+    threads = [threading.Thread(target=aside, args=(work,)) for work in works[1:]]
+    for thread in threads:
+        thread.start()
+    works[0].run(Lines(options.file), barrier=True)
+    for thread in threads:
+        thread.join()
+    for work in works:
+        work.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(arguments()))
