@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import warm
+from soft_command import name_of
 from soft_job import JOB, Job
 from soft_node import Answer, Node, several
 from support import Reaper
@@ -35,14 +36,6 @@ def journalled() -> list[str]:
             lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
             found += [f"{line['step']} {line['phase']}" for line in lines if "step" in line]
     return found
-
-
-def name_of(pid: int) -> str:
-    """What a process is called, or "" where there is none."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 class Soft(Node):

@@ -100,3 +100,11 @@ def child_of(job: Any) -> int:
 
     job.until(has_memory, what="a child with memory")
     return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
+
+
+def name_of(pid: int) -> str:
+    """What a process is called, or "" where there is none."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import name_of
-from soft_command import Held, named, waits_for
+from soft_command import Held, name_of, named, waits_for
 from soft_ranks import Ranks, signalled
 
 SWAP = ("--map", "0=1,1=0")
@@ -227,10 +226,11 @@ def test_a_rank_that_is_killed_while_it_is_being_stopped(two: Any) -> None:
     job.is_as_its_twin()
 
 
-def test_a_communicator_that_fails_to_be_made_again(two: Any) -> None:
-    """Once: it is tried again, or the move is undone. The job goes on in any case."""
+@pytest.mark.parametrize("function", ["ncclGetUniqueId", "ncclCommInitRank*"])
+def test_a_call_that_fails_once(two: Any, function: str) -> None:
+    """It is tried again, or the move is undone. The job goes on in any case."""
     job = Ranks(two, "--watchdog")
-    two.switches.add("function=ncclGetUniqueId result=ncclSystemError nth=1")
+    two.switches.add(f"function={function} result=ncclSystemError nth=1")
     answer = two.limosa("move", job.pid, *SWAP, "-o", "json", rc=None)
     assert answer.rc in (0, 21, 40), answer
     if answer.rc == 40:

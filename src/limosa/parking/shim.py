@@ -5,6 +5,7 @@ Every wait for an answer has a limit: the shim's thread does not wait for the ap
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -431,6 +432,11 @@ class Shim:
     def close(self) -> None:
         """Let another client have it."""
         hang_up(self._socket)
+
+    def interrupt(self) -> None:
+        """Have another thread that waits for an answer stop waiting; what is asked next goes by a new connection."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
         """The same, until it is asked again: then it is connected to anew."""

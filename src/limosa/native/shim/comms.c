@@ -1,8 +1,12 @@
 #include "comms.h"
 #include "compiler.h"
+#include "nccl_api.h"
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>

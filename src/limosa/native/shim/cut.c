@@ -4,6 +4,7 @@
 #include "driver.h"
 #include "gate.h"
 #include "nccl.h"
+#include "nccl_api.h"
 #include "protocol.h"
 #include "serve.h"
 #include "still.h"
@@ -13,6 +14,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -42,31 +44,40 @@ static struct comm_record record_of(const struct comm *comm)
     return record;
 }
 
-/* As many of what is asked for as there are; with the lock held, into memory that is the caller's to free. */
-static size_t collect(uint64_t what, void **found, size_t *each)
+/* All of these: with the lock held, into memory that is the caller's to free. */
+static size_t collect_comms(void **found)
 {
     size_t n = 0, room = 0;
 
     for (const struct comm *comm = comms_first(); comm; comm = comm->next)
+        room++;
+    struct comm_record *all = *found = calloc(room + 1, sizeof *all);
+    for (const struct comm *comm = comms_first(); all && comm && n < room; comm = comm->next)
         if (!comm->ended)
-            room += what == 0 ? 1 : what == 1 && comm->sent ? (size_t)comm->ranks : 0;
-    *each = what == 0 ? sizeof(struct comm_record) : what == 1 ? sizeof(struct pair_record) : sizeof(struct want);
-    room = what == 2 ? WANTS_MOST : room;
-    if (!(*found = calloc(room ? room : 1, *each)))
-        return 0;
-    if (what == 2)
-        return comms_wants(*found, room);
-    for (const struct comm *comm = comms_first(); comm; comm = comm->next) {
-        if (comm->ended)
-            continue;
-        if (what == 0)
-            ((struct comm_record *)*found)[n++] = record_of(comm);
-        for (int peer = 0; what == 1 && comm->sent && comm->received && peer < comm->ranks; peer++)
-            if (comm->sent[peer].count || comm->received[peer].count)
-                ((struct pair_record *)*found)[n++] = (struct pair_record){
-                    comm->number, comm->sent[peer].count, comm->received[peer].count, (uint32_t)peer, 0};
-    }
+            all[n++] = record_of(comm);
     return n;
+}
+
+static size_t collect_pairs(void **found)
+{
+    size_t n = 0, room = 0;
+
+    for (const struct comm *comm = comms_first(); comm; comm = comm->next)
+        room += comm->sent && comm->received && !comm->ended ? (size_t)comm->ranks : 0;
+    struct pair_record *all = *found = calloc(room + 1, sizeof *all);
+    for (const struct comm *comm = comms_first(); all && comm; comm = comm->next)
+        for (int peer = 0; comm->sent && comm->received && !comm->ended && peer < comm->ranks && n < room; peer++)
+            if (comm->sent[peer].count || comm->received[peer].count)
+                all[n++] = (struct pair_record){comm->number, comm->sent[peer].count, comm->received[peer].count,
+                                                (uint32_t)peer, 0};
+    return n;
+}
+
+static size_t collect_wants(void **found)
+{
+    struct want *all = *found = calloc(WANTS_MOST, sizeof *all);
+
+    return all ? comms_wants(all, WANTS_MOST) : 0;
 }
 
 /* Nobody may have asked since what was begun has come to its end. */
@@ -85,18 +96,23 @@ static void look_at_busy(void)
 
 bool tell_comms(int client, struct message *answer, uint64_t what)
 {
+    static size_t (*const collect[])(void **) = {collect_comms, collect_pairs, collect_wants};
+    static const size_t each[] = {sizeof(struct comm_record), sizeof(struct pair_record), sizeof(struct want)};
     void *all = NULL;
-    size_t each = 1, n;
 
+    if (what >= sizeof collect / sizeof collect[0]) {
+        answer->result = -EINVAL;
+        return say(client, answer, NULL, 0, NULL, 0);
+    }
     look_at_busy();
     comms_lock();
-    n = collect(what, &all, &each);
+    size_t n = collect[what](&all);
     answer->c = (uint64_t)comms_phase() | (uint64_t)comms_inside() << 32;
     answer->d = comms_changes();
     comms_unlock();
     if (!all)
         answer->result = -ENOMEM;
-    bool well = say_all(client, answer, all, n, each);
+    bool well = say_all(client, answer, all, n, each[what]);
     free(all);
     return well;
 }
@@ -139,7 +155,7 @@ static uint64_t now_ms(void)
     return (uint64_t)now.tv_sec * 1000 + (uint64_t)now.tv_nsec / 1000000;
 }
 
-/* -ETIMEDOUT: it goes on. `of` is freed when it is over. */
+/* -ETIMEDOUT, -ECANCELED (nobody waits for the answer any more): it goes on. `of` is freed when it is over. */
 static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of)
 {
     uint64_t end = now_ms() + milliseconds;
@@ -148,7 +164,7 @@ static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of)
     pthread_t thread;
 
     for (; job && !atomic_load(&job->over); poll(NULL, 0, 1))
-        if (now_ms() >= end) {
+        if (now_ms() >= end || serve_is_alone()) {
             free(of);
             return -EBUSY;
         }
@@ -175,6 +191,8 @@ static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of)
     for (unsigned turn = 0; !atomic_load(&job->over); turn++) {
         if (now_ms() >= end)
             return -ETIMEDOUT;
+        if (turn >= 100 && serve_is_alone()) /* a peer has failed: whoever asks again waits for this first */
+            return -ECANCELED;
         nanosleep(&(struct timespec){0, turn < 100 ? 100000 : 1000000}, NULL);
     }
     int32_t result = atomic_load(&job->result);
@@ -226,9 +244,11 @@ static void *close_one(void *data)
     comms_unlock();
     bool blocks = !comm->config || comm->config->blocking != 0;
     int finalized = blocks ? NCCL_SUCCESS : wait_for(behind, nccl(ncclCommFinalize)(behind));
-    int destroyed = nccl(ncclCommDestroy)(behind);
+    int destroyed = finalized ? finalized : nccl(ncclCommDestroy)(behind);
+    if (destroyed)
+        nccl(ncclCommAbort)(behind); /* or its peers wait for it */
     real(cuCtxSetCurrent)(NULL);
-    return (void *)(intptr_t)(finalized ? finalized : destroyed);
+    return (void *)(intptr_t)destroyed;
 }
 
 /* Side by side: most of it is waiting, and so it does not matter in which order the peers do it. */
@@ -362,16 +382,16 @@ static int join_these(void *data)
         }
         if (to - from > 1) {
             int ended = nccl(ncclGroupEnd)();
-            result = result ? result : ended == NCCL_IN_PROGRESS ? NCCL_SUCCESS : ended;
+            if (!result && ended != NCCL_IN_PROGRESS)
+                result = ended;
             for (size_t i = from; i < to && !result; i++)
                 result = made[i] ? wait_for(made[i], NCCL_IN_PROGRESS) : NCCL_SUCCESS;
         }
         for (size_t i = from; i < to; i++) {
             struct comm *comm = by_number(these->one[i].number);
-            if (comm)
-                comm->has_new_id = false;
-            if (!made[i] || result)
+            if (!comm || !made[i] || result)
                 continue;
+            comm->has_new_id = false;
             result = hang_on(comm, made[i]);
             comms_lock();
             if (!comm->ended) {

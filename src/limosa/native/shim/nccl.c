@@ -9,10 +9,12 @@
 #include "driver.h"
 #include "find.h"
 #include "hooks.h"
+#include "nccl_api.h"
 
 #include <dlfcn.h>
 #include <link.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,11 +102,14 @@ bool nccl_is_own(const void *address)
 
 void *nccl_instead(const char *symbol, void *found)
 {
-    for (int at = 0; at < NCCL_LISTED; at++)
-        if (calls[at].hook && !strcmp(calls[at].symbol, symbol))
-            return nccl_real(at) == found || (found == calls[at].hook && nccl_real(at)) ? calls[at].hook
-                : found == calls[at].hook                                               ? NULL
-                                                                                        : found;
+    for (int at = 0; at < NCCL_LISTED; at++) {
+        void *hook = calls[at].hook;
+        if (!hook || strcmp(calls[at].symbol, symbol) != 0)
+            continue;
+        if (found == hook) /* the whole program was searched, and we were found first */
+            return nccl_real(at) ? hook : NULL;
+        return nccl_real(at) == found ? hook : found;
+    }
     return found;
 }
 
@@ -190,8 +195,10 @@ static int by_words(struct step *step)
 static struct counted counted(const struct step *step)
 {
     const struct call *call = step->call;
-    enum count_kind kind = call->what == SEND ? COUNT_SEND : call->what == RECEIVE ? COUNT_RECEIVE : COUNT_COLLECTIVE;
+    enum count_kind kind = COUNT_COLLECTIVE;
 
+    if (call->what == SEND || call->what == RECEIVE)
+        kind = call->what == SEND ? COUNT_SEND : COUNT_RECEIVE;
     return (struct counted){step->comm, kind, kind == COUNT_COLLECTIVE ? -1 : (int)step->words[call->op]};
 }
 
@@ -212,8 +219,10 @@ static int issue(struct step *step)
 {
     if (group.depth) {
         struct step *kept = later(step->call, step->comm);
-        if (!kept)
+        if (!kept) {
+            free(step->more);
             return NCCL_SYSTEM_ERROR;
+        }
         kept->replay = step->replay;
         kept->more = step->more;
         memcpy(kept->words, step->words, sizeof step->words);

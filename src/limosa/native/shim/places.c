@@ -7,7 +7,6 @@
 #include "places.h"
 #include "compiler.h"
 #include "driver.h"
-#include "find.h"
 #include "gate.h"
 #include "hooks.h"
 #include "memory.h"
@@ -195,10 +194,11 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     struct reader *reader = gate_enter();
     CUresult result = function(value, attribute, device);
     if (!result && (attribute == DEVICE_PCI_BUS || attribute == DEVICE_PCI_SLOT || attribute == DEVICE_PCI_DOMAIN)
-        && ask(device, &place))
-        *value = attribute == DEVICE_PCI_BUS ? place.bus
-            : attribute == DEVICE_PCI_SLOT   ? place.slot
-                                             : (int)place.domain;
+        && ask(device, &place)) {
+        *value = (int)place.domain;
+        if (attribute != DEVICE_PCI_DOMAIN)
+            *value = attribute == DEVICE_PCI_BUS ? place.bus : place.slot;
+    }
     return gate_left(reader, result);
 }
 

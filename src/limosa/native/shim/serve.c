@@ -76,6 +76,13 @@ static void draw_name(void)
     name_size = (socklen_t)offsetof(struct sockaddr_un, sun_path) + 1 + (socklen_t)n;
 }
 
+bool serve_is_alone(void)
+{
+    char byte;
+
+    return client >= 0 && !recv(client, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+}
+
 uint32_t serve_name(void)
 {
     return drawn;

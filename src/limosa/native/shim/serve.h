@@ -14,6 +14,7 @@
 
 /* One packet: a message, what belongs to it, descriptors. */
 bool say(int client, const struct message *message, const void *more, size_t bytes, const int *fds, size_t n);
+bool serve_is_alone(void); /* whether the client that is being served has hung up */
 uint32_t serve_name(void); /* the number in it now; 0 where it has none yet */
 
 #endif

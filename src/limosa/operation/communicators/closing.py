@@ -22,6 +22,7 @@ MEETING_SECONDS = 10.0
 CLOSE_SECONDS = 30.0
 JOIN_SECONDS = 60.0
 _LOOK_SECONDS = 0.0005
+_TRIES = 1000
 _T = TypeVar("_T")
 
 
@@ -34,13 +35,14 @@ class Rank:
 
 
 def said_by(shim: Shim) -> Said:
-    """All that a process says, of one moment."""
-    while True:
+    """All that a process says, of one moment. Raises CannotBeMoved: it says something else each time."""
+    for _ in range(_TRIES):
         look, comms = shim.comms()
         counted_at, counted = shim.counted()
         waits_at, wants = shim.wants()
         if look.changes == counted_at.changes == waits_at.changes:
             return Said(waits_at, comms, counted, wants)
+    raise CannotBeMoved(detail=f"process {shim.identity.pid} calls NCCL faster than it can be asked")
 
 
 def between(saids: Sequence[Said]) -> set[Id]:
@@ -105,11 +107,17 @@ def leave(ranks: Sequence[Rank]) -> None:
 
 
 def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
-    """Asks all at once; the first error is raised."""
+    """Asks all at once. The first error is raised: the others may wait for that rank, and are not waited for."""
     found: dict[int, _T] = {}
 
     def one(i: int) -> None:
-        found[i] = what(ranks[i])
+        try:
+            found[i] = what(ranks[i])
+        except LimosaError:
+            for j, other in enumerate(ranks):
+                if j != i and j not in found:
+                    other.shim.interrupt()
+            raise
 
     together([partial(one, i) for i in range(len(ranks))])
     return [found[i] for i in range(len(ranks))]
@@ -183,11 +191,21 @@ def close(ranks: Sequence[Rank], clock: Clock) -> int:
 
 
 def join(ranks: Sequence[Rank]) -> None:
-    """Makes again what was closed, and lets all go on.
+    """Makes again what was closed, and lets all go on. Where that fails it is tried once more, with the same ids.
 
     A communicator whose other ranks have ended is not made again: its rank is told so by the next call, as it would
     have been by NCCL.
     """
+    try:
+        _join_once(ranks)
+    except LimosaError:
+        if not all(rank.member.identity.alive() for rank in ranks):
+            raise
+        _join_once(ranks)
+    _of_all(ranks, lambda rank: rank.shim.let())
+
+
+def _join_once(ranks: Sequence[Rank]) -> None:
     saids = _look(ranks)
     has = whole(saids)
     closed = {comm.id for said in saids for comm in said.comms if comm.closed and has[comm.id]}
@@ -203,7 +221,6 @@ def join(ranks: Sequence[Rank]) -> None:
             rank.shim.join([(comm.number, ids[comm.id]) for comm in mine], JOIN_SECONDS)
 
     _of_all(ranks, one)
-    _of_all(ranks, lambda rank: rank.shim.let())
 
 
 def let(ranks: Sequence[Rank]) -> None:
