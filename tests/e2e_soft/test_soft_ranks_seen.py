@@ -70,7 +70,7 @@ def ranks_of(job: dict[str, Any], pid: int) -> list[tuple[int, int, int]]:
 @pytest.mark.timeout(240)
 def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     """The other stays. What comes out is what comes out of a job that nobody touched."""
-    job = Ranks(three, "job", 500)
+    job = Ranks(three, "job", 1200)
     first, second = job.ranks
     for way, there in ((["--from", 1, "--to", 2], 2), (["--map", "2=1"], 1)):
         three.limosa("move", job.pid, *way)
@@ -87,7 +87,7 @@ def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     three.limosa("resume", job.pid)
     assert away["communicators"] == {"between": 1, "closed": True}
     assert ranks_of(away, second) == [(1, 2, -1), (0, 1, -1)]
-    assert job.end() == Ranks(three, "twin", 500).end()
+    assert job.end() == Ranks(three, "twin", 1200).end()
 
 
 @pytest.mark.timeout(180)
@@ -131,3 +131,16 @@ def refused(node: Any, pid: int, who: str, way_out: str) -> None:
         assert reason["hint"].startswith(way_out), verb
     assert node.says(13, "", "plan", "move", pid, "--to", 2)["reasons"][0]["id"] == "nccl-ranks"
     assert not (node.place / "image").exists()
+
+
+def test_without_the_switch_nothing_is_touched(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's calls are passed on, such a job is refused as one without the shim, and runs on."""
+    monkeypatch.delenv("LIMOSA_SHIM_WITH")
+    job = Ranks(three, "plain", 600)
+    assert all(not process.get("ranks") for process in shown(three)[job.pid]["processes"])
+    for verb in (["move", job.pid, "--map", "0=1,1=0,2=2"], ["suspend", job.pid]):
+        refused = three.limosa(*verb, "-o", "json", rc=13).json["error"]
+        assert refused["id"] in ("imported-memory", "nccl-ranks")
+        assert "LIMOSA_SHIM_WITH=ranks" in refused["hint"]
+    goes_on(three, job.folder)
+    job.end()

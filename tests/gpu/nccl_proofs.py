@@ -98,7 +98,8 @@ class Ranks(Prover):
 
     def begin(self, *more: str, env: dict[str, str] | None = None) -> Job:
         """Starts the job and its two undisturbed twins."""
-        return self.start(self.kind.argv(*more), env, self.kind.limit, hold=HOLD)
+        on_trial = {"LIMOSA_SHIM_WITH": "ranks", **(env or {})}
+        return self.start(self.kind.argv(*more), on_trial, self.kind.limit, hold=HOLD)
 
     def swaps(self, job: Job, times: int) -> None:
         """Has the ranks change their GPUs, again and again, while they compute."""

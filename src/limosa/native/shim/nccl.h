@@ -15,6 +15,7 @@ enum nccl_place {
 
 void *nccl_real(int place); /* NULL where the program has no libnccl, or none with it */
 #define nccl(name) ((name##_type *)nccl_real(AT_##name))
+bool nccl_switched_on(void); /* whether communicators are looked after at all */
 bool nccl_is_own(const void *address); /* whether it lies in libnccl */
 /* What dlsym is to give instead of a function that really is at this address; the same where it is not taken over. */
 void *nccl_instead(const char *symbol, void *found);

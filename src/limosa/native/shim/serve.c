@@ -18,6 +18,7 @@
 #include "ipc.h"
 #include "late.h"
 #include "memory.h"
+#include "nccl.h"
 #include "park.h"
 #include "places.h"
 #include "protocol.h"
@@ -255,6 +256,10 @@ static bool answer_one(int client)
     }
     if (too_few) {
         answer.result = -EMFILE;
+        return say(client, &answer, NULL, 0, NULL, 0);
+    }
+    if (asked.verb >= VERB_PLACES && asked.verb <= VERB_LET && !nccl_switched_on()) {
+        answer.result = -ENOSYS;
         return say(client, &answer, NULL, 0, NULL, 0);
     }
     switch (asked.verb) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -73,6 +74,8 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
             try:
                 rank = _rank_of(member, connected.get(member.pid))
             except LimosaError as error:
+                if error.fields.get("result") == -errno.ENOSYS:  # it does not look after communicators
+                    continue
                 if member.identity.alive():
                     raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
                 continue
