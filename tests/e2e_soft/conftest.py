@@ -27,8 +27,6 @@ from support import Reaper
 
 from limosa_softgpu.state import opened
 
-os.environ["LIMOSA_SHIM_WITH"] = "ranks"  # what is on trial is on in every job here
-
 
 def journalled() -> list[str]:
     """The steps in the journals of what is under way: "lock begin", "lock done" …"""

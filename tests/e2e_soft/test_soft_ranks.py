@@ -13,6 +13,13 @@ import pytest
 from soft_command import Held, name_of, named, waits_for
 from soft_ranks import Ranks, signalled
 
+
+@pytest.fixture(autouse=True)
+def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim looks after communicators, and tells where GPUs are."""
+    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
+
+
 SWAP = ("--map", "0=1,1=0")
 
 

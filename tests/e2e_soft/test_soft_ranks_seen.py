@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import waits_for
+from soft_command import start, waits_for
+
+
+@pytest.fixture(autouse=True)
+def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim looks after communicators, and tells where GPUs are."""
+    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
+
 
 PROGRAMS = Path(__file__).parents[1] / "softgpu"
 
@@ -144,3 +151,14 @@ def test_without_the_switch_nothing_is_touched(three: Any, monkeypatch: pytest.M
         assert "LIMOSA_SHIM_WITH=ranks" in refused["hint"]
     goes_on(three, job.folder)
     job.end()
+
+
+def test_two_processes_without_the_switch(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose shims look after no communicators is moved, suspended and resumed the parked way as ever."""
+    monkeypatch.delenv("LIMOSA_SHIM_WITH")
+    job = start(parked, "--mib", 16, "--child")
+    for to in (1, 0):
+        assert parked.says(0, "", "move", job.pid, "--to", to)["way"] == "parked"
+    parked.says(0, "", "suspend", job.pid)
+    parked.says(0, "", "resume", job.pid, "--to", 1)
+    job.finish()

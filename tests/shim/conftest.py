@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,6 @@ from softgpu.far import Far
 from limosa.native.build import SHIM, SHIM_LIBRARY, build_shim, compilers
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
-
-os.environ["LIMOSA_SHIM_WITH"] = "ranks"  # what is on trial is on in every job here
 
 HERE = Path(__file__).parent
 # What jobs here have beside far.py: results of calls by name, and threads that work without an end.

@@ -74,7 +74,7 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
             try:
                 rank = _rank_of(member, connected.get(member.pid))
             except LimosaError as error:
-                if error.fields.get("result") == -errno.ENOSYS:  # it does not look after communicators
+                if _looks_after_none(error):
                     continue
                 if member.identity.alive():
                     raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
@@ -89,11 +89,19 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
     return found
 
 
+def _looks_after_none(error: LimosaError) -> bool:
+    """Whether that is the answer of a shim that does not look after communicators."""
+    return error.fields.get("result") == -errno.ENOSYS
+
+
 def _rank_of(member: Member, shim: Shim | None) -> Rank:
     """By the connection that there is; one that was closed meanwhile is none."""
     if shim is not None:
-        with contextlib.suppress(LimosaError):
+        try:
             return Rank(member, shim, own=False)
+        except LimosaError as error:
+            if _looks_after_none(error):
+                raise
     shim = Shim(member.identity)
     try:
         return Rank(member, shim, own=True)
