@@ -102,6 +102,11 @@ class Op:
         return {}
 
     @property
+    def ranks(self) -> list[Member]:
+        """Those that may have communicators to be closed, or to be made again."""
+        return self.members
+
+    @property
     def pauses(self) -> bool:
         """Whether the job stands still for it: one that was suspended before stands still for somebody else."""
         return any(m.was != State.CHECKPOINTED for m in self.members)

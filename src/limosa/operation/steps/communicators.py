@@ -17,11 +17,11 @@ class _OfRanks(Step[OnGpus], abstract=True):
     left = "undone: the communicators are made again"
 
     def applies(self, op: OnGpus) -> bool:
-        return len(op.members) > 1 and bool(op.awake)
+        return len(op.ranks) > 1
 
     def undo(self, op: OnGpus) -> None:
         """The communicators are made again, and all ranks go on."""
-        closing.back(op.members, op.shims)
+        closing.back(op.ranks, op.shims)
 
 
 class WayBackOfCommunicators(_OfRanks):
@@ -51,7 +51,7 @@ class CloseCommunicators(_OfRanks):
 
     def do(self, op: OnGpus) -> None:
         work = op.work
-        ranks = closing.ranks_of(op.members, op.shims)
+        ranks = closing.ranks_of(op.ranks, op.shims)
         try:
             if not closing.between([rank.said for rank in ranks]):
                 return
@@ -73,7 +73,7 @@ class JoinCommunicators(Step[Op]):
     left = "finished: the communicators are made again"
 
     def applies(self, op: Op) -> bool:
-        return len(op.members) > 1
+        return len(op.ranks) > 1
 
     def words(self, shape: Shape) -> str:
         return "make the communicators again" if shape.communicators else ""
@@ -82,4 +82,4 @@ class JoinCommunicators(Step[Op]):
         return EACH if shape.communicators else 0.0
 
     def do(self, op: Op) -> None:
-        closing.back(op.members, op.shims)
+        closing.back(op.ranks, op.shims)

@@ -52,6 +52,11 @@ class OnGpus(Op):
         return [m for m in self.members if m.was != State.CHECKPOINTED and not m.away]
 
     @property
+    def ranks(self) -> list[Member]:
+        """One that stays suspended is not asked: an image's part may hold the one connection that its shim has."""
+        return self.members if self.verb.takes_back else self.awake
+
+    @property
     def asleep(self) -> list[Member]:
         return [m for m in self.members if not self.verb.takes_back or m.was == State.CHECKPOINTED]
 
