@@ -5,6 +5,7 @@ python -m campaign --case NAME --seed 3   one case again
 python -m campaign --count 400 --seed 1   a sample
 python -m campaign --record               write steps.json anew
 python -m campaign --way parked …         the same of jobs under the shim (parked.json)
+python -m campaign --way ranks …          the same of jobs of several ranks (ranks.json)
 python -m campaign --merge A B --summary C several parts as one
 
 A long campaign in parts, each of which may be cut off at any time:
@@ -29,7 +30,7 @@ from typing import Any
 
 from surroundings import as_usual
 
-from campaign import cases, parked
+from campaign import cases, parked, ranks
 from campaign.cases import Case
 from campaign.processes import REAL, python_path
 from campaign.summary import Summary, merged, names_in
@@ -184,7 +185,9 @@ def run(
 
 def record(rooms: int, ground: str, only: Sequence[str] = (), way: str = "driver") -> dict[str, Any]:
     """Runs every operation undisturbed with every class of victim and notes its steps."""
-    if way == "parked":
+    if way == "ranks":
+        names = [(o, v) for v in ranks.VICTIMS for o in ranks.OPERATIONS if ranks.possible(o, v)]
+    elif way == "parked":
         names = [(o, v) for v in parked.VICTIMS for o in parked.OPERATIONS if parked.possible(o, v)]
     else:
         names = [(o, v) for v in cases.VICTIMS for o in cases.OPERATIONS if cases.possible(o, v, ground)]
@@ -218,7 +221,9 @@ def main() -> int:
     parser.add_argument("--count", default="", help="how many runs, or all (else: every operation, step, fault once)")
     parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
-    parser.add_argument("--way", choices=("driver", "parked"), default="driver", help="whose victims: under the shim?")
+    parser.add_argument(
+        "--way", choices=("driver", "parked", "ranks"), default="driver", help="whose victims: under the shim?"
+    )
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="summaries of what was run already")
     parser.add_argument("--part", default="", help="K/N: every N-th of the chosen cases, beginning with the K-th")
@@ -234,7 +239,7 @@ def main() -> int:
         os.environ["LIMOSA_CAMPAIGN"] = "real"
         chosen.count = chosen.count or "330"
     if chosen.record:
-        path = parked.STEPS if chosen.way == "parked" else cases.STEPS
+        path = {"parked": parked.STEPS, "ranks": ranks.STEPS}.get(chosen.way, cases.STEPS)
         only = [part for part in chosen.only.split(",") if part]
         found = {**cases.table(path), **record(chosen.rooms, chosen.ground, only, chosen.way)}
         path.write_text(cases.as_text(found))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from campaign import parked
+from campaign import parked, ranks
 from campaign.hazards import DONE, HAZARDS, INSIDE, STRUCK
 from campaign.shapes import SHAPES
 
@@ -98,6 +98,8 @@ class Case(NamedTuple):
         """
         case = cls(*name.split("/"))
         known = parked.OPERATIONS if case.parked else OPERATIONS
+        if case.victim in ranks.VICTIMS:
+            known = ranks.OPERATIONS
         if case.operation not in known or case.victim not in SHAPES:
             raise ValueError(f"{name!r} is no case")
         return case
@@ -110,9 +112,11 @@ def table(path: Path = STEPS) -> dict[str, Any]:
 
 
 def everything(ground: str = "soft", way: str = "driver") -> list[Case]:
-    """Every case that there is on that ground, of jobs that go the driver's way or the parked way."""
+    """Every case that there is on that ground, of jobs that go the driver's way, the parked way, or have ranks."""
     if way == "parked":
         return list(parked.enumerate_all(table(parked.STEPS)))
+    if way == "ranks":
+        return list(ranks.enumerate_all(table(ranks.STEPS)))
     return list(enumerate_all(table(), ground=ground))
 
 

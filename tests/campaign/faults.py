@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from campaign import cases, parked
+from campaign import cases, parked, ranks
 from campaign.cases import Case
 from campaign.disks import full_disk, small_disk
 from campaign.ground import Soft
@@ -27,6 +27,7 @@ BROKEN = {
     "recover-checkpoint": ("checkpoint", "before note post-dump done"),
     "recover-restore": ("restore", "before note criu-restore done"),
     **parked.BROKEN,
+    **ranks.BROKEN,
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
 
@@ -55,7 +56,7 @@ class Fault:
         deadly = ("job-killed", "member-killed", "crash-target", "exit", "lost-")  # a GPU that is lost ends its jobs
         if self.hazard is not None and self.hazard.loses == "process":
             return True
-        in_job = self.case.step.startswith("job.") and self.fault == "crash-caller"
+        in_job = self.case.step.startswith(("job.", "nccl.")) and self.fault == "crash-caller"
         return in_job or self.case.victim == "exits" or any(word in self.fault for word in deadly)
 
     @property
@@ -102,6 +103,8 @@ class Fault:
             room.ground.arm(self._driver_rules(step[1], int(step[2])))
         elif step[0] in ("mover", "job"):
             room.ground.arm([self._parked_rule(step[0], step[1], int(step[2]))])
+        elif step[0] == "nccl":
+            room.ground.arm([f"function={step[1]} nth={int(step[2]) + 1} {self._struck()}"])
         elif step[0] == "inside":
             room.ground.arm([f"function=step:{step[1]} nth={int(step[2]) + 1} {self._struck()}"])
         elif step[0] == "hazard" and not HAZARDS[fault].early:
@@ -124,6 +127,7 @@ class Fault:
         """What happens at a point in the middle of the driver's work."""
         kind = self.fault.partition("+")[0]
         words = {"hang-for-good": "hang", "delay": "delay=0.15", "slow": "delay=2.6", "crash-target": "crash=target"}
+        words["crash-caller"] = "crash=caller"
         return words.get(kind, kind.replace("result-", "result="))
 
     def _measuring(self) -> dict[str, str]:
@@ -131,11 +135,14 @@ class Fault:
         ground = self.room.ground
         assert isinstance(ground, Soft)
         callers = {"mover": "limosa-mover", "job": str(self.room.jobs["a"].cuda_pids[-1])}
-        return {
+        found = {
             f"{who}.{function}": ground.count_calls(f"function={function} caller={callers[who]} every=1 delay=0")
             for who, functions in (("mover", parked.MOVER), ("job", parked.JOB))
             for function in functions
         }
+        if self.case.victim in ranks.VICTIMS:
+            found |= {f"nccl.{name}": ground.count_calls(f"function={name} every=1 delay=0") for name in ranks.MADE}
+        return found
 
     def arm_hazard(self) -> None:
         """Switches a hazard on; one that is lost once a process is poisoned befalls one process."""

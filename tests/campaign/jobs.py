@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -56,6 +57,11 @@ class Job:
         """The processes with CUDA state, by slot."""
         here = [slot for slot, parts in enumerate(self.known.processes) if parts and slot not in self.missing]
         return [self.get(slot, Slot.PID) for slot in here]
+
+    @property
+    def stoppable(self) -> int:
+        """Which of its processes is stopped, where one is."""
+        return self.cuda_pids[-1] if self.known.ranks else self.pid
 
     def alive(self) -> bool:
         """Whether its topmost process lives."""
@@ -118,6 +124,19 @@ class Job:
                     found.append([(devices[m.device], m.away) for m in shim.memories()])
             except LimosaError:
                 continue
+        return found
+
+    def communicators(self) -> dict[int, str]:
+        """How the gate of each of its ranks that answer stands: "open", "cut", "shut"; "closed" what is closed."""
+        from limosa.errors import LimosaError
+        from limosa.parking.shim import Shim
+        from limosa.process.identity import Identity
+
+        found = {}
+        for pid in self.cuda_pids:
+            with contextlib.suppress(LimosaError), Shim(Identity.of(pid)) as shim:
+                look, comms = shim.comms()
+                found[pid] = "closed" if any(comm.closed for comm in comms) else look.gate.name.lower()
         return found
 
     def stands(self) -> set[str]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from campaign.cases import Case
 
 STEPS = Path(__file__).with_name("parked.json")
-VICTIMS = tuple(name for name, shape in SHAPES.items() if shape.shim)
+VICTIMS = tuple(name for name, shape in SHAPES.items() if shape.shim and not shape.ranks)
 
 BROKEN = {
     "recover-ready": ("move", "after put of the vault"),
@@ -42,7 +42,10 @@ ON_DISK = ("leave-running", "restore")
 OPERATIONS = ("move", "exchange", "swap", "suspend", "resume", "resume-to", *MEMORY_ONLY, *ON_DISK, *BROKEN)
 
 POINTS = {
-    "shim": ("export", "close_gate", "open_gate", "unmap", "make", "map", "keep", "kept"),
+    "shim": (
+        *("export", "close_gate", "open_gate", "unmap", "make", "map", "keep", "kept"),
+        *("cut", "shut", "unique_ids", "join", "let"),
+    ),
     "mover": ("prepare", "take", "make", "copy", "arena", "host", "drop", "close"),
     "vault": ("put", "get", "drop"),
 }
@@ -133,8 +136,8 @@ def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
             steps = known.get(f"{operation}/{victim}")
             if steps is None or not possible(operation, victim):
                 continue
-            found = (_points(operation, victim, steps), _calls(victim, steps), _driver(steps), _disk(steps))
-            for step, fault in itertools.chain(*found, _whole(operation)):
+            found = (_points(operation, victim, steps), _calls(victim, steps), driver(steps), disk(steps))
+            for step, fault in itertools.chain(*found, whole(operation)):
                 yield Case(operation, victim, step, fault)
 
 
@@ -157,7 +160,7 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
                 continue  # there is nobody yet
             if operation.startswith("recover") and "vault-mover" in fault:
                 continue  # limosa has been killed before: nobody else has the memory
-            if all(one in living or one in ("kill", "both", "limosa") for one in _doomed(fault)):
+            if all(one in living or one in ("kill", "both", "limosa") for one in doomed(fault)):
                 yield step, fault
         if several and not restored and not asked:
             yield step, "member-killed"
@@ -171,7 +174,7 @@ def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tupl
                 yield step, fault
 
 
-def _doomed(fault: str) -> list[str]:
+def doomed(fault: str) -> list[str]:
     """Who of Limosa's processes is killed."""
     return [word for part in fault.split("+") if part.startswith("kill-") for word in part.split("-")]
 
@@ -181,16 +184,16 @@ def _calls(victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if who == "job" and churns(victim):
             continue  # its own calls would fail
         for function in functions:
-            for n in _some(steps.get(MEASURED, {}).get(f"{who}.{function}", 0)):
+            for n in some(steps.get(MEASURED, {}).get(f"{who}.{function}", 0)):
                 for fault in FAILS:
                     if who == "job" and fault.startswith("after-"):
                         continue  # nobody can know that a driver has done what it says it has not
                     yield f"{who}.{function}.{n}", fault
-    for n in _some(steps.get(MEASURED, {}).get("mover.cuMemCreate", 0)):
+    for n in some(steps.get(MEASURED, {}).get("mover.cuMemCreate", 0)):
         yield f"mover.cuMemCreate.{n}", "memory-device"
 
 
-def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The driver's own halves, under the parked way."""
     for call in ("lock", "checkpoint", "restore", "unlock"):
         for n in range(steps["calls"].count(call)):
@@ -198,19 +201,21 @@ def _driver(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"call.{call}.{n}", fault
 
 
-def _disk(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def disk(steps: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A disk that fails."""
     for call, count in steps["disk"].items():
         for n in range(count) if count <= 6 else sorted({0, 1, count // 3, count // 2, count - 2, count - 1}):
             for fault in ("ENOSPC", "EIO", "ENOSPC-for-good"):
                 yield f"disk.{call}.{n}", fault
 
 
-def _some(count: int) -> list[int]:
+def some(count: int) -> list[int]:
     """Of many alike the first, one in the middle and the last; of few all."""
     return list(range(count)) if count <= 3 else [0, count // 2, count - 1]
 
 
-def _whole(operation: str) -> Iterator[tuple[str, str]]:
+def whole(operation: str) -> Iterator[tuple[str, str]]:
+    """What befalls an operation at no step in particular."""
     whos = ("limosa", "worker", "both", "mover", "vault", "mover-both")
     faults = ["none", *(f"random-kill-{who}.{n}" for who in whos for n in range(4))]
     faults += [f"random-{name}.{n}" for name in ("sigint", "sigterm") for n in range(3)]

@@ -24,7 +24,7 @@ from typing import Any
 
 from support import end_session, own_network, pids, stat_of
 
-from campaign import cases, controller, ground, parked
+from campaign import cases, controller, ground, parked, ranks
 from campaign.cases import Case
 from campaign.faults import BROKEN
 from campaign.helpers import helper_pids
@@ -50,6 +50,9 @@ PARKED_LIMITS = {
     "limosa.parking.staging:CALL_SECONDS": 2.0,
     "limosa.parking.staging:STALL_SECONDS": 2.0,
     "limosa.parking.resident:ANSWER_SECONDS": 2.5,  # a mover that comes up beside others needs more than one
+    "limosa.operation.communicators.closing:MEETING_SECONDS": 1.5,
+    "limosa.operation.communicators.closing:CLOSE_SECONDS": 1.5,
+    "limosa.operation.communicators.closing:JOIN_SECONDS": 2.5,
     "limosa.parking.shim:WORK_SECONDS": 1.0,
     "limosa.parking.shim:ANSWER_SECONDS": 1.0,
     "limosa.parking.shim:CONNECT_SECONDS": 1.0,
@@ -85,7 +88,7 @@ class Room:
         self.jobs: dict[str, Job] = {}
         self.images: dict[str, Path] = {}
         self.count = 0
-        self.known = {**cases.table(), **cases.table(parked.STEPS)}
+        self.known = {**cases.table(), **cases.table(parked.STEPS), **cases.table(ranks.STEPS)}
         self.random = random.Random(0)
         self.warm = False
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -208,7 +211,7 @@ class Room:
     def wake(self) -> None:
         """Somebody lets a stopped victim go on, again where CRIU has stopped it as it found it."""
         if self.stopped and time.monotonic() - self.stopped > 0.4 and "a" in self.jobs:
-            pid = self.jobs["a"].pid
+            pid = self.jobs["a"].stoppable
             stat = stat_of(pid)
             if stat is not None and stat[2] in "Tt":
                 send_signal(pid, signal.SIGCONT)
@@ -220,17 +223,18 @@ class Room:
         if what in ("exit", "fork", "spin", "callback"):
             job.command(what, 1.0)
         elif what == "stop-for-good":
-            send_signal(job.pid, signal.SIGSTOP)
+            send_signal(job.stoppable, signal.SIGSTOP)
         elif what.endswith("-nofile"):
             self.no_files(job.cuda_pids if what == "job-nofile" else [helper_pids().get("vault", 0)])
         elif what == "stop":
             self.stopped = time.monotonic()
-            send_signal(job.pid, signal.SIGSTOP)
+            send_signal(job.stoppable, signal.SIGSTOP)
         elif what == "killed":
             send_signal(job.pid, signal.SIGKILL)
         elif what == "member-killed":
             send_signal(job.cuda_pids[1], signal.SIGKILL)
-            job.missing.add(1)
+            if not job.known.ranks:  # whose agent ends all
+                job.missing.add(1)
         elif what.startswith("fill"):
             half = max(1, self.ground.gpus // 2)
             wanted = {(p + half) % self.ground.gpus for p in self.home} | (

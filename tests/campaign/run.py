@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from campaign import ground, losses, parked
+from campaign import ground, losses, parked, ranks
 from campaign.cases import ACTS, Case
 from campaign.faults import BROKEN, Fault
 from campaign.helpers import held, helper_pids
@@ -58,6 +58,7 @@ class Run(Fault):
             if job.alive() and room.state(job) == "running":
                 job.goes_on()
         self.before = [(room.state(j), room.places(j)) for j in self.jobs]
+        self.ranks_before = self._of_ranks()
         argv = room.command(self.operation if case.operation in BROKEN else case.operation, self.jobs[0], self.places)
         if case.operation in BROKEN:
             point = {"name": BROKEN[case.operation][1], "n": 0, "do": "kill", "who": ["worker", "limosa"]}
@@ -105,7 +106,8 @@ class Run(Fault):
 
     def _continued(self) -> None:
         for job in self.jobs:
-            send_signal(job.pid, signal.SIGCONT)
+            for pid in {job.pid, job.stoppable}:
+                send_signal(pid, signal.SIGCONT)
 
     def _busy(self) -> Callable[[], None]:
         """Another operation has its hands on the job: a claim that lives."""
@@ -123,7 +125,7 @@ class Run(Fault):
         assert self.found is not None
         kind = self.case.step.split(".")[0]
         happened = bool(self.found.at)
-        if kind in ("call", "nvml", "inside", "hazard", "mover", "job"):
+        if kind in ("call", "nvml", "inside", "hazard", "mover", "job", "nccl"):
             assert isinstance(self.room.ground, ground.Soft)
             happened = self.room.ground.has_fired()
         self.told["happened"] = happened or kind == "run"
@@ -221,6 +223,8 @@ class Run(Fault):
         if left:
             words = [p.read_bytes()[-200:] for p in self.room.runtime.glob("*/journals/*.jsonl")]
             problems.append(f"left lying about: {left} {words}")
+        if self.case.victim in ranks.VICTIMS and self.kills_job and self.told["happened"]:  # the agent ends the others
+            _until(lambda: not self.jobs[0].alive(), 2.0)
         now, promised, before = self._now(), self._promised(), self.before
         image = self.whole_image()
         self.told["state"] = now[0][0]
@@ -264,11 +268,46 @@ class Run(Fault):
             problems.append("the job is suspended and not noted as such")
         if self.case.parked:
             self._judge_parked(now[0][0])
+        if self.case.victim in ranks.VICTIMS:
+            self._judge_ranks(now[0], rc, unfinished=unfinished)
         grown, new = next(((one["descriptors"], one["new"]) for one in found.said if "descriptors" in one), (0, []))
         ours = [where for where in new if where.startswith(f"{room.base}/")]
         # Modules and libraries that were loaded on the way have some; after a 40 something is left to recover.
         if grown > (12 if rc == 40 else 6) or (ours and rc != 40):
             problems.append(f"limosa itself has left {grown} descriptors open: {new}")
+
+    def _of_ranks(self) -> list[list[int]]:
+        """On which GPUs each rank has memory."""
+        on = self.room.on_gpus()
+        return [[gpu for gpu, who in enumerate(on) if pid in who] for pid in self.jobs[0].cuda_pids]
+
+    def _judge_ranks(self, now: tuple[str, list[int]], rc: int, *, unfinished: bool) -> None:
+        """Whoever lives and is not aside stands at no gate; all are where they were to go, or all where they were."""
+        job = self.jobs[0]
+
+        def shut() -> dict[int, str]:
+            return {pid: how for pid, how in job.communicators().items() if how != "open"}
+
+        if now[0] == "running" or not job.alive():
+            _until(lambda: not shut(), 1.0)
+            if shut():
+                self.problems.append(f"the job is {now[0]}, and ranks stand at a gate: {shut()}")
+        if now[0] != "running" or not job.alive():
+            return
+        half = max(1, self.room.ground.gpus // 2)
+        back = [[place] for place in self.places]
+        there = back[::-1] if self.operation == "exchange" else back
+        if self.operation in ("move", "resume-to", "restore-to"):
+            there = [[(place + half) % self.room.ground.gpus] for place in self.places]
+        if self.ranks_before and all(len(one) == 1 for one in self.ranks_before):  # some have changed places before
+            turned = self.ranks_before
+            there = [there[back.index(one)] for one in turned]
+            back = turned
+        elif self.operation in ("resume", "resume-to", "restore", "restore-to"):
+            return  # in which order they were is not known any more
+        wanted = [there] if rc == 0 and not unfinished else [back, there] if unfinished else [back]
+        if self._of_ranks() not in wanted and not self._excused(now):
+            self.problems.append(f"exit code {rc}, and the ranks are on {self._of_ranks()} instead of {wanted}")
 
     def _judge_parked(self, state: str) -> None:
         """The vault holds what is aside, of jobs that are suspended, and nothing else; memory is where the job is."""
@@ -383,7 +422,7 @@ class Run(Fault):
                 _until(lambda: self._same_files(job), 1.0)
             if not self._same_files(job) and not self._sees_others():
                 problems.append(f"the job has other descriptors: {_other(job.open, job.descriptors())}")
-            if self.fault in parked.BUSY:
+            if self.fault in parked.BUSY or self.case.victim in ranks.VICTIMS:
                 _until(lambda: job.threads() == job.ran)
             if job.threads() != job.ran:
                 problems.append(f"the job has {job.threads()} threads instead of {job.ran}")

@@ -41,6 +41,26 @@ class Part(NamedTuple):
         return sum(words >= 2 * MiB for words in self.plain) + len(self.own + self.vmm) + bool(self.churn)
 
 
+class Ranks(NamedTuple):
+    """What the ranks of a victim do with one another, in each epoch (``rank.py``).
+
+    Attributes:
+        numbers: how many each has, of 4 bytes, in each of four buffers.
+        p2p: they also send to the next one and receive from the one before.
+        groups: what belongs together is called in groups.
+        nonblocking: communicators are made with blocking=0.
+        late: milliseconds by which each is late, at most.
+        meets: after so many epochs they wait for each other on the host.
+    """
+
+    numbers: int = 700
+    p2p: bool = False
+    groups: bool = False
+    nonblocking: bool = False
+    late: float = 0
+    meets: int = 0
+
+
 class Shape(NamedTuple):
     """A class of victims.
 
@@ -51,6 +71,8 @@ class Shape(NamedTuple):
         shim: whether it runs under the shim, as ``limosa run`` starts it.
         blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
         hidden: whether the other GPUs are hidden from it, as by ``limosa run --gpus``.
+        ranks: what its processes but the first compute together over NCCL; the first starts them, waits for them, and
+            ends them when one of them ends, as torchrun does.
     """
 
     processes: tuple[tuple[Part, ...], ...]
@@ -59,6 +81,7 @@ class Shape(NamedTuple):
     shim: bool = False
     blind: bool = False
     hidden: bool = False
+    ranks: Ranks | None = None
 
     @property
     def gpus(self) -> int:
@@ -67,6 +90,11 @@ class Shape(NamedTuple):
 
 
 _ONE = (Part(0, plain=(MiB // 4, 700)),)
+
+
+def _ranks(n: int, ranks: Ranks) -> Shape:
+    return Shape(((), *((Part(device),) for device in range(n))), shim=True, ranks=ranks)
+
 
 SHAPES: dict[str, Shape] = {
     "one": Shape((_ONE,)),
@@ -94,6 +122,12 @@ SHAPES: dict[str, Shape] = {
     "parked-hidden": Shape(
         ((Part(0, plain=(2 * MiB + 9, 200), own=(MiB,)),),), behaviour="busy", shim=True, hidden=True
     ),
+    # Ranks that talk over NCCL; large buffers can be parked.
+    "ranks": _ranks(2, Ranks(groups=True)),
+    "ranks-ring": _ranks(2, Ranks(p2p=True, meets=7)),
+    "ranks-late": _ranks(2, Ranks(p2p=True, groups=True, nonblocking=True, late=12)),
+    "ranks-parked": _ranks(2, Ranks(numbers=1 << 19, p2p=True)),
+    "ranks-four": _ranks(4, Ranks(p2p=True, groups=True)),
     "parked-two": Shape(((Part(0, plain=(2 * MiB,)), Part(1, plain=(3 * MiB, 77))),), behaviour="busy", shim=True),
 }
 

@@ -349,6 +349,10 @@ def main(shape: str, folder: str, ptx: str, first: int) -> None:
             page.set(Slot.EPOCH, page.get(Slot.EPOCH) + 1)
             time.sleep(0.01)
     try:
+        if known.ranks is not None:
+            from campaign import rank
+
+            rank.main(known, memory, slot, first)
         Process(shape, memory, slot, image, first).run()
     except BaseException as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
