@@ -128,9 +128,11 @@ def test_killed_and_recovered(node: Soft, verb: str, moment: float) -> None:
     moving.kill()
     moving.communicate(timeout=60)
     node.switches.remove(rule)
-    node.limosa("recover", rc=None)
-    if node.state(job) == "checkpointed":  # type: ignore[arg-type]
+    told = node.limosa("recover", rc=None).stderr
+    if (state := node.state(job)) == "checkpointed":  # type: ignore[arg-type]
         node.says(0, "", "resume", job.pid)
+    else:
+        assert state == "running", told
     job.goes_on()
     assert job.sees() == job.on()
     node.says(0, "", "move", job.pid, "--to", 1)
