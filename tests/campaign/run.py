@@ -305,7 +305,8 @@ class Run(Fault):
             back = turned
         elif self.operation in ("resume", "resume-to", "restore", "restore-to"):
             return  # in which order they were is not known any more
-        wanted = [there] if rc == 0 and not unfinished else [back, there] if unfinished else [back]
+        either = unfinished or self.case.operation in BROKEN
+        wanted = [back, there] if either else [there] if rc == 0 else [back]
         if self._of_ranks() not in wanted and not self._excused(now):
             self.problems.append(f"exit code {rc}, and the ranks are on {self._of_ranks()} instead of {wanted}")
 
@@ -449,10 +450,9 @@ class Run(Fault):
         if not self.case.parked:
             return now == before
         ours, theirs = (Counter(kind.endswith(" device memory") for kind in kinds) for kinds in (now, before))
-        pieces = sum(part.pieces for parts in job.known.processes for part in parts)
         passing = (" device memory", "/nvidia-soft/lock")  # the latter while somebody allocates
         others = [[kind for kind in kinds if not kind.endswith(passing)] for kinds in (now, before)]
-        return others[0] == others[1] and abs(ours[True] - theirs[True]) <= pieces + 1
+        return others[0] == others[1] and abs(ours[True] - theirs[True]) <= job.known.pieces + 1
 
     def _all_go_on(self) -> None:
         """Every process computes, and its memory is its twin's."""

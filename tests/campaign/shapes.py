@@ -84,6 +84,14 @@ class Shape(NamedTuple):
     ranks: Ranks | None = None
 
     @property
+    def pieces(self) -> int:
+        """How many pieces of its memory can be parked; each rank has four buffers."""
+        found = sum(part.pieces for parts in self.processes for part in parts)
+        if self.ranks is not None and 4 * self.ranks.numbers >= 2 * MiB:
+            found += 4 * (len(self.processes) - 1)
+        return found
+
+    @property
     def gpus(self) -> int:
         """On how many GPUs it is."""
         return 1 + max((part.device for parts in self.processes for part in parts), default=-1)

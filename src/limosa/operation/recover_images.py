@@ -19,6 +19,7 @@ from limosa.image.read import partial_name
 from limosa.image.remove import remove as remove_folder
 from limosa.image.trust import open_named
 from limosa.operation import driver_steps, places, room, shm
+from limosa.operation.communicators import closing as communicators
 from limosa.operation.journal import Journal, Member, Noted, Phase
 from limosa.operation.leftovers import end_rest, has_ended, let_go_on, release_network
 from limosa.operation.parked import holders, saving
@@ -76,6 +77,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             if not committed:
                 remove_drafts(dead)  # the job is there: nobody needs what was not finished
             raise
+        communicators.back([m for m in header.members if m.was != gpu.State.CHECKPOINTED])
         did.append("the job runs on")
     else:
         if committed:
@@ -290,6 +292,7 @@ def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progres
             dead.note(Noted.OPEN, Phase.BEGIN, shim.identity.pid)
         for shim in closed:
             shim.open_gate()
+    communicators.back(members)
     return members
 
 
