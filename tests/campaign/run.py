@@ -201,6 +201,8 @@ class Run(Fault):
             codes = self.hazard.codes
         if "member-killed" in self.fault:
             codes = (0, 21, -9)
+            if self.case.victim in ranks.VICTIMS:  # whose agent ends all of them
+                codes += (10, 13)
         if codes and rc not in codes and self.case.operation not in BROKEN:
             problems.append(f"exit code {rc}, not one of {codes}: {found.short()}")
         if rc == 40 and not self._may_fail_to_undo():
@@ -419,7 +421,7 @@ class Run(Fault):
                 job.command("join")
             if len(job.session()) != job.slots:
                 problems.append(f"processes {job.session()} instead of {job.slots}")
-            if self.case.parked:
+            if self.case.parked or self.case.victim in ranks.VICTIMS:  # threads of NCCL's open theirs a moment later
                 _until(lambda: self._same_files(job), 1.0)
             if not self._same_files(job) and not self._sees_others():
                 problems.append(f"the job has other descriptors: {_other(job.open, job.descriptors())}")

@@ -262,8 +262,26 @@ def bring_back(
     where it is then (``shims``: connections that there are).
 
     Raises LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
-    afterwards is not what it was).
+    afterwards is not what it was). One that ends meanwhile needs nothing, and keeps no other from being led home.
     """
+    living = [m for m in members if m.identity.alive()]
+    while True:
+        try:
+            return _bring_back(driver, living, journal, operation_id, progress, shims)
+        except LimosaError:
+            before, living = len(living), [m for m in living if not _has_gone(m.pid)]
+            if len(living) == before:
+                raise
+
+
+def _bring_back(
+    driver: gpu.Driver,
+    members: Sequence[Member],
+    journal: Journal | None,
+    operation_id: str,
+    progress: ProgressFn,
+    shims: Mapping[int, Shim] | None,
+) -> None:
     alive = [m for m in members if m.identity.alive()]
     for member in alive:
         # A call that was given up on may still be taken: a lock that comes after this would be nobody's to undo.

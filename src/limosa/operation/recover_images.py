@@ -64,6 +64,8 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     _wait_for_criu(dead, "dump", progress)
     committed = _committed(dead)
     job_lives = bool(header.roots) and not (committed and has_ended(header.roots[0])) and header.roots[0].alive()
+    # Its children may live on without it; they are in no image then.
+    job_lives = job_lives or (not committed and any(m.identity.alive() for m in header.members))
     _take_names_away(dead, "lost")
     did = []
     if job_lives or not committed:  # where the job is in its image alone, the table keeps its peers waiting for it

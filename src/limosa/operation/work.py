@@ -279,6 +279,14 @@ class Work(Clock):
         """Registers how to undo the step that comes next."""
         self._undo.append((name, undo))
 
+    def only_forward(self, told: str) -> None:
+        """There is no way back any more: what fails from here on leaves the journal, for ``recover`` to go on."""
+
+        def undo() -> None:
+            raise FailedUndone(told)
+
+        self._undo = [("forward", undo)]
+
     def drop(self, name: str) -> None:
         """Forgets the newest undo of that name: its step is past undoing, or undone."""
         for i in range(len(self._undo) - 1, -1, -1):

@@ -437,6 +437,7 @@ class Shim:
         """Have another thread that waits for an answer stop waiting; what is asked next goes by a new connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._lost = True
 
     def leave(self) -> None:
         """The same, until it is asked again: then it is connected to anew."""

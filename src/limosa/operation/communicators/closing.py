@@ -204,16 +204,29 @@ def close(ranks: Sequence[Rank], clock: Clock) -> int:
 def join(ranks: Sequence[Rank]) -> None:
     """Makes again what was closed, and lets all go on. Where that fails it is tried once more, with the same ids.
 
-    A communicator whose other ranks have ended is not made again: its rank is told so by the next call, as it would
-    have been by NCCL.
+    A communicator that has lost a rank meanwhile is not made again: its ranks are told so by the next call, as they
+    would have been by NCCL. Raises LimosaError: it failed twice, and nobody has ended.
     """
+    living, failed = _living(ranks), 0
+    while True:
+        try:
+            _join_once(living)
+            break
+        except LimosaError:
+            before, living = len(living), _living(living)
+            failed += len(living) == before
+            if failed > 1:
+                raise
     try:
-        _join_once(ranks)
+        _of_all(living, lambda rank: rank.shim.let())
     except LimosaError:
-        if not all(rank.member.identity.alive() for rank in ranks):
+        if len(_living(living)) == len(living):
             raise
-        _join_once(ranks)
-    _of_all(ranks, lambda rank: rank.shim.let())
+        let(_living(living))
+
+
+def _living(ranks: Sequence[Rank]) -> list[Rank]:
+    return [rank for rank in ranks if rank.member.identity.alive()]
 
 
 def _join_once(ranks: Sequence[Rank]) -> None:

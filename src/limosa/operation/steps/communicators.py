@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from limosa.errors import LimosaError
+from limosa.gpu import State
 from limosa.operation.communicators import closing
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.step import NOTHING, Left, Op, Shape, Step, free, unsaid
@@ -63,7 +65,7 @@ class CloseCommunicators(_OfRanks):
             closing.leave(ranks)
 
     def mend(self, left: Left) -> None:
-        closing.back(left.alive)
+        closing.back([member for member in left.alive if member.was != State.CHECKPOINTED])
 
 
 class JoinCommunicators(Step[Op]):
@@ -82,4 +84,9 @@ class JoinCommunicators(Step[Op]):
         return EACH if shape.communicators else 0.0
 
     def do(self, op: Op) -> None:
-        closing.back(op.ranks, op.shims)
+        try:
+            closing.back(op.ranks, op.shims)
+        except LimosaError:
+            if any(member.identity.alive() for member in op.ranks):  # some are half made: nobody can be led home
+                op.work.only_forward("the job is where it was to go: limosa recover makes its communicators again")
+            raise
