@@ -273,18 +273,20 @@ class Room:
             return "gone"
         if not any(job.known.processes):
             return "running"
-        from limosa.errors import LimosaError
-        from limosa.gpu import driver
-
-        states = set()
-        for pid in job.cuda_pids:
-            try:
-                states.add(str(driver.state(pid)))
-            except LimosaError as error:
-                states.add("gone" if error.exit_code == 10 or not os.path.exists(f"/proc/{pid}") else str(error))
+        states = {self.state_of(pid) for pid in job.cuda_pids}
         if states == {"running"} and job.stands() == {"away"}:
             return "away"
         return states.pop() if len(states) == 1 else "mixed " + " ".join(sorted(states))
+
+    def state_of(self, pid: int) -> str:
+        """The driver's, of one process."""
+        from limosa.errors import LimosaError
+        from limosa.gpu import driver
+
+        try:
+            return str(driver.state(pid))
+        except LimosaError as error:
+            return "gone" if error.exit_code == 10 or not os.path.exists(f"/proc/{pid}") else str(error)
 
     def places(self, job: Job) -> list[int]:
         """The GPUs on which it holds memory."""

@@ -288,7 +288,11 @@ class Run(Fault):
         job = self.jobs[0]
 
         def shut() -> dict[int, str]:
-            return {pid: how for pid, how in job.communicators().items() if how != "open"}
+            return {
+                pid: how
+                for pid, how in job.communicators().items()
+                if how != "open" and self.room.state_of(pid) != "checkpointed"  # one that its agent has left behind
+            }
 
         if now[0] == "running" or not job.alive():
             _until(lambda: not shut(), 1.0)
@@ -358,6 +362,8 @@ class Run(Fault):
         # Nobody knows whether a driver that has failed to resume a suspended job would take it the next time.
         resuming = self.operation in AWAKENING and self.case.step.startswith(("call.restore", "inside.restore"))
         gone = self.kills_job or "slow" in self.fault or "hang" in self.fault
+        # NCCL needs memory, too, when all else is there.
+        gone = gone or (self.case.victim in ranks.VICTIMS and self.fault.startswith("fill"))
         return broken or resuming or self.for_good or gone
 
     def _excused(self, now: tuple[str, list[int]]) -> bool:

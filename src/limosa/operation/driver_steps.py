@@ -35,7 +35,7 @@ from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
 from limosa.parking.shim import Shim
 from limosa.process import device_nodes
-from limosa.process.identity import Handle, Identity, ending
+from limosa.process.identity import Identity, has_gone
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
 from limosa.terms import JobState, Release
@@ -48,9 +48,6 @@ LOCK_GRACE = 10.0
 
 CALL_SECONDS = 30.0
 """What a checkpoint or restore may take beside its copying before it counts as hung."""
-
-END_SECONDS = 20.0
-"""How long the end of a process with a GPU may take: its memory is let go of by the kernel's own thread."""
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
@@ -212,7 +209,7 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
         try:
             state = driver.state(pid, timeout=min(5.0, max(0.01, deadline - time.monotonic())))
         except NoCudaState:
-            if _has_gone(pid):
+            if has_gone(pid):
                 return JobState.GONE
             # It is asked about processes that had some: one such answer would leave them locked for good.
             if none_before:
@@ -227,24 +224,13 @@ def settled_state(driver: gpu.Driver, pid: int, progress: ProgressFn = silent, p
             progress(Progress("undo", message=f"waiting for the driver to finish with process {pid}"))
             continue
         except DriverError:
-            if _has_gone(pid):
+            if has_gone(pid):
                 return JobState.GONE
             raise
         if state in (gpu.State.CHECKPOINTING, gpu.State.RESTORING):
             time.sleep(0.05)
             continue
         return str(state)
-
-
-def _has_gone(pid: int) -> bool:
-    """Whether a process that the driver will not tell about has ended; one that is just ending is waited for."""
-    if not ending(pid):
-        return False
-    try:
-        with Handle(Identity.of(pid)) as handle:
-            return handle.wait(END_SECONDS)
-    except NoSuchProcess:
-        return True
 
 
 def bring_back(
@@ -269,7 +255,7 @@ def bring_back(
         try:
             return _bring_back(driver, living, journal, operation_id, progress, shims)
         except LimosaError:
-            before, living = len(living), [m for m in living if not _has_gone(m.pid)]
+            before, living = len(living), [m for m in living if not has_gone(m.pid)]
             if len(living) == before:
                 raise
 

@@ -67,6 +67,7 @@ class Noted(Term):
     CRIU_RESTORE = "criu-restore"
     UNDO = "undo"
     COMMUNICATORS = "communicators"
+    JOIN = "join"
 
 
 class Member(msgspec.Struct, kw_only=True):

@@ -155,17 +155,30 @@ def place(
         member.map = dict(member.home)
     job_held = added_up(m.held for m in members)
     changes = changes_of(inventory, where, job_held)
-    if not changes or (only_back and all(a == b for a, b in changes.items())):
+    apart = _apart(members)
+    if not apart and (not changes or (only_back and all(a == b for a, b in changes.items()))):
         return unknown  # where it was
     for member in members:
         openable = openable_by(member, inventory)
         names = {g.uuid for g in openable}
         own = {a: b for a, b in changes.items() if a in names or (b in names and not nodes)}
+        if apart:
+            there = {now: changes.get(was, was) for was, now in member.moved.items()}
+            own = {**{a: b for a, b in own.items() if a not in there}, **there}
         if own:
             anywhere = inventory.gpus if nodes else None
             full = gpu.complete_map(own, openable, job_held, inventory.gpus, anywhere)
             member.map = {a: full.get(b, b) for a, b in member.home.items()}
     return unknown
+
+
+def _apart(members: Sequence[Member]) -> bool:
+    """Whether a resume elsewhere was undone that had led some of them there: two may be known on one GPU.
+
+    They go home, or where the map sends those that were at home.
+    """
+    asleep = [bool(member.moved) for member in members if member.was == gpu.State.CHECKPOINTED]
+    return any(asleep) and not all(asleep)
 
 
 def sees_of(root: Identity) -> str:

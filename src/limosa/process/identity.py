@@ -23,6 +23,9 @@ _PF_KTHREAD = 0x00200000
 _PENDING = ("SigPnd", "ShdPnd")
 _LONGEST_PID = 10  # digits of a pid_t
 
+END_SECONDS = 20.0
+"""How long the end of a process with a GPU may take: its memory is let go of by the kernel's own thread."""
+
 
 class Stat(msgspec.Struct, frozen=True):
     """What Limosa uses of ``/proc/PID/stat`` (proc(5))."""
@@ -96,6 +99,17 @@ def ending(pid: int) -> bool:
     except OSError:
         return True
     return all(_thread_ending(f"/proc/{pid}/task/{tid}") for tid in threads)
+
+
+def has_gone(pid: int) -> bool:
+    """Return whether a process that answers no more has ended; one that is just ending is waited for."""
+    if not ending(pid):
+        return False
+    try:
+        with Handle(Identity.of(pid)) as handle:
+            return handle.wait(END_SECONDS)
+    except NoSuchProcess:
+        return True
 
 
 def _thread_ending(folder: str) -> bool:

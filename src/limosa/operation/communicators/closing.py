@@ -17,6 +17,7 @@ from limosa.operation.parked.calls import together
 from limosa.operation.work import Clock
 from limosa.parking.protocol import CommGate
 from limosa.parking.shim import Shim, under_shim
+from limosa.process.identity import ending
 
 MEETING_SECONDS = 10.0
 """How long the ranks may take to come to the same point."""
@@ -226,13 +227,21 @@ def join(ranks: Sequence[Rank]) -> None:
 
 
 def _living(ranks: Sequence[Rank]) -> list[Rank]:
-    return [rank for rank in ranks if rank.member.identity.alive()]
+    return [rank for rank in ranks if rank.member.identity.alive() and not ending(rank.member.pid)]
 
 
 def _join_once(ranks: Sequence[Rank]) -> None:
-    saids = _look(ranks)
-    has = whole(saids)
-    closed = {comm.id for said in saids for comm in said.comms if comm.closed and has[comm.id]}
+    closed = _whole_and_closed(ranks)
+
+    def close_half(rank: Rank) -> None:
+        """Closes what is closed in some ranks only, and waits for what somebody who has died had asked for."""
+        rank.shim.shut([c.number for c in rank.said.comms if c.id in closed and not c.closed], CLOSE_SECONDS)
+
+    _of_all([rank for rank in ranks if rank.said.look.gate is CommGate.SHUT], close_half)
+    closed = _whole_and_closed(ranks)
+    if any(c.id in closed and not c.closed for rank in ranks for c in rank.said.comms):  # made by what was waited for
+        _of_all([rank for rank in ranks if rank.said.look.gate is CommGate.SHUT], close_half)
+        closed = _whole_and_closed(ranks)
     ids: dict[Id, bytes] = {}
     for rank in ranks:
         mine = {comm.id: comm.number for comm in rank.said.comms if comm.rank == 0 and comm.id in closed}
@@ -247,6 +256,12 @@ def _join_once(ranks: Sequence[Rank]) -> None:
     _of_all(ranks, one)
 
 
+def _whole_and_closed(ranks: Sequence[Rank]) -> set[Id]:
+    saids = _look(ranks)
+    has = whole(saids)
+    return {comm.id for said in saids for comm in said.comms if comm.closed and has[comm.id]}
+
+
 def let(ranks: Sequence[Rank]) -> None:
     """Lets all go on where nothing was closed; one that has ended needs nothing."""
     for rank in ranks:
@@ -254,11 +269,19 @@ def let(ranks: Sequence[Rank]) -> None:
             rank.shim.let()
 
 
-def back(members: Sequence[Member], connected: Mapping[int, Shim] = MappingProxyType({})) -> None:
-    """Makes again whatever of these is closed, and lets them go on: the way back, and what ``recover`` does."""
+def back(
+    members: Sequence[Member],
+    connected: Mapping[int, Shim] = MappingProxyType({}),
+    joins: Callable[[], object] = lambda: None,
+) -> None:
+    """Makes again whatever of these is closed, and lets them go on: the way back, and what ``recover`` does.
+
+    ``joins`` is called before any is made.
+    """
     ranks = ranks_of([m for m in members if m.identity.alive()], connected)
     try:
         if any(comm.closed for rank in ranks for comm in rank.said.comms):
+            joins()
             join(ranks)
         else:
             let([rank for rank in ranks if rank.said.look.gate is not CommGate.OPEN])

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from limosa.errors import NoSuchProcess
 from limosa.operation.journal import Member
+from limosa.process.identity import has_gone
 
 
 def together(calls: Sequence[Callable[[], object]]) -> None:
@@ -40,7 +41,7 @@ def each(calls: Sequence[tuple[Member, Callable[[], object]]]) -> None:
         except NoSuchProcess:
             continue
         except BaseException as error:
-            if member.identity.alive():
+            if member.identity.alive() and not has_gone(member.pid):
                 failed.append(error)
     if failed:
         raise failed[0]

@@ -6,8 +6,10 @@ from limosa.errors import LimosaError
 from limosa.gpu import State
 from limosa.operation.communicators import closing
 from limosa.operation.journal import Noted, Phase
-from limosa.operation.step import NOTHING, Left, Op, Shape, Step, free, unsaid
+from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
+from limosa.process.records import SuspendRecord
+from limosa.terms import JobState
 
 EACH = 0.6
 """Seconds that closing took, and making again; measured with two ranks on H200."""
@@ -85,8 +87,16 @@ class JoinCommunicators(Step[Op]):
 
     def do(self, op: Op) -> None:
         try:
-            closing.back(op.ranks, op.shims)
+            closing.back(op.ranks, op.shims, lambda: op.work.try_note(Noted.JOIN, Phase.BEGIN))
         except LimosaError:
             if any(member.identity.alive() for member in op.ranks):  # some are half made: nobody can be led home
                 op.work.only_forward("the job is where it was to go: limosa recover makes its communicators again")
             raise
+
+    def goes_on(self, left: Left) -> Finished | None:
+        """They are made by whoever finds it finished."""
+        if not left.dead.began(Noted.JOIN):
+            return None
+        for root in left.dead.header.roots:
+            SuspendRecord(root=root).forget()
+        return Finished("all was where it was to go: made its communicators again (finished)", JobState.RUNNING)
