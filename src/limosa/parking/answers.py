@@ -67,7 +67,7 @@ class Comm(msgspec.Struct, frozen=True):
     closed: bool = False  # by Limosa
     captured: bool = False  # a CUDA graph has some of its operations
     memory: bool = False  # the process has memory of ncclMemAlloc
-    registered: bool = False  # buffers were made known to it
+    again: bool = False  # Limosa has made it again an odd number of times
     strange: str = ""  # a function was called on it that Limosa cannot repeat
 
 
@@ -190,7 +190,7 @@ def comms(data: bytes, n: int) -> Iterator[Comm]:
             closed=bool(flags & protocol.CLOSED),
             captured=bool(flags & protocol.CAPTURED),
             memory=bool(flags & protocol.MEMORY),
-            registered=bool(flags & protocol.REGISTERED),
+            again=bool(flags & protocol.AGAIN),
             strange=text(why.rstrip(b"\0")),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import socket
 import struct
 import time
@@ -64,12 +65,15 @@ _patience = Patience(LOOK_SECONDS)
 _T = TypeVar("_T")
 
 
+# As it is; replaced by a newer one; and so when CRIU restored the process, which brings back what is gone as a "ghost".
+_MAPPED = re.compile(rb"/" + re.escape(LIBRARY.name.encode()) + rb"(\.cr\.[0-9a-f]+\.ghost)?( \(deleted\))?\n?$")
+
+
 def under_shim(pid: int) -> bool:
     """Return whether a process has the shim's library mapped, be it one that was replaced by a newer since."""
-    name = b"/" + LIBRARY.name.encode()
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:
-            return any(line.rstrip().removesuffix(b" (deleted)").endswith(name) for line in file)
+            return any(_MAPPED.search(line) for line in file)
     except OSError:
         return False
 

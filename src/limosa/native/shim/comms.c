@@ -40,6 +40,7 @@ struct waiter {
 static struct waiter *waiters;
 
 /* Limits of communicators that this rank has not begun to make yet. */
+#define EARLY_MOST 4096
 static struct early {
     struct comm_id id;
     uint64_t limit;
@@ -385,7 +386,12 @@ void comms_limit(struct comm_id id, uint32_t kind, uint32_t peer, uint64_t limit
         else if (comm->sent && comm->received && peer < (uint32_t)comm->ranks)
             raise_to(kind == COUNT_SEND ? &comm->sent[peer].limit : &comm->received[peer].limit, limit);
     }
-    if (!known && kind == COUNT_COLLECTIVE) {
+    for (size_t i = 0; i < n_early && !known; i++)
+        if (same(early[i].id, id) && kind == COUNT_COLLECTIVE) {
+            known = true;
+            raise_to(&early[i].limit, limit);
+        }
+    if (!known && kind == COUNT_COLLECTIVE && n_early < EARLY_MOST) {
         struct early *more = realloc(early, (n_early + 1) * sizeof *early);
         if (more) {
             early = more;

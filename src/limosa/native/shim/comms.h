@@ -55,6 +55,7 @@ struct comm {
     atomic_bool busy; /* it does not block, and what was begun on it goes on behind the call */
     bool ended; /* destroyed or aborted by the application, or a peer has left */
     bool closed; /* by us */
+    unsigned made_again; /* how often */
     bool has_new_id; /* that it is to be made again with; the rank that drew it keeps it until that is done */
     struct nccl_unique_id new_id;
     const char *_Atomic strange; /* the function that was called on it and that we cannot repeat */

@@ -33,7 +33,7 @@ static struct comm_record record_of(const struct comm *comm)
         .device = comm->device,
         .flags = (comm->joining || atomic_load(&comm->busy) ? COMM_JOINING : 0) | (comm->closed ? COMM_CLOSED : 0)
             | (atomic_load(&comm->captured) ? COMM_CAPTURED : 0) | (nccl_memories() ? COMM_MEMORY : 0)
-            | (comm->registered ? COMM_REGISTERED : 0),
+            | (comm->made_again % 2 ? COMM_AGAIN : 0),
     };
     const char *strange = atomic_load(&comm->strange);
 
@@ -80,9 +80,12 @@ static size_t collect_wants(void **found)
     return all ? comms_wants(all, WANTS_MOST) : 0;
 }
 
-/* Nobody may have asked since what was begun has come to its end. */
+/* Nobody may have asked since what was begun has come to its end. Not while the gate is open: the application may be about to
+ * destroy it. */
 static void look_at_busy(void)
 {
+    if (comms_phase() == PHASE_OPEN)
+        return;
     for (struct comm *comm = comms_first(); comm; comm = comm->next) {
         if (!atomic_load(&comm->busy) || comm->joining || !comms_ask())
             continue;
@@ -129,6 +132,7 @@ int32_t cut_limits(const struct limit_record *records, size_t n)
 struct job {
     int (*what)(void *);
     void *of;
+    bool closes;
     _Atomic int result;
     _Atomic bool over, left;
 };
@@ -156,7 +160,7 @@ static uint64_t now_ms(void)
 }
 
 /* -ETIMEDOUT, -ECANCELED (nobody waits for the answer any more): it goes on. `of` is freed when it is over. */
-static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of)
+static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of, bool closes)
 {
     uint64_t end = now_ms() + milliseconds;
     struct job *job = atomic_load(&under_way);
@@ -179,6 +183,7 @@ static int32_t within(uint64_t milliseconds, int (*what)(void *), void *of)
     }
     job->what = what;
     job->of = of;
+    job->closes = closes;
     atomic_store(&under_way, job);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -228,6 +233,24 @@ struct numbers {
     uint64_t number[];
 };
 
+/* A thread's own: a destroy that has failed leaves the group of the thread that tried it open (2.28), and whatever is asked
+ * there then is kept for ever. */
+static void *abort_one(void *behind)
+{
+    gate_exempt();
+    capture_leave_alone();
+    nccl(ncclCommAbort)(behind);
+    return NULL;
+}
+
+static void give_up(void *behind)
+{
+    pthread_t thread;
+
+    if (!pthread_create(&thread, NULL, abort_one, behind))
+        pthread_join(thread, NULL);
+}
+
 /* A thread's. What hangs on it goes with it. */
 static void *close_one(void *data)
 {
@@ -239,16 +262,23 @@ static void *close_one(void *data)
     if (comm->context)
         real(cuCtxSetCurrent)(comm->context);
     comms_lock();
-    comm->closed = true;
     atomic_store(&comm->real, NULL);
     comms_unlock();
     bool blocks = !comm->config || comm->config->blocking != 0;
     int finalized = blocks ? NCCL_SUCCESS : wait_for(behind, nccl(ncclCommFinalize)(behind));
     int destroyed = finalized ? finalized : nccl(ncclCommDestroy)(behind);
     if (destroyed)
-        nccl(ncclCommAbort)(behind); /* or its peers wait for it */
+        give_up(behind); /* or its peers wait for it */
     real(cuCtxSetCurrent)(NULL);
     return (void *)(intptr_t)destroyed;
+}
+
+static bool named_before(const struct numbers *these, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        if (these->number[i] == these->number[n])
+            return true;
+    return false;
 }
 
 /* Side by side: most of it is waiting, and so it does not matter in which order the peers do it. */
@@ -262,7 +292,7 @@ static int close_these(void *data)
         size_t n = 0;
         for (size_t i = from; i < these->n && i < from + CLOSED_AT_ONCE; i++) {
             struct comm *comm = by_number(these->number[i]);
-            if (!comm || !atomic_load(&comm->real))
+            if (!comm || !atomic_load(&comm->real) || named_before(these, i))
                 continue;
             if (!pthread_create(&threads[n], NULL, close_one, comm))
                 n++;
@@ -289,6 +319,8 @@ int32_t cut_rest(uint64_t milliseconds)
     while (!comms_shut()) {
         if (now_ms() - begun >= milliseconds)
             return -EBUSY;
+        if (serve_is_alone())
+            return -ECANCELED;
         nanosleep(&(struct timespec){0, 50000}, NULL);
     }
     uint64_t spent = now_ms() - begun;
@@ -308,7 +340,14 @@ int32_t cut_close(const uint64_t *numbers, size_t n, uint64_t milliseconds)
         free(these);
         return -EINVAL;
     }
-    return within(milliseconds, close_these, these);
+    comms_lock();
+    for (size_t i = 0; i < n; i++) { /* whoever looks before the thread has come to it is to know that it will be */
+        struct comm *comm = by_number(numbers[i]);
+        if (comm && atomic_load(&comm->real))
+            comm->closed = true;
+    }
+    comms_unlock();
+    return within(milliseconds, close_these, these, true);
 }
 
 /* The same as the last time, where that has come to nothing: some rank may wait in it for the others. */
@@ -336,11 +375,14 @@ struct joins {
     struct join_record one[];
 };
 
-/* A reduction of its own, and buffers that were made known to it. */
+/* A reduction of its own, and buffers that were made known to it. An operator that is not made is none: its old number may be
+ * another one's now. */
 static int hang_on(struct comm *comm, void *behind)
 {
     int result = NCCL_SUCCESS;
 
+    for (struct reduction *one = comm->reductions; one; one = one->next)
+        one->real = INT32_MAX;
     for (struct registered *one = comm->registered; one && !result; one = one->next)
         result = nccl(ncclCommRegister)(behind, one->buffer, one->bytes, &one->real);
     for (struct reduction *one = comm->reductions; one && !result; one = one->next)
@@ -367,7 +409,9 @@ static int join_these(void *data)
         for (size_t i = from; i < to && !result; i++) {
             struct comm *comm = by_number(these->one[i].number);
             struct nccl_unique_id id;
-            if (!comm || comm->ended || atomic_load(&comm->real)) /* or made meanwhile, by what was asked before */
+            if (comm && atomic_load(&comm->real)) /* by what was asked before, or it was never closed */
+                comm->closed = false;
+            if (!comm || comm->ended || !comm->closed)
                 continue;
             memcpy(&id, these->one[i].unique_id, sizeof id);
             if (!comm->context)
@@ -389,16 +433,20 @@ static int join_these(void *data)
         }
         for (size_t i = from; i < to; i++) {
             struct comm *comm = by_number(these->one[i].number);
-            if (!comm || !made[i] || result)
+            if (!comm || !made[i])
                 continue;
-            comm->has_new_id = false;
-            result = hang_on(comm, made[i]);
+            comm->has_new_id = comm->has_new_id && result; /* another id, or its peers would wait in this one */
+            result = result ? result : hang_on(comm, made[i]);
             comms_lock();
-            if (!comm->ended) {
+            bool wanted = !result && !comm->ended;
+            if (wanted) {
                 atomic_store(&comm->real, made[i]);
                 comm->closed = false;
+                comm->made_again++;
             }
             comms_unlock();
+            if (!wanted)
+                give_up(made[i]);
         }
     }
     free(made);
@@ -413,10 +461,22 @@ int32_t cut_join(const struct join_record *records, size_t n, uint64_t milliseco
         return -ENOMEM;
     these->n = n;
     memcpy(these->one, records, n * sizeof records[0]);
-    return within(milliseconds, join_these, these);
+    return within(milliseconds, join_these, these, false);
 }
 
-void cut_open(void)
+/* A child has no such thread. */
+void cut_in_child(void)
 {
+    atomic_store(&under_way, NULL);
+}
+
+/* While something is being closed nobody may come to it. */
+int32_t cut_open(void)
+{
+    const struct job *job = atomic_load(&under_way);
+
+    if (job && job->closes && !atomic_load(&job->over))
+        return -EBUSY;
     comms_open();
+    return 0;
 }

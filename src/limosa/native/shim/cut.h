@@ -16,6 +16,7 @@ int32_t cut_rest(uint64_t milliseconds);
 int32_t cut_close(const uint64_t *numbers, size_t n, uint64_t milliseconds);
 bool tell_unique_ids(int client, struct message *answer, const uint64_t *numbers, size_t n);
 int32_t cut_join(const struct join_record *records, size_t n, uint64_t milliseconds);
-void cut_open(void);
+int32_t cut_open(void);
+void cut_in_child(void);
 
 #endif

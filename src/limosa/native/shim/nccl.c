@@ -127,6 +127,22 @@ void *nccl_instead(const char *symbol, void *found)
     return found;
 }
 
+/* A program may come here first, before it has called the driver. */
+static CUcontext current(void)
+{
+    CUcontext context = NULL;
+
+    if (real(cuCtxGetCurrent))
+        real(cuCtxGetCurrent)(&context);
+    return context;
+}
+
+static void make_current(CUcontext context)
+{
+    if (real(cuCtxSetCurrent))
+        real(cuCtxSetCurrent)(context);
+}
+
 /* ---- groups ---- */
 
 struct step {
@@ -159,7 +175,7 @@ static struct step *later(struct call *call, struct comm *comm)
     memset(step, 0, sizeof *step);
     step->call = call;
     step->comm = comm;
-    real(cuCtxGetCurrent)(&step->context);
+    step->context = current();
     return step;
 }
 
@@ -345,22 +361,21 @@ static void forget_group(void)
 /* All of it, between a start and an end of the real ones. */
 static int replay_group(void)
 {
-    CUcontext before = NULL, now;
+    CUcontext before, now;
     int result = nccl(ncclGroupStart)(), failed = NCCL_SUCCESS;
 
-    real(cuCtxGetCurrent)(&before);
-    now = before;
+    now = before = current();
     for (size_t i = 0; !result && i < group.n && !failed; i++) {
         struct step *step = &group.steps[i];
         if (step->context && step->context != now) {
-            real(cuCtxSetCurrent)(step->context);
+            make_current(step->context);
             now = step->context;
         }
         failed = step->replay ? step->replay(step) : by_words(step);
         failed = failed == NCCL_IN_PROGRESS ? NCCL_SUCCESS : failed;
     }
     if (now != before)
-        real(cuCtxSetCurrent)(before);
+        make_current(before);
     return failed ? failed : result;
 }
 
@@ -382,8 +397,10 @@ EXPORT int ncclGroupEnd(void)
         return NCCL_SUCCESS;
     struct counted few[32], *all = group.n <= 32 ? few : malloc(group.n * sizeof *all);
     size_t n = 0;
-    if (!all)
+    if (!all) {
+        forget_group();
         return NCCL_SYSTEM_ERROR;
+    }
     for (size_t i = 0; i < group.n; i++)
         if (group.steps[i].comm)
             all[n++] = counted(&group.steps[i]);
@@ -429,7 +446,7 @@ static void settle(struct comm *comm)
         comms_sized(comm, nccl(ncclCommCount), nccl(ncclCommUserRank));
     nccl(ncclCommCuDevice)(behind, &comm->device);
     if (!comm->context)
-        real(cuCtxGetCurrent)(&comm->context);
+        comm->context = current();
     comm->joining = false;
 }
 
@@ -462,8 +479,7 @@ static void group_ended(int result)
 {
     if (result)
         return;
-    CUcontext before = NULL;
-    real(cuCtxGetCurrent)(&before);
+    CUcontext before = current();
     for (size_t i = 0; i < group.n; i++) {
         struct step *step = &group.steps[i];
         struct comm *comm = step->comm;
@@ -475,7 +491,7 @@ static void group_ended(int result)
             settle(comm);
         }
     }
-    real(cuCtxSetCurrent)(before);
+    make_current(before);
 }
 
 /* By unique ids: the first one names it. */
@@ -516,7 +532,7 @@ static int join(int place, struct join what)
         free(join);
         return NCCL_SYSTEM_ERROR;
     }
-    real(cuCtxGetCurrent)(&comm->context); /* the thread that finds it made may have none */
+    comm->context = current(); /* the thread that finds it made may have none */
     *join = what;
     join->ids = memcpy(join + 1, ids, (size_t)what.n_ids * sizeof ids[0]);
     struct step step = {.call = &calls[place], .comm = comm, .replay = join_now, .more = join};

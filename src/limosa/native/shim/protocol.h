@@ -72,7 +72,8 @@ struct record {
     uint32_t nothing;
 };
 
-enum { COMM_JOINING = 1, COMM_CLOSED = 2, COMM_CAPTURED = 4, COMM_STRANGE = 8, COMM_MEMORY = 16, COMM_REGISTERED = 32 };
+/* COMM_AGAIN: it was made again an odd number of times. */
+enum { COMM_JOINING = 1, COMM_CLOSED = 2, COMM_CAPTURED = 4, COMM_STRANGE = 8, COMM_MEMORY = 16, COMM_AGAIN = 32 };
 
 struct comm_record {
     uint64_t id[2]; /* the same in all ranks */

@@ -300,7 +300,7 @@ static bool answer_one(int client)
         answer.result = cut_join((const struct join_record *)(const void *)ids, bytes / sizeof(struct join_record),
                                  asked.a);
         break;
-    case VERB_LET: cut_open(); break;
+    case VERB_LET: answer.result = cut_open(); break;
     default: answer.result = -ENOSYS; break;
     }
     if (asked.verb != VERB_HELLO) {
@@ -444,6 +444,7 @@ static void in_child(void)
     left_in_child();
     ipc_in_child();
     comms_in_child();
+    cut_in_child();
     pthread_mutex_init(&begin_lock, NULL);
 }
 

@@ -10,6 +10,7 @@
 #include "memory.h"
 #include "park.h"
 #include "protocol.h"
+#include "serve.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -21,6 +22,7 @@
 #include <time.h>
 
 #define LIMIT_STACK 0
+#define LOOK_MS 100
 #define USUAL_STACK 1024 /* what it is where nobody has set it */
 
 static _Atomic int waiting; /* a wait for the device that was given up on is still under way */
@@ -82,7 +84,6 @@ static CUresult device_done(uint64_t milliseconds)
     size_t n_made = contexts_count();
     struct wait *wait = calloc(1, sizeof *wait + n_made * sizeof wait->made[0]);
     uint64_t last = now_ms() + milliseconds;
-    struct timespec end = {(time_t)(last / 1000), (long)(last % 1000) * 1000000};
     pthread_attr_t attributes;
     pthread_condattr_t clock;
     pthread_t thread;
@@ -110,8 +111,11 @@ static CUresult device_done(uint64_t milliseconds)
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     pthread_mutex_lock(&wait->lock);
-    while (!wait->over && pthread_cond_timedwait(&wait->done, &wait->lock, &end) == 0)
-        ;
+    while (!wait->over && now_ms() < last && !serve_is_alone()) { /* who has asked may have left */
+        uint64_t next = now_ms() + LOOK_MS < last ? now_ms() + LOOK_MS : last;
+        struct timespec then = {(time_t)(next / 1000), (long)(next % 1000) * 1000000};
+        pthread_cond_timedwait(&wait->done, &wait->lock, &then);
+    }
     bool over = wait->over;
     result = over ? wait->result : CUDA_ERROR_NOT_READY;
     wait->left = !over;

@@ -121,17 +121,20 @@ def leave(ranks: Sequence[Rank]) -> None:
 def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
     """Asks all at once. The first error is raised: the others may wait for that rank, and are not waited for."""
     found: dict[int, _T] = {}
+    failed: list[LimosaError] = []
 
     def one(i: int) -> None:
         try:
             found[i] = what(ranks[i])
-        except LimosaError:
+        except LimosaError as error:
+            failed.append(error)
             for j, other in enumerate(ranks):
                 if j != i and j not in found:
                     other.shim.interrupt()
-            raise
 
     together([partial(one, i) for i in range(len(ranks))])
+    if failed:
+        raise failed[0]
     return [found[i] for i in range(len(ranks))]
 
 
@@ -231,17 +234,7 @@ def _living(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _join_once(ranks: Sequence[Rank]) -> None:
-    closed = _whole_and_closed(ranks)
-
-    def close_half(rank: Rank) -> None:
-        """Closes what is closed in some ranks only, and waits for what somebody who has died had asked for."""
-        rank.shim.shut([c.number for c in rank.said.comms if c.id in closed and not c.closed], CLOSE_SECONDS)
-
-    _of_all([rank for rank in ranks if rank.said.look.gate is CommGate.SHUT], close_half)
-    closed = _whole_and_closed(ranks)
-    if any(c.id in closed and not c.closed for rank in ranks for c in rank.said.comms):  # made by what was waited for
-        _of_all([rank for rank in ranks if rank.said.look.gate is CommGate.SHUT], close_half)
-        closed = _whole_and_closed(ranks)
+    closed = _closed_everywhere(ranks)
     ids: dict[Id, bytes] = {}
     for rank in ranks:
         mine = {comm.id: comm.number for comm in rank.said.comms if comm.rank == 0 and comm.id in closed}
@@ -254,6 +247,34 @@ def _join_once(ranks: Sequence[Rank]) -> None:
             rank.shim.join([(comm.number, ids[comm.id]) for comm in mine], JOIN_SECONDS)
 
     _of_all(ranks, one)
+
+
+def _closed_everywhere(ranks: Sequence[Rank]) -> set[Id]:
+    """What is to be made again, and closed in all of its ranks: who has died in the middle has left some open.
+
+    Those that were never closed are closed now. Where some were made again already, the others are about to be, or
+    that has failed: whoever does not come to it in time has all of them closed once more.
+    """
+    closed = _whole_and_closed(ranks)
+    made = {c.id: c.again for rank in ranks for c in rank.said.comms if c.id in closed and c.closed}
+
+    def never_closed(rank: Rank) -> list[int]:
+        return [c.number for c in rank.said.comms if c.id in closed and not c.closed and c.again == made[c.id]]
+
+    _shut(ranks, never_closed)
+    halves = {c.id for rank in ranks for c in rank.said.comms if c.id in closed and c.again != made[c.id]}
+    if halves:
+        late = [rank for rank in ranks if any(c.id in halves and c.closed for c in rank.said.comms)]
+        _of_all(late, lambda rank: rank.shim.shut([], CLOSE_SECONDS))  # answered when what was asked before is done
+        closed = _whole_and_closed(ranks)
+        _shut(ranks, lambda rank: [c.number for c in rank.said.comms if c.id in closed & halves and not c.closed])
+    return closed
+
+
+def _shut(ranks: Sequence[Rank], which: Callable[[Rank], Sequence[int]]) -> None:
+    some = [(rank, which(rank)) for rank in ranks]
+    numbers = {id(rank): mine for rank, mine in some if mine}
+    _of_all([rank for rank, mine in some if mine], lambda rank: rank.shim.shut(numbers[id(rank)], CLOSE_SECONDS))
 
 
 def _whole_and_closed(ranks: Sequence[Rank]) -> set[Id]:

@@ -6,6 +6,7 @@ from limosa.errors import LimosaError
 from limosa.gpu import State
 from limosa.operation.communicators import closing
 from limosa.operation.journal import Noted, Phase
+from limosa.operation.parked import recovering
 from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.process.records import SuspendRecord
@@ -97,6 +98,8 @@ class JoinCommunicators(Step[Op]):
         """They are made by whoever finds it finished."""
         if not left.dead.began(Noted.JOIN):
             return None
+        if left.parked:
+            recovering.go_on(left.dead)
         for root in left.dead.header.roots:
             SuspendRecord(root=root).forget()
         return Finished("all was where it was to go: made its communicators again (finished)", JobState.RUNNING)
