@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from limosa.operation.results import Ps
 
 
+_LISTED = 8  # numbers in a line
 _SECONDS = 2.0  # between two looks of --watch
 
 
@@ -107,7 +108,8 @@ def _ranks(process: dict[str, Any], closed: bool) -> str:
 
 
 def _listed(what: str, numbers: Sequence[str]) -> str:
-    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+    more = f" and {len(numbers) - _LISTED} more" if len(numbers) > _LISTED else ""
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(numbers[:_LISTED])}{more}"
 
 
 def _moves(job: Ps) -> str:

@@ -40,7 +40,9 @@ from limosa.parking.protocol import (
     Stand,
     Verb,
 )
+from limosa.process.candidates import MOST_OF_MAPS
 from limosa.process.identity import Identity
+from limosa.process.slurp import pieces
 from limosa.process.status import uids_of
 
 ANSWER_SECONDS = 10.0
@@ -59,21 +61,26 @@ LOOK_SECONDS = 12.0
 MOST_PIECES = 1 << 18
 MOST_CALLED = 1 << 13
 MOST_SHARERS = 1 << 16
-MOST_COMMS = 1 << 16
+MOST_COMMS = 4096
+MOST_PAIRS = 1 << 16
+"""Of ranks that have sent to each other."""
 _PACKET = 1 << 16
 _patience = Patience(LOOK_SECONDS)
 _T = TypeVar("_T")
 
 
 # As it is; replaced by a newer one; and so when CRIU restored the process, which brings back what is gone as a "ghost".
-_MAPPED = re.compile(rb"/" + re.escape(LIBRARY.name.encode()) + rb"(\.cr\.[0-9a-f]+\.ghost)?( \(deleted\))?\n?$")
+_MAPPED = re.compile(rb"/" + re.escape(LIBRARY.name.encode()) + rb"(\.cr\.[0-9a-f]+\.ghost)?( \(deleted\))?$", re.M)
 
 
 def under_shim(pid: int) -> bool:
     """Return whether a process has the shim's library mapped, be it one that was replaced by a newer since."""
     try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            return any(_MAPPED.search(line) for line in file)
+        read = 0
+        for some in pieces(f"/proc/{pid}/maps"):
+            if _MAPPED.search(some) or (read := read + len(some)) > MOST_OF_MAPS:
+                return True  # more than there can be of an ordinary one: it is asked
+        return False
     except OSError:
         return False
 
@@ -120,6 +127,7 @@ class Shim:
 
     Attributes:
         owner: whose process it is: his vault and his mover serve it.
+        until: a moment at which all is over that is asked, besides the limit of each question.
         refused: as :meth:`counts` was answered, whether it has kept another's checkpoint from being its end.
 
     Raises:
@@ -136,7 +144,8 @@ class Shim:
         self.identity, self._number, self._lost, self.refused = identity, 0, False, False
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
-        self._version = VERSION
+        self._version, self._interrupted = VERSION, False
+        self.until: Deadline | None = None
         if whole is not None:
             try:
                 self._user = uids_of(identity.pid)[0]
@@ -380,7 +389,8 @@ class Shim:
 
     def _comms(self, what: int, each: Callable[[bytes, int], Iterable[_T]]) -> tuple[CommsLook, list[_T]]:
         looks: list[CommsLook] = []
-        found = self._all(Verb.COMMS, MOST_COMMS, each, what, lambda said: looks.append(answers.comms_look(said)))
+        most = MOST_PAIRS if what else MOST_COMMS
+        found = self._all(Verb.COMMS, most, each, what, lambda said: looks.append(answers.comms_look(said)))
         return looks[0], found
 
     def cut(self) -> None:
@@ -399,8 +409,10 @@ class Shim:
 
     def shut(self, numbers: Sequence[int], seconds: float) -> None:
         """Close communicators, all ranks of which are at rest: one reads what lies in another one's memory."""
-        data = struct.pack(f"={len(numbers)}Q", *numbers)
-        self._tell(Verb.SHUT, data, int(seconds * 1000), seconds + self.limit)
+        for start in range(0, max(1, len(numbers)), MOST):
+            some = numbers[start : start + MOST]
+            data = struct.pack(f"={len(some)}Q", *some)
+            self._tell(Verb.SHUT, data, int(seconds * 1000), seconds + self.limit)
 
     def unique_ids(self, numbers: Sequence[int]) -> list[bytes]:
         """Return ids to make communicators again with, of which this process is rank 0, by number.
@@ -438,15 +450,15 @@ class Shim:
         hang_up(self._socket)
 
     def interrupt(self) -> None:
-        """Have another thread that waits for an answer stop waiting; what is asked next goes by a new connection."""
+        """Have another thread that waits for an answer stop waiting, and ask nothing more until :meth:`leave`."""
+        self._interrupted = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._lost = True
 
     def leave(self) -> None:
         """The same, until it is asked again: then it is connected to anew."""
         self.close()
-        self._lost = True
+        self._lost, self._interrupted = True, False
 
     def __enter__(self) -> Shim:
         return self
@@ -457,7 +469,7 @@ class Shim:
     # -- what is sent and received ---------------------------------------------------------------------------------
 
     def _deadline(self, seconds: float | None = None) -> Deadline:
-        return Deadline(self.limit if seconds is None else seconds, self._within)
+        return Deadline(self.limit if seconds is None else seconds, self.until or self._within)
 
     def _has_waited(self, since: float) -> None:
         if self._within is not None:
@@ -505,6 +517,8 @@ class Shim:
         data: bytes = b"",
         fds: Sequence[int] = (),
     ) -> None:
+        if self._interrupted:
+            raise self._error(verb.name.lower(), "it was broken off")
         if self._lost:  # an answer that was not waited for any more would be taken for this one's
             hang_up(self._socket)
             self._connect(CONNECT_SECONDS)

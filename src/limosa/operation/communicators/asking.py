@@ -16,6 +16,9 @@ from limosa.operation.journal import Member
 from limosa.parking.answers import Comm
 from limosa.parking.shim import Shim
 
+MOST_TOLD = 256
+"""Ranks of one process."""
+
 
 class Rank(msgspec.Struct, frozen=True):
     """One rank of a communicator, and where it is."""
@@ -39,33 +42,47 @@ class Communicators(msgspec.Struct):
 
 def ask(members: Sequence[Member]) -> Communicators:
     """Asks the shims of a job, each one question; where a process is that has communicators, one more."""
-    saids: list[tuple[Member, Said]] = []
-    ranks: dict[int, list[Rank]] = {}
+    users: dict[int, list[tuple[Member, Said]]] = {}  # whose processes say what: none is a word about another user's
+    found = Communicators()
     for member in members:
         with contextlib.suppress(LimosaError), Shim.to_look(member.identity) as shim:
             said = Said(*shim.comms())
-            saids.append((member, said))
+            users.setdefault(shim.owner, []).append((member, said))
+            found.told.add(member.pid)
             if said.comms:
-                ranks[member.pid] = _ranks(said.comms, [])
+                found.ranks[member.pid] = _ranks(said.comms, [])
                 if member.was == gpu.State.RUNNING:
-                    ranks[member.pid] = _ranks(said.comms, shim.devices())
-    shared, has = between([said for _, said in saids]), whole([said for _, said in saids])
-    closed = any(comm.closed for _, said in saids for comm in said.comms if comm.id in shared)
-    found = Communicators(n=len(shared), closed=closed, ranks=ranks, told={member.pid for member, _ in saids})
+                    found.ranks[member.pid] = _ranks(said.comms, shim.devices())
     elsewhere: dict[int, Comm] = {}  # by pid, the largest that has ranks elsewhere
-    for member, said in saids:
-        for comm in said.comms:
-            if comm.id not in shared:
-                continue
-            found.pids.add(member.pid)
-            if has[comm.id] or comm.joining:
-                found.reasons += _against(member, comm)
-            elif member.pid not in elsewhere or comm.ranks > elsewhere[member.pid].ranks:
-                elsewhere[member.pid] = comm
+    for saids in users.values():
+        _add(found, elsewhere, saids)
     if elsewhere:
         theirs = peers.of({comm.id for comm in elsewhere.values()}, [m.pid for m in members])
         found.reasons += [_elsewhere(pid, comm, theirs.get(comm.id, [])) for pid, comm in elsewhere.items()]
     return found
+
+
+def _add(found: Communicators, elsewhere: dict[int, Comm], saids: Sequence[tuple[Member, Said]]) -> None:
+    """Adds what the processes of one user say."""
+    shared, has = between([said for _, said in saids]), whole([said for _, said in saids])
+    found.n += len(shared)
+    for member, said in saids:
+        against: dict[str, list[Reason]] = {}
+        for comm in said.comms:
+            if comm.id not in shared:
+                continue
+            found.pids.add(member.pid)
+            found.closed = found.closed or comm.closed
+            if has[comm.id] or comm.joining:
+                for reason in _against(member, comm):
+                    against.setdefault(reason.id, []).append(reason)
+            elif member.pid not in elsewhere or comm.ranks > elsewhere[member.pid].ranks:
+                elsewhere[member.pid] = comm
+        for reasons in against.values():
+            text = reasons[0].text
+            if len(reasons) > 1:
+                text += f", and of {len(reasons) - 1} more of its communicators the same is true"
+            found.reasons.append(msgspec.structs.replace(reasons[0], text=text))
 
 
 def _ranks(comms: Sequence[Comm], gpus: Sequence[str]) -> list[Rank]:
@@ -73,7 +90,7 @@ def _ranks(comms: Sequence[Comm], gpus: Sequence[str]) -> list[Rank]:
         Rank(hex_of(comm.id), comm.rank, comm.ranks, gpus[comm.device] if 0 <= comm.device < len(gpus) else "")
         for comm in comms
     ]
-    return sorted(found, key=lambda one: (-one.ranks, one.communicator, one.rank))
+    return sorted(found, key=lambda one: (-one.ranks, one.communicator, one.rank))[:MOST_TOLD]
 
 
 def hex_of(id_: Id) -> str:

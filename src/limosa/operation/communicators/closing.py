@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
 from limosa.errors import CannotBeMoved, LimosaError, TimedOutUndone
+from limosa.ipc.packet import Deadline
 from limosa.operation.communicators.meeting import Id, Meeting, Said, whole
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import together
@@ -23,8 +24,12 @@ MEETING_SECONDS = 10.0
 """How long the ranks may take to come to the same point."""
 CLOSE_SECONDS = 30.0
 JOIN_SECONDS = 60.0
+WHOLE_SECONDS = 150.0
+"""For all that is asked on the way back, whatever a process answers."""
 _LOOK_SECONDS = 0.0005
-_TRIES = 1000
+_STEADY_SECONDS = 1.0
+_SPARE = 2.0
+"""Seconds that what a process is told takes beside what it is to do."""
 _T = TypeVar("_T")
 
 
@@ -38,7 +43,8 @@ class Rank:
 
 def said_by(shim: Shim) -> Said:
     """All that a process says, of one moment. Raises CannotBeMoved: it says something else each time."""
-    for _ in range(_TRIES):
+    end = time.monotonic() + _STEADY_SECONDS
+    while time.monotonic() < end:
         look, comms = shim.comms()
         counted_at, counted = shim.counted()
         waits_at, wants = shim.wants()
@@ -67,27 +73,47 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
 
     Raises CannotBeMoved: one runs under the shim and does not answer.
     """
-    found: list[Rank] = []
+    found: dict[int, Rank] = {}
+
+    def one(member: Member) -> None:
+        try:
+            rank = _rank_of(member, connected.get(member.pid))
+        except LimosaError as error:
+            if not _looks_after_none(error) and member.identity.alive() and not ending(member.pid):
+                raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+            return
+        if rank.said.comms or rank.said.look.gate is not CommGate.OPEN:
+            found[member.pid] = rank
+        else:
+            leave([rank])
+
     try:
-        for member in members:
-            if not under_shim(member.pid):
-                continue
-            try:
-                rank = _rank_of(member, connected.get(member.pid))
-            except LimosaError as error:
-                if _looks_after_none(error):
-                    continue
-                if member.identity.alive():
-                    raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
-                continue
-            if rank.said.comms or rank.said.look.gate is not CommGate.OPEN:
-                found.append(rank)
-            else:
-                leave([rank])
+        together([partial(one, member) for member in members if under_shim(member.pid)])
     except BaseException:
-        leave(found)
+        leave(list(found.values()))
         raise
-    return found
+    return [found[member.pid] for member in members if member.pid in found]
+
+
+def apart(ranks: Sequence[Rank]) -> list[list[Rank]]:
+    """Those of one job and one user: what one says is no word about another's. Each group stops and goes on alone."""
+    groups: dict[tuple[int, int], list[Rank]] = {}
+    for rank in ranks:
+        groups.setdefault((rank.member.root, rank.shim.owner), []).append(rank)
+    return list(groups.values())
+
+
+@contextlib.contextmanager
+def _in_all(ranks: Sequence[Rank], seconds: float) -> Iterator[None]:
+    """All that these are asked takes no longer than that."""
+    until = Deadline(seconds)
+    for rank in ranks:
+        rank.shim.until = until
+    try:
+        yield
+    finally:
+        for rank in ranks:
+            rank.shim.until = None
 
 
 def _looks_after_none(error: LimosaError) -> bool:
@@ -134,6 +160,8 @@ def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
 
     together([partial(one, i) for i in range(len(ranks))])
     if failed:
+        for rank in ranks:
+            rank.shim.leave()
         raise failed[0]
     return [found[i] for i in range(len(ranks))]
 
@@ -149,8 +177,14 @@ def meet(ranks: Sequence[Rank], clock: Clock) -> None:
 
     Raises TimedOutUndone: they did not come to one within the time; all go on. LimosaError: a process failed.
     """
+    seconds = clock.at_most(MEETING_SECONDS)
+    with _in_all(ranks, seconds + _SPARE):
+        _meet(ranks, clock, seconds)
+
+
+def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
     began = time.monotonic()
-    end = began + clock.at_most(MEETING_SECONDS)
+    end = began + seconds
     _of_all(ranks, lambda rank: rank.shim.cut())
     meeting = Meeting(began)
     while True:
@@ -185,6 +219,11 @@ def close(ranks: Sequence[Rank], clock: Clock) -> int:
     The ranks stand at the same point. All work on all of their GPUs is done first: what one has sent may still be read
     from its memory by another.
     """
+    with _in_all(ranks, 2 * clock.at_most(CLOSE_SECONDS) + _SPARE):
+        return _close(ranks, clock)
+
+
+def _close(ranks: Sequence[Rank], clock: Clock) -> int:
     _of_all(ranks, lambda rank: rank.shim.rest(clock.at_most(CLOSE_SECONDS)))
     shared = between(_look(ranks))
     for rank in ranks:
@@ -300,11 +339,19 @@ def back(
     ``joins`` is called before any is made.
     """
     ranks = ranks_of([m for m in members if m.identity.alive()], connected)
+    groups = apart(ranks)
+    closed = [any(comm.closed for rank in group for comm in rank.said.comms) for group in groups]
     try:
-        if any(comm.closed for rank in ranks for comm in rank.said.comms):
+        if any(closed):
             joins()
-            join(ranks)
-        else:
-            let([rank for rank in ranks if rank.said.look.gate is not CommGate.OPEN])
+        together([partial(_back, group, was) for group, was in zip(groups, closed, strict=True)])
     finally:
         leave(ranks)
+
+
+def _back(group: Sequence[Rank], closed: bool) -> None:
+    with _in_all(group, WHOLE_SECONDS):
+        if closed:
+            join(group)
+        else:
+            let([rank for rank in group if rank.said.look.gate is not CommGate.OPEN])

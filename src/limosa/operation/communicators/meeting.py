@@ -68,14 +68,18 @@ def counts(said: Said) -> dict[What, int]:
 
 
 def whole(saids: Sequence[Said]) -> dict[Id, bool]:
-    """Whether all ranks of a communicator are there, for each that any process has."""
-    ranks: dict[Id, set[int]] = {}
+    """Whether all ranks of a communicator are there, each once, for each that any process has."""
+    ranks: dict[Id, list[int]] = {}
     sizes: dict[Id, int] = {}
     for said in saids:
         for comm in said.comms:
-            ranks.setdefault(comm.id, set()).add(comm.rank)
+            ranks.setdefault(comm.id, []).append(comm.rank)
             sizes[comm.id] = max(sizes.get(comm.id, 0), comm.ranks)
-    return {id_: len(found - {-1}) == sizes[id_] for id_, found in ranks.items()}
+    return {id_: len(found) >= sizes[id_] and _each_once(found, sizes[id_]) for id_, found in ranks.items()}
+
+
+def _each_once(ranks: Sequence[int], n: int) -> bool:
+    return sorted(rank for rank in ranks if rank >= 0) == list(range(n))
 
 
 class Meeting:

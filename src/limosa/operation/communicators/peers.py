@@ -6,6 +6,7 @@ They are asked only where ranks are missing. Whom the caller may not look at is 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Sequence
 from functools import partial
 
@@ -26,7 +27,13 @@ _ONE_RUN = "start all ranks by one limosa run on one machine, and they are one j
 
 def of(ids: Collection[Id], but: Collection[int]) -> dict[Id, list[int]]:
     """Return the processes that have ranks of these communicators, but for some; 64 at most are asked, side by side."""
-    others = [pid for pid in candidates() if pid not in but and pid != os.getpid() and under_shim(pid)]
+    end = time.monotonic() + SECONDS
+    others = []
+    for pid in candidates():
+        if time.monotonic() > end:
+            break
+        if pid not in but and pid != os.getpid() and under_shim(pid):
+            others.append(pid)
     found: dict[Id, list[int]] = {}
     for pid, theirs in within(SECONDS, [partial(_asked, pid) for pid in others]):
         for id_ in theirs & set(ids):

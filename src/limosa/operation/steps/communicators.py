@@ -58,12 +58,14 @@ class CloseCommunicators(_OfRanks):
         work = op.work
         ranks = closing.ranks_of(op.ranks, op.shims)
         try:
-            if not closing.between([rank.said for rank in ranks]):
+            groups = [g for g in closing.apart(ranks) if closing.between([rank.said for rank in g])]
+            if not groups:
                 return
             work.note(Noted.COMMUNICATORS, Phase.BEGIN)
-            with work.spent("nccl-meet"):
-                closing.meet(ranks, work)
-            closing.close(ranks, work)
+            for group in groups:
+                with work.spent("nccl-meet"):
+                    closing.meet(group, work)
+                closing.close(group, work)
         finally:
             closing.leave(ranks)
 
