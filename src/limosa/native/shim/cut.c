@@ -21,6 +21,7 @@
 
 #define WANTS_MOST 256
 #define CLOSED_AT_ONCE 64
+#define PART_MS 500 /* of a wait whose end nobody may wait for any more */
 
 static struct comm_record record_of(const struct comm *comm)
 {
@@ -323,8 +324,14 @@ int32_t cut_rest(uint64_t milliseconds)
             return -ECANCELED;
         nanosleep(&(struct timespec){0, 50000}, NULL);
     }
-    uint64_t spent = now_ms() - begun;
-    int32_t result = still_close(milliseconds > spent ? milliseconds - spent : 1);
+    int32_t result = CUDA_ERROR_NOT_READY;
+    for (bool last = false; result == CUDA_ERROR_NOT_READY && !last;) {
+        uint64_t spent = now_ms() - begun, left = milliseconds > spent ? milliseconds - spent : 1;
+        last = left <= PART_MS;
+        result = still_close(last ? left : PART_MS);
+        if (result && serve_is_alone()) /* whoever comes next is to be answered */
+            return -ECANCELED;
+    }
     return result ? result : still_open();
 }
 
