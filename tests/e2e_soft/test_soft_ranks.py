@@ -249,6 +249,17 @@ def test_a_call_that_fails_once(two: Any, function: str) -> None:
     job.finish()
 
 
+@pytest.mark.parametrize("nth", [1, 3])
+def test_an_operator_that_cannot_be_made_again_is_no_other_one(two: Any, nth: int) -> None:
+    """Its old number may be another operator's on the new communicator: nobody goes on to compute with that."""
+    job = Ranks(two, "--operators", "--groups")
+    two.switches.add(f"function=ncclRedOpCreatePreMulSum result=ncclSystemError nth={nth}")
+    two.says(0, "", "move", job.pid, *SWAP)  # it is tried again
+    two.switches.clear()
+    job.goes_on()
+    job.finish()
+
+
 @pytest.mark.parametrize("elements", [512, 1 << 19], ids=["driver", "parked"])
 @pytest.mark.parametrize(
     ("function", "what"),

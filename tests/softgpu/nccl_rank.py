@@ -150,11 +150,19 @@ class Work:
         self.own, self.sums, self.parity_sums, self.ring = (nccl.memory(self.bytes) for _ in range(4))
         numbers = np.random.default_rng(seed + rank.rank).integers(0, 1 << 32, self.count, dtype=np.uint32)
         nccl.put(self.own, numbers.tobytes())
+        self.operators = [self.operator(self.world, factor) for factor in (2, 3)] if options.operators else []
 
     def all_reduce(self, to: int, comm: int, begin: int = 0, end: int | None = None) -> None:
         end = self.count if end is None else end
         offset = 4 * begin
-        nccl.nccl("ncclAllReduce", self.own + offset, to + offset, end - begin, UINT32, nccl.SUM, comm, self.stream)
+        op = self.operators[begin > 0] if self.operators and comm == self.world else nccl.SUM
+        nccl.nccl("ncclAllReduce", self.own + offset, to + offset, end - begin, UINT32, op, comm, self.stream)
+
+    def operator(self, comm: int, factor: int) -> int:
+        """An operator of its own: what each rank gives is multiplied first."""
+        op, scalar = ctypes.c_int(), ctypes.c_uint32(factor)
+        nccl.nccl("ncclRedOpCreatePreMulSum", ctypes.byref(op), ctypes.byref(scalar), UINT32, 1, comm)
+        return op.value
 
     def sum_up(self) -> None:
         """The sums of all, and of those of the same parity, and what the rank before has."""
@@ -236,7 +244,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
-    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "watchdog"):
+    for name in ("p2p", "groups", "threads", "nonblocking", "capture", "operators", "watchdog"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
 

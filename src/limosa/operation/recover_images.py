@@ -79,7 +79,8 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             if not committed:
                 remove_drafts(dead)  # the job is there: nobody needs what was not finished
             raise
-        communicators.back([m for m in header.members if m.was != gpu.State.CHECKPOINTED])
+        if dead.began(Noted.COMMUNICATORS):
+            communicators.back([m for m in header.members if m.was != gpu.State.CHECKPOINTED])
         did.append("the job runs on")
     else:
         if committed:

@@ -26,7 +26,8 @@ class _OfRanks(Step[OnGpus], abstract=True):
 
     def undo(self, op: OnGpus) -> None:
         """The communicators are made again, and all ranks go on."""
-        closing.back(op.ranks, op.shims)
+        if op.met:
+            closing.back(op.ranks, op.shims)
 
 
 class WayBackOfCommunicators(_OfRanks):
@@ -62,6 +63,7 @@ class CloseCommunicators(_OfRanks):
             if not groups:
                 return
             work.note(Noted.COMMUNICATORS, Phase.BEGIN)
+            op.met = True
             for group in groups:
                 with work.spent("nccl-meet"):
                     closing.meet(group, work)
@@ -70,7 +72,8 @@ class CloseCommunicators(_OfRanks):
             closing.leave(ranks)
 
     def mend(self, left: Left) -> None:
-        closing.back([member for member in left.alive if member.was != State.CHECKPOINTED])
+        if left.dead.began(Noted.COMMUNICATORS):
+            closing.back([member for member in left.alive if member.was != State.CHECKPOINTED])
 
 
 class JoinCommunicators(Step[Op]):

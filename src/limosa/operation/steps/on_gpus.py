@@ -23,6 +23,7 @@ class OnGpus(Op):
         self.verb, self.prepared, self.release = verb, prepared, prepared[0].release
         self.carrier: Carrier | None = None  # of what the shim looks after; None: the driver carries everything
         self.bulk: Bulk | None = None  # host memory that is ready for what the driver saves
+        self.met = False  # whether its ranks were told to stop at the same call
 
     @property
     def pauses(self) -> bool:
