@@ -73,10 +73,10 @@ def communicators(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 
 
 def _on_trial(facts: Facts) -> Sequence[Reason]:
-    """Several ranks on real GPUs: some were lost where the GPUs were busy, and nobody knows why yet."""
+    """Several ranks on real GPUs: some were lost beside others of their kind, and nobody knows why yet."""
     if not facts.comms.n or facts.inventory is None or facts.inventory.software:
         return []
-    text = "its processes talk over NCCL: such jobs were moved, but some that kept their GPUs busy were lost after it"
+    text = "its processes talk over NCCL: such jobs were moved, but some were lost after it beside others on their GPUs"
     text += " (CUDA error 719)"
     hint = "--force=nccl-trial if you can lose it"
     return [Reason(id="nccl-trial", text=text, exit_code=13, hint=hint, forceable=True)]
