@@ -134,6 +134,9 @@ class Shim:
         NoSuchProcess, ShimError: it has ended; it does not run under the shim, or is somebody else's.
     """
 
+    until: Deadline | None = None
+    _interrupted = False
+
     def __init__(
         self,
         identity: Identity,
@@ -144,8 +147,7 @@ class Shim:
         self.identity, self._number, self._lost, self.refused = identity, 0, False, False
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
-        self._version, self._interrupted = VERSION, False
-        self.until: Deadline | None = None
+        self._version = VERSION
         if whole is not None:
             try:
                 self._user = uids_of(identity.pid)[0]
