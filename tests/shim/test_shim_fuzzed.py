@@ -30,6 +30,13 @@ def given() -> Iterator[list[int]]:
         os.close(fd)
 
 
+@pytest.fixture(autouse=True, params=["", "ranks"])
+def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with what is on trial, which answers nothing else than that there is no such thing."""
+    if request.param:
+        monkeypatch.setenv("LIMOSA_SHIM_WITH", request.param)
+
+
 def packet(source: random.Random) -> bytes:
     numbers = [0, 1, 2, 3, 199, 200, 4096, 1 << 31, 1 << 40, (1 << 64) - 1]
     fields = [source.choice(numbers) for _ in range(4)]

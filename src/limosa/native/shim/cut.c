@@ -462,6 +462,8 @@ static int join_these(void *data)
 
 int32_t cut_join(const struct join_record *records, size_t n, uint64_t milliseconds)
 {
+    if (!nccl_real(AT_ncclGroupStart) || !nccl_real(AT_ncclGroupEnd) || !nccl_real(AT_ncclCommInitRankConfig))
+        return -EINVAL; /* there is no libnccl, or an old one */
     struct joins *these = malloc(sizeof *these + n * sizeof records[0]);
 
     if (!these)
