@@ -427,9 +427,9 @@ class Run(Fault):
                 job.command("join")
             if len(job.session()) != job.slots:
                 problems.append(f"processes {job.session()} instead of {job.slots}")
-            if self.case.parked or self.case.victim in ranks.VICTIMS:  # threads of NCCL's open theirs a moment later
-                _until(lambda: self._same_files(job), 1.0)
-            if not self._same_files(job) and not self._sees_others():
+            # Memory comes back a moment later; threads of NCCL's open something now and then.
+            patience = 1.0 if self.case.parked or self.case.victim in ranks.VICTIMS else 0.0
+            if not _until(lambda: self._same_files(job), patience) and not self._sees_others():
                 problems.append(f"the job has other descriptors: {_other(job.open, job.descriptors())}")
             if self.fault in parked.BUSY or self.case.victim in ranks.VICTIMS:
                 _until(lambda: job.threads() == job.ran)
@@ -541,11 +541,12 @@ class Run(Fault):
             self.problems.append(f"noted as suspended: {record}")
 
 
-def _until(true: Callable[[], bool], limit: float = 4.0) -> None:
-    """Waits for what comes by itself; whoever needs it looks again."""
+def _until(true: Callable[[], bool], limit: float = 4.0) -> bool:
+    """Waits for what comes by itself; whether it has."""
     end = time.monotonic() + limit
-    while not true() and time.monotonic() < end:
+    while not (came := true()) and time.monotonic() < end:
         time.sleep(0.01)
+    return came
 
 
 def _more(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
