@@ -292,6 +292,21 @@ def unmeasured(what: str, error: Exception) -> dict[str, Any]:
     return {**row, "must": f"≤ {LIMITS[what]:g}", "ok": None, "error": str(error)}
 
 
+def told(rows: Sequence[dict[str, Any]], path: str | None) -> int:
+    """Prints rows as a table, and writes them down where asked; the exit code."""
+    if path:
+        Path(path).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    head = ("what", "without the shim", "with it", "added", "limit", "")
+    cells = [
+        (r["what"], f"{r['without']} {r['unit']}", f"{r['with']} {r['unit']}", r["added"], r["must"], verdict(r["ok"]))
+        if r["ok"] is not None
+        else (r["what"], "", "", r["error"], r["must"], "not measured")
+        for r in rows
+    ]
+    print(table(head, cells))
+    return 3 if any(r["ok"] is None for r in rows) else 0 if all(r["ok"] for r in rows) else 1
+
+
 def main() -> int:
     """Measure, say it, write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -305,17 +320,7 @@ def main() -> int:
         work(options.work)
         return 0
     rows = cost(options.quads, options.only, options.device)
-    if options.json:
-        Path(options.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    head = ("what", "without the shim", "with it", "added", "limit", "")
-    cells = [
-        (r["what"], f"{r['without']} {r['unit']}", f"{r['with']} {r['unit']}", r["added"], r["must"], verdict(r["ok"]))
-        if r["ok"] is not None
-        else (r["what"], "", "", r["error"], r["must"], "not measured")
-        for r in rows
-    ]
-    print(table(head, cells))
-    return 3 if any(r["ok"] is None for r in rows) else 0 if all(r["ok"] for r in rows) else 1
+    return told(rows, options.json)
 
 
 if __name__ == "__main__":

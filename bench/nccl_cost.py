@@ -10,7 +10,6 @@ is ``cost.py``'s. Exit code 0 where all is within the limits, 1 where not, 3 whe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -25,10 +24,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "src"), *filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 )
 
-from cost import Side, compare, unmeasured  # noqa: E402
+from cost import Side, compare, told, unmeasured  # noqa: E402
 from jobs import end_helpers  # noqa: E402
 from nccl_jobs import Asked  # noqa: E402
-from report import table, verdict  # noqa: E402
 
 from limosa.native.build import build_shim, compilers  # noqa: E402
 
@@ -99,17 +97,7 @@ def main() -> int:
     finally:
         if own:
             end_helpers(os.environ["LIMOSA_RUNTIME_DIR"])
-    if options.json:
-        Path(options.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n")
-    head = ("what", "without the shim", "with it", "added", "limit", "")
-    cells = [
-        (r["what"], f"{r['without']} {r['unit']}", f"{r['with']} {r['unit']}", r["added"], r["must"], verdict(r["ok"]))
-        if r["ok"] is not None
-        else (r["what"], "", "", r["error"], r["must"], "not measured")
-        for r in rows
-    ]
-    print(table(head, cells))
-    return 3 if any(r["ok"] is None for r in rows) else 0 if all(r["ok"] for r in rows) else 1
+    return told(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ come from ``parked.json``, which ``python -m campaign --way parked --record`` wr
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,16 +129,27 @@ def possible(operation: str, victim: str) -> bool:
 
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
     """Every case of the parked way."""
+    for operation, victim, steps in kinds(known, OPERATIONS, VICTIMS, possible):
+        yield from cases_of(operation, victim, steps, _points(operation, victim, steps), _calls(victim, steps))
+
+
+def kinds(
+    known: dict[str, Any], operations: Iterable[str], victims: Iterable[str], may: Callable[[str, str], bool]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each operation on each class of victim that was recorded, with its steps."""
+    for operation in operations:
+        for victim in victims:
+            steps = known.get(f"{operation}/{victim}")
+            if steps is not None and may(operation, victim):
+                yield operation, victim, steps
+
+
+def cases_of(operation: str, victim: str, steps: dict[str, Any], *own: Iterator[tuple[str, str]]) -> Iterator[Case]:
+    """The cases of its own, then those that every job under the shim has."""
     from campaign.cases import Case
 
-    for operation in OPERATIONS:
-        for victim in VICTIMS:
-            steps = known.get(f"{operation}/{victim}")
-            if steps is None or not possible(operation, victim):
-                continue
-            found = (_points(operation, victim, steps), _calls(victim, steps), driver(steps), disk(steps))
-            for step, fault in itertools.chain(*found, whole(operation)):
-                yield Case(operation, victim, step, fault)
+    for step, fault in itertools.chain(*own, driver(steps), disk(steps), whole(operation)):
+        yield Case(operation, victim, step, fault)
 
 
 def _points(operation: str, victim: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -7,7 +7,6 @@ come from ``ranks.json``, which ``python -m campaign --way ranks --record`` writ
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,16 +73,9 @@ def calls(victim: str) -> tuple[str, ...]:
 
 def enumerate_all(known: dict[str, Any]) -> Iterator[Case]:
     """Every case of jobs of several ranks."""
-    from campaign.cases import Case
-
-    for operation in OPERATIONS:
-        for victim in VICTIMS:
-            steps = known.get(f"{operation}/{victim}")
-            if steps is None or not possible(operation, victim):
-                continue
-            found = (_points(operation, steps), _nccl(operation, victim, steps), parked.driver(steps))
-            for step, fault in itertools.chain(*found, parked.disk(steps), parked.whole(operation)):
-                yield Case(operation, victim, step, fault)
+    for operation, victim, steps in parked.kinds(known, OPERATIONS, VICTIMS, possible):
+        own = (_points(operation, steps), _nccl(operation, victim, steps))
+        yield from parked.cases_of(operation, victim, steps, *own)
 
 
 def _points(operation: str, steps: dict[str, Any]) -> Iterator[tuple[str, str]]:

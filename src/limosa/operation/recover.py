@@ -242,6 +242,8 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:
             if finished.state == JobState.RUNNING:
+                for root in header.roots:
+                    SuspendRecord(root=root).forget()
                 communicators.back(alive)
             return entry_of(dead, did=finished.did, state=finished.state)
     home = partial(driver_steps.bring_back, driver, header.members, dead, header.id, progress)

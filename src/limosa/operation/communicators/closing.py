@@ -213,17 +213,17 @@ def _no_meeting(ranks: Sequence[Rank], meeting: Meeting, saids: Sequence[Said], 
     return error
 
 
-def close(ranks: Sequence[Rank], clock: Clock) -> int:
-    """Closes what lies between processes, in all ranks at once; returns how many communicators there are.
+def close(ranks: Sequence[Rank], clock: Clock) -> None:
+    """Closes what lies between processes, in all ranks at once.
 
     The ranks stand at the same point. All work on all of their GPUs is done first: what one has sent may still be read
     from its memory by another.
     """
     with _in_all(ranks, 2 * clock.at_most(CLOSE_SECONDS) + _SPARE):
-        return _close(ranks, clock)
+        _close(ranks, clock)
 
 
-def _close(ranks: Sequence[Rank], clock: Clock) -> int:
+def _close(ranks: Sequence[Rank], clock: Clock) -> None:
     _of_all(ranks, lambda rank: rank.shim.rest(clock.at_most(CLOSE_SECONDS)))
     shared = between(_look(ranks))
     for rank in ranks:
@@ -241,7 +241,6 @@ def _close(ranks: Sequence[Rank], clock: Clock) -> int:
         if imported or rank.shim.counts()["ipc"][0]:
             text = f"process {rank.member.pid} shares device memory with others, beside NCCL's"
             raise CannotBeMoved(detail=f"{text}: the driver could not restore it")
-    return len(shared)
 
 
 def join(ranks: Sequence[Rank]) -> None:
@@ -311,9 +310,7 @@ def _closed_everywhere(ranks: Sequence[Rank]) -> set[Id]:
 
 
 def _shut(ranks: Sequence[Rank], which: Callable[[Rank], Sequence[int]]) -> None:
-    some = [(rank, which(rank)) for rank in ranks]
-    numbers = {id(rank): mine for rank, mine in some if mine}
-    _of_all([rank for rank, mine in some if mine], lambda rank: rank.shim.shut(numbers[id(rank)], CLOSE_SECONDS))
+    _of_all([rank for rank in ranks if which(rank)], lambda rank: rank.shim.shut(which(rank), CLOSE_SECONDS))
 
 
 def _whole_and_closed(ranks: Sequence[Rank]) -> set[Id]:

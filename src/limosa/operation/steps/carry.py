@@ -18,7 +18,6 @@ from limosa.operation.steps.on_gpus import OnGpus
 from limosa.operation.turns import COME, GO
 from limosa.parking.shim import Shim
 from limosa.process.identity import ending
-from limosa.process.records import SuspendRecord
 from limosa.progress import Progress
 from limosa.terms import Release
 
@@ -198,8 +197,6 @@ class Open(_Carried):
         """Where a gate was going to be opened, or a process runs with what was mapped there."""
         if not left.parked or not recovering.go_on(left.dead):
             return None
-        for root in left.dead.header.roots:
-            SuspendRecord(root=root).forget()
         return Finished("every gate is open: finished", "running")
 
 

@@ -9,7 +9,6 @@ from limosa.operation.journal import Noted, Phase
 from limosa.operation.parked import recovering
 from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free, unsaid
 from limosa.operation.steps.on_gpus import OnGpus
-from limosa.process.records import SuspendRecord
 from limosa.terms import JobState
 
 EACH = 0.6
@@ -105,6 +104,4 @@ class JoinCommunicators(Step[Op]):
             return None
         if left.parked:
             recovering.go_on(left.dead)
-        for root in left.dead.header.roots:
-            SuspendRecord(root=root).forget()
         return Finished("all was where it was to go: made its communicators again (finished)", JobState.RUNNING)

@@ -160,8 +160,6 @@ class Restore(_DriverStep):
         for member in left.alive:
             if left.states[member.pid] == State.LOCKED:
                 left.driver.unlock(member.pid, limit=driver_steps.CALL_SECONDS)
-        for root in dead.header.roots:
-            SuspendRecord(root=root).forget()
         return Finished("everything was restored: unlocked it (finished)", "running")
 
 
