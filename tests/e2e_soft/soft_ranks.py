@@ -41,7 +41,7 @@ class Ranks:
         self.folder = node.place / f"ranks{node.n_jobs}"
         node.n_jobs += 1
         self.folder.mkdir()
-        until = ["--until", str(self.folder / "until"), "--pause", "2"]
+        until = ["--until", str(self.folder / "until"), *(() if "--pause" in self.options else ("--pause", "2"))]
         argv = self._argv(self.folder, MANY, until)
         if under:
             started = node.limosa("run", "-d", "--name", self.folder.name, "--", *argv, cwd=node.place)

@@ -13,6 +13,9 @@ import pytest
 from soft_command import Held, name_of, named, waits_for
 from soft_ranks import Ranks, signalled
 
+from limosa.parking.shim import Shim
+from limosa.process.identity import Identity
+
 
 @pytest.fixture(autouse=True)
 def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +85,25 @@ def test_whatever_the_ranks_do(two: Any, options: list[str]) -> None:
     two.says(0, "", "resume", job.pid)
     job.goes_on()
     job.finish()
+
+
+def test_a_captured_call_is_never_counted(two: Any) -> None:
+    """Not in a rank that is at rest either, while the other one is not: they would not come to one point any more."""
+    job = Ranks(two, "--capture", "--pause", 400)
+    with Shim(Identity.of(job.pids[0])) as first, Shim(Identity.of(job.pids[1])) as second:
+        both = (first, second)
+        for _ in range(2):
+            job.goes_on(1)
+            for shim in both:
+                shim.cut()
+            first.rest(2)
+            job.until(lambda: len(second.wants()[1]) == 1, "rank 1 waits for rank 0")
+            for shim in both:
+                shim.let()
+            job.goes_on(1)
+        assert len({tuple(comm.collectives for comm in shim.comms()[1]) for shim in both}) == 1
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on(1)
 
 
 def test_suspended_and_resumed_elsewhere(two: Any) -> None:

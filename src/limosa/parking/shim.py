@@ -255,8 +255,11 @@ class Shim:
 
         Raises GateStaysOpen: not within that time; it is open again.
         """
+        self._until_still(Verb.CLOSE, seconds)
+
+    def _until_still(self, verb: Verb, seconds: float) -> None:
         try:
-            self._ask(Verb.CLOSE, int(seconds * 1000), limit=seconds + self.limit)
+            self._ask(verb, int(seconds * 1000), limit=seconds + self.limit)
         except ShimError as error:
             result = error.fields.get("result")
             if result in (NOT_READY, CAPTURING):
@@ -406,8 +409,11 @@ class Shim:
             self._tell(Verb.LIMITS, b"".join(LIMIT.pack(*id_, most, kind, peer) for id_, kind, peer, most in some))
 
     def rest(self, seconds: float) -> None:
-        """After :meth:`cut`: no call of NCCL's passes any more, and all work is done."""
-        self._ask(Verb.REST, int(seconds * 1000), limit=seconds + self.limit)
+        """After :meth:`cut`: no call of NCCL's passes any more, and all work is done.
+
+        Raises GateStaysOpen: not within that time.
+        """
+        self._until_still(Verb.REST, seconds)
 
     def shut(self, numbers: Sequence[int], seconds: float) -> None:
         """Close communicators, all ranks of which are at rest: one reads what lies in another one's memory."""

@@ -122,20 +122,31 @@ void capture_hold(bool hold)
         syscall(SYS_futex, &held, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
 }
 
-/* Outside of the gate. A thread that is inside (a call within a call), or in the middle of a capture of its own, goes on:
+/* A thread that is inside (a call within a call; this one not counted), or in the middle of a capture of its own, goes on:
  * somebody waits for it. */
-static void wait_while_held(void)
+static bool has_to_wait(uint32_t depth)
 {
-    while (UNLIKELY(atomic_load_explicit(&held, memory_order_relaxed))) {
-        const struct reader *thread = gate_mine();
-        bool has = thread && atomic_load_explicit(&thread->inside, memory_order_relaxed);
-        pthread_mutex_lock(&one);
-        for (size_t i = 0; i < n_captures && !has; i++)
-            has = captures[i].thread == thread;
-        pthread_mutex_unlock(&one);
-        if (has)
-            return;
-        syscall(SYS_futex, &held, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
+    if (!UNLIKELY(atomic_load_explicit(&held, memory_order_relaxed)))
+        return false;
+    const struct reader *thread = gate_mine();
+    bool has = thread && atomic_load_explicit(&thread->inside, memory_order_relaxed) > depth;
+    pthread_mutex_lock(&one);
+    for (size_t i = 0; i < n_captures && !has; i++)
+        has = captures[i].thread == thread;
+    pthread_mutex_unlock(&one);
+    return !has;
+}
+
+/* Looked at again behind the gate: it may be held since before that was opened. */
+static struct reader *enter_when_let_go(void)
+{
+    for (;;) {
+        while (has_to_wait(0))
+            syscall(SYS_futex, &held, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
+        struct reader *reader = gate_enter();
+        if (!has_to_wait(1))
+            return reader;
+        gate_leave(reader);
     }
 }
 
@@ -158,8 +169,7 @@ static CUresult begin(int place, void *usual, void *stream, const uint64_t *w)
     if (!shim_ready())
         return function(stream, w[0], w[1], w[2], w[3], w[4]);
     entry_real(AT_cuStreamIsCapturing); /* the shim's own thread does not look it up */
-    wait_while_held();
-    struct reader *reader = gate_enter();
+    struct reader *reader = enter_when_let_go();
     CUresult result = function(stream, w[0], w[1], w[2], w[3], w[4]);
     if (!result)
         begun(stream ? stream : usual, reader);

@@ -26,6 +26,7 @@ struct table {
 static struct table *_Atomic table;
 
 static enum gate_phase phase;
+static bool resting; /* shut, and no capture goes on */
 static unsigned inside;
 static uint64_t changes;
 static _Atomic uint32_t moved; /* goes up when somebody who waits has to look again */
@@ -259,13 +260,23 @@ void comms_leave(void)
     comms_unlock();
 }
 
-bool comms_ask(void)
+static bool ask(bool captured)
 {
     comms_lock();
-    bool open = phase != PHASE_SHUT;
+    bool open = phase != PHASE_SHUT || (captured && !resting);
     inside += open;
     comms_unlock();
     return open;
+}
+
+bool comms_ask(void)
+{
+    return ask(false);
+}
+
+bool comms_ask_captured(void)
+{
+    return ask(true);
 }
 
 void comms_wait(void)
@@ -412,10 +423,20 @@ bool comms_shut(void)
     return well;
 }
 
+bool comms_rest(void)
+{
+    comms_lock();
+    bool well = phase == PHASE_SHUT && !inside;
+    resting = resting || well;
+    comms_unlock();
+    return well;
+}
+
 void comms_open(void)
 {
     comms_lock();
     phase = PHASE_OPEN;
+    resting = false;
     comms_unlock();
     look_again();
 }
@@ -425,6 +446,7 @@ void comms_in_child(void)
 {
     pthread_mutex_init(&lock, NULL);
     phase = PHASE_OPEN;
+    resting = false;
     inside = 0;
     waiters = NULL;
     first = last = NULL;

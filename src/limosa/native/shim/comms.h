@@ -88,6 +88,8 @@ void comms_enter(const struct counted *steps, size_t n);
 void comms_leave(void);
 /* For those who only ask: false while communicators are closed; else comms_leave is to follow. */
 bool comms_ask(void);
+/* For a call that is captured: never counted, whenever it comes. It waits only while communicators are being closed. */
+bool comms_ask_captured(void);
 void comms_wait(void); /* until the gate may have been opened */
 /* A split's size and rank are known only when it is there. */
 void comms_sized(struct comm *comm, int (*count)(void *, int *), int (*rank)(void *, int *));
@@ -109,6 +111,7 @@ size_t comms_wants(struct want *found, size_t most);
 void comms_cut(void); /* no call is let through that was not counted yet */
 void comms_limit(struct comm_id id, uint32_t kind, uint32_t peer, uint64_t limit); /* raises it */
 bool comms_shut(void); /* false: somebody is inside */
+bool comms_rest(void); /* no captured call passes either; false: one is inside */
 void comms_open(void);
 void comms_in_child(void);
 

@@ -331,8 +331,15 @@ int32_t cut_rest(uint64_t milliseconds)
         result = still_close(last ? left : PART_MS);
         if (result && serve_is_alone()) /* whoever comes next is to be answered */
             return -ECANCELED;
+        if (!result) {
+            bool well = comms_rest();
+            if (well)
+                capture_hold(true); /* none is open, and none begins until the communicators are there again */
+            result = still_open();
+            result = result || well ? result : CUDA_ERROR_NOT_READY;
+        }
     }
-    return result ? result : still_open();
+    return result;
 }
 
 int32_t cut_close(const uint64_t *numbers, size_t n, uint64_t milliseconds)
@@ -487,5 +494,6 @@ int32_t cut_open(void)
     if (job && job->closes && !atomic_load(&job->over))
         return -EBUSY;
     comms_open();
+    capture_hold(false);
     return 0;
 }

@@ -232,16 +232,19 @@ static struct counted counted(const struct step *step)
     return (struct counted){step->comm, kind, kind == COUNT_COLLECTIVE ? -1 : (int)step->words[call->op]};
 }
 
-/* What is captured is not in flight, and a capture has to come to its end: it is not held up at the gate. Whether it would
- * be closed meanwhile is looked at behind the gate (by_words). */
+/* What is captured is not in flight: it is not counted. And a capture has to come to its end before anything is closed: it
+ * is not held up at the gate. Whether it was closed meanwhile is looked at behind the gate (by_words). */
 static void enter(const struct step *steps, size_t n, const struct counted *counts, size_t n_counts)
 {
     bool captured = false;
 
     for (size_t i = 0; i < n && !captured && capture_any(); i++)
         captured = !steps[i].replay && captures((void *)(uintptr_t)steps[i].words[steps[i].call->comm + 1]);
-    if (!captured || !comms_ask())
+    if (!captured)
         comms_enter(counts, n_counts);
+    else
+        while (!comms_ask_captured())
+            comms_wait();
 }
 
 /* One call, or one of a group that is not at its end yet. */
