@@ -107,6 +107,11 @@ class Op:
         return self.members
 
     @property
+    def closed(self) -> bool:
+        """Whether communicators may be closed: by this operation, or by the one before it that took the job away."""
+        return True
+
+    @property
     def pauses(self) -> bool:
         """Whether the job stands still for it: one that was suspended before stands still for somebody else."""
         return any(m.was != State.CHECKPOINTED for m in self.members)

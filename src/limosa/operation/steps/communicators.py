@@ -91,6 +91,8 @@ class JoinCommunicators(Step[Op]):
         return EACH if shape.communicators else 0.0
 
     def do(self, op: Op) -> None:
+        if not op.closed:
+            return
         try:
             closing.back(op.ranks, op.shims, lambda: op.work.try_note(Noted.JOIN, Phase.BEGIN))
         except LimosaError:

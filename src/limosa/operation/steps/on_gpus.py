@@ -58,6 +58,10 @@ class OnGpus(Op):
         return self.members if self.verb.takes_back else self.awake
 
     @property
+    def closed(self) -> bool:
+        return self.met or self.verb.takes_back
+
+    @property
     def asleep(self) -> list[Member]:
         return [m for m in self.members if not self.verb.takes_back or m.was == State.CHECKPOINTED]
 
