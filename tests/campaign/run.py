@@ -458,8 +458,7 @@ class Run(Fault):
         if not self.case.parked:
             return now == before
         ours, theirs = (Counter(kind.endswith(" device memory") for kind in kinds) for kinds in (now, before))
-        passing = (" device memory", "/nvidia-soft/lock")  # the latter while somebody allocates
-        others = [[kind for kind in kinds if not kind.endswith(passing)] for kinds in (now, before)]
+        others = [[kind for kind in kinds if not kind.endswith(" device memory")] for kinds in (now, before)]
         return others[0] == others[1] and abs(ours[True] - theirs[True]) <= job.known.pieces + 1
 
     def _all_go_on(self) -> None:
