@@ -46,7 +46,7 @@ LIMITS = {
 PARKED_LIMITS = {
     "limosa.operation.parked.gates:GATE_SECONDS": 1.0,
     "limosa.operation.parked.pieces:COPY_SECONDS": 1.0,
-    "limosa.parking.mover:CALL_SECONDS": 1.0,
+    "limosa.parking.mover:CALL_SECONDS": 2.0,
     "limosa.parking.staging:CALL_SECONDS": 2.0,
     "limosa.parking.staging:STALL_SECONDS": 2.0,
     "limosa.parking.resident:ANSWER_SECONDS": 2.5,  # a mover that comes up beside others needs more than one

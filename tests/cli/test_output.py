@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 
 import pytest
 from terminal import Terminal, lines
 
+from limosa.cli import output
 from limosa.cli.output import Format, Report, error_object, plain, reporting
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, NoSuchProcess, Reason, Refused, UndoFailed, worst
 
@@ -371,6 +373,7 @@ def test_a_step_is_one_line_however_narrow_the_terminal(environment, columns):
 
 HOSTILE = """
 import sys, time
+from limosa.cli import output
 from limosa.cli.output import Format, Report, reporting
 from limosa.errors import FailedUndone, Reason
 from limosa.progress import Progress
@@ -396,3 +399,18 @@ def test_whatever_a_job_is_called_a_line_stays_one_line_and_drives_no_terminal(e
         assert character not in seen
     assert "one\r\ntwo" in seen
     assert json.loads(seen[seen.rindex("\n{") :])["name"].endswith("forged\r")
+
+
+def test_ctrl_c_comes_after_stdout_is_as_it_has_to_be(monkeypatch):
+    done = []
+
+    class Stream:
+        def reconfigure(self, errors):
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(errors)
+
+    monkeypatch.setattr(sys, "stdout", Stream())
+    monkeypatch.setattr(sys, "stderr", Stream())
+    with pytest.raises(KeyboardInterrupt):
+        output._print_any_path()
+    assert done == ["backslashreplace"] * 2

@@ -15,7 +15,19 @@ from support import pids, stat_of
 
 from limosa import gpu
 from limosa.demo import disturb, node
-from limosa.demo.disturb import CHECKPOINT, MOVE, SUSPEND, Did, NotDone, Show, compare, reasons, usable_gpus
+from limosa.demo.disturb import (
+    CHECKPOINT,
+    MOVE,
+    SUSPEND,
+    SWAP,
+    SWAPPED,
+    Did,
+    NotDone,
+    Show,
+    compare,
+    reasons,
+    usable_gpus,
+)
 from limosa.demo.training import Stack, Training, find_stack
 from limosa.errors import DriverTooOld, LimosaError, NoWorkingCriu
 
@@ -241,16 +253,20 @@ def test_the_demo_as_people_run_it_with_numpy(limosa):
 @pytest.mark.criu
 @pytest.mark.slow
 def test_the_demo_as_people_run_it_without_a_gpu(limosa):
-    """All of it on two software GPUs, then a PyTorch training on the CPU; said clearly, and nothing is left."""
-    result = limosa("demo", "--steps", 120, rc=0, limit=150)
+    """All of it on two software GPUs, two ranks there, then PyTorch on the CPU; said clearly, and nothing is left."""
+    result = limosa("demo", "--steps", 200, rc=0, limit=200)
     assert "there is no NVIDIA GPU here: this runs on software GPUs" in result.stderr
-    soft, cpu = result.stdout.split("torch training with two data workers on the CPU")
+    soft, ranks = result.stdout.split("two ranks over NCCL (a program on device memory) on 2 × Soft GPU H200")
+    ranks, cpu = ranks.split("torch training with two data workers on the CPU")
     assert "a program on device memory on 2 × Soft GPU H200" in soft
     for name in ("move there", "move back", SUSPEND, CHECKPOINT):
         assert name in soft
-    assert "all 120 hashes are the same to the bit" in soft
+    for name in (SWAP, SUSPEND, SWAPPED):
+        assert name in ranks
+    for part in (soft, ranks):
+        assert "all 200 hashes are the same to the bit" in part
     assert CHECKPOINT in cpu
-    assert "all 120 losses are the same to the bit" in cpu
+    assert "all 200 losses are the same to the bit" in cpu
     assert "These were software GPUs, not real ones" in cpu
     assert not Path("/dev/nvidia-soft").exists()
 
@@ -283,7 +299,7 @@ def test_what_the_demo_lacks_is_looked_for_before_anything_is_run(monkeypatch):
     result = disturb.run(show)
     (at,) = (n for n, line in enumerate(told) if "pip install numpy" in line)
     assert at < told.index("runs")
-    assert told.count("runs") == 1
+    assert told.count("runs") == 2  # and two ranks
     assert result.cpu is None
     monkeypatch.setattr(disturb, "usable_gpus", lambda: ([], "none"))
     with pytest.raises(LimosaError, match="NumPy or PyTorch"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -241,6 +242,17 @@ class Report:
         return self.failure(UsageError(message, hint=f"{guess}{path} --help"))
 
 
+def _print_any_path() -> None:
+    """Paths need not be UTF-8. A Ctrl-C in the middle would leave a stdout that nobody can write to: it comes after."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextmanager
 def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> Iterator[Report]:
     """Run a verb: whatever it raises is printed, and the exit code is the error's.
@@ -251,9 +263,7 @@ def reporting(verb: str, fmt: Format, quiet: bool = False, verbose: int = 0) -> 
     from limosa.errors import LimosaError
 
     report = Report(verb, fmt, quiet, verbose)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # paths need not be UTF-8
+    _print_any_path()
     try:
         yield report
         code = report.exit_code

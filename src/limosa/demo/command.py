@@ -32,7 +32,8 @@ def command(report: Report, *, steps: int | None, pace: float, numpy: bool) -> N
     With two GPUs, a PyTorch training (without PyTorch: a program on device
     memory) is moved there and back, suspended, resumed, checkpointed, killed
     and restored. With one GPU, it is not moved. With none, all of this
-    happens on two software GPUs (needs root); then a training on the CPU is
+    happens on two software GPUs (needs root). Two ranks that talk over NCCL
+    follow, whose GPUs are swapped; then a training on the CPU is
     checkpointed, killed and restored.
 
     Exit code 1: the bits differ.
@@ -110,12 +111,14 @@ class Screen:
         return Show(tell=tell, steps=steps, progress=progress, cancel=cancel)
 
 
-def _table(result: DemoResult, console: Console) -> None:
+def _table(result: DemoResult, console: Console, *, ranks: bool = False) -> None:
     from rich.table import Table
 
     where = " and ".join(f"{result.gpus.count(n)} × {n}" for n in dict.fromkeys(result.gpus)) or "the CPU"
     hashes = result.framework == "cuda"
     what = "a program on device memory" if hashes else f"{result.framework} training with two data workers"
+    if ranks:
+        what = f"two ranks over NCCL ({'a program on device memory' if hashes else 'DistributedDataParallel'})"
     table = Table(title=f"{what} on {where}", title_justify="left")
     for name in ("disturbance", "at step", "took", "stood still", "what happened"):
         table.add_column(name, justify="left" if name in ("disturbance", "what happened") else "right")
@@ -133,6 +136,9 @@ def _table(result: DemoResult, console: Console) -> None:
         console.print(f"all {result.steps} {many} are the same to the bit")
     else:
         console.print(f"THE {many.upper()} DIFFER from step {result.first_difference} on")
+    if result.ranks is not None:
+        console.print()
+        _table(result.ranks, console, ranks=True)
     if result.cpu is not None:
         console.print()
         _table(result.cpu, console)

@@ -13,12 +13,17 @@ from pathlib import Path
 import msgspec
 
 from limosa import gpu, operation
-from limosa.demo.training import Stack, Training, find_stack
+from limosa.demo.training import Ranks, Stack, Training, find_stack
 from limosa.errors import CancelledUndone, LimosaError, UsageError
 from limosa.process.follow import adopting
 from limosa.progress import Progress, ProgressFn
 
 MOVE, SUSPEND, CHECKPOINT = "move there and back", "suspend, resume", "checkpoint, kill, restore"
+SWAP, SWAPPED = "swap the GPUs", "checkpoint, kill, restore onto swapped GPUs"
+_DONE_TO: dict[type[Training], tuple[str, ...]] = {
+    Training: (MOVE, SUSPEND, CHECKPOINT),
+    Ranks: (SWAP, SUSPEND, SWAPPED),
+}
 _GPU_ROOM = 3 << 30  # bytes free that a GPU must have to take part; the training itself needs less than one GiB
 _SOFT_ROOM = 256 << 20  # a software GPU
 # At 20 ms and a bit; on real GPUs the job goes on while the first driver call initialises all of them.
@@ -67,6 +72,7 @@ class DemoResult(msgspec.Struct, kw_only=True):
         first_difference: the first step whose losses differ, or None.
         last_loss: both runs' last loss (a hex float) or hash, undisturbed first.
         did, not_done: the disturbances.
+        ranks: with two GPUs: the same for a job of two ranks that talk over NCCL.
         cpu: on software GPUs: the same for a training on the CPU, which is no less real than on any machine.
     """
 
@@ -80,12 +86,13 @@ class DemoResult(msgspec.Struct, kw_only=True):
     did: list[Did]
     not_done: list[NotDone]
     software: str = ""
+    ranks: DemoResult | None = None
     cpu: DemoResult | None = None
 
     @property
     def exit_code(self) -> int:
         """0 where something was disturbed and the bits are the same; else 1, or why nothing could be disturbed."""
-        if not self.same_bits or (self.cpu is not None and not self.cpu.same_bits):
+        if not all(one.same_bits for one in (self, self.ranks, self.cpu) if one is not None):
             return 1
         return 0 if self.did else next((n.exit_code for n in self.not_done if n.exit_code), 1)
 
@@ -95,7 +102,8 @@ class Show(msgspec.Struct, kw_only=True):
 
     Attributes:
         tell: a sentence.
-        steps: (run, done, of all): the job's progress; run is "undisturbed", "disturbed" or one of them with "CPU".
+        steps: (run, done, of all): the job's progress; run is "undisturbed", "disturbed", or one of them after "CPU" or
+            "ranks".
         progress: an operation's own progress.
         cancel: set it to end the demo; an operation under way is undone first.
         label: put before the name of a run.
@@ -125,7 +133,7 @@ class Show(msgspec.Struct, kw_only=True):
 def run(
     show: Show, *, steps: int | None = None, pace: float = 0.02, only_numpy: bool = False, why_no_gpus: str = ""
 ) -> DemoResult:
-    """Runs a job twice, disturbs the second, compares; on software GPUs a training on the CPU after it.
+    """Runs a job twice, disturbs the second, compares. Then, with two GPUs, two ranks; without real ones, on the CPU.
 
     Args:
         show: told what is going on.
@@ -154,6 +162,9 @@ def run(
         show.tell(f"the training on the CPU, which would follow, is left out: {error.message} ({error.hint})")
     result = _twice(show, stack, gpus, steps=steps or _STEPS_SOFT, pace=pace, whys=whys)
     result.software = why_no_gpus or "the demo was started on them"
+    if len(gpus) > 1:  # on real ones such jobs are refused still
+        ranks_show = msgspec.structs.replace(show, label="ranks ")
+        result.ranks = _twice(ranks_show, stack, gpus, steps=steps or _STEPS_TOO, pace=pace, whys={}, kind=Ranks)
     if on_cpu_stack is None:
         return result
     on_cpu = {name: NotDone(operation=name, why="it has nothing on a GPU") for name in (MOVE, SUSPEND)}
@@ -164,22 +175,30 @@ def run(
 
 
 def _twice(
-    show: Show, stack: Stack, gpus: list[gpu.Gpu], *, steps: int, pace: float, whys: dict[str, NotDone]
+    show: Show,
+    stack: Stack,
+    gpus: list[gpu.Gpu],
+    *,
+    steps: int,
+    pace: float,
+    whys: dict[str, NotDone],
+    kind: type[Training] = Training,
 ) -> DemoResult:
     """One job, undisturbed and disturbed; ``whys`` says what is not done to it."""
-    with_cuda = stack.device == "cuda"
-    first = gpus[0].uuid if with_cuda else ""
-    show.tell(f"{what_runs(stack.framework)} on the {'GPU' if with_cuda else 'CPU'}, {steps} steps, twice")
+    with_cuda, ranks = stack.device == "cuda", kind is Ranks
+    first = ",".join(g.uuid for g in gpus[: 2 if ranks else 1]) if with_cuda else ""
+    where = "two GPUs, over NCCL" if ranks else "the GPU" if with_cuda else "the CPU"
+    show.tell(f"{what_runs(stack.framework)} on {where}, {steps} steps, twice")
     folder = Path(tempfile.mkdtemp(prefix="limosa-demo-"))
     did: list[Did] = []
     try:
         with adopting():
-            with Training(folder / "undisturbed", stack, steps, pace, first) as twin:
+            with kind(folder / "undisturbed", stack, steps, pace, first) as twin:
                 twin.wait_for_end(show.step("undisturbed", steps))
                 expected = twin.losses()
-            with Training(folder / "disturbed", stack, steps, pace, first) as job:
+            with kind(folder / "disturbed", stack, steps, pace, first) as job:
                 at = (steps * n // 5 for n in (1, 2, 3))
-                for name in (n for n in (MOVE, SUSPEND, CHECKPOINT) if n not in whys):
+                for name in (n for n in _DONE_TO[kind] if n not in whys):
                     job.wait_for(next(at), show.step("disturbed", steps))
                     try:
                         did += _disturb(name, job, gpus, folder / "image", show)
@@ -264,8 +283,11 @@ def _disturb(name: str, job: Training, gpus: list[gpu.Gpu], image: Path, show: S
         job.wait_for(min(len(job.lines()) + 10, job.steps), show.step("disturbed", job.steps))
         return [there, timed("move back", lambda: _move(job, gpus[0], show))]
     if name == SUSPEND:
-        return [timed(name, lambda: _suspend_and_resume(job, gpus[0], show))]
-    return [timed(name, lambda: _checkpoint_and_restore(job, image, show))]
+        return [timed(name, lambda: _suspend_and_resume(job, gpus, show))]
+    swapped = {gpus[0].uuid: gpus[1].uuid, gpus[1].uuid: gpus[0].uuid} if name in (SWAP, SWAPPED) else None
+    if name == SWAP:
+        return [timed(name, lambda: _swap(job, swapped or {}, show))]
+    return [timed(name, lambda: _checkpoint_and_restore(job, image, swapped, show))]
 
 
 def _timed(job: Training, name: str, show: Show, action: Callable[[], tuple[int, str]]) -> Did:
@@ -293,26 +315,41 @@ def _move(job: Training, to: gpu.Gpu, show: Show) -> tuple[int, str]:
     return result.bytes, f"now on GPU {to.index}"
 
 
-def _suspend_and_resume(job: Training, here: gpu.Gpu, show: Show) -> tuple[int, str]:
+def _swap(job: Training, swapped: dict[str, str], show: Show) -> tuple[int, str]:
+    before = job.gpus(gpu.inventory().gpus)
+    result = operation.move(job.root, gpu_map=swapped, progress=show.progress, cancel=show.cancel)[0].result
+    assert result is not None
+    after = job.gpus(gpu.inventory().gpus)
+    if len(before) != 2 or after != {pid: [swapped[uuid] for uuid in on] for pid, on in before.items()}:
+        raise LimosaError(f"the ranks were on {before} and are on {after}", job_state="running")
+    return result.bytes, "each rank is on the other's GPU"
+
+
+def _suspend_and_resume(job: Training, gpus: list[gpu.Gpu], show: Show) -> tuple[int, str]:
+    before_on = job.gpus(gpu.inventory().gpus)
     result = operation.suspend(job.root, progress=show.progress, cancel=show.cancel)[0].result
     assert result is not None
-    if any(g.holds(job.root.pid) for g in gpu.inventory().gpus):
+    if job.gpus(gpu.inventory().gpus):
         raise LimosaError(f"process {job.root.pid} is suspended and still on a GPU", job_state="checkpointed")
     before = len(job.lines())
     time.sleep(1.0)
     if len(job.lines()) > before + 1:
         raise LimosaError(f"process {job.root.pid} is suspended and goes on", job_state="unknown")
     operation.resume(job.root, progress=show.progress, cancel=show.cancel)
-    return result.bytes, f"put aside in host memory for a second, GPU {here.index} free meanwhile"
+    free = " and ".join(str(g.index) for g in gpus if any(g.uuid in on for on in before_on.values()))
+    return result.bytes, f"put aside in host memory for a second, GPU {free} free meanwhile"
 
 
-def _checkpoint_and_restore(job: Training, image: Path, show: Show) -> tuple[int, str]:
+def _checkpoint_and_restore(job: Training, image: Path, swapped: dict[str, str] | None, show: Show) -> tuple[int, str]:
     old = job.root
+    before = job.gpus(gpu.inventory().gpus) if swapped else {}
     written = operation.checkpoint(old, image, progress=show.progress, cancel=show.cancel)
     if old.alive():
         raise LimosaError(f"process {old.pid} was to be ended by its checkpoint and runs on", job_state="running")
     show.progress(Progress(step="killed", message=f"process {old.pid} is gone, the image is all that is left of it"))
-    job.restored(operation.restore(image, progress=show.progress, cancel=show.cancel).pid)
+    job.restored(operation.restore(image, gpu_map=swapped, progress=show.progress, cancel=show.cancel).pid)
+    if swapped and job.gpus(gpu.inventory().gpus) != {pid: [swapped[u] for u in on] for pid, on in before.items()}:
+        raise LimosaError("the ranks came back on other GPUs than they were to", job_state="running")
     with contextlib.suppress(OSError):
         shutil.rmtree(image)
     size = written.bytes / (1 << 20)

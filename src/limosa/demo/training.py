@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
-from limosa import start
+from limosa import job, start
 from limosa.errors import LimosaError, UsageError
+from limosa.gpu import Gpu
 from limosa.process.identity import Identity, read_stat
 from limosa.process.launch import launch
 from limosa.process.tree import snapshot
@@ -99,23 +100,29 @@ class Training:
         stack: what to run it with.
         steps: how many.
         pace: seconds of sleep after each.
-        gpu: uuid of the GPU it is to see, or "" for all.
+        gpu: uuids of the GPUs it is to see, with commas, or "" for all.
     """
+
+    written: tuple[str, ...] = ("losses",)
+    """The files that its losses are in."""
 
     def __init__(self, folder: Path, stack: Stack, steps: int, pace: float, gpu: str = ""):
         self.folder = folder
         self.steps = steps
         folder.mkdir()
-        program = str(Path(__file__).with_name(PROGRAMS[stack.framework]))
-        command = [stack.python, program, str(folder), "--framework", stack.framework]
-        command += ["--device", stack.device, "--steps", str(steps), "--pace", str(pace)]
+        options = [str(folder), "--framework", stack.framework, "--device", stack.device]
+        options += ["--steps", str(steps), "--pace", str(pace)]
         env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
-        self.root: Identity = launch(command, folder / "log", cwd=folder, env=env).identity
+        self.root: Identity = self._start(stack, options, env)
         self._session = self.root.pid  # a restored one has the same
         self._codes: dict[int, int] = {}
         self._closing = threading.Event()
         self._reaper = threading.Thread(target=self._reap, daemon=True)
         self._reaper.start()
+
+    def _start(self, stack: Stack, options: list[str], env: dict[str, str]) -> Identity:
+        command = [stack.python, _program(PROGRAMS[stack.framework]), *options]
+        return launch(command, self.folder / "log", cwd=self.folder, env=env).identity
 
     def __enter__(self) -> Training:
         return self
@@ -150,19 +157,30 @@ class Training:
         self.root = Identity.of(pid)
         self._codes.pop(pid, None)
 
+    def gpus(self, gpus: Sequence[Gpu]) -> dict[int, list[str]]:
+        """The GPUs that each process holds memory on: pid → uuids."""
+        mine = [stat.pid for stat in snapshot().values() if stat.sid == self._session]
+        found = {pid: [gpu.uuid for gpu in gpus if gpu.holds(pid)] for pid in mine}
+        return {pid: on for pid, on in found.items() if on}
+
     def lines(self) -> list[list[str]]:
-        """Step, loss (hex float) and time stamp of each finished step.
+        """Step, loss (hex float; of several ranks: all of theirs) and time stamp of each finished step.
 
         Raises:
             LimosaError: a step is missing or there twice.
         """
+        each = [self._lines_of(self.folder / name) for name in self.written]
+        steps = zip(*each, strict=False)
+        return [[step[0][0], " ".join(line[1] for line in step), max(line[2] for line in step)] for step in steps]
+
+    def _lines_of(self, path: Path) -> list[list[str]]:
         try:
-            text = (self.folder / "losses").read_text()
+            text = path.read_text()
         except FileNotFoundError:
             return []
         found = [line.split() for line in text.rpartition("\n")[0].splitlines()]
         if [line[0] for line in found] != [str(n) for n in range(len(found))]:
-            raise LimosaError(detail=f"steps are missing or double in {self.folder / 'losses'}")
+            raise LimosaError(detail=f"steps are missing or double in {path}")
         return found
 
     def losses(self) -> list[str]:
@@ -218,6 +236,22 @@ class Training:
         with contextlib.suppress(OSError):
             return (self.folder / "log").read_text(errors="replace").strip()[-500:] or "it said nothing"
         return "it left no log"
+
+
+class Ranks(Training):
+    """Two processes, each with a GPU, that talk over NCCL: started by ``limosa run``, as such a job has to be."""
+
+    written = ("losses-0", "losses-1")
+
+    def _start(self, stack: Stack, options: list[str], env: dict[str, str]) -> Identity:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [stack.python, *(torchrun if stack.framework == "torch" else []), _program("ranks.py"), *options]
+        env = {**env, "LIMOSA_SHIM_WITH": "ranks", "OMP_NUM_THREADS": "1"}
+        return job.run(command, log=self.folder / "log", cwd=self.folder, env=env, detach=False).identity
+
+
+def _program(name: str) -> str:
+    return str(Path(__file__).with_name(name))
 
 
 def _children() -> list[int]:
