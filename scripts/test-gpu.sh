@@ -108,13 +108,13 @@ parked() {
     [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 
-# Two GPUs. Each proof has six ranks, of which two compute most of the time.
+# Two GPUs for each of JOBS=… side by side: a job has its GPUs to itself, its twins follow when it has ended.
 nccl() {
     LIMOSA_PROOFS=${LIMOSA_PROOFS:-$out/proofs-nccl-$(date -u +%Y-%m-%d).jsonl}
     TORCHINDUCTOR_COMPILE_THREADS=4
     export LIMOSA_PROOFS TORCHINDUCTOR_COMPILE_THREADS
     many=
-    [ -n "$side" ] && many="-n ${JOBS:-4}"
+    [ -n "$side" ] && many="-n ${JOBS:-1}"
     if [ "${PROOFS:-all}" != loop ]; then
         # shellcheck disable=SC2086 # no option or several words
         part $many -m "gpu_nccl and not gpu_alone" ${KEYS:+-k "$KEYS"} tests/gpu

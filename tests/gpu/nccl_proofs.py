@@ -16,10 +16,10 @@ from op_support import on
 from proofs import VICTIMS, Job, Prover
 
 from limosa import operation
+from limosa.gpu import Gpu
 
 RANKS = VICTIMS / "nccl"
 TRACES = ("trace", "trace-1")
-SWAP = "0=1,1=0"
 TRIAL = ("nccl-trial",)
 """What has to be forced."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -27,8 +27,6 @@ ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"),
     *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
 ]
-HOLD = 60
-"""Steps after which undisturbed twins wait: six ranks that all compute on two GPUs wait for each other a lot."""
 
 
 class Kind(NamedTuple):
@@ -68,6 +66,31 @@ KINDS = {
 }
 
 
+class Pair(NamedTuple):
+    """The two GPUs that a job has to itself: whoever proves beside another one has others, where there are enough."""
+
+    indices: tuple[int, int]
+    uuids: tuple[str, str]
+
+    @classmethod
+    def mine(cls, gpus: Sequence[Gpu]) -> Pair:
+        """By the number of the worker (pytest-xdist's)."""
+        at = 2 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % (len(gpus) // 2 * 2)
+        one, other = gpus[at], gpus[at + 1]
+        return cls((one.index, other.index), (one.uuid, other.uuid))
+
+    @property
+    def swap(self) -> str:
+        """The map that has them change places."""
+        one, other = self.indices
+        return f"{one}={other},{other}={one}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """With which a job sees no others."""
+        return {"LIMOSA_SHIM_WITH": "ranks", "CUDA_VISIBLE_DEVICES": ",".join(self.uuids)}
+
+
 def running(pids: Sequence[int]) -> list[int]:
     """Those that are there and are no zombies."""
     found = []
@@ -90,23 +113,22 @@ def gap(job: Job, traces: Sequence[str], since: float) -> float:
 class Ranks(Prover):
     """Proves a job of several ranks."""
 
-    def __init__(self, limosa: Callable[..., Any], folder: Path, gpus: Sequence[str], name: str, kind: Kind):
-        super().__init__(limosa, folder, gpus, name)
-        self.kind = kind
+    def __init__(self, limosa: Callable[..., Any], folder: Path, pair: Pair, name: str, kind: Kind):
+        super().__init__(limosa, folder, pair.uuids, name)
+        self.kind, self.pair = kind, pair
         # So much lies on each rank's GPU at least, whatever it computes.
         self.least = 2 * int(0.25 * 10**9)
 
     def begin(self, *more: str, env: dict[str, str] | None = None) -> Job:
-        """Starts the job and its two undisturbed twins."""
-        on_trial = {"LIMOSA_SHIM_WITH": "ranks", **(env or {})}
-        return self.start(self.kind.argv(*more), on_trial, self.kind.limit, hold=HOLD)
+        """Starts the job. Its two undisturbed twins follow when it has ended: nobody is on its GPUs beside it."""
+        return self.start(self.kind.argv(*more), {**self.pair.env, **(env or {})}, self.kind.limit, alone=True)
 
     def swaps(self, job: Job, times: int) -> None:
         """Has the ranks change their GPUs, again and again, while they compute."""
         before = self.places(job)
         for turn in range(times):
             since = time.monotonic()
-            move = lambda: operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)[0].result  # noqa: E731
+            move = lambda: operation.move(job.pid, force=TRIAL, gpu_map=self.pair.swap, timeout=60)[0].result  # noqa: E731
             outcome = self.acts(job, move, self.gpus, self.least)
             self.ways[-1]["pause"] = gap(job, self.kind.traces, since)  # the worst of all ranks
             assert outcome.bytes >= self.least or outcome.way != "parked", f"swap {turn + 1}: {outcome}"
@@ -133,7 +155,7 @@ class Ranks(Prover):
             ended = time.monotonic()
             assert not running(family), f"checkpoint {turn + 1} has left processes of {family} running"
             stood = {name: len(job.trace(name)) for name in self.kind.traces}
-            back = lambda image=image: operation.restore(image, gpu_map=SWAP, timeout=120, **options)  # noqa: E731
+            back = lambda image=image: operation.restore(image, gpu_map=self.pair.swap, timeout=120, **options)  # noqa: E731
             self.acts(job, back, self.gpus, self.least)
             self.ways[-1].update(pause=None, out=ended - begun)  # its clock stood still while it was on disk
             assert job.family() == family, f"restore {turn + 1}: {family} came back as {job.family()}"

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,7 @@ class Prover:
         self.ways: list[dict[str, Any]] = []
         self.record: dict[str, Any] = {"name": name, "moves": 0}
         self.jobs: list[Job] = []
+        self.later: list[Callable[[], Job]] = []
 
     def start(
         self,
@@ -186,17 +188,26 @@ class Prover:
         env: dict[str, str] | None = None,
         limit: float = 120,
         options: Sequence[str] = (),
-        hold: int = HOLD,
+        *,
+        alone: bool = False,
     ) -> Job:
-        """Starts all three (with options of ``limosa run``), waits until they compute; returns the one to move."""
-        env = env or {}
+        """Starts all three (with options of ``limosa run``), waits until they compute; returns the one to move.
+
+        ``alone``: the twins begin when it has ended.
+        """
+        env, hold = env or {}, 0 if alone else HOLD
         twin = [*argv, "--hold", str(hold)] if argv[-1] != "HOLD" else [*argv[:-1], str(hold)]
         own = argv if argv[-1] != "HOLD" else [*argv[:-1], "0"]
         kinds = (("moved", own, True), ("twin", twin, True), ("plain", twin, False))
-        for name, words, shim in kinds:
+
+        def begin(name: str, words: Sequence[str], shim: bool) -> Job:
             folder = self.folder / name
             full = [word.replace("FOLDER", str(folder)) for word in words]
-            self.jobs.append(Job(self.limosa, folder, full, env, shim, options))
+            return Job(self.limosa, folder, full, env, shim, options)
+
+        each = [partial(begin, *kind) for kind in kinds]
+        self.jobs += [one() for one in each[: 1 if alone else None]]
+        self.later = each[1:] if alone else []
         for job in self.jobs:
             job.until(lambda job=job: job.steps() > 10, limit, "steps")
         return self.jobs[0]
@@ -266,6 +277,7 @@ class Prover:
         job.ends()
         moved = {name: job.results(name) for name in traces}
         steps = len(moved[traces[0]])
+        self.jobs += [begin() for begin in self.later]
         for twin in self.jobs[1:]:
             twin.stop_at(steps)
         for twin in self.jobs[1:]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from leaks import grown, note_of, seen, too_much
-from nccl_proofs import KINDS, SWAP, TRIAL, gap
+from nccl_proofs import KINDS, TRIAL, Pair, gap
 from proofs import Job, note
 from test_parked_loop import BESIDE, helpers
 
@@ -29,9 +29,9 @@ pytestmark = [
 def test_a_hundred_swaps_leave_nothing(
     limosa: Callable[..., Any], tmp_path: Path, runtime: Path, gpus: Inventory
 ) -> None:
-    kind = KINDS["accumulate"]
+    kind, pair = KINDS["accumulate"], Pair.mine(gpus.gpus)
     argv = [word.replace("FOLDER", str(tmp_path / "job")) for word in kind.argv()]
-    job = Job(limosa, tmp_path / "job", argv, {}, shim=True)
+    job = Job(limosa, tmp_path / "job", argv, pair.env, shim=True)
     job.until(lambda: job.steps() > 20, 90, "steps")
     family = job.family()
     samples: list[dict[str, Any]] = []
@@ -43,7 +43,7 @@ def test_a_hundred_swaps_leave_nothing(
         if time.monotonic() - begin > limit:
             break
         since = time.monotonic()
-        (outcome,) = operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)
+        (outcome,) = operation.move(job.pid, force=TRIAL, gpu_map=pair.swap, timeout=60)
         assert outcome.result is not None
         pauses.append(outcome.result.timings["pause_seconds"])
         job.goes_on(5)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_proofs import HOLD, KINDS, RANKS, SWAP, TRIAL, TURNS, Kind, Ranks
+from nccl_proofs import KINDS, RANKS, TRIAL, TURNS, Kind, Pair, Ranks
 from proofs import Job, first_difference, note
 
 from limosa import operation
@@ -35,25 +35,20 @@ def ranks(
     def go(kind: Kind) -> Ranks:
         missing = [name for name in kind.needs.split() if importlib.util.find_spec(name) is None]
         assert not missing, f"this proof needs {', '.join(missing)}"
-        return Ranks(limosa, tmp_path, [gpu.uuid for gpu in gpus.gpus[:2]], request.node.name, kind)
+        return Ranks(limosa, tmp_path, Pair.mine(gpus.gpus), request.node.name, kind)
 
     return go
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_swapped(ranks: Callable[[Kind], Ranks], kind: str) -> None:
-    """Its ranks change their GPUs while it computes, ten times or $LIMOSA_PROOF_TURNS."""
+def test_swapped_and_brought_back(ranks: Callable[[Kind], Ranks], images: Path, kind: str) -> None:
+    """Its ranks change their GPUs while it computes, ten times or $LIMOSA_PROOF_TURNS.
+
+    Then the whole tree goes to disk and comes back onto swapped GPUs, twice, and is swapped once more.
+    """
     prover = ranks(KINDS[kind])
     job = prover.begin()
     prover.swaps(job, TURNS)
-    prover.agree(job)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_ended_and_brought_back(ranks: Callable[[Kind], Ranks], images: Path, kind: str) -> None:
-    """The whole tree goes to disk and comes back onto swapped GPUs, twice; then it is swapped once more."""
-    prover = ranks(KINDS[kind])
-    job = prover.begin()
     prover.returns(job, images, 2)
     prover.swaps(job, 1)
     prover.agree(job)
@@ -63,7 +58,7 @@ def test_put_aside_and_brought_back(ranks: Callable[[Kind], Ranks]) -> None:
     """Suspended, nobody makes a step; resumed, also onto swapped GPUs."""
     prover = ranks(KINDS["fsdp2"])
     job = prover.begin()
-    for gpu_map in (None, SWAP, SWAP):
+    for gpu_map in (None, prover.pair.swap, prover.pair.swap):
         operation.suspend(job.pid, force=TRIAL, timeout=90)
         stood = [len(job.trace(name)) for name in prover.kind.traces]
         time.sleep(0.5)
@@ -83,7 +78,7 @@ def test_a_captured_collective_is_refused_and_the_job_goes_on(ranks: Callable[[K
         prover.record["graph"] = "moved"
     if "graph" not in prover.record:
         with pytest.raises(Refused, match="graph") as refused:
-            operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)
+            operation.move(job.pid, force=TRIAL, gpu_map=prover.pair.swap, timeout=60)
         prover.record["graph"] = str(refused.value)
     job.goes_on(20)
     prover.agree(job)
@@ -95,10 +90,10 @@ def test_a_captured_collective_is_refused_and_the_job_goes_on(ranks: Callable[[K
 class Served:
     """A server with clients outside it, which ask all the time."""
 
-    def __init__(self, limosa: Callable[..., Any], folder: Path, kind: str):
+    def __init__(self, limosa: Callable[..., Any], folder: Path, kind: str, pair: Pair):
         argv = [*Kind("server.py", ["--kind", kind]).argv()]
-        self.folder = folder
-        self.job = Job(limosa, folder, [word.replace("FOLDER", str(folder)) for word in argv], {}, shim=True)
+        self.folder, self.pair = folder, pair
+        self.job = Job(limosa, folder, [word.replace("FOLDER", str(folder)) for word in argv], pair.env, shim=True)
         self.clients: subprocess.Popen[str] | None = None
 
     def begin(self) -> None:
@@ -106,7 +101,7 @@ class Served:
         self.job.until((self.folder / "port").exists, 150, "port")
         argv = [sys.executable, str(RANKS / "client.py"), str(self.folder)]
         self.clients = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        self.job.until(lambda: self.job.steps() > HOLD, 60, "answers")
+        self.job.until(lambda: self.job.steps() > 60, 60, "answers")
 
     def end(self) -> tuple[int, int, int]:
         """Asked, answered, wrong."""
@@ -141,7 +136,7 @@ def served(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory) -> Itera
 
     def go(name: str, kind: str) -> Served:
         assert importlib.util.find_spec("transformers") is not None, "this proof needs transformers"
-        made.append(Served(limosa, tmp_path / name, kind))
+        made.append(Served(limosa, tmp_path / name, kind, Pair.mine(gpus.gpus)))
         return made[-1]
 
     yield go
@@ -155,18 +150,19 @@ def test_a_server_loses_no_request(
     served: Callable[[str, str], Served], images: Path, how: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """Connections live on, also through an end and a return; every answer is what an undisturbed server says."""
-    moved, twin = served("moved", kind), served("twin", kind)
-    moved.begin()
+    twin = served("twin", kind)  # it ends first: nobody is on the other's GPUs beside it
     twin.begin()
     twin.job.goes_on(200)
-    assert twin.end()[2] == 0  # it is not to take the GPUs from the other
+    assert twin.end()[2] == 0
+    moved = served("moved", kind)
+    moved.begin()
     for turn in range(TURNS if how == "swapped" else 2):
         if how == "swapped":
-            operation.move(moved.job.pid, force=TRIAL, gpu_map=SWAP, timeout=60)
+            operation.move(moved.job.pid, force=TRIAL, gpu_map=moved.pair.swap, timeout=60)
         else:
             image = images / f"image-{turn}"
             operation.checkpoint(moved.job.pid, image, force=TRIAL, timeout=120, tcp_established=True)
-            operation.restore(image, gpu_map=SWAP, timeout=120, tcp_established=True)
+            operation.restore(image, gpu_map=moved.pair.swap, timeout=120, tcp_established=True)
         moved.job.goes_on(20)
     moved.job.goes_on(100)
     asked, answered, wrong = moved.end()
