@@ -406,7 +406,7 @@ def test_ctrl_c_comes_after_stdout_is_as_it_has_to_be(monkeypatch):
 
     class Stream:
         def reconfigure(self, errors):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             done.append(errors)
 
     monkeypatch.setattr(sys, "stdout", Stream())

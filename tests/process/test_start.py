@@ -35,6 +35,7 @@ MAY = {
     "limosa/process/trampoline.py": "becomes the job, with the environment and in the folder of who asked for it",
     "limosa/gpu/worker_main.py": "becomes what start.python() has written",
     "limosa/demo/train.py": "a job: its data workers",
+    "limosa/demo/ranks.py": "a job: its ranks",
     "limosa_softgpu/node.py": "becomes the command that was asked for",
 }
 """Who starts something without :mod:`limosa.start`, and why that is right."""

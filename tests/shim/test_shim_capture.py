@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 from shim_turns import cycle
@@ -11,6 +12,7 @@ from softgpu.far import Far
 
 from limosa.parking.protocol import Stand
 from limosa.parking.shim import GateStaysOpen, Shim
+from limosa.process.identity import Identity
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(120)]
 CYCLES = 40
@@ -114,6 +116,29 @@ def test_one_that_ends_in_time(job: Far, shim: Shim) -> None:
     shim.open_gate()
     ending.join()
     assert said == ["SUCCESS"]
+
+
+def test_ranks_come_to_rest_between_captures(start: Callable[..., Far]) -> None:
+    """One that is longer than a part of the wait is let finish. From there on none begins until all are let go on."""
+    job = start(LIMOSA_SHIM_WITH="ranks")
+    job(WORDS)
+    job("begin()")
+    said: list[str] = []
+    ending = threading.Timer(1.2, lambda: said.append(job("end()")))
+    with Shim(Identity.of(job.pid)) as shim:
+        ending.start()
+        shim.cut()
+        shim.rest(10)
+        ending.join()
+        assert said == ["SUCCESS"]
+        job("begin_captures((0.01, 0.001, 0))")
+        time.sleep(0.3)
+        assert job("rounds") == [0]
+        shim.close_gate(5)  # as the parked way does: no capture is open
+        shim.open_gate()
+        shim.let()
+        job("until(lambda: rounds[0] > 2)")
+    assert job("end_captures(1)")[1] == []
 
 
 def test_ended_in_other_ways(job: Far, shim: Shim) -> None:

@@ -22,6 +22,7 @@
 #define WANTS_MOST 256
 #define CLOSED_AT_ONCE 64
 #define PART_MS 500 /* of a wait whose end nobody may wait for any more */
+#define CAPTURES_MS 5000 /* that captures may take to come to their end */
 
 static struct comm_record record_of(const struct comm *comm)
 {
@@ -309,6 +310,12 @@ static int close_these(void *data)
     return result;
 }
 
+/* What was tried for a part of the time may yet come to be. */
+static bool may_yet(int32_t result, uint64_t spent)
+{
+    return result == CUDA_ERROR_NOT_READY || (result == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && spent < CAPTURES_MS);
+}
+
 /* Nobody passes any more, and all that was issued is done. */
 int32_t cut_rest(uint64_t milliseconds)
 {
@@ -325,7 +332,7 @@ int32_t cut_rest(uint64_t milliseconds)
         nanosleep(&(struct timespec){0, 50000}, NULL);
     }
     int32_t result = CUDA_ERROR_NOT_READY;
-    for (bool last = false; result == CUDA_ERROR_NOT_READY && !last;) {
+    for (bool last = false; may_yet(result, now_ms() - begun) && !last;) {
         uint64_t spent = now_ms() - begun, left = milliseconds > spent ? milliseconds - spent : 1;
         last = left <= PART_MS;
         result = still_close(last ? left : PART_MS);
