@@ -46,40 +46,64 @@ def main() -> None:
     print("done", flush=True)
 
 
+class Device:
+    """A GPU with a context that is current, a stream, and the demo's kernels."""
+
+    def __init__(self, ordinal: int):
+        _do(driver.cuInit(0))
+        _do(driver.cuCtxSetCurrent(_do(driver.cuDevicePrimaryCtxRetain(_do(driver.cuDeviceGet(ordinal))))))
+        self._module = _do(driver.cuModuleLoadData(PTX.read_bytes() + b"\0"))
+        self.stream = _do(driver.cuStreamCreate(0))
+
+    def memory(self, size: int) -> int:
+        """The address of so many bytes."""
+        return int(_do(driver.cuMemAlloc(size)))
+
+    def number(self) -> int:
+        """The address of a number of 64 bits, which is 0."""
+        address = self.memory(8)
+        _do(driver.cuMemsetD8(address, 0, 8))
+        return address
+
+    def fill(self, address: int, floats: int, draws: random.Random) -> None:
+        """Writes so many floats between -1 and 1."""
+        drawn = struct.pack(f"{floats}f", *(draws.uniform(-1, 1) for _ in range(floats)))
+        _do(driver.cuMemcpyHtoD(address, drawn, len(drawn)))
+
+    def run(self, name: str, *arguments: tuple[Any, Any]) -> None:
+        """Launches a kernel, with each argument and its type."""
+        function = _do(driver.cuModuleGetFunction(self._module, name.encode()))
+        values, kinds = zip(*arguments, strict=True)
+        _do(driver.cuLaunchKernel(function, 64, 1, 1, 256, 1, 1, 0, self.stream, (values, kinds), 0))
+
+    def read(self, address: int) -> int:
+        """The number there, once the stream has come to it."""
+        answer = bytearray(8)
+        _do(driver.cuMemcpyDtoHAsync(answer, address, 8, self.stream))
+        _do(driver.cuStreamSynchronize(self.stream))
+        return int.from_bytes(answer, "little")
+
+
 def device_hashes() -> Iterator[int]:
     """The running hash after each step, without end."""
-    _do(driver.cuInit(0))
-    device = _do(driver.cuDeviceGet(0))
-    _do(driver.cuCtxSetCurrent(_do(driver.cuDevicePrimaryCtxRetain(device))))
-    module = _do(driver.cuModuleLoadData(PTX.read_bytes() + b"\0"))
-    table, x, y, total = (int(_do(driver.cuMemAlloc(n))) for n in (SLICES * SLICE, 4 * FLOATS, 4 * FLOATS, 8))
-    stream = _do(driver.cuStreamCreate(0))
+    device = Device(0)
+    table, x, y = (device.memory(n) for n in (SLICES * SLICE, 4 * FLOATS, 4 * FLOATS))
+    total = device.number()
     u64, pointer = ctypes.c_uint64, ctypes.c_void_p
-
-    def run(name: str, *arguments: tuple[Any, Any]) -> None:
-        function = _do(driver.cuModuleGetFunction(module, name.encode()))
-        values, kinds = zip(*arguments, strict=True)
-        _do(driver.cuLaunchKernel(function, 64, 1, 1, 256, 1, 1, 0, stream, (values, kinds), 0))
-
     draws = random.Random(7)
     for vector in (x, y):
-        floats = struct.pack(f"{FLOATS}f", *(draws.uniform(-1, 1) for _ in range(FLOATS)))
-        _do(driver.cuMemcpyHtoD(vector, floats, len(floats)))
-    _do(driver.cuMemsetD8(total, 0, 8))
-    run("stamp", (table, pointer), (SLICES * SLICE // 8, u64), (0, u64), (0, u64))
-    answer = bytearray(8)
+        device.fill(vector, FLOATS, draws)
+    device.run("stamp", (table, pointer), (SLICES * SLICE // 8, u64), (0, u64), (0, u64))
     epoch = 0
     while True:
         place = epoch % SLICES
         epoch += 1
         start = table + place * SLICE
-        run("hash", (start, pointer), (SLICE // 8, u64), (total, pointer))
-        run("stamp", (start, pointer), (SLICE // 8, u64), (epoch, u64), (place * SLICE // _PAGE, u64))
-        run("saxpy", (y, pointer), (x, pointer), (draws.uniform(-0.01, 0.01), ctypes.c_float), (FLOATS, u64))
-        run("hash", (y, pointer), (FLOATS // 2, u64), (total, pointer))
-        _do(driver.cuMemcpyDtoHAsync(answer, total, 8, stream))
-        _do(driver.cuStreamSynchronize(stream))
-        yield int.from_bytes(answer, "little")
+        device.run("hash", (start, pointer), (SLICE // 8, u64), (total, pointer))
+        device.run("stamp", (start, pointer), (SLICE // 8, u64), (epoch, u64), (place * SLICE // _PAGE, u64))
+        device.run("saxpy", (y, pointer), (x, pointer), (draws.uniform(-0.01, 0.01), ctypes.c_float), (FLOATS, u64))
+        device.run("hash", (y, pointer), (FLOATS // 2, u64), (total, pointer))
+        yield device.read(total)
 
 
 def _do(answer: Any) -> Any:

@@ -284,10 +284,10 @@ def _disturb(name: str, job: Training, gpus: list[gpu.Gpu], image: Path, show: S
         return [there, timed("move back", lambda: _move(job, gpus[0], show))]
     if name == SUSPEND:
         return [timed(name, lambda: _suspend_and_resume(job, gpus, show))]
-    swapped = {gpus[0].uuid: gpus[1].uuid, gpus[1].uuid: gpus[0].uuid} if name in (SWAP, SWAPPED) else None
+    swapped = dict(zip((one.uuid for one in gpus), (one.uuid for one in reversed(gpus)), strict=True))
     if name == SWAP:
-        return [timed(name, lambda: _swap(job, swapped or {}, show))]
-    return [timed(name, lambda: _checkpoint_and_restore(job, image, swapped, show))]
+        return [timed(name, lambda: _swap(job, swapped, show))]
+    return [timed(name, lambda: _checkpoint_and_restore(job, image, swapped if name == SWAPPED else None, show))]
 
 
 def _timed(job: Training, name: str, show: Show, action: Callable[[], tuple[int, str]]) -> Did:
@@ -316,20 +316,24 @@ def _move(job: Training, to: gpu.Gpu, show: Show) -> tuple[int, str]:
 
 
 def _swap(job: Training, swapped: dict[str, str], show: Show) -> tuple[int, str]:
-    before = job.gpus(gpu.inventory().gpus)
+    before = job.gpus()
     result = operation.move(job.root, gpu_map=swapped, progress=show.progress, cancel=show.cancel)[0].result
     assert result is not None
-    after = job.gpus(gpu.inventory().gpus)
-    if len(before) != 2 or after != {pid: [swapped[uuid] for uuid in on] for pid, on in before.items()}:
-        raise LimosaError(f"the ranks were on {before} and are on {after}", job_state="running")
+    _refuse_elsewhere(job, before, swapped)
     return result.bytes, "each rank is on the other's GPU"
 
 
+def _refuse_elsewhere(job: Training, before: dict[int, list[str]], swapped: dict[str, str]) -> None:
+    after = job.gpus()
+    if len(before) != 2 or after != {pid: [swapped[uuid] for uuid in on] for pid, on in before.items()}:
+        raise LimosaError(f"the ranks were on {before} and are on {after}", job_state="running")
+
+
 def _suspend_and_resume(job: Training, gpus: list[gpu.Gpu], show: Show) -> tuple[int, str]:
-    before_on = job.gpus(gpu.inventory().gpus)
+    before_on = job.gpus()
     result = operation.suspend(job.root, progress=show.progress, cancel=show.cancel)[0].result
     assert result is not None
-    if job.gpus(gpu.inventory().gpus):
+    if job.gpus():
         raise LimosaError(f"process {job.root.pid} is suspended and still on a GPU", job_state="checkpointed")
     before = len(job.lines())
     time.sleep(1.0)
@@ -342,14 +346,14 @@ def _suspend_and_resume(job: Training, gpus: list[gpu.Gpu], show: Show) -> tuple
 
 def _checkpoint_and_restore(job: Training, image: Path, swapped: dict[str, str] | None, show: Show) -> tuple[int, str]:
     old = job.root
-    before = job.gpus(gpu.inventory().gpus) if swapped else {}
+    before = job.gpus() if swapped else {}
     written = operation.checkpoint(old, image, progress=show.progress, cancel=show.cancel)
     if old.alive():
         raise LimosaError(f"process {old.pid} was to be ended by its checkpoint and runs on", job_state="running")
     show.progress(Progress(step="killed", message=f"process {old.pid} is gone, the image is all that is left of it"))
     job.restored(operation.restore(image, gpu_map=swapped, progress=show.progress, cancel=show.cancel).pid)
-    if swapped and job.gpus(gpu.inventory().gpus) != {pid: [swapped[u] for u in on] for pid, on in before.items()}:
-        raise LimosaError("the ranks came back on other GPUs than they were to", job_state="running")
+    if swapped:
+        _refuse_elsewhere(job, before, swapped)
     with contextlib.suppress(OSError):
         shutil.rmtree(image)
     size = written.bytes / (1 << 20)

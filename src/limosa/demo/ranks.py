@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import os
 import random
-import struct
 import subprocess
 import sys
 import time
@@ -26,7 +25,6 @@ from typing import Any
 RANKS = 2
 FLOATS = 1 << 20
 WIDTH, BATCH = 256, 32
-PTX = Path(__file__).with_name("kernels.ptx")
 _FLOAT, _SUM = 7, 0  # ncclFloat32, ncclSum
 
 
@@ -98,13 +96,7 @@ class UniqueId(ctypes.Structure):
 
 def device_hashes(rank: int, folder: Path) -> Iterator[str]:
     """The running hash after each step, without end."""
-    from cuda.bindings import driver
-
-    def do(answer: Any) -> Any:
-        result, *values = answer
-        if result != driver.CUresult.CUDA_SUCCESS:
-            raise SystemExit(f"the driver says {result.name}")
-        return values[0] if values else None
+    from compute import Device  # type: ignore[import-not-found]  # its neighbour in this folder
 
     # As a program that is linked with it finds it.
     ctypes.CDLL("libnccl.so.2", ctypes.RTLD_GLOBAL)
@@ -114,35 +106,21 @@ def device_hashes(rank: int, folder: Path) -> Iterator[str]:
         if code := getattr(nccl, name)(*arguments):
             raise SystemExit(f"{name}: {code}")
 
-    do(driver.cuInit(0))
-    device = do(driver.cuDeviceGet(int(os.environ["LOCAL_RANK"])))
-    do(driver.cuCtxSetCurrent(do(driver.cuDevicePrimaryCtxRetain(device))))
-    module = do(driver.cuModuleLoadData(PTX.read_bytes() + b"\0"))
-    stream = do(driver.cuStreamCreate(0))
+    device = Device(int(os.environ["LOCAL_RANK"]))
     communicator = ctypes.c_void_p()
     unique = UniqueId.from_buffer_copy(_unique_id(rank, folder, call))
     call("ncclCommInitRank", ctypes.byref(communicator), RANKS, unique, rank)
-    mine, both, total = (int(do(driver.cuMemAlloc(n))) for n in (4 * FLOATS, 4 * FLOATS, 8))
+    mine, both, total = device.memory(4 * FLOATS), device.memory(4 * FLOATS), device.number()
     draws = random.Random(rank)
-    floats = struct.pack(f"{FLOATS}f", *(draws.uniform(-1, 1) for _ in range(FLOATS)))
-    do(driver.cuMemcpyHtoD(mine, floats, len(floats)))
-    do(driver.cuMemsetD8(total, 0, 8))
+    device.fill(mine, FLOATS, draws)
     u64, pointer = ctypes.c_uint64, ctypes.c_void_p
-
-    def run(name: str, *arguments: tuple[Any, Any]) -> None:
-        function = do(driver.cuModuleGetFunction(module, name.encode()))
-        values, kinds = zip(*arguments, strict=True)
-        do(driver.cuLaunchKernel(function, 64, 1, 1, 256, 1, 1, 0, stream, (values, kinds), 0))
-
-    size, on = ctypes.c_size_t(FLOATS), pointer(int(stream))
-    answer = bytearray(8)
+    size, stream = ctypes.c_size_t(FLOATS), pointer(int(device.stream))
     while True:
-        call("ncclAllReduce", pointer(mine), pointer(both), size, _FLOAT, _SUM, communicator, on)
-        run("saxpy", (mine, pointer), (both, pointer), (draws.uniform(-0.01, 0.01), ctypes.c_float), (FLOATS, u64))
-        run("hash", (mine, pointer), (FLOATS // 2, u64), (total, pointer))
-        do(driver.cuMemcpyDtoHAsync(answer, total, 8, stream))
-        do(driver.cuStreamSynchronize(stream))
-        yield f"{int.from_bytes(answer, 'little'):#018x}"
+        call("ncclAllReduce", pointer(mine), pointer(both), size, _FLOAT, _SUM, communicator, stream)
+        factor = draws.uniform(-0.01, 0.01)
+        device.run("saxpy", (mine, pointer), (both, pointer), (factor, ctypes.c_float), (FLOATS, u64))
+        device.run("hash", (mine, pointer), (FLOATS // 2, u64), (total, pointer))
+        yield f"{device.read(total):#018x}"
 
 
 def _unique_id(rank: int, folder: Path, call: Any) -> bytes:

@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from limosa import job, start
+from limosa import gpu, job, start
 from limosa.errors import LimosaError, UsageError
-from limosa.gpu import Gpu
 from limosa.process.identity import Identity, read_stat
 from limosa.process.launch import launch
 from limosa.process.tree import snapshot
@@ -100,19 +99,19 @@ class Training:
         stack: what to run it with.
         steps: how many.
         pace: seconds of sleep after each.
-        gpu: uuids of the GPUs it is to see, with commas, or "" for all.
+        visible: uuids of the GPUs it is to see, with commas, or "" for all.
     """
 
     written: tuple[str, ...] = ("losses",)
     """The files that its losses are in."""
 
-    def __init__(self, folder: Path, stack: Stack, steps: int, pace: float, gpu: str = ""):
+    def __init__(self, folder: Path, stack: Stack, steps: int, pace: float, visible: str = ""):
         self.folder = folder
         self.steps = steps
         folder.mkdir()
         options = [str(folder), "--framework", stack.framework, "--device", stack.device]
         options += ["--steps", str(steps), "--pace", str(pace)]
-        env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})}
+        env = {**_environment(), **({"CUDA_VISIBLE_DEVICES": visible} if visible else {})}
         self.root: Identity = self._start(stack, options, env)
         self._session = self.root.pid  # a restored one has the same
         self._codes: dict[int, int] = {}
@@ -157,10 +156,10 @@ class Training:
         self.root = Identity.of(pid)
         self._codes.pop(pid, None)
 
-    def gpus(self, gpus: Sequence[Gpu]) -> dict[int, list[str]]:
-        """The GPUs that each process holds memory on: pid → uuids."""
-        mine = [stat.pid for stat in snapshot().values() if stat.sid == self._session]
-        found = {pid: [gpu.uuid for gpu in gpus if gpu.holds(pid)] for pid in mine}
+    def gpus(self) -> dict[int, list[str]]:
+        """The GPUs that each process holds memory on, by NVML: pid → uuids."""
+        mine, there = [stat.pid for stat in snapshot().values() if stat.sid == self._session], gpu.inventory().gpus
+        found = {pid: [one.uuid for one in there if one.holds(pid)] for pid in mine}
         return {pid: on for pid, on in found.items() if on}
 
     def lines(self) -> list[list[str]]:
