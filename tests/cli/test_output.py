@@ -373,7 +373,6 @@ def test_a_step_is_one_line_however_narrow_the_terminal(environment, columns):
 
 HOSTILE = """
 import sys, time
-from limosa.cli import output
 from limosa.cli.output import Format, Report, reporting
 from limosa.errors import FailedUndone, Reason
 from limosa.progress import Progress

@@ -205,9 +205,9 @@ class Prover:
             full = [word.replace("FOLDER", str(folder)) for word in words]
             return Job(self.limosa, folder, full, env, shim, options)
 
-        each = [partial(begin, *kind) for kind in kinds]
-        self.jobs += [one() for one in each[: 1 if alone else None]]
-        self.later = each[1:] if alone else []
+        each, now = [partial(begin, *kind) for kind in kinds], 1 if alone else len(kinds)
+        self.jobs += [one() for one in each[:now]]
+        self.later = each[now:]
         for job in self.jobs:
             job.until(lambda job=job: job.steps() > 10, limit, "steps")
         return self.jobs[0]

@@ -265,7 +265,7 @@ class Shim:
             if result in (NOT_READY, CAPTURING):
                 why = "it is capturing a CUDA graph" if result == CAPTURING else "work on the GPU, or a call, goes on"
                 raise GateStaysOpen(
-                    pid=self.identity.pid, seconds=round(seconds, 1), what="close", detail=why, result=result,
+                    pid=self.identity.pid, seconds=round(seconds, 1), what=verb.name.lower(), detail=why, result=result,
                     hint="try again: what it has begun has to come to an end meanwhile",
                 ) from None  # fmt: skip
             raise
