@@ -38,10 +38,7 @@ class Ranks(Job):
         words = [word.replace("FOLDER", str(self.folder)) for word in (str(VICTIMS / argv[0]), *argv[1:])]
         command = [sys.executable, "-m", "limosa", "run", *run, "--detach", "--log", str(self.log), "--name", name]
         command += ["-o", "json", "--", *TORCHRUN, *words]
-        env = {**os.environ, "LIMOSA_SHIM_WITH": "ranks"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, cwd=self.folder, timeout=60, check=False, env=env
-        )
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder, timeout=60, check=False)
         if done.returncode:
             raise RuntimeError(f"limosa run: {done.stdout}{done.stderr}")
         self.pid = json.loads(done.stdout)["pid"]

@@ -21,7 +21,6 @@ from rows import GB, RUNS, Bench, Limit, Row, cost_rows, median, parked, typed
 from limosa import operation
 
 SWAP = "0=1,1=0"
-TRIAL = ("nccl-trial",)
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 NOT_PARTS = ("pause_seconds", "total", "copy", "ready", "park", "reconcile")
 """What timings have that is no part of the pause, or beside it, or a sum."""
@@ -69,7 +68,7 @@ def computing(bench: Bench, name: str, *argv: str) -> Iterator[Ranks]:
 def swap(bench: Bench, job: Ranks, what: str, counts: bool = True) -> dict[str, Any]:
     """Has the ranks change their GPUs; figures by their own clocks."""
     since = time.monotonic()
-    (outcome,) = operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=100)
+    (outcome,) = operation.move(job.pid, gpu_map=SWAP, timeout=100)
     wall = time.monotonic() - since
     assert outcome.result is not None
     job.goes_on()
@@ -121,7 +120,7 @@ def rate(bench: Bench) -> Iterator[Row]:
         time.sleep(2)
         before = seen(time.monotonic() - 1.8)
         for _ in range(3):
-            (outcome,) = operation.move(job.pid, force=TRIAL, gpu_map=SWAP, timeout=100)
+            (outcome,) = operation.move(job.pid, gpu_map=SWAP, timeout=100)
             assert outcome.result is not None
             job.goes_on(3)  # the first one connects
             since = time.monotonic()

@@ -108,7 +108,7 @@ parked() {
     [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 
-# Two GPUs for each of JOBS=… side by side: a job has its GPUs to itself, its twins follow when it has ended.
+# JOBS=… side by side, spread over pairs of GPUs. On each pair one job at a time is moved; its twins follow when it has ended.
 nccl() {
     LIMOSA_PROOFS=${LIMOSA_PROOFS:-$out/proofs-nccl-$(date -u +%Y-%m-%d).jsonl}
     TORCHINDUCTOR_COMPILE_THREADS=4

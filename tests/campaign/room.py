@@ -84,7 +84,7 @@ class Room:
         env = dict(os.environ)
         self.victims = Nursery("victims", env)
         self.controllers = Nursery("controllers", env)
-        self._preloaded: dict[bool, Nursery] = {}  # whether it looks after communicators
+        self._preloaded: Nursery | None = None
         self.jobs: dict[str, Job] = {}
         self.images: dict[str, Path] = {}
         self.count = 0
@@ -104,16 +104,15 @@ class Room:
         """Where victims of that class come from: those under the shim from one that has it."""
         if not SHAPES[shape].shim:
             return self.victims
-        ranks = SHAPES[shape].ranks is not None
-        if ranks not in self._preloaded:
+        if self._preloaded is None:
             from limosa.parking import preload
             from limosa.process.device_nodes import LIBRARY
 
-            env = preload({**os.environ, **({"LIMOSA_SHIM_WITH": "ranks"} if ranks else {})})
+            env = preload()
             made = Nursery("victims", {**env, "LD_PRELOAD": f"{env['LD_PRELOAD']}:{LIBRARY}"})
             self.own.add(made.process.pid)
-            self._preloaded[ranks] = made
-        return self._preloaded[ranks]
+            self._preloaded = made
+        return self._preloaded
 
     # -- processes ---------------------------------------------------------------------------------------------
 
@@ -538,7 +537,7 @@ class Room:
     def close(self) -> None:
         """Ends all that is here."""
         self.reset()
-        for nursery in (self.victims, self.controllers, *self._preloaded.values()):
+        for nursery in filter(None, (self.victims, self.controllers, self._preloaded)):
             assert nursery.process.stdin is not None
             nursery.process.stdin.close()
         shutil.rmtree(self.base, ignore_errors=True)

@@ -12,12 +12,6 @@ import pytest
 from soft_command import Held, start
 
 
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim looks after communicators, and tells where GPUs are."""
-    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
-
-
 def told(job: Any) -> dict[str, list[Any]]:
     """What it is answered by each way to the driver."""
     answer = job.folder / "there"

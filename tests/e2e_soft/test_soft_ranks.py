@@ -16,13 +16,6 @@ from soft_ranks import Ranks, signalled
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
 
-
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim looks after communicators, and tells where GPUs are."""
-    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
-
-
 SWAP = ("--map", "0=1,1=0")
 
 

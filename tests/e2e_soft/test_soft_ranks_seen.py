@@ -10,13 +10,6 @@ from typing import Any
 import pytest
 from soft_command import start, waits_for
 
-
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim looks after communicators, and tells where GPUs are."""
-    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
-
-
 PROGRAMS = Path(__file__).parents[1] / "softgpu"
 
 
@@ -140,25 +133,43 @@ def refused(node: Any, pid: int, who: str, way_out: str) -> None:
     assert not (node.place / "image").exists()
 
 
-def test_without_the_switch_nothing_is_touched(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_shim_leaves_ranks_alone_nothing_is_touched(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's calls are passed on, such a job is refused as one without the shim, and runs on."""
-    monkeypatch.delenv("LIMOSA_SHIM_WITH")
+    monkeypatch.setenv("LIMOSA_SHIM_WITHOUT", "ranks")
     job = Ranks(three, "plain", 600)
     assert all(not process.get("ranks") for process in shown(three)[job.pid]["processes"])
     for verb in (["move", job.pid, "--map", "0=1,1=0,2=2"], ["suspend", job.pid]):
         refused = three.limosa(*verb, "-o", "json", rc=13).json["error"]
         assert refused["id"] in ("imported-memory", "nccl-ranks")
-        assert "LIMOSA_SHIM_WITH=ranks" in refused["hint"]
+        assert "started by limosa run" in refused["hint"]
     goes_on(three, job.folder)
     job.end()
 
 
-def test_two_processes_without_the_switch(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_whose_shims_leave_ranks_alone(parked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job whose shims look after no communicators is moved, suspended and resumed the parked way as ever."""
-    monkeypatch.delenv("LIMOSA_SHIM_WITH")
+    monkeypatch.setenv("LIMOSA_SHIM_WITHOUT", "ranks")
     job = start(parked, "--mib", 16, "--child")
     for to in (1, 0):
         assert parked.says(0, "", "move", job.pid, "--to", to)["way"] == "parked"
     parked.says(0, "", "suspend", job.pid)
     parked.says(0, "", "resume", job.pid, "--to", 1)
     job.finish()
+
+
+def test_two_jobs_of_ranks_on_the_same_gpus_are_not_both_moved(soft: Callable[..., Any]) -> None:
+    """Restored ranks are not interrupted in a kernel: two such jobs could wait for each other for ever."""
+    node = soft(gpus=4, memory="512MiB")
+    one, other = Ranks(node, "one", 1200), Ranks(node, "other", 1200)
+    for verb in (["move", one.pid, "--map", "0=1,1=0"], ["move", other.pid, "--map", "0=1,1=0"]):
+        refused = node.says(13, "", *verb)["error"]
+        assert refused["id"] == "nccl-beside"
+        assert "on GPUs 0, 1 too" in refused["message"]
+    node.says(0, "", "suspend", other.pid)  # it goes out of the way
+    node.says(0, "", "move", one.pid, "--map", "0=1,1=0")
+    assert node.says(13, "", "resume", other.pid)["error"]["id"] == "nccl-beside"
+    node.says(0, "", "resume", other.pid, "--map", "0=2,1=3")
+    node.says(0, "", "move", one.pid, "--map", "0=1,1=0", "--force", "nccl-beside")
+    for job in (one, other):
+        goes_on(node, job.folder)
+    assert one.end() == other.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import statistics
@@ -20,8 +21,10 @@ from limosa.gpu import Gpu
 
 RANKS = VICTIMS / "nccl"
 TRACES = ("trace", "trace-1")
-TRIAL = ("nccl-trial",)
-"""What has to be forced."""
+READY = 20
+"""Steps after which a job waits for its turn."""
+BESIDE = ("nccl-beside",)
+"""What is forced: the others' jobs that are there are twins, which nobody moves."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"),
@@ -88,7 +91,28 @@ class Pair(NamedTuple):
     @property
     def env(self) -> dict[str, str]:
         """With which a job sees no others."""
-        return {"LIMOSA_SHIM_WITH": "ranks", "CUDA_VISIBLE_DEVICES": ",".join(self.uuids)}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self.uuids)}
+
+
+class Turn:
+    """Of all proofs on the same two GPUs, one at a time has a job that is restored: two could wait for each other.
+
+    It is a lock, of a file that all workers find.
+    """
+
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+
+    def take(self, pair: Pair) -> None:
+        """Waits until no other proof's job on these GPUs is moved."""
+        fd = os.open(sorted(RANKS.glob("*.py"))[pair.indices[0] // 2], os.O_RDONLY)
+        self.fds.append(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+
+    def pass_on(self) -> None:
+        """That job has ended."""
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 def running(pids: Sequence[int]) -> list[int]:
@@ -113,22 +137,28 @@ def gap(job: Job, traces: Sequence[str], since: float) -> float:
 class Ranks(Prover):
     """Proves a job of several ranks."""
 
-    def __init__(self, limosa: Callable[..., Any], folder: Path, pair: Pair, name: str, kind: Kind):
+    def __init__(self, limosa: Callable[..., Any], folder: Path, pair: Pair, name: str, kind: Kind, turn: Turn):
         super().__init__(limosa, folder, pair.uuids, name)
+        self.turn, self.ended = turn, turn.pass_on
         self.kind, self.pair = kind, pair
         # So much lies on each rank's GPU at least, whatever it computes.
         self.least = 2 * int(0.25 * 10**9)
 
     def begin(self, *more: str, env: dict[str, str] | None = None) -> Job:
-        """Starts the job. Its two undisturbed twins follow when it has ended: nobody is on its GPUs beside it."""
-        return self.start(self.kind.argv(*more), {**self.pair.env, **(env or {})}, self.kind.limit, alone=True)
+        """Starts the job; it computes when it is its turn. Its two undisturbed twins follow when it has ended."""
+        argv = self.kind.argv("--hold", str(READY), *more)
+        job = self.start(argv, {**self.pair.env, **(env or {})}, self.kind.limit, alone=True)
+        self.turn.take(self.pair)
+        (job.folder / "go").touch()
+        return job
 
     def swaps(self, job: Job, times: int) -> None:
         """Has the ranks change their GPUs, again and again, while they compute."""
         before = self.places(job)
         for turn in range(times):
             since = time.monotonic()
-            move = lambda: operation.move(job.pid, force=TRIAL, gpu_map=self.pair.swap, timeout=60)[0].result  # noqa: E731
+            to: dict[str, Any] = {"gpu_map": self.pair.swap, "force": BESIDE, "timeout": 60}
+            move = lambda to=to: operation.move(job.pid, **to)[0].result  # noqa: E731
             outcome = self.acts(job, move, self.gpus, self.least)
             self.ways[-1]["pause"] = gap(job, self.kind.traces, since)  # the worst of all ranks
             assert outcome.bytes >= self.least or outcome.way != "parked", f"swap {turn + 1}: {outcome}"
@@ -151,11 +181,12 @@ class Ranks(Prover):
             family, image = job.family(), images / f"image-{turn}"
             before = self.places(job)
             begun = time.monotonic()
-            operation.checkpoint(job.pid, image, force=TRIAL, timeout=120, **options)
+            operation.checkpoint(job.pid, image, timeout=120, **options)
             ended = time.monotonic()
             assert not running(family), f"checkpoint {turn + 1} has left processes of {family} running"
             stood = {name: len(job.trace(name)) for name in self.kind.traces}
-            back = lambda image=image: operation.restore(image, gpu_map=self.pair.swap, timeout=120, **options)  # noqa: E731
+            to: dict[str, Any] = {"gpu_map": self.pair.swap, "force": BESIDE, "timeout": 120, **options}
+            back = lambda image=image, to=to: operation.restore(image, **to)  # noqa: E731
             self.acts(job, back, self.gpus, self.least)
             self.ways[-1].update(pause=None, out=ended - begun)  # its clock stood still while it was on disk
             assert job.family() == family, f"restore {turn + 1}: {family} came back as {job.family()}"

@@ -181,6 +181,7 @@ class Prover:
         self.record: dict[str, Any] = {"name": name, "moves": 0}
         self.jobs: list[Job] = []
         self.later: list[Callable[[], Job]] = []
+        self.ended: Callable[[], None] = lambda: None  # called when the job has ended, before its twins begin
 
     def start(
         self,
@@ -275,6 +276,7 @@ class Prover:
         a_second = len([at for at in times if at > times[-1] - 1])
         job.stop_at(job.steps() + max(50, 2 * a_second))
         job.ends()
+        self.ended()
         moved = {name: job.results(name) for name in traces}
         steps = len(moved[traces[0]])
         self.jobs += [begin() for begin in self.later]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from leaks import grown, note_of, seen, too_much
-from nccl_proofs import KINDS, TRIAL, Pair, gap
+from nccl_proofs import KINDS, Pair, gap
 from proofs import Job, note
 from test_parked_loop import BESIDE, helpers
 
@@ -43,7 +43,7 @@ def test_a_hundred_swaps_leave_nothing(
         if time.monotonic() - begin > limit:
             break
         since = time.monotonic()
-        (outcome,) = operation.move(job.pid, force=TRIAL, gpu_map=pair.swap, timeout=60)
+        (outcome,) = operation.move(job.pid, gpu_map=pair.swap, timeout=60)
         assert outcome.result is not None
         pauses.append(outcome.result.timings["pause_seconds"])
         job.goes_on(5)

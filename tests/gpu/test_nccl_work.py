@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_proofs import KINDS, RANKS, TRIAL, TURNS, Kind, Pair, Ranks
+from nccl_proofs import BESIDE, KINDS, RANKS, TURNS, Kind, Pair, Ranks, Turn
 from proofs import Job, first_difference, note
 
 from limosa import operation
@@ -26,16 +26,24 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def turn() -> Iterator[Turn]:
+    """First of all fixtures, and so the last one to end: by then the job that was moved is gone."""
+    made = Turn()
+    yield made
+    made.pass_on()
+
+
 @pytest.fixture
 def ranks(
-    limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest
+    limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest, turn: Turn
 ) -> Callable[[Kind], Ranks]:
     """``ranks(kind)``: proves one job; named by the test."""
 
     def go(kind: Kind) -> Ranks:
         missing = [name for name in kind.needs.split() if importlib.util.find_spec(name) is None]
         assert not missing, f"this proof needs {', '.join(missing)}"
-        return Ranks(limosa, tmp_path, Pair.mine(gpus.gpus), request.node.name, kind)
+        return Ranks(limosa, tmp_path, Pair.mine(gpus.gpus), request.node.name, kind, turn)
 
     return go
 
@@ -59,11 +67,11 @@ def test_put_aside_and_brought_back(ranks: Callable[[Kind], Ranks]) -> None:
     prover = ranks(KINDS["fsdp2"])
     job = prover.begin()
     for gpu_map in (None, prover.pair.swap, prover.pair.swap):
-        operation.suspend(job.pid, force=TRIAL, timeout=90)
+        operation.suspend(job.pid, timeout=90)
         stood = [len(job.trace(name)) for name in prover.kind.traces]
         time.sleep(0.5)
         assert [len(job.trace(name)) for name in prover.kind.traces] == stood
-        back = lambda gpu_map=gpu_map: operation.resume(job.pid, gpu_map=gpu_map, timeout=90)[0].result  # noqa: E731
+        back = lambda gpu_map=gpu_map: operation.resume(job.pid, gpu_map=gpu_map, force=BESIDE, timeout=90)[0].result  # noqa: E731
         prover.acts(job, back, prover.gpus, prover.least)
         prover.record["moves"] += 1
     prover.agree(job)
@@ -78,7 +86,7 @@ def test_a_captured_collective_is_refused_and_the_job_goes_on(ranks: Callable[[K
         prover.record["graph"] = "moved"
     if "graph" not in prover.record:
         with pytest.raises(Refused, match="graph") as refused:
-            operation.move(job.pid, force=TRIAL, gpu_map=prover.pair.swap, timeout=60)
+            operation.move(job.pid, force=BESIDE, gpu_map=prover.pair.swap, timeout=60)
         prover.record["graph"] = str(refused.value)
     job.goes_on(20)
     prover.agree(job)
@@ -147,22 +155,23 @@ def served(limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory) -> Itera
 @pytest.mark.parametrize("kind", ["auto", "hand"])
 @pytest.mark.parametrize("how", ["swapped", "brought back"])
 def test_a_server_loses_no_request(
-    served: Callable[[str, str], Served], images: Path, how: str, kind: str, request: pytest.FixtureRequest
+    served: Callable[[str, str], Served], images: Path, how: str, kind: str, request: pytest.FixtureRequest, turn: Turn
 ) -> None:
     """Connections live on, also through an end and a return; every answer is what an undisturbed server says."""
-    twin = served("twin", kind)  # it ends first: nobody is on the other's GPUs beside it
+    twin = served("twin", kind)  # it ends first
     twin.begin()
     twin.job.goes_on(200)
     assert twin.end()[2] == 0
     moved = served("moved", kind)
+    turn.take(moved.pair)
     moved.begin()
     for turn in range(TURNS if how == "swapped" else 2):
         if how == "swapped":
-            operation.move(moved.job.pid, force=TRIAL, gpu_map=moved.pair.swap, timeout=60)
+            operation.move(moved.job.pid, force=BESIDE, gpu_map=moved.pair.swap, timeout=60)
         else:
             image = images / f"image-{turn}"
-            operation.checkpoint(moved.job.pid, image, force=TRIAL, timeout=120, tcp_established=True)
-            operation.restore(image, gpu_map=moved.pair.swap, timeout=120, tcp_established=True)
+            operation.checkpoint(moved.job.pid, image, timeout=120, tcp_established=True)
+            operation.restore(image, gpu_map=moved.pair.swap, force=BESIDE, timeout=120, tcp_established=True)
         moved.job.goes_on(20)
     moved.job.goes_on(100)
     asked, answered, wrong = moved.end()

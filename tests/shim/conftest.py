@@ -42,7 +42,7 @@ def node(new_node: Callable[..., Node]) -> Node:
 
 @pytest.fixture
 def start(node: Node, library: Path) -> Callable[..., Far]:
-    """Starts a job with a context: ``start()``, ``start(shim=False)``, ``start(LIMOSA_SHIM_WITH="ranks")``."""
+    """Starts a job with a context: ``start()``, ``start(shim=False)``, ``start(LIMOSA_SHIM_WITHOUT="ranks")``."""
 
     def go(*prefix: str, shim: bool = True, device: int = 0, **more: str) -> Far:
         far = Far(node, *prefix, env={"LD_PRELOAD": str(library), **more} if shim else None)

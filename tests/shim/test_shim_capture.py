@@ -120,7 +120,7 @@ def test_one_that_ends_in_time(job: Far, shim: Shim) -> None:
 
 def test_ranks_come_to_rest_between_captures(start: Callable[..., Far]) -> None:
     """One that is longer than a part of the wait is let finish. From there on none begins until all are let go on."""
-    job = start(LIMOSA_SHIM_WITH="ranks")
+    job = start()
     job(WORDS)
     job("begin()")
     said: list[str] = []

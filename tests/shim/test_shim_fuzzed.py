@@ -31,10 +31,10 @@ def given() -> Iterator[list[int]]:
 
 
 @pytest.fixture(autouse=True, params=["", "ranks"])
-def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with what is on trial, which answers nothing else than that there is no such thing."""
+def without(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it leaves ranks alone, and answers nothing else than that there is no such thing."""
     if request.param:
-        monkeypatch.setenv("LIMOSA_SHIM_WITH", request.param)
+        monkeypatch.setenv("LIMOSA_SHIM_WITHOUT", request.param)
 
 
 def packet(source: random.Random) -> bytes:

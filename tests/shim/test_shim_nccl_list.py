@@ -19,13 +19,6 @@ from softgpu.far import Far
 from limosa.native.build import SHIM
 from limosa_softgpu.build import SOFTGPU
 
-
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim looks after communicators, and tells where GPUs are."""
-    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
-
-
 LISTED = re.compile(r"^NCCL\((\w+), (\w+), (-?\d+), -?\d+\)$", re.M)
 TESTS = Path(__file__).parents[1] / "softgpu"
 

@@ -15,13 +15,6 @@ from limosa.parking.protocol import PLACE, PLACES_MOST, Verb
 from limosa.parking.shim import Place, Shim, ShimError
 from limosa.process.identity import Identity
 
-
-@pytest.fixture(autouse=True)
-def on_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shim looks after communicators, and tells where GPUs are."""
-    monkeypatch.setenv("LIMOSA_SHIM_WITH", "ranks")
-
-
 # What a program is answered about its GPUs by each way: the same function, got in four ways.
 LOOK = '''
 def by(way, name, symbol):

@@ -151,7 +151,10 @@ def run(
     whys = reasons(len(gpus), no_gpus if gpus else why_no_gpus or no_gpus, stack)
     if not software or stack.device != "cuda":
         many = steps or (_STEPS_CUDA if stack.device == "cuda" else _STEPS)
-        return _twice(show, stack, gpus, steps=many, pace=pace, whys=whys)
+        result = _twice(show, stack, gpus, steps=many, pace=pace, whys=whys)
+        if len(gpus) > 1 and stack.device == "cuda" and stack.framework == "torch":  # which brings NCCL
+            result.ranks = _ranks_too(show, stack, gpus, steps or _STEPS_TOO, pace)
+        return result
     show.tell(f"{why_no_gpus + ': ' if why_no_gpus else ''}this runs on software GPUs, a driver in software that")
     show.tell("keeps the real one's rules; the job, Limosa and CRIU are the real ones. For the real thing:")
     show.tell("limosa demo on a machine with an NVIDIA GPU (two, to see it move) and driver 580 or newer")
@@ -162,9 +165,8 @@ def run(
         show.tell(f"the training on the CPU, which would follow, is left out: {error.message} ({error.hint})")
     result = _twice(show, stack, gpus, steps=steps or _STEPS_SOFT, pace=pace, whys=whys)
     result.software = why_no_gpus or "the demo was started on them"
-    if len(gpus) > 1:  # on real ones such jobs are refused still
-        ranks_show = msgspec.structs.replace(show, label="ranks ")
-        result.ranks = _twice(ranks_show, stack, gpus, steps=steps or _STEPS_TOO, pace=pace, whys={}, kind=Ranks)
+    if len(gpus) > 1:
+        result.ranks = _ranks_too(show, stack, gpus, steps or _STEPS_TOO, pace)
     if on_cpu_stack is None:
         return result
     on_cpu = {name: NotDone(operation=name, why="it has nothing on a GPU") for name in (MOVE, SUSPEND)}
@@ -172,6 +174,12 @@ def run(
     result.cpu = _twice(on_cpu_show, on_cpu_stack, [], steps=steps or _STEPS_TOO, pace=pace, whys=on_cpu)
     result.cpu.not_done = [n for n in result.cpu.not_done if n.operation == CHECKPOINT]
     return result
+
+
+def _ranks_too(show: Show, stack: Stack, gpus: list[gpu.Gpu], steps: int, pace: float) -> DemoResult:
+    """The same with two ranks over NCCL, whose GPUs are swapped."""
+    labelled = msgspec.structs.replace(show, label="ranks ")
+    return _twice(labelled, stack, gpus, steps=steps, pace=pace, whys={}, kind=Ranks)
 
 
 def _twice(

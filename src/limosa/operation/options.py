@@ -47,7 +47,7 @@ FORCEABLE = frozenset(
         "mps",
         "mps-server",
         "nccl-ranks",
-        "nccl-trial",
+        "nccl-beside",
         "nested-namespace",
         "peer-access",
         "pid-namespace",

@@ -17,6 +17,7 @@ from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
 from limosa.operation import idle, locks, ports, shm
+from limosa.operation.communicators import beside
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
@@ -182,7 +183,7 @@ def _gpu_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     if short := idle.shortage_seen(inventory, facts.members, {}):
         hint = "make room there (limosa ps shows who holds it), or choose another GPU with --to"
         found.append(Reason(id="gpu-room", text=short, exit_code=14, hint=hint))
-    return found
+    return found + beside.in_the_way(inventory, facts.members)
 
 
 def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Options) -> list[Member]:

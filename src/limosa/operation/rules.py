@@ -15,6 +15,7 @@ import msgspec
 from limosa.errors import LimosaError, Reason, UsageError
 from limosa.gpu import State
 from limosa.operation import claims, idle, room
+from limosa.operation.communicators import beside
 from limosa.operation.facts import Ask, Facts
 from limosa.operation.journal import added_up
 from limosa.operation.parked import aside
@@ -67,19 +68,15 @@ def what_shims_say(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 
 def communicators(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """What keeps communicators between its processes from being closed and made again."""
-    if not ask.verb.goes:
-        return []
-    return [*facts.comms.reasons, *_on_trial(facts)]
+    return facts.comms.reasons if ask.verb.goes else []
 
 
-def _on_trial(facts: Facts) -> Sequence[Reason]:
-    """Several ranks on real GPUs: some were lost beside others of their kind, and nobody knows why yet."""
-    if not facts.comms.n or facts.inventory is None or facts.inventory.software:
+def ranks_beside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
+    """Ranks of another job are on the GPUs that its ranks are to be on."""
+    stays_away = not ask.verb.comes and not ask.leave_running
+    if stays_away or not facts.comms.ranks or facts.inventory is None or facts.nowhere is not None:
         return []
-    text = "its processes talk over NCCL: such jobs were moved, but some were lost after it beside others on their GPUs"
-    text += " (CUDA error 719)"
-    hint = "--force=nccl-trial if you can lose it"
-    return [Reason(id="nccl-trial", text=text, exit_code=13, hint=hint, forceable=True)]
+    return beside.in_the_way(facts.inventory, facts.members)
 
 
 def arenas(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
@@ -176,7 +173,7 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
-_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, communicators, arenas)
+_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, communicators, ranks_beside, arenas)
 _DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)
 _LEAVES: tuple[Rule, ...] = (*_MEMORY, *_DRIVER, host_memory, a_way_back)
 """Of a job that leaves its GPUs and goes nowhere else yet."""

@@ -19,7 +19,8 @@ LIBRARY = Path(__file__).resolve().parents[1] / "native" / "shim" / "liblimosa_s
 def preload(env: Mapping[str, str] | None = None, *, without: Sequence[str] = ()) -> dict[str, str]:
     """Return an environment (``env``, or the caller's) in which programs run under the shim, where it has been built.
 
-    ``without`` is what the shim leaves alone: "bulk", "stack" (``operation/parked/bulk.py``).
+    ``without`` is what the shim leaves alone: "bulk", "stack" (``operation/parked/bulk.py``), "ranks"
+    (``operation/communicators/``).
     """
     found = dict(os.environ if env is None else env)
     if without:

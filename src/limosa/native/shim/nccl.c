@@ -99,15 +99,15 @@ bool nccl_is_own(const void *address)
         && at < atomic_load_explicit(&own_end, memory_order_relaxed);
 }
 
-/* On trial: `LIMOSA_SHIM_WITH=ranks` in the environment. Else every call is passed on as it is. */
+/* Unless `LIMOSA_SHIM_WITHOUT=ranks` is in the environment: then every call is passed on as it is. */
 bool nccl_switched_on(void)
 {
     static _Atomic signed char on;
     signed char now = atomic_load_explicit(&on, memory_order_relaxed);
 
     if (UNLIKELY(!now)) {
-        const char *words = getenv("LIMOSA_SHIM_WITH");
-        now = words && strstr(words, "ranks") ? 1 : -1;
+        const char *words = getenv("LIMOSA_SHIM_WITHOUT");
+        now = words && strstr(words, "ranks") ? -1 : 1;
         atomic_store_explicit(&on, now, memory_order_relaxed);
     }
     return now > 0;

@@ -35,13 +35,14 @@ def of(ids: Collection[Id], but: Collection[int]) -> dict[Id, list[int]]:
         if pid not in but and pid != os.getpid() and under_shim(pid):
             others.append(pid)
     found: dict[Id, list[int]] = {}
-    for pid, theirs in within(SECONDS, [partial(_asked, pid) for pid in others]):
+    for pid, theirs in within(SECONDS, [partial(ids_of, pid) for pid in others]):
         for id_ in theirs & set(ids):
             found.setdefault(id_, []).append(pid)
     return found
 
 
-def _asked(pid: int) -> tuple[int, set[Id]]:
+def ids_of(pid: int) -> tuple[int, set[Id]]:
+    """Return a process and its communicators. Raises what :class:`Shim` does."""
     with Shim.to_look(Identity.of(pid), _EACH, 0.0) as shim:
         return pid, {comm.id for comm in shim.comms()[1]}
 

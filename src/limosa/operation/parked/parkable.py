@@ -181,7 +181,6 @@ def _left_to_others(member: Member, counts: Mapping[str, tuple[int, int]], piece
         found.append(Reason(id="cuda-ipc", text=text, exit_code=13, pid=member.pid))
     if any(m.owner < 0 for m in pieces):
         text = f"process {member.pid} has imported memory by a descriptor: the driver could not restore it"
-        hint = "if that is NCCL's: under LIMOSA_SHIM_WITH=ranks limosa run it is closed for a move, which is on trial; "
-        hint += "else end what shares its memory first"
+        hint = "end what shares its memory first; what NCCL shares goes, where all ranks are started by limosa run"
         found.append(Reason(id="imported-memory", text=text, exit_code=13, hint=hint, pid=member.pid))
     return found

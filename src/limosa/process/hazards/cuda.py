@@ -98,8 +98,7 @@ def _nccl(obs: JobObservation, holders: list[ProcessObservation]) -> Iterator[Re
     if not ranks:
         return
     names = ", ".join(process.title for process in ranks)
-    hint = "start it by LIMOSA_SHIM_WITH=ranks limosa run -- torchrun …, which is on trial; "
-    hint += "or destroy the process group first, and create it again afterwards"
+    hint = "start it by limosa run -- torchrun …, or destroy the process group first, and create it again afterwards"
     if len(ranks) > 1:
         safe = all(map(_without_transports, ranks))
         ending = "peer-to-peer and shared memory are off, so this has a chance" if safe else "they would be lost"

@@ -6,8 +6,9 @@
 Rank 0 writes FILE, rank N writes FILE-N: ``<step> <CLOCK_MONOTONIC> <loss as float.hex()>`` for each step, and with
 every 50th the digest of all parameters of this rank. The job ends after ``--steps``, or after the step whose number is
 in the file ``until`` beside FILE (every rank looks after every step: name one that is still some steps off). With
-``--hold N`` it waits after N steps until that file is there. ``--gigabytes`` more lie on each rank's device untouched,
-and are compared with what was written at first. On a processor (``--backend gloo``) all is the same.
+``--hold N`` it waits after N steps until that file, or one called ``go``, is there. ``--gigabytes`` more lie on each
+rank's device untouched, and are compared with what was written at first. On a processor (``--backend gloo``) all is
+the same.
 """
 
 import argparse
