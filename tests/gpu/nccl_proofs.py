@@ -63,7 +63,7 @@ KINDS = {
     "groups": Kind("groups.py"),
     "groups-threads": Kind("groups.py", ["--kind", "threads"]),
     "trainer": Kind("trainer.py", via=ACCELERATE, needs="transformers accelerate"),
-    "lightning": Kind("fit_lightning.py", via=PYTHON, needs="lightning"),
+    "lightning": Kind("fit_lightning.py", via=PYTHON, needs="pytorch_lightning"),
     "jax-pmap": Kind("jax_two.py", ["--kind", "pmap"], PYTHON, ["trace"], "jax"),
     "jax-shard-map": Kind("jax_two.py", ["--kind", "shard_map"], PYTHON, ["trace"], "jax"),
 }

@@ -3,7 +3,7 @@
 python fit_lightning.py --record FILE        (or torchrun --nproc-per-node=2)
 """
 
-import lightning
+import pytorch_lightning as lightning
 import torch
 from common import Record, device_of, options, same_bits
 from proof_torch import Gpt, Texts, loss_of
