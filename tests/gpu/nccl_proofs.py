@@ -150,6 +150,7 @@ class Ranks(Prover):
         job = self.start(argv, {**self.pair.env, **(env or {})}, self.kind.limit, alone=True)
         self.turn.take(self.pair)
         (job.folder / "go").touch()
+        job.goes_on()  # the wait is no pause of a swap
         return job
 
     def swaps(self, job: Job, times: int) -> None:
