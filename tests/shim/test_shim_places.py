@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -203,8 +204,10 @@ def test_it_may_be_told_while_it_is_asked(looking: Far, told: Any) -> None:
     )
     source = random.Random(1)
     texts = {f"{source.randrange(1 << 16):04x}:{bus:02x}:{bus % 32:02x}.{bus % 8}" for bus in range(256)}
-    for operation, text in enumerate(sorted(texts)):
-        told(operation, (here, here, f"0000{text}"), (there, there, ELSEWHERE[1]))
+    end = time.monotonic() + 20
+    while looking("len(seen)") < 6 and time.monotonic() < end:  # the threads have to get their turns
+        for operation, text in enumerate(sorted(texts)):
+            told(operation, (here, here, f"0000{text}"), (there, there, ELSEWHERE[1]))
     looking("asking[0] = False\n[one.join() for one in threads]")
     found = {one.lower() for one in looking("list(seen)")}
     assert len(found & texts) > 3

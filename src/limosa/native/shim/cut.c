@@ -336,8 +336,6 @@ int32_t cut_rest(uint64_t milliseconds)
         uint64_t spent = now_ms() - begun, left = milliseconds > spent ? milliseconds - spent : 1;
         last = left <= PART_MS;
         result = still_close(last ? left : PART_MS);
-        if (result && serve_is_alone()) /* whoever comes next is to be answered */
-            return -ECANCELED;
         if (!result) {
             bool well = comms_rest();
             if (well)
@@ -345,6 +343,8 @@ int32_t cut_rest(uint64_t milliseconds)
             result = still_open();
             result = result || well ? result : CUDA_ERROR_NOT_READY;
         }
+        if (result && serve_is_alone()) /* whoever comes next is to be answered */
+            return -ECANCELED;
     }
     return result;
 }

@@ -79,9 +79,9 @@ static void draw_name(void)
 
 bool serve_is_alone(void)
 {
-    char byte;
+    struct pollfd gone = {.fd = client, .events = POLLRDHUP}; /* whatever it has said before it went */
 
-    return client >= 0 && !recv(client, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    return client >= 0 && poll(&gone, 1, 0) == 1;
 }
 
 uint32_t serve_name(void)
