@@ -165,11 +165,11 @@ def test_a_server_loses_no_request(
     moved = served("moved", kind)
     turn.take(moved.pair)
     moved.begin()
-    for turn in range(TURNS if how == "swapped" else 2):
+    for lap in range(TURNS if how == "swapped" else 2):
         if how == "swapped":
             operation.move(moved.job.pid, force=BESIDE, gpu_map=moved.pair.swap, timeout=60)
         else:
-            image = images / f"image-{turn}"
+            image = images / f"image-{lap}"
             operation.checkpoint(moved.job.pid, image, timeout=120, tcp_established=True)
             operation.restore(image, gpu_map=moved.pair.swap, force=BESIDE, timeout=120, tcp_established=True)
         moved.job.goes_on(20)
