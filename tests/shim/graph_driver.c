@@ -45,6 +45,8 @@ int cuGraphExecNodeSetParams(void *graph, void *node, const uint64_t *params)
 
 int cuGraphExecUpdate_v2(void *graph, void *from, void *said)
 {
+    if (from)
+        return 910; /* CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE */
     has = original = 3000;
     return 0;
 }

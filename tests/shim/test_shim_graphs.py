@@ -76,6 +76,12 @@ def test_what_a_graph_had_is_forgotten_when_it_ends_or_is_updated(under: Callabl
     assert under(code) == "(0, 1) 0\n(0, 3)\n"
 
 
+def test_an_update_that_is_refused_changes_nothing(under: Callable[..., str]) -> None:
+    code = "print(given(2000), driver.cuGraphExecUpdate_v2(ctypes.c_void_p(5), ctypes.c_void_p(9), None));"
+    code += "driver.restored(); print(given(2100))"
+    assert under(code) == "(0, 1) 910\n(0, 3)\n"
+
+
 def test_many_nodes(under: Callable[..., str]) -> None:
     """Each is told apart: what one has is not another's."""
     code = """

@@ -196,7 +196,7 @@ EXPORT CUresult cuGraphExecDestroy(void *graph)
     return gate_left(reader, real(graph));
 }
 
-/* All nodes have what another graph's have. */
+/* All nodes have what another graph's have, unless the driver refuses. */
 EXPORT CUresult cuGraphExecUpdate(void *graph, void *from, void *node, void *said)
 {
     update *real = (update *)entry_call(AT_cuGraphExecUpdate);
@@ -204,8 +204,10 @@ EXPORT CUresult cuGraphExecUpdate(void *graph, void *from, void *node, void *sai
     if (!real)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    forget(graph);
-    return gate_left(reader, real(graph, from, node, said));
+    CUresult result = real(graph, from, node, said);
+    if (!result)
+        forget(graph);
+    return gate_left(reader, result);
 }
 
 EXPORT CUresult cuGraphExecUpdate_v2(void *graph, void *from, void *said)
@@ -215,6 +217,8 @@ EXPORT CUresult cuGraphExecUpdate_v2(void *graph, void *from, void *said)
     if (!real)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    forget(graph);
-    return gate_left(reader, real(graph, from, said));
+    CUresult result = real(graph, from, said);
+    if (!result)
+        forget(graph);
+    return gate_left(reader, result);
 }
