@@ -109,7 +109,7 @@ class Served:
         self.job.until((self.folder / "port").exists, 150, "port")
         argv = [sys.executable, str(RANKS / "client.py"), str(self.folder)]
         self.clients = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        self.job.until(lambda: self.job.steps() > 60, 60, "answers")
+        self.job.until(lambda: self.job.steps() > 60, 120, "answers")
 
     def end(self) -> tuple[int, int, int]:
         """Asked, answered, wrong."""
@@ -160,7 +160,7 @@ def test_a_server_loses_no_request(
     """Connections live on, also through an end and a return; every answer is what an undisturbed server says."""
     twin = served("twin", kind)  # it ends first
     twin.begin()
-    twin.job.goes_on(200)
+    twin.job.goes_on(150, limit=150)
     assert twin.end()[2] == 0
     moved = served("moved", kind)
     turn.take(moved.pair)
