@@ -2,13 +2,13 @@
 
     python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB]
         [--minutes 8] [--out FOLDER]
-    python bench/gpu.py --rows nccl      (or some of nccl-swap,nccl-large,nccl-rate,nccl-disk,nccl-cost)
+    python bench/gpu.py --rows nccl      (or some of nccl-swap,nccl-large,nccl-four,nccl-rate,nccl-disk,nccl-cost)
 
 The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end
-(``victim.py``), with ``nccl`` those of torchrun with two ranks (``nccl_rows.py``); pauses are by their own clock. All
-host memory is touched beforehand. A table, a picture and the raw figures go to ``docs/results/`` (as ``bench-nccl-…``
-where all rows are ``nccl``). Exit code 0 where all was measured and is what it must be, 1 where not, 3 where time ran
-out (what was measured until then is written).
+(``victim.py``), with ``nccl`` those of torchrun with two ranks or four (``nccl_rows.py``); pauses are by their own
+clock. All host memory is touched beforehand. A table, a picture and the raw figures go to ``docs/results/`` (as
+``bench-nccl-…`` where all rows are ``nccl``). Exit code 0 where all was measured and is what it must be, 1 where not, 3
+where time ran out (what was measured until then is written).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ TWO_GPUS = (*USUAL_TWO_GPUS, *NCCL_GROUPS)
 PLOTTED = {
     "nccl-swap": 1.8,
     "nccl-large": 2.0,
+    "nccl-four": 2.6,
     "move-4": None,
     "move": 0.6,
     "size": None,
@@ -62,6 +63,7 @@ PLOTTED = {
 PLOT_NAMES = {
     "nccl-swap": "two ranks, DDP, swapped",
     "nccl-large": "the same with 16 GB a rank",
+    "nccl-four": "four ranks, 16 GB each, rotated",
     "move-4": "move, 4 GB",
     "move": "move, 64 GB",
     "size": "move, 100 GB",
@@ -191,6 +193,8 @@ def main() -> int:
     except GpuUnavailable as error:
         print(f"bench/gpu.py: {error}", file=sys.stderr)
         return int(error.exit_code)
+    if len(gpus.gpus) < 4 and "nccl-four" in chosen:  # where there are no four, the others are all
+        chosen.remove("nccl-four")
     if len(gpus.gpus) < 2 and (both := [name for name in chosen if name in TWO_GPUS]):
         print(f"bench/gpu.py: {', '.join(both)} need two GPUs; --rows names others", file=sys.stderr)
         return 12

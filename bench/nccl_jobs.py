@@ -18,26 +18,27 @@ from pathlib import Path
 from jobs import Job
 
 VICTIMS = Path(__file__).resolve().parents[1] / "tests" / "gpu" / "victims" / "nccl"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 class Ranks(Job):
-    """Two ranks of a program in ``tests/gpu/victims/nccl`` (FOLDER among its arguments is the job's).
+    """Ranks of a program in ``tests/gpu/victims/nccl`` (FOLDER among its arguments is the job's).
 
     Args:
         name: for its folder.
         base: where that is made.
         argv: the program and its arguments.
         run: options of ``limosa run`` (``--no-shim``).
+        ranks: how many.
     """
 
-    def __init__(self, name: str, base: Path, argv: Sequence[str], run: Sequence[str] = ()):
-        self.name, self.folder, self.orders = name, base / name, 0
+    def __init__(self, name: str, base: Path, argv: Sequence[str], run: Sequence[str] = (), ranks: int = 2):
+        self.name, self.folder, self.orders, self.ranks = name, base / name, 0, range(ranks)
         self.folder.mkdir(parents=True)
-        self.log, self.parts = self.folder / "log", [self.folder, self.folder]
+        self.log, self.parts = self.folder / "log", [self.folder for _ in self.ranks]
         words = [word.replace("FOLDER", str(self.folder)) for word in (str(VICTIMS / argv[0]), *argv[1:])]
         command = [sys.executable, "-m", "limosa", "run", *run, "--detach", "--log", str(self.log), "--name", name]
-        command += ["-o", "json", "--", *TORCHRUN, *words]
+        command += ["-o", "json", "--", *TORCHRUN, f"--nproc-per-node={ranks}", *words]
         done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder, timeout=60, check=False)
         if done.returncode:
             raise RuntimeError(f"limosa run: {done.stdout}{done.stderr}")
@@ -64,17 +65,17 @@ class Ranks(Job):
 
     def up(self, limit: float = 150) -> None:
         """Waits until all ranks have made some steps."""
-        self.until(lambda: all(self.count(part) > 1000 for part in (0, 1)), limit, "steps")
+        self.until(lambda: all(self.count(part) > 1000 for part in self.ranks), limit, "steps")
 
     def goes_on(self, steps: int = 10, limit: float = 60) -> None:
         """Waits until all ranks have made some more steps, of 30 bytes or more each."""
-        before = [self.count(part) for part in (0, 1)]
+        before = [self.count(part) for part in self.ranks]
         self.until(lambda: all(self.count(p) > b + 45 * steps for p, b in enumerate(before)), limit, "further step")
 
     def longest(self, since: float) -> tuple[float, float]:
         """The longest time between two stamps of any rank that ends after ``since``; a usual one of before."""
         worst, usual = 0.0, 0.0
-        for part in (0, 1):
+        for part in self.ranks:
             pairs = list(itertools.pairwise(self.ticks(part)))
             worst = max([worst, *(b - a for a, b in pairs if b > since)])
             usual = max(usual, statistics.median([b - a for a, b in pairs if b < since][-200:] or [0.0]))
@@ -92,7 +93,7 @@ class Ranks(Job):
             if time.monotonic() > end:
                 raise RuntimeError(f"{self.name} does not end:\n{self.text()[-2000:]}")
             time.sleep(0.01)
-        if self.text().count("DONE") < 2:
+        if self.text().count("DONE") < len(self.ranks):
             raise RuntimeError(f"{self.name} ended badly:\n{self.text()[-2000:]}")
 
     def family(self) -> list[int]:
@@ -142,7 +143,7 @@ class Asked(Ranks):
 
     def wait(self, limit: float = 150) -> None:
         """Until both ranks are ready."""
-        self.until(lambda: self.text().count("READY") >= 2, limit, "READY")
+        self.until(lambda: self.text().count("READY") >= len(self.ranks), limit, "READY")
 
     def ask(self, steps: str, limit: float = 60) -> float:
         """Milliseconds a step, of so many."""

@@ -20,7 +20,7 @@ from rows import GB, RUNS, Bench, Limit, Row, cost_rows, median, parked, typed
 
 from limosa import operation
 
-SWAP = "0=1,1=0"
+SWAP, ROTATE = "0=1,1=0", "0=1,1=2,2=3,3=0"
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 NOT_PARTS = ("pause_seconds", "total", "copy", "ready", "park", "reconcile")
 """What timings have that is no part of the pause, or beside it, or a sum."""
@@ -37,6 +37,7 @@ LIMITS = {
             "s",
         ),
         Limit("nccl-large", "the same with 16 GB a rank", "<", 2.0, 1.2, "s"),
+        Limit("nccl-four", "four ranks on four GPUs rotated, 16 GB each, median of 5", "<", 2.6, 1.5, "s"),
         Limit("nccl-rate", "all-reduce of 1 GB after the swap, against before", ">", 98, 100, "%"),
         Limit(
             "nccl-disk",
@@ -52,10 +53,10 @@ LIMITS = {
 
 
 @contextlib.contextmanager
-def computing(bench: Bench, name: str, *argv: str) -> Iterator[Ranks]:
+def computing(bench: Bench, name: str, *argv: str, ranks: int = 2) -> Iterator[Ranks]:
     """A job that computes until the end, when each rank compares what it holds with what it wrote."""
     bench.n += 1
-    job = Ranks(f"{name}-{bench.n}", bench.folder, [argv[0], "--record", "FOLDER/trace", *argv[1:]])
+    job = Ranks(f"{name}-{bench.n}", bench.folder, [argv[0], "--record", "FOLDER/trace", *argv[1:]], ranks=ranks)
     bench.jobs[name] = job
     try:
         job.up()
@@ -68,7 +69,7 @@ def computing(bench: Bench, name: str, *argv: str) -> Iterator[Ranks]:
 def swap(bench: Bench, job: Ranks, what: str, counts: bool = True) -> dict[str, Any]:
     """Has the ranks change their GPUs; figures by their own clocks."""
     since = time.monotonic()
-    (outcome,) = operation.move(job.pid, gpu_map=SWAP, timeout=100)
+    (outcome,) = operation.move(job.pid, gpu_map=SWAP if len(job.ranks) == 2 else ROTATE, timeout=100)
     wall = time.monotonic() - since
     assert outcome.result is not None
     job.goes_on()
@@ -96,10 +97,10 @@ def steps_of(runs: Sequence[dict[str, Any]]) -> dict[str, float]:
     return {**found, "rest": rest}
 
 
-def swapped(bench: Bench, key: str, gigabytes: float) -> Iterator[Row]:
+def swapped(bench: Bench, key: str, gigabytes: float, ranks: int = 2) -> Iterator[Row]:
     """A small model; what else lies on each GPU is ``gigabytes``."""
     options = ("--kind", "conv", "--pause", "0", "--gigabytes", str(gigabytes))
-    with computing(bench, key, "ddp.py", *options) as job:
+    with computing(bench, key, "ddp.py", *options, ranks=ranks) as job:
         swap(bench, job, key, counts=False)
         runs = [swap(bench, job, key) for _ in range(RUNS)]
     pause, gaps = median(runs, "gap"), [run["gap"] for run in runs]
@@ -187,6 +188,7 @@ def there_and_back(bench: Bench, job: Ranks, image: Path, counts: bool) -> dict[
 GROUPS: dict[str, tuple[Callable[[Bench], Iterator[Row]], float, Sequence[str]]] = {
     "nccl-swap": (lambda bench: swapped(bench, "nccl-swap", 0), 60, ()),
     "nccl-large": (lambda bench: swapped(bench, "nccl-large", 16), 75, ()),
+    "nccl-four": (lambda bench: swapped(bench, "nccl-four", 16, ranks=4), 90, ()),
     "nccl-rate": (rate, 50, ()),
     "nccl-disk": (to_disk, 90, ()),
     "nccl-cost": (lambda bench: cost_rows(bench, "nccl_cost.py", "nccl-cost", 240), 180, ()),

@@ -52,7 +52,9 @@ def test_a_hundred_swaps_leave_nothing(
             sample: dict[str, Any] = {"limosa": seen(os.getpid())}
             sample.update({f"process {n}": seen(pid) for n, pid in enumerate(family)})
             if not BESIDE:
-                sample["gpus"] = {f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus}
+                sample["gpus"] = {
+                    f"gpu {gpu.index}": gpu.memory_used for gpu in inventory().gpus if gpu.index in pair.indices
+                }
             for name, pid in helpers(runtime).items():
                 with contextlib.suppress(OSError):
                     sample[name] = seen(pid)

@@ -119,6 +119,10 @@ class Graph:
         dist.all_reduce(self.x)
         self.x.mul_(0.5).add_(0.125).remainder_(3.0)
 
+    def end(self):
+        """NCCL waits for the graphs that have its operations before it closes a communicator."""
+        self.graph = None
+
     def step(self):
         self.graph.replay() if self.graph is not None else self.once()
         return self.x.sum().item()
@@ -138,6 +142,8 @@ def main():
         if beside is not None:
             total += beside.join()
         last = record.step(total, [graph.x if graph is not None else groups.x])
+    if graph is not None:
+        graph.end()
     record.end()
 
 
