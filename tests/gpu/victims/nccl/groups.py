@@ -6,6 +6,7 @@ Every collective that PyTorch knows is used, each on another group, some of them
 thread of each rank has a group of its own. graph: an all-reduce is captured in a CUDA graph and replayed.
 """
 
+import os
 import threading
 
 import torch
@@ -77,20 +78,20 @@ class Beside:
         self.device = record.device
         self.group = dist.new_group([0, 1])
         self.y = torch.full((SIZE,), 1.0 + record.rank, device=self.device)
-        self.total = 0.0
+        self.total, self.stream = 0.0, None
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the thread has streams of its own
+            # One for all rounds: PyTorch has 32, and gives out the groups' own as soon as these are used up.
+            self.stream = torch.cuda.Stream()
+            torch.cuda.synchronize()
 
     def start(self):
         self.thread = threading.Thread(target=self.round)
         self.thread.start()
 
     def round(self):
-        stream = None
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self.stream):
             for _ in range(3):
                 dist.all_reduce(self.y, group=self.group)
                 self.y.mul_(0.5).add_(0.125).remainder_(3.0)
@@ -130,6 +131,8 @@ class Graph:
 
 def main():
     chosen = options("plain", "threads", "graph")
+    if chosen.kind == "threads":  # or streams share queues on the GPU, in another order on each of them
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     record = begin(chosen, eager=True)
     groups = Groups(record) if chosen.kind != "graph" else None
     beside = Beside(record) if chosen.kind == "threads" else None
