@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from op_support import ONE_GPU, do, filler, images, touched  # noqa: F401 - fixtures of test_op_*.py
 
+from limosa.errors import GpuUnavailable
 from limosa.gpu import Driver, Inventory, LockResult, Process, State, inventory
 
 VICTIMS = Path(__file__).parent / "victims"
@@ -99,12 +101,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu_parked: proofs of the parked way (scripts/test-gpu.sh parked)")
     config.addinivalue_line("markers", "gpu_nccl: proofs of jobs of several ranks (scripts/test-gpu.sh nccl)")
     config.addinivalue_line("markers", "two_gpus: not run with $LIMOSA_ONE_GPU")
+    config.addinivalue_line("markers", "four_gpus: only where there are four")
     config.addinivalue_line("markers", "gpu_alone: fills GPUs or measures: nothing else may run beside it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With $LIMOSA_ONE_GPU, what needs two is left out, and counted as deselected."""
-    if ONE_GPU:
-        away = [item for item in items if item.get_closest_marker("two_gpus")]
+    """What needs more GPUs than $LIMOSA_ONE_GPU says, or than there are, is left out, and counted as deselected."""
+    away = [item for item in items if ONE_GPU and item.get_closest_marker("two_gpus")]
+    four = [item for item in items if item.get_closest_marker("four_gpus")]
+    with contextlib.suppress(GpuUnavailable):  # where there are none, these tests say so
+        if four and len(inventory().gpus) < 4:
+            away += four
+    if away:
         items[:] = [item for item in items if item not in away]
         config.hook.pytest_deselected(items=away)

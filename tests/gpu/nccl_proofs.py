@@ -26,6 +26,7 @@ READY = 20
 BESIDE = ("nccl-beside",)
 """What is forced: the others' jobs that are there are twins, which nobody moves."""
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+FOUR = [*TORCHRUN[:-1], "--nproc-per-node=4"]
 ACCELERATE = [
     *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines=1", "--num_processes=2"),
     *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"),
@@ -70,10 +71,10 @@ KINDS = {
 
 
 class Pair(NamedTuple):
-    """The two GPUs that a job has to itself: whoever proves beside another one has others, where there are enough."""
+    """The GPUs that a job has to itself: whoever proves beside another one has others, where there are enough."""
 
-    indices: tuple[int, int]
-    uuids: tuple[str, str]
+    indices: tuple[int, ...]
+    uuids: tuple[str, ...]
 
     @classmethod
     def mine(cls, gpus: Sequence[Gpu]) -> Pair:
@@ -85,9 +86,10 @@ class Pair(NamedTuple):
 
     @property
     def swap(self) -> str:
-        """The map that has them change places."""
-        one, other = self.indices
-        return f"{one}={other},{other}={one}"
+        """The map that has each go to the next one's place: two change places."""
+        return ",".join(
+            f"{one}={other}" for one, other in zip(self.indices, (*self.indices[1:], self.indices[0]), strict=True)
+        )
 
     @property
     def env(self) -> dict[str, str]:
@@ -106,9 +108,10 @@ class Turn:
 
     def take(self, pair: Pair) -> None:
         """Waits until no other proof's job on these GPUs is moved."""
-        fd = os.open(sorted(RANKS.glob("*.py"))[pair.indices[0] // 2], os.O_RDONLY)
-        self.fds.append(fd)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        for each in sorted({index // 2 for index in pair.indices}):
+            fd = os.open(sorted(RANKS.glob("*.py"))[each], os.O_RDONLY)
+            self.fds.append(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
 
     def pass_on(self) -> None:
         """That job has ended."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nccl_proofs import BESIDE, KINDS, RANKS, TURNS, Kind, Pair, Ranks, Turn
+from nccl_proofs import BESIDE, FOUR, KINDS, RANKS, TRACES, TURNS, Kind, Pair, Ranks, Turn
 from proofs import Job, first_difference, note
 
 from limosa import operation
@@ -59,6 +59,44 @@ def test_swapped_and_brought_back(ranks: Callable[[Kind], Ranks], images: Path, 
     prover.swaps(job, TURNS)
     prover.returns(job, images, 2)
     prover.swaps(job, 1)
+    prover.agree(job)
+
+
+@pytest.mark.four_gpus
+def test_four_ranks_are_rotated(
+    limosa: Callable[..., Any],
+    tmp_path: Path,
+    gpus: Inventory,
+    images: Path,
+    request: pytest.FixtureRequest,
+    turn: Turn,
+) -> None:
+    """Four ranks on four GPUs, each of which goes to the next one."""
+    four = gpus.gpus[:4]
+    kind = Kind("ddp.py", ["--kind", "accumulate"], FOUR, [*TRACES, "trace-2", "trace-3"])
+    all_of_them = Pair(tuple(gpu.index for gpu in four), tuple(gpu.uuid for gpu in four))
+    prover = Ranks(limosa, tmp_path, all_of_them, request.node.name, kind, turn)
+    job = prover.begin()
+    prover.swaps(job, TURNS)
+    prover.returns(job, images, 1)
+    prover.agree(job)
+
+
+@pytest.mark.four_gpus
+def test_one_rank_goes_to_a_free_gpu_and_back(
+    limosa: Callable[..., Any], tmp_path: Path, gpus: Inventory, request: pytest.FixtureRequest, turn: Turn
+) -> None:
+    """The other one stays where it is."""
+    one, other, free = gpus.gpus[:3]
+    pair = Pair((one.index, other.index), (one.uuid, other.uuid))
+    prover = Ranks(limosa, tmp_path, pair, request.node.name, KINDS["ddp"], turn)
+    job = prover.begin(env={"CUDA_VISIBLE_DEVICES": ",".join((*pair.uuids, free.uuid))})
+    for lap in range(TURNS):
+        source, to = (other, free) if lap % 2 == 0 else (free, other)
+        to_there = {"source": source.uuid, "to": to.uuid, "force": BESIDE, "timeout": 60}
+        go = lambda to_there=to_there: operation.move(job.pid, **to_there)[0].result  # noqa: E731
+        prover.acts(job, go, [one.uuid, to.uuid], prover.least)
+        prover.record["moves"] += 1
     prover.agree(job)
 
 
