@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from limosa.errors import CannotBeMoved
 from limosa.operation.communicators import closing
-from limosa.operation.communicators.meeting import Said, whole
+from limosa.operation.communicators.meeting import Said, counts, whole
 from limosa.operation.journal import Member
 from limosa.operation.work import Clock
-from limosa.parking.answers import Comm, CommsLook
-from limosa.parking.protocol import CommGate
+from limosa.parking.answers import Comm, CommsLook, Counted, Hello
+from limosa.parking.protocol import CommGate, Stand
+from limosa.parking.shim import ShimError
 from limosa.process.identity import Identity
 
 
@@ -26,6 +29,7 @@ class Says:
         self.identity, self.owner, self.until, self.asked = identity, owner, None, list[str]()
         self.said, self.changes = comms, itertools.repeat(1)
         self.gate = CommGate.OPEN
+        self.stands, self.pairs = Hello(Stand.OPEN, 0, 0), list[Counted]()
 
     def _look(self, what: list[Any]) -> tuple[CommsLook, list[Any]]:
         return CommsLook(self.gate, 0, next(self.changes)), what
@@ -34,10 +38,13 @@ class Says:
         return self._look(self.said)
 
     def counted(self) -> tuple[CommsLook, list[Any]]:
-        return self._look([])
+        return self._look(self.pairs)
 
     def wants(self) -> tuple[CommsLook, list[Any]]:
         return self._look([])
+
+    def hello(self) -> Hello:
+        return self.stands
 
     def unique_ids(self, numbers: list[int]) -> list[bytes]:
         return [bytes([self.owner]) * 128 for _ in numbers]
@@ -79,15 +86,86 @@ def test_a_rank_that_two_have_is_not_whole() -> None:
     assert whole([Said(look, [of(0)]), Said(look, [of(0)])]) == {(7, 7): False}
 
 
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Member]]]:
+    """``job(says, …)``: members of one job, each a process, which say that; None says nothing. Of users 11, 11, 12 …"""
+    sleepers: list[subprocess.Popen[bytes]] = []
+
+    def make(*says: Says | None, owners: tuple[int, ...]) -> list[Member]:
+        members, of_pid = [], {}
+        for one, owner in zip(says, owners, strict=True):
+            sleepers.append(subprocess.Popen(["sleep", "60"]))
+            members.append(Member(identity=Identity.of(sleepers[-1].pid), root=1))
+            of_pid[sleepers[-1].pid] = (one, owner)
+
+        def rank_of(member: Member, _: object) -> closing.Rank:
+            answers, owner = of_pid[member.pid]
+            if answers is None:
+                raise ShimError(pid=member.pid, what="comms", detail="timed out")
+            answers.identity, answers.owner = member.identity, owner
+            return closing.Rank(member, answers, own=False)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(closing, "_rank_of", rank_of)
+        monkeypatch.setattr(closing, "under_shim", lambda _: True)
+        monkeypatch.setattr(closing, "uids_of", lambda pid: (of_pid[pid][1],) * 4)
+        return members
+
+    yield make
+    for sleeper in sleepers:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def joins(*says: Says) -> list[list[str]]:
+    return [[a for a in one.asked if a.startswith("join")] for one in says]
+
+
+def test_one_that_says_nothing_keeps_no_other_users_ranks(me: Identity, job: Callable[..., list[Member]]) -> None:
+    honest = [Says(me, [of(n, closed=True)]) for n in (0, 1)]
+    with pytest.raises(CannotBeMoved, match="does not answer"):
+        closing.back(job(*honest, None, owners=(11, 11, 12)))
+    assert joins(*honest) == [["join [11]"]] * 2
+    assert "let" in honest[0].asked
+
+
+def test_one_that_says_nothing_may_be_a_rank_of_its_own_users(me: Identity, job: Callable[..., list[Member]]) -> None:
+    """They are not let go on without it: what is closed could not be made again afterwards."""
+    others = [Says(me, [of(n, 3, closed=True)]) for n in (0, 1)]
+    with pytest.raises(CannotBeMoved, match="does not answer"):
+        closing.back(job(*others, None, owners=(11, 11, 11)))
+    assert [says.asked for says in others] == [[], []]
+
+
+def test_nothing_is_made_where_memory_may_be_away(me: Identity, job: Callable[..., list[Member]]) -> None:
+    both = [Says(me, [of(n, closed=True)]) for n in (0, 1)]
+    both[1].stands = Hello(Stand.AWAY, 0, 0)
+    with pytest.raises(CannotBeMoved, match="at its gate"):
+        closing.back(job(*both, owners=(11, 11)))
+    assert [says.asked for says in both] == [[], []]
+
+
+def test_what_is_compared_is_bounded(me: Identity) -> None:
+    says = Says(me, [of(0, 1 << 20)])
+    says.pairs = [Counted(1, 1, 1, peer) for peer in range(70_000)]
+    begun = time.monotonic()
+    with pytest.raises(CannotBeMoved, match="too much"):
+        closing.meet([rank(says), rank(Says(me, [of(1)]))], Clock("move", timeout=30))
+    assert time.monotonic() - begun < 3
+
+
+def test_pairs_with_a_rank_that_there_is_not_are_none() -> None:
+    look = CommsLook(CommGate.CUT, 0, 1)
+    said = Said(look, [of(0)], [Counted(1, 3, 4, 1), Counted(1, 5, 6, 2)])
+    assert sorted(counts(said).values()) == [3, 4, 5]  # of it the collectives are 5
+
+
 def test_who_says_that_he_is_rank_0_of_another_users_is_not_asked_for_its_id(
-    me: Identity, monkeypatch: pytest.MonkeyPatch
+    me: Identity, job: Callable[..., list[Member]]
 ) -> None:
     """The id names the address that the ranks connect to."""
     honest = [Says(me, [of(n, closed=True)], owner=11) for n in (0, 1)]
     thief = Says(me, [of(0, closed=True)], owner=12)
-    ranks = [rank(says) for says in (*honest, thief)]
-    monkeypatch.setattr(closing, "ranks_of", lambda *_: ranks)
-    closing.back([])
+    closing.back(job(*honest, thief, owners=(11, 11, 12)))
     assert [[a for a in says.asked if a.startswith("join")] for says in (*honest, thief)] == [
         ["join [11]"],
         ["join [11]"],

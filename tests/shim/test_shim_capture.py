@@ -77,6 +77,22 @@ def test_threads_that_capture_again_and_again(job: Far, shim: Shim) -> None:
     assert job("intact()")
 
 
+def test_none_begins_between_the_cut_and_its_end(job: Far, shim: Shim) -> None:
+    """Not after the gate was closed and opened meanwhile either: communicators may be about to be made."""
+    job(WORDS)
+    job("begin_captures((0.001, 0.001, 0))")
+    shim.cut()
+    shim.rest(5)
+    shim.close_gate(5)
+    shim.open_gate()
+    before = job("rounds[0]")
+    time.sleep(0.3)
+    assert job("rounds[0]") - before <= 1  # one may have been at its end
+    shim.let()
+    job("until(lambda: rounds[0] > %d)" % (before + 5))  # noqa: UP031
+    assert job("end_captures(1)")[1] == []
+
+
 def test_the_default_stream_of_a_thread(job: Far, shim: Shim) -> None:
     job(WORDS)
     job("begin_captures((0.02, 0.0001, 0, 2))")

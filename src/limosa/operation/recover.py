@@ -24,7 +24,7 @@ from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDe
 from limosa.image import unfinished
 from limosa.operation import claims, driver_steps, drivers, journal
 from limosa.operation.communicators import closing as communicators
-from limosa.operation.journal import Journal, Noted
+from limosa.operation.journal import Journal, Member, Noted
 from limosa.operation.parked import holders
 from limosa.operation.parked.gates import any_waits, open_left
 from limosa.operation.parked.recovering import go_back, let_go
@@ -230,6 +230,14 @@ def _lost(error: BaseException | None) -> holders.LostMemory | None:
     return error
 
 
+def _may_wait(members: Sequence[Member]) -> bool:
+    """Whether any is at its gate, or says nothing."""
+    try:
+        return any_waits(members)
+    except LimosaError:
+        return True
+
+
 def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
     """Finishes a ``move``, ``suspend`` or ``resume`` where one of its steps says so, the last first; else undoes it."""
     header = dead.header
@@ -237,7 +245,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     if not alive:
         return entry_of(dead, did="the job has ended", state="gone")
     states = {m.pid: driver_steps.settled_state(driver, m.pid, progress) for m in alive}
-    parked = dead.began(Noted.PARK) or dead.began(Noted.MAP) or any_waits(alive)
+    parked = dead.began(Noted.PARK) or dead.began(Noted.MAP) or _may_wait(alive)
     left = Left(dead=dead, driver=driver, alive=alive, states=states, parked=parked)
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:

@@ -30,7 +30,7 @@ static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
 static struct capture *captures;
 static size_t n_captures, room;
 static _Atomic size_t n_now; /* as many, for those who only look */
-static _Atomic uint32_t held; /* no thread is to begin its first one */
+static _Atomic uint32_t held; /* by whom (enum hold): no thread is to begin its first one */
 
 static bool same(const struct capture *capture, const void *stream, const struct reader *thread)
 {
@@ -116,9 +116,11 @@ bool capture_goes_on(void)
     return any;
 }
 
-void capture_hold(bool hold)
+void capture_hold(enum hold why, bool hold)
 {
-    if (atomic_exchange(&held, hold) && !hold)
+    if (hold)
+        atomic_fetch_or(&held, (uint32_t)why);
+    else if (atomic_fetch_and(&held, ~(uint32_t)why) == (uint32_t)why)
         syscall(SYS_futex, &held, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
 }
 
@@ -141,8 +143,11 @@ static bool has_to_wait(uint32_t depth)
 static struct reader *enter_when_let_go(void)
 {
     for (;;) {
-        while (has_to_wait(0))
-            syscall(SYS_futex, &held, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);
+        while (has_to_wait(0)) {
+            uint32_t by = atomic_load(&held);
+            if (by)
+                syscall(SYS_futex, &held, FUTEX_WAIT_PRIVATE, by, NULL, NULL, 0);
+        }
         struct reader *reader = gate_enter();
         if (!has_to_wait(1))
             return reader;

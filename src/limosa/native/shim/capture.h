@@ -10,8 +10,9 @@
 
 bool capture_any(void); /* as far as is known right now */
 bool capture_goes_on(void); /* the driver is asked, too: only with the gate closed and nobody inside */
-/* Whoever wants to begin a capture, and is not in the middle of one, waits until it is let go of. */
-void capture_hold(bool hold);
+/* Whoever wants to begin a capture, and is not in the middle of one, waits until it is let go of, by all who hold it. */
+enum hold { HOLD_TO_CLOSE = 1, HOLD_AT_CUT = 2 };
+void capture_hold(enum hold why, bool hold);
 void capture_context_ends(CUcontext context);
 void capture_thread_ends(const struct reader *thread);
 void capture_in_child(void);

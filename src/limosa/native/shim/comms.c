@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Held for a few instructions, never across a call of NCCL's or the driver's. */
@@ -27,6 +28,7 @@ static struct table *_Atomic table;
 
 static enum gate_phase phase;
 static bool resting; /* shut, and no capture goes on */
+static struct comm *_Atomic looked_at; /* by the shim's own thread: its real one does not go meanwhile */
 static unsigned inside;
 static uint64_t changes;
 static _Atomic uint32_t moved; /* goes up when somebody who waits has to look again */
@@ -180,6 +182,22 @@ void comms_ended(struct comm *comm)
     atomic_store(&comm->real, NULL);
     changes++;
     comms_unlock();
+    while (atomic_load(&looked_at) == comm)
+        nanosleep(&(struct timespec){0, 20000}, NULL);
+}
+
+void *comms_look(struct comm *comm)
+{
+    comms_lock();
+    void *behind = atomic_load(&comm->real);
+    atomic_store(&looked_at, behind ? comm : NULL);
+    comms_unlock();
+    return behind;
+}
+
+void comms_looked(void)
+{
+    atomic_store(&looked_at, NULL);
 }
 
 static uint64_t *count_of(const struct counted *step)
@@ -451,4 +469,5 @@ void comms_in_child(void)
     waiters = NULL;
     first = last = NULL;
     atomic_store(&table, NULL);
+    atomic_store(&looked_at, NULL);
 }

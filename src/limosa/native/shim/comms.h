@@ -99,6 +99,9 @@ enum gate_phase comms_phase(void);
 struct comm *comms_first(void);
 void comms_lock(void);
 void comms_unlock(void);
+/* The real one, which whoever ends it keeps until comms_looked(). */
+void *comms_look(struct comm *comm);
+void comms_looked(void);
 uint64_t comms_changes(void); /* goes up with every count: two looks with the same number saw the same */
 unsigned comms_inside(void);
 struct want {

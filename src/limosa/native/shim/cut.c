@@ -91,10 +91,11 @@ static void look_at_busy(void)
     for (struct comm *comm = comms_first(); comm; comm = comm->next) {
         if (!atomic_load(&comm->busy) || comm->joining || !comms_ask())
             continue;
-        void *behind = atomic_load(&comm->real);
+        void *behind = comms_look(comm);
         int now = NCCL_SUCCESS;
         if (!behind || (!nccl(ncclCommGetAsyncError)(behind, &now) && now != NCCL_IN_PROGRESS))
             atomic_store(&comm->busy, false);
+        comms_looked();
         comms_leave();
     }
 }
@@ -339,7 +340,7 @@ int32_t cut_rest(uint64_t milliseconds)
         if (!result) {
             bool well = comms_rest();
             if (well)
-                capture_hold(true); /* none is open, and none begins until the communicators are there again */
+                capture_hold(HOLD_AT_CUT, true); /* none is open, none begins until the communicators are there */
             result = still_open();
             result = result || well ? result : CUDA_ERROR_NOT_READY;
         }
@@ -501,6 +502,6 @@ int32_t cut_open(void)
     if (job && job->closes && !atomic_load(&job->over))
         return -EBUSY;
     comms_open();
-    capture_hold(false);
+    capture_hold(HOLD_AT_CUT, false);
     return 0;
 }

@@ -139,7 +139,7 @@ static int32_t close_between_captures(uint64_t begun, uint64_t milliseconds)
             return CUDA_ERROR_NOT_READY;
         if (!capture_goes_on())
             return 0;
-        capture_hold(now_ms() - begun < milliseconds / 2);
+        capture_hold(HOLD_TO_CLOSE, now_ms() - begun < milliseconds / 2);
         gate_open();
         /* Not known to be over, it may be so all the same: the driver is asked now and then. */
         for (int turn = 0; turn < 20 && (capture_any() || !turn); turn++) {
@@ -147,7 +147,7 @@ static int32_t close_between_captures(uint64_t begun, uint64_t milliseconds)
             if (spent >= milliseconds)
                 return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
             if (spent >= milliseconds / 2)
-                capture_hold(false);
+                capture_hold(HOLD_TO_CLOSE, false);
             poll(NULL, 0, 1);
         }
     }
@@ -160,7 +160,7 @@ int32_t still_close(uint64_t milliseconds)
     if (state != STATE_OPEN)
         return -EALREADY;
     int32_t closed = close_between_captures(begun, milliseconds);
-    capture_hold(false); /* whoever waited there waits at the gate from here on, or goes on */
+    capture_hold(HOLD_TO_CLOSE, false); /* whoever waited there waits at the gate from here on, or goes on */
     if (closed)
         return closed;
     uint64_t spent = now_ms() - begun;

@@ -16,9 +16,10 @@ from limosa.operation.communicators.meeting import Id, Meeting, Said, whole
 from limosa.operation.journal import Member
 from limosa.operation.parked.calls import together
 from limosa.operation.work import Clock
-from limosa.parking.protocol import CommGate
+from limosa.parking.protocol import CommGate, Stand
 from limosa.parking.shim import Shim, under_shim
 from limosa.process.identity import ending
+from limosa.process.status import uids_of
 
 MEETING_SECONDS = 10.0
 """How long the ranks may take to come to the same point."""
@@ -26,6 +27,8 @@ CLOSE_SECONDS = 30.0
 JOIN_SECONDS = 60.0
 WHOLE_SECONDS = 150.0
 """For all that is asked on the way back, whatever a process answers."""
+MOST_COMPARED = 1 << 16
+"""Communicators and pairs of ranks that talk directly, of all processes of a job."""
 _LOOK_SECONDS = 0.0005
 _STEADY_SECONDS = 1.0
 _SPARE = 2.0
@@ -73,14 +76,25 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
 
     Raises CannotBeMoved: one runs under the shim and does not answer.
     """
+    ranks, silent = _answering(members, connected)
+    for error in silent.values():
+        leave(ranks)
+        raise error
+    return ranks
+
+
+def _answering(members: Sequence[Member], connected: Mapping[int, Shim]) -> tuple[list[Rank], dict[int, CannotBeMoved]]:
+    """Those of them that answer, and of the others, by pid, what was wrong."""
     found: dict[int, Rank] = {}
+    silent: dict[int, CannotBeMoved] = {}
 
     def one(member: Member) -> None:
         try:
             rank = _rank_of(member, connected.get(member.pid))
         except LimosaError as error:
             if not _looks_after_none(error) and member.identity.alive() and not ending(member.pid):
-                raise CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})") from error
+                silent[member.pid] = CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})")
+                silent[member.pid].__cause__ = error
             return
         if rank.said.comms or rank.said.look.gate is not CommGate.OPEN:
             found[member.pid] = rank
@@ -92,7 +106,7 @@ def ranks_of(members: Sequence[Member], connected: Mapping[int, Shim] = MappingP
     except BaseException:
         leave(list(found.values()))
         raise
-    return [found[member.pid] for member in members if member.pid in found]
+    return [found[member.pid] for member in members if member.pid in found], silent
 
 
 def apart(ranks: Sequence[Rank]) -> list[list[Rank]]:
@@ -129,6 +143,7 @@ def _rank_of(member: Member, shim: Shim | None) -> Rank:
         except LimosaError as error:
             if _looks_after_none(error):
                 raise
+            shim.leave()  # it serves one at a time
     shim = Shim(member.identity)
     try:
         return Rank(member, shim, own=True)
@@ -166,10 +181,23 @@ def _of_all(ranks: Sequence[Rank], what: Callable[[Rank], _T]) -> list[_T]:
     return [found[i] for i in range(len(ranks))]
 
 
-def _look(ranks: Sequence[Rank]) -> list[Said]:
+def _look(ranks: Sequence[Rank], clock: Clock | None = None) -> list[Said]:
     for rank in ranks:
+        if clock is not None:
+            clock.check()
         rank.said = said_by(rank.shim)
     return [rank.said for rank in ranks]
+
+
+def _refuse_too_many(saids: Sequence[Said], known: int) -> None:
+    """What is compared grows with all that was ever said, and a process may say what it likes.
+
+    Raises CannotBeMoved.
+    """
+    said = sum(len(one.comms) + len(one.counted) + len(one.wants) for one in saids)
+    if max(said, known) > MOST_COMPARED or len(saids) * max(said, known) > 64 * MOST_COMPARED:
+        text = f"{len(saids)} processes say too much of their communicators to be compared"
+        raise CannotBeMoved(detail=f"{text} ({said} now, {known} in all)")
 
 
 def meet(ranks: Sequence[Rank], clock: Clock) -> None:
@@ -189,7 +217,8 @@ def _meet(ranks: Sequence[Rank], clock: Clock, seconds: float) -> None:
     meeting = Meeting(began)
     while True:
         clock.check()
-        saids, now = _look(ranks), time.monotonic()
+        saids, now = _look(ranks, clock), time.monotonic()
+        _refuse_too_many(saids, len(meeting.targets))
         limits = meeting.limits(saids, now)
         for rank, some in zip(ranks, limits, strict=True):
             if some:
@@ -333,17 +362,49 @@ def back(
 ) -> None:
     """Makes again whatever of these is closed, and lets them go on: the way back, and what ``recover`` does.
 
-    ``joins`` is called before any is made.
+    ``joins`` is called before any is made. Raises LimosaError: one does not answer, or its gate is closed still. Those
+    that it may have communicators with, of its job and its user, stay as they are; all others go on.
     """
-    ranks = ranks_of([m for m in members if m.identity.alive()], connected)
-    groups = apart(ranks)
-    closed = [any(comm.closed for rank in group for comm in rank.said.comms) for group in groups]
+    ranks, silent = _answering([m for m in members if m.identity.alive()], connected)
     try:
+        silent |= _at_their_gates(ranks)
+        theirs = {(member.root, user) for member in members if member.pid in silent for user in _users(member.pid)}
+        groups = [group for group in apart(ranks) if (group[0].member.root, group[0].shim.owner) not in theirs]
+        closed = [any(comm.closed for rank in group for comm in rank.said.comms) for group in groups]
         if any(closed):
             joins()
         together([partial(_back, group, was) for group, was in zip(groups, closed, strict=True)])
     finally:
         leave(ranks)
+    for error in silent.values():
+        raise error
+
+
+def _at_their_gates(ranks: Sequence[Rank]) -> dict[int, CannotBeMoved]:
+    """Those whose memory may be away, by pid: nothing of NCCL's is made there."""
+    found: dict[int, CannotBeMoved] = {}
+
+    def one(rank: Rank) -> None:
+        pid = rank.member.pid
+        try:
+            if rank.shim.hello().stand is Stand.OPEN:
+                return
+            found[pid] = CannotBeMoved(detail=f"process {pid} stands at its gate: its communicators stay closed")
+        except LimosaError as error:
+            if rank.member.identity.alive() and not ending(pid):
+                found[pid] = CannotBeMoved(detail=f"the shim of process {pid} does not answer ({error})")
+                found[pid].__cause__ = error
+
+    together([partial(one, rank) for rank in ranks])
+    return found
+
+
+def _users(pid: int) -> set[int]:
+    """Whose a process is; nobody's, where it has gone."""
+    try:
+        return set(uids_of(pid))
+    except OSError:
+        return set()
 
 
 def _back(group: Sequence[Rank], closed: bool) -> None:

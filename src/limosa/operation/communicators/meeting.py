@@ -61,7 +61,7 @@ def counts(said: Said) -> dict[What, int]:
         found[what] = min(found.get(what, comm.collectives), comm.collectives)
     for one in said.counted:
         of = by_number.get(one.number)
-        if of is not None and of.rank >= 0:
+        if of is not None and of.rank >= 0 and one.peer < of.ranks:
             found[What(of.id, of.rank, one.peer)] = one.sent
             found[What(of.id, one.peer, of.rank)] = one.received if one.peer != of.rank else one.sent
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from limosa.errors import LimosaError
 from limosa.gpu import State
 from limosa.operation.communicators import closing
@@ -105,5 +107,10 @@ class JoinCommunicators(Step[Op]):
         if not left.dead.began(Noted.JOIN):
             return None
         if left.parked:
-            recovering.go_on(left.dead)
+            try:
+                recovering.go_on(left.dead)
+            except LimosaError:
+                with contextlib.suppress(LimosaError):
+                    closing.back(left.alive)  # one that fails keeps no other user's ranks
+                raise
         return Finished("all was where it was to go: made its communicators again (finished)", JobState.RUNNING)
