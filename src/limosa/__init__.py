@@ -86,6 +86,7 @@ _WHERE = {
             "NoWorkingCriu",
             "NotAProcess",
             "NotAnImage",
+            "NotFinished",
             "NotSupported",
             "OwnAncestor",
             "PauseTooLong",
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from limosa.errors import NoSuchProcess as NoSuchProcess
     from limosa.errors import NotAnImage as NotAnImage
     from limosa.errors import NotAProcess as NotAProcess
+    from limosa.errors import NotFinished as NotFinished
     from limosa.errors import NotSupported as NotSupported
     from limosa.errors import NoWorkingCriu as NoWorkingCriu
     from limosa.errors import OwnAncestor as OwnAncestor

@@ -300,6 +300,12 @@ class UndoFailed(LimosaError):
     hint_template = "limosa recover"
 
 
+class NotFinished(UndoFailed):
+    """A step failed after which there is no way back: the job is where it was to go, and waits there."""
+
+    id, template = "not-finished", "{what} failed ({detail}): {undo_detail}"
+
+
 class LeftSuspended(LimosaError):
     """The job is suspended, its memory safe on the host."""
 

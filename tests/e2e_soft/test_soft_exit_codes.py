@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from soft_command import Held, waits_for
+from soft_ranks import Ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "exit-codes.md"
 UNREACHABLE = {20: "a pid that is reused between two looks of one command: tests/process/test_identity.py"}
@@ -449,6 +450,23 @@ def every_restore_fails(soft: Any, says: Says) -> Any:
     node.switches.remove(rule)
     node.limosa("recover")
     assert node.where(job) == [0]
+    return job
+
+
+@case(40, "not-finished")
+def communicators_cannot_be_made_again(soft: Any, says: Says) -> Any:
+    """The job is where it was to go; nobody is told to end it."""
+    node = soft(gpus=2)
+    job = Ranks(node)
+    rule = node.switches.add("function=ncclCommInitRankConfig every=1 result=ncclSystemError")
+    said = says(node, "move", job.pid, "--map", "0=1,1=0")
+    assert said["error"]["hint"] == "limosa recover"
+    assert "making its communicators again: ncclSystemError" in said["error"]["message"]
+    tried = node.limosa("recover", rc=40)
+    assert "kill" not in tried.stdout + tried.stderr
+    node.switches.remove(rule)
+    node.limosa("recover")
+    job.goes_on()
     return job
 
 

@@ -139,11 +139,11 @@ def test_the_example_of_a_new_step_is_one() -> None:
     shape = Shape(members=[ME, ME], parked=1 << 30, communicators=2)
     assert longer.words(shape) == ["close 2 NCCL communicators", *MOVE.words(shape)]
     more = (longer.estimate(shape).pause_seconds or 0) - (MOVE.estimate(shape).pause_seconds or 0)
-    assert more == pytest.approx(made["EACH"])
+    assert more == pytest.approx(made["CLOSING"])
     for name in ("WayBackOfCommunicators", "CloseCommunicators"):
         told, real = made[name], getattr(communicators, name)
         assert all(getattr(told, of) == getattr(real, of) for of in ("__doc__", "name", "still", "undone", "left"))
-    assert made["EACH"] == communicators.EACH
+    assert made["CLOSING"] == communicators.CLOSING
 
 
 def test_names_in_journals_are_those_of_the_version_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +158,9 @@ def command(  # noqa: PLR0913 - what is typed
     )
     node.enter(spec)
     if shell:
+        own = os.path.dirname(sys.executable)  # `limosa` and its `python3` there are these
+        if own not in os.environ.get("PATH", "").split(os.pathsep):
+            os.environ["PATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PATH"))))
         report.tell(f"a shell on a node of {gpus} software GPU{'s' if gpus > 1 else ''}; exit leaves it")
     report.close()
     _become(report, argv)

@@ -125,12 +125,12 @@ def device_hashes(rank: int, folder: Path) -> Iterator[str]:
 
 def _unique_id(rank: int, folder: Path, call: Any) -> bytes:
     """Rank 0 draws it, and the other one finds it in the job's folder."""
-    path = folder / "unique-id"
+    path = folder / f"unique-id-{os.getppid()}"  # of the one that has started both, or another run's would be found
     if rank == 0:
         drawn = UniqueId()
         call("ncclGetUniqueId", ctypes.byref(drawn))
-        (folder / "unique-id.new").write_bytes(bytes(drawn))
-        (folder / "unique-id.new").rename(path)
+        path.with_suffix(".new").write_bytes(bytes(drawn))
+        path.with_suffix(".new").rename(path)
     while not path.exists():
         time.sleep(0.01)
     return path.read_bytes()

@@ -83,11 +83,16 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
     verb, members = ask.verb, facts.members
     try:
         facts.inventory = ask.inventory or driver.inventory()
-        facts.unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
+        try:
+            unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
+            facts.unknown = unknown if facts.claim is None else []  # it is Limosa that has left it so
+        except (InvalidMap, UsageError) as error:  # what the job is does not depend on where it is to go
+            facts.nowhere = error
         if not facts.busy:  # its shims listen to whoever works on it
             facts.parked = parkable.ask(members, software=facts.inventory.software)
             facts.comms = asking.ask(members)
-            facts.arena = aside.ask(verb, members, ask.release)
+            if facts.nowhere is None:
+                facts.arena = aside.ask(verb, members, ask.release)
     except (GpuUnavailable, InvalidMap, UsageError) as error:
         facts.nowhere = error
     return facts

@@ -216,7 +216,9 @@ def _failed(dead: Journal, error: Exception) -> Recovered:
         return entry_of(dead, did="could not bring it back", state="unknown", error=text, exit_code=lost.exit_code)
     code = error.exit_code if isinstance(error, UndoFailed) else 40
     text = str(error)
-    if living := [root.pid for root in dead.header.roots if root.alive()]:
+    if dead.began(Noted.JOIN):
+        text += "; the job is where it was to go, and waits. Nothing is lost: mend that, and run it again"
+    elif living := [root.pid for root in dead.header.roots if root.alive()]:
         pids = " ".join(map(str, living))
         text += "; mend that, and run it again. A job that the driver refuses each time is lost: "
         text += f"end the job (kill -KILL {pids}): recover exits with 40 as long as it lives"

@@ -289,10 +289,12 @@ def _placed(
         if uuid in here and uuid not in full.values():
             full[uuid] = uuid
         elif held.get(uuid):
-            what = "gives way to another" if uuid in here else "is not in this machine"
-            raise InvalidMap(
-                detail=f"the job held memory on {uuid}, which {what}", hint="say where it goes: --to or --map"
-            )
+            index = next((g.index for g in inventory.gpus if g.uuid == uuid), None)
+            if index is None:
+                text, hint = f"{uuid}, which is not in this machine", "say where it goes: --to or --map"
+            else:
+                text, hint = f"GPU {index}, which is another one's now", "say where each goes: --map 0=1,1=0"
+            raise InvalidMap(detail=f"the job held memory on {text}", hint=hint)
     for uuid in openable:
         if uuid not in full:
             left = [g for g in here if g not in full.values()]

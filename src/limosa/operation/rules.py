@@ -115,6 +115,12 @@ def seen_from_outside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     told = {p.pid for p in facts.observation.processes if p.pid in facts.comms.told and hazards.has_nccl(p)}
     if ranks <= told:
         found = [r for r in found if r.id not in ("nccl-ranks", "nccl-peers-unknown")]
+    # Its shim was told to leave them alone.
+    hint = "its library was told to leave NCCL alone (limosa run --without ranks): start it without that"
+    silent = known - facts.comms.told
+    found = [
+        msgspec.structs.replace(r, hint=hint) if r.id.startswith("nccl-") and r.pid in silent else r for r in found
+    ]
     # JAX under the shim that has nothing to park: its gate stays open.
     hint = "it has no memory that can be parked: try again once it computes"
     found = [msgspec.structs.replace(r, hint=hint) if r.id == "jax" and r.pid in known else r for r in found]

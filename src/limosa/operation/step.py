@@ -233,8 +233,8 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True):
         return Estimate(pause_seconds=pause, seconds=sum(cost for _, cost in costs), bytes=size)
 
     def other_way(self, shape: Shape) -> OtherWay | None:
-        """What the way that is not taken would cost; None where there is but one (memory alone is parked)."""
-        if not shape.members or shape.away:
+        """What the way that is not taken would cost; None where there is but one (memory alone is parked, or ranks)."""
+        if not shape.members or shape.away or shape.communicators:
             return None
         way = Route.DRIVER if shape.parked else Route.PARKED
         could = 0 if shape.parked else int(sum(map(beside_context, shape.members)))

@@ -81,7 +81,7 @@ CHECKPOINT = Verb(
         dump.RestoreAgain(),
         dump.UnlockAgain(),
         dump.GoOn(),
-        communicators.JoinCommunicators(),
+        communicators.JoinAgain(),
         dump.Commit(),
         dump.SeeOff(),
     ),

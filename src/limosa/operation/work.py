@@ -28,6 +28,7 @@ from limosa.errors import (
     LimosaError,
     NoRoomOnHost,
     NoSuchProcess,
+    NotFinished,
     NotSupported,
     PauseTooLong,
     PermissionDenied,
@@ -46,6 +47,7 @@ from limosa.progress import Progress, ProgressFn, silent
 from limosa.terms import JobState
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORWARD = "forward"  # in place of all undos, where there is no way back
 _NO_HOST_MEMORY = ("cuCheckpointProcessCheckpoint", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
@@ -285,7 +287,7 @@ class Work(Clock):
         def undo() -> None:
             raise FailedUndone(told)
 
-        self._undo = [("forward", undo)]
+        self._undo = [(_FORWARD, undo)]
 
     def drop(self, name: str) -> None:
         """Forgets the newest undo of that name: its step is past undoing, or undone."""
@@ -359,10 +361,11 @@ class Work(Clock):
                 if self._driver is not None:
                     with contextlib.suppress(DriverHung):
                         self._driver.set_will(None, name=self.id)
-                raise UndoFailed(
+                forward = name == _FORWARD
+                raise (NotFinished if forward else UndoFailed)(
                     what=self.operation,
                     detail=str(error),
-                    undo_detail=f"{name}: {undo_error}",
+                    undo_detail=str(undo_error) if forward else f"{name}: {undo_error}",
                     job_state=JobState.UNKNOWN,
                 ) from undo_error
         if suspended is not None:

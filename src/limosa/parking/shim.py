@@ -85,6 +85,21 @@ def under_shim(pid: int) -> bool:
         return False
 
 
+_OF_NCCL = {
+    Verb.SHUT: "closing its communicators",
+    Verb.IDS: "ncclGetUniqueId",
+    Verb.JOIN: "making its communicators again",
+}
+"""What is asked of NCCL: its numbers of what went wrong are others than the driver's."""
+_NCCL_RESULTS = ("UnhandledCudaError", "SystemError", "InternalError", "InvalidArgument", "InvalidUsage", "RemoteError")
+
+
+def _result(verb: Verb, result: int) -> str:
+    if verb not in _OF_NCCL:
+        return f"CUresult {result}"
+    return f"nccl{_NCCL_RESULTS[result - 1]}" if result <= len(_NCCL_RESULTS) else f"ncclResult {result}"
+
+
 class ShimError(LimosaError):
     """The shim did not do what it was asked; ``fields["result"]`` is a CUresult, or minus an errno."""
 
@@ -564,10 +579,10 @@ class Shim:
             if (said.magic, said.verb, said.number) != (MAGIC, verb, self._number):
                 raise self._wrong(verb, Wrong("the answer to something else"))
             if said.result:
-                text = os.strerror(-said.result) if said.result < 0 else f"CUresult {said.result}"
+                text = os.strerror(-said.result) if said.result < 0 else _result(verb, said.result)
                 if verb is Verb.MAP and said.result > 0 and said.d & 255:
                     text += f" ({MAP_STEPS.get(said.d & 255, '?')}, device {said.d >> 16})"
-                raise self._error(verb.name.lower(), text, said.result)
+                raise self._error(_OF_NCCL.get(verb, verb.name.lower()), text, said.result)
             _silent.discard(self.identity)
             return said, data, Given(given.take())
 

@@ -42,7 +42,7 @@ def in_the_way(inventory: Inventory, members: Sequence[Member]) -> list[Reason]:
     shared = sorted({index for pid in ranks for index in on[pid]})
     if len(shared) < 2:
         return []
-    text = f"ranks of another job, {peers.named(ranks)}, are on GPUs {', '.join(map(str, shared))} too: "
+    text = f"ranks of another job are on GPUs {', '.join(map(str, shared))} too ({peers.named(ranks)}): "
     text += "if both jobs were moved, their kernels can wait for each other until the driver ends them (CUDA error 719)"
-    hint = "move or suspend that one first; --force=nccl-beside if it was never moved, resumed or restored"
+    hint = "suspend that one first, or move it to other GPUs; --force=nccl-beside if it was never moved or restored"
     return [Reason(id="nccl-beside", text=text, exit_code=13, hint=hint, pid=members[0].pid, forceable=True)]

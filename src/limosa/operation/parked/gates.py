@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, Reason, UndoFailed
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess, NotFinished, Reason
 from limosa.gpu import State
 from limosa.operation import claims
 from limosa.operation.journal import Member, Noted, Phase
@@ -57,7 +57,7 @@ class Gates:
         self._work, self.opened = work, False
 
     def open(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Notes it and opens them. Raises UndoFailed: one does not open."""
+        """Notes it and opens them. Raises NotFinished: one does not open."""
         self.opened = True
         for member, _ in parts:
             self._work.try_note(Noted.OPEN, Phase.BEGIN, member.pid)
@@ -72,15 +72,15 @@ class Gates:
             raise gate_was_opened(self._work.operation, str(error)) from error
 
     def leave(self, parts: Sequence[tuple[Member, Shim]]) -> None:
-        """Takes what was mapped out again. Raises UndoFailed: one was opened, and the job may run."""
+        """Takes what was mapped out again. Raises NotFinished: one was opened, and the job may run."""
         if self.opened:
             raise gate_was_opened(self._work.operation)
         leave(parts)
 
 
-def gate_was_opened(what: str, detail: str = "a gate does not open") -> UndoFailed:
+def gate_was_opened(what: str, detail: str = "a gate does not open") -> NotFinished:
     """What is said where there is no way back any more, and forward does not go on."""
-    return UndoFailed(
+    return NotFinished(
         what=what, detail=detail, undo_detail="the job is where it was to go: limosa recover opens it",
         job_state="unknown",
     )  # fmt: skip

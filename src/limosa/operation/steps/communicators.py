@@ -13,8 +13,8 @@ from limosa.operation.step import NOTHING, Finished, Left, Op, Shape, Step, free
 from limosa.operation.steps.on_gpus import OnGpus
 from limosa.terms import JobState
 
-EACH = 0.6
-"""Seconds that closing took, and making again; measured with two ranks on H200."""
+CLOSING, MAKING = 0.3, 0.05
+"""Seconds that took at most, but for rare ones; measured with two ranks on H200 (docs/caveats.md)."""
 _UNDO = "communicators"  # what its undo is called in the journal
 
 
@@ -54,7 +54,7 @@ class CloseCommunicators(_OfRanks):
         return f"close {n} NCCL communicator{'s' if n > 1 else ''} between its processes, at the same call of each"
 
     def cost(self, shape: Shape) -> float:
-        return EACH if shape.communicators and shape.awake else 0.0
+        return CLOSING if shape.communicators and shape.awake else 0.0
 
     def do(self, op: OnGpus) -> None:
         work = op.work
@@ -90,7 +90,7 @@ class JoinCommunicators(Step[Op]):
         return "make the communicators again" if shape.communicators else ""
 
     def cost(self, shape: Shape) -> float:
-        return EACH if shape.communicators else 0.0
+        return MAKING if shape.communicators else 0.0
 
     def do(self, op: Op) -> None:
         if not op.closed:
@@ -99,7 +99,7 @@ class JoinCommunicators(Step[Op]):
             closing.back(op.ranks, op.shims, lambda: op.work.try_note(Noted.JOIN, Phase.BEGIN))
         except LimosaError:
             if any(member.identity.alive() for member in op.ranks):  # some are half made: nobody can be led home
-                op.work.only_forward("the job is where it was to go: limosa recover makes its communicators again")
+                op.work.only_forward("the job is where it was to go, and waits: limosa recover makes its communicators")
             raise
 
     def goes_on(self, left: Left) -> Finished | None:
@@ -114,3 +114,13 @@ class JoinCommunicators(Step[Op]):
                     closing.back(left.alive)  # one that fails keeps no other user's ranks
                 raise
         return Finished("all was where it was to go: made its communicators again (finished)", JobState.RUNNING)
+
+
+class JoinAgain(JoinCommunicators):
+    """Of a job that runs on, the communicators are made again with new connections, and the ranks go on."""
+
+    def words(self, shape: Shape) -> str:
+        return super().words(shape) if shape.leave_running else ""
+
+    def cost(self, shape: Shape) -> float:
+        return super().cost(shape) if shape.leave_running else 0.0
