@@ -59,7 +59,9 @@ WHERE = (
     option("source", "--from", metavar="GPU", help="The GPU to leave, if a job uses several."),
     option("gpu_map", "--map", metavar="A=B,...", help="Which GPU becomes which; Limosa fills in the rest."),
 )
-TIMEOUT = option("--timeout", metavar="SECONDS", type=Seconds(), help="After this long, undo everything and give up.")
+TIMEOUT = option(
+    "--timeout", metavar="SECONDS", type=Seconds(), help="After this long, undo everything, unless it is all but done."
+)
 FORCE = option(
     "--force", metavar="ID", multiple=True, help="Turn the refusal with this id into a warning; may be repeated."
 )

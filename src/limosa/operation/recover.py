@@ -149,8 +149,8 @@ def _round(
                 if dead.header.id in known:
                     continue
                 if dry_run:
-                    text = next((s.text for s in journal.under_way() if s.id == dead.header.id), "")
-                    found.append(entry_of(dead, did=f"would finish or undo: {text}"))
+                    step = next((s.step for s in journal.under_way() if s.id == dead.header.id), "")
+                    found.append(entry_of(dead, did=f"would finish or undo it (last step: {step})"))
                 else:
                     found.append(_one(dead, progress))
             finally:
