@@ -19,7 +19,7 @@ _NO_LIMIT = 1 << 62
 
 @lru_cache(maxsize=1)
 def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
-    """Return where a controller is mounted: "memory", "freezer" (v1), "v2" → (root in the hierarchy, mount point)."""
+    """Return where a controller is mounted: "memory", "freezer", "devices" (v1), "v2" → (root in the hierarchy, mount point)."""
     found: dict[str, tuple[str, str]] = {}
     # Only what the kernel separates by: a user's mount, or cgroup, may have any other line end or blank in its name.
     for line in mountinfo.split("\n"):
@@ -30,9 +30,22 @@ def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
         if kind[0] == "cgroup2":
             found.setdefault("v2", (fields[3], fields[4]))
         elif kind[0] == "cgroup":
-            for controller in {"memory", "freezer"} & set(kind[-1].split(",")):
+            for controller in {"memory", "freezer", "devices"} & set(kind[-1].split(",")):
                 found.setdefault(controller, (fields[3], fields[4]))
     return found
+
+
+def cgroup_mounts(mountinfo: str | None = None) -> list[tuple[str, str]]:
+    """Return where all hierarchies are mounted, the longest names first: (root in the hierarchy, mount point)."""
+    if mountinfo is None:
+        mountinfo = os.fsdecode(slurp("/proc/self/mountinfo"))
+    found = []
+    for line in mountinfo.split("\n"):
+        left, _, right = line.partition(" - ")
+        fields = left.split(" ")
+        if right.split(" ")[0] in ("cgroup", "cgroup2") and len(fields) > 4:
+            found.append((fields[3], fields[4]))
+    return sorted(found, key=lambda one: -len(one[1]))
 
 
 def _number(path: str) -> int | None:
@@ -69,7 +82,7 @@ def _level(folder: str, version: str) -> CgroupObservation | None:
     return CgroupObservation(path=folder, limit_bytes=limit, used_bytes=used)
 
 
-def _folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tuple[str, str, str]]:
+def cgroup_folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tuple[str, str, str]]:
     """Yield ("v1" or "v2", folder, mount point) of the cgroups that a controller could act through on a process."""
     mounts = _mounts(mountinfo)
     for line in cgroup_file.split("\n"):
@@ -90,7 +103,7 @@ def _folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tupl
 
 def frozen_by(cgroup_file: str, mountinfo: str) -> str:
     """Return the folder of the frozen cgroup that a process is in, or "" (freezer v1; ``cgroup.events`` of v2)."""
-    for version, folder, _ in _folders(cgroup_file, mountinfo, "freezer"):
+    for version, folder, _ in cgroup_folders(cgroup_file, mountinfo, "freezer"):
         try:
             if version == "v2":
                 frozen = b"frozen 1" in slurp(f"{folder}/cgroup.events")
@@ -125,7 +138,7 @@ def memory_levels(cgroup_file: str, mountinfo: str | None = None) -> list[Cgroup
     if mountinfo is None:
         mountinfo = os.fsdecode(slurp("/proc/self/mountinfo"))
     levels: list[CgroupObservation] = []
-    for version, innermost, mount_point in _folders(cgroup_file, mountinfo, "memory"):
+    for version, innermost, mount_point in cgroup_folders(cgroup_file, mountinfo, "memory"):
         folder = innermost
         while True:
             level = _level(folder, version)

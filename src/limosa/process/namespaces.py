@@ -39,6 +39,11 @@ def is_ours(pid: int, kind: str) -> bool:
     return namespace_of(pid, kind) in (None, namespace_of("self", kind))
 
 
+def is_first(pid: int) -> bool:
+    """Return whether a process is the first one of a pid namespace that is not the caller's."""
+    return not is_ours(pid, "pid") and _numbers(pid)[-1:] == [1]
+
+
 def enter(fd: int, kind: int) -> None:
     """Have the calling thread enter an open namespace (setns(2)).
 
