@@ -49,7 +49,7 @@ test: lint check test-criu test-soft
 # Four for two cores: a test waits for its processes half of its time. Who is done early takes over from who is not.
 SIDE_BY_SIDE = -n 4 --dist worksteal
 # What a run has nothing of is not even read.
-NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
+NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/containers --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
 # The fast ones: an answer in a minute or two.
 check:
@@ -64,7 +64,8 @@ test-criu:
 	$(SUDO) $(PYTEST) -q -n 4 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -n 4 --dist loadfile -m "network and not gpu" $(NODES)
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (nine minutes).
+# Nodes of software GPUs: their own tests, the command line on them, containers on them (what those are made of is fetched
+# once, into build/engines), the fault campaign (nine minutes).
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q $(SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
