@@ -35,7 +35,7 @@ help:
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
 	@echo "make mutants    mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
-	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.28 on"
+	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.17 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised; ROWS=nccl: of jobs of several ranks"
 
@@ -132,7 +132,7 @@ man:
 	@$(READY_DEMO)
 	$(PY) -I scripts/man.py build/man
 
-# A wheel for other machines: fails where it would need a C library newer than 2.28, or where anything is not built.
+# A wheel for other machines: fails where it would need a C library newer than 2.17, or where anything is not built.
 wheel: man
 	LIMOSA_RELEASE=1 $(PY) -I -m pip wheel -q --no-deps --wheel-dir dist .
 
