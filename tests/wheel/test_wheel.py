@@ -71,6 +71,27 @@ def test_what_needs_a_newer_one_is_no_release(tmp_path: Path) -> None:
     assert wheel_tag.platform_tag([library]).startswith("manylinux_2_30_")
 
 
+def test_relocations_that_an_old_loader_cannot_read_are_counted(tmp_path: Path) -> None:
+    """A linker that packs them by itself (as several systems' does) made wheels whose names promised too much."""
+    source = tmp_path / "packed.c"
+    source.write_text("static int x; int *many[64] = {&x, &x, &x}; int *get(int i) { return many[i]; }\n")
+    library = tmp_path / "packed.so"
+    argv = [*build.compilers()[0], "-shared", "-fPIC", "-Wl,-z,pack-relative-relocs", "-o", library, source]
+    subprocess.run([*argv, "-lc"], check=True, timeout=60)
+    assert wheel_tag.too_new([library]) == ["packed.so needs the C library 2.36"]
+
+
+def test_what_is_built_beside_the_source_fits_old_systems_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Containers get these very files (limosa cdi), whatever C library their images have."""
+    monkeypatch.delenv("LIMOSA_RELEASE", raising=False)
+    monkeypatch.setenv("CC", f"{build.compilers()[0][0]} -Wl,-z,pack-relative-relocs")
+    assert [build.build_shim(tmp_path), build.build_sight(tmp_path)] == [None, None]
+    made = [tmp_path / build.SHIM_LIBRARY, tmp_path / build.SIGHT_LIBRARY]
+    assert wheel_tag.too_new(made) == []
+
+
 def test_a_library_that_does_not_load_is_named_and_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"\x7fELF of another machine" * 50)

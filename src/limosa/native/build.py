@@ -31,9 +31,11 @@ _PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
 _SHIM_FLAGS = [*(flag for flag in FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
 _SIGHT_FLAGS = [*FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
 _HASH_FLAGS = [*FLAGS, "-O3", "-DHASH_LIBRARY"]
-_RELEASE_HEADER = CRIU.with_name("old_glibc.h")
-# In a release the functions of threads are those that lie in libpthread and libdl on older systems.
-_RELEASE_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
+# What is compiled here is loaded with other C libraries: a wheel's in other systems, the shim in containers. So all of
+# it asks for old symbols only; the functions of threads are those that lie in libpthread and libdl on older systems.
+_OLD_HEADER = CRIU.with_name("old_glibc.h")
+_OLD_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
+_OLD_RELOCATIONS = "-Wl,-z,nopack-relative-relocs"  # the packed ones are not known before 2.36
 _MODE = 0o755
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
@@ -138,11 +140,10 @@ def compile_library(
         return None
     if not os.access(library.parent, os.W_OK):
         return f"{library.parent} cannot be written to by uid {os.geteuid()}"
-    if os.environ.get("LIMOSA_RELEASE"):
-        flags = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_RELEASE_HEADER)]
-        links = [*links, *(_RELEASE_LINKS if "-pthread" in flags else [])]
     problem = NO_COMPILER
-    for compiler in compilers():
+    given = flags, links
+    for compiler, old in _tries():
+        flags, links = _for_old_systems(*given) if old else given
         new = library.with_name(f"{library.name}.{os.getpid()}")
         objects = [new.with_name(f"{new.name}.{source.stem}.o") for source, _ in apart]
         commands = [
@@ -154,7 +155,8 @@ def compile_library(
             for argv in commands:
                 done = start.run(argv, capture_output=True, timeout=120)
                 if done.returncode:
-                    problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
+                    if old or problem == NO_COMPILER:  # what a second try says is of less use
+                        problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
                     break
             else:
                 new.chmod(_MODE)  # the compiler asks the umask; root loads it later
@@ -166,3 +168,19 @@ def compile_library(
             for path in (new, *objects):
                 path.unlink(missing_ok=True)
     return problem
+
+
+def _tries() -> list[tuple[list[str], bool]]:
+    """Return the compilers, each with whether to compile for older systems: a release must, others try to."""
+    old = [(compiler, True) for compiler in compilers()]
+    return old if os.environ.get("LIMOSA_RELEASE") else [*old, *((compiler, False) for compiler in compilers())]
+
+
+def _for_old_systems(flags: Sequence[str], links: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return options and what is linked, so that the library loads with older C libraries as well."""
+    made = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_OLD_HEADER)]
+    try:
+        glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):
+        glibc = False
+    return made, [*links, _OLD_RELOCATIONS, *(_OLD_LINKS if glibc and "-pthread" in flags else [])]
