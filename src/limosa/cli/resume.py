@@ -17,7 +17,7 @@ from limosa.errors import UsageError
     *ON_GPU,
     *HOW,
 )
-def command(
+def command(  # noqa: PLR0913 - what is typed
     report: Report,
     *,
     jobs: Sequence[str],

@@ -35,7 +35,7 @@ def add(member: Member, uuids: Iterable[str]) -> None:
 
 
 def leave(member: Member, uuids: Iterable[str]) -> None:
-    """Takes from a member's container all GPUs but these, of those that this operation was about. OSError: one stays."""
+    """Takes from a member's container all GPUs of this operation but these. OSError: one stays."""
     if member.boxed and member.changes_gpu:
         with _one_at_a_time:
             known = _minors(member, {*member.home, *member.map.values()})
