@@ -239,6 +239,10 @@ runc = ["{engines["runc"]}"]
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
 
+    def exec_words(self, container: Container) -> list[str]:
+        """What starts a program in a container, before its words."""
+        return [self.engines["podman"], "exec", container.id]
+
     def remove(self, container: Container) -> None:
         self("rm", "--force", "--time", "0", container.id)
         self.containers.remove(container)
@@ -297,6 +301,10 @@ class Runc(Runtime):
 
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
+
+    def exec_words(self, container: Container) -> list[str]:
+        """What starts a program in a container, before its words."""
+        return [self.engines["runc"], "--root", str(self.place / "state"), "exec", container.id]
 
     def remove(self, container: Container) -> None:
         self("delete", "--force", container.id)

@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers.runtimes import cgroup_layouts
+from containers.runtimes import bundle_config, cgroup_layouts
+
+from limosa.parking import LIBRARY
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
+MIB = 1 << 20
+INSIDE = f"/lib/{LIBRARY.name}"
 LIMOSA = [sys.executable, "-m", "limosa"]
 # Tests run side by side, and a name is one container's on the machine.
 TRAIN, TUNE = (f"{name}-{secrets.token_hex(3)}" for name in ("train", "trailer"))
@@ -135,4 +139,127 @@ def test_what_a_killed_move_left_is_recovered(box: Any, moment: str) -> None:
     one.goes_on()
     says(box, 0, "move", "--container", TRAIN, "--to", 1 - at)
     assert nodes(one) == {f"nvidia{1 - at}"}
+    one.goes_on()
+
+
+@pytest.fixture
+def shimmed(box: Any) -> Any:
+    """Starts a container in which the shim is preloaded."""
+
+    def start(*command: object, **options: Any) -> Any:
+        if box.runtime.name == "podman":
+            words = ["--volume", f"{LIBRARY}:{INSIDE}:ro", "--env", f"LD_PRELOAD={INSIDE}"]
+            return box(*command, options=[*words, *options.pop("options", [])], **options)
+        name, gpus = options.pop("name"), options.pop("gpus", (0,))
+        config = bundle_config(name, box.runtime.parent, list(map(str, command)), gpus)
+        config["mounts"].append(
+            {"destination": INSIDE, "type": "bind", "source": str(LIBRARY), "options": ["bind", "ro"]}
+        )
+        config["process"]["env"].append(f"LD_PRELOAD={INSIDE}")
+        return box(*command, name=name, gpus=gpus, mounts=config["mounts"], process=config["process"])
+
+    return start
+
+
+def test_memory_goes_the_parked_way_to_a_gpu_that_the_container_did_not_have(box: Any, shimmed: Any) -> None:
+    one = shimmed("/job", 64, 20, name=TRAIN)
+    one.goes_on()
+    job = jobs(box)[TRAIN]
+    assert job["way"] == "parked"
+    for to in (1, 0):
+        said = says(box, 0, "move", "--container", TRAIN, "--to", to)
+        assert (said["way"], len(said["map"])) == ("parked", 1), said
+        assert said["bytes"] >= 64 * MIB
+        one.goes_on()
+        assert nodes(one) == {f"nvidia{to}"}
+        assert gpus_of(jobs(box)[TRAIN]) == [to]
+    assert says(box, 0, "suspend", "--container", TRAIN)["way"] == "parked"
+    assert says(box, 0, "resume", "--container", TRAIN, "--to", 1)["way"] == "parked"
+    one.goes_on()
+    assert nodes(one) == {"nvidia1"}
+
+
+def test_what_was_started_in_the_container_later_goes_along(box: Any) -> None:
+    one = box("/job", 16, 20, name=TRAIN)
+    one.goes_on()
+    process = box.node.popen(
+        [*box.runtime.exec_words(one), "/job", 16, 20], stdout=-1, text=True, env=box.runtime.environment()
+    )
+    assert process.stdout.readline() == "READY\n"
+    (job,) = [j for j in says(box, 0, "ps")["jobs"] if j["container"]]
+    assert (job["pid"], len([p for p in job["processes"] if p["state"]])) == (one.pid, 2)
+    other = next(p["pid"] for p in job["processes"] if p["state"] and p["pid"] != one.pid)
+    said = says(box, 13, "move", other, "--to", 1)
+    assert said["error"]["id"] == "container-shared", said
+    says(box, 0, "move", f"{box.runtime.name}:{TRAIN}", "--to", 1)
+    (job,) = [j for j in says(box, 0, "ps")["jobs"] if j["container"]]
+    assert gpus_of(job) == [1]
+    assert nodes(one) == {"nvidia1"}
+    one.goes_on()
+    assert "step" in process.stdout.readline()
+
+
+def test_a_pod_is_not_lied_to_unless_forced(runc: Any, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMOSA_CONTAINER_STATE", str(runc.place / "state"))
+    notes = {"io.kubernetes.cri.sandbox-name": "web", "io.kubernetes.cri.sandbox-namespace": "shop"}
+    one = runc.start("/job", 16, 20, name=TRAIN, annotations={**notes, "io.kubernetes.cri.container-name": "server"})
+    one.goes_on()
+    (job,) = runc.node.limosa("ps", "-o", "json").json["jobs"]
+    assert job["container"] == {"runtime": "runc", "id": TRAIN, "name": "server", "pod": "web", "namespace": "shop"}
+    said = runc.node.limosa("move", "-o", "json", "runc:shop/web/server", "--to", 1, rc=13).json
+    assert said["error"]["id"] == "pod-devices"
+    runc.node.limosa("move", "runc:web/server", "--to", 1, "--force", "pod-devices")
+    one.goes_on()
+    assert nodes(one) == {"nvidia1"}
+
+
+def test_a_container_that_may_hold_less_than_its_job_is_not_suspended(box: Any) -> None:
+    if box.runtime.name == "podman":
+        one = box("/job", 48, 20, name=TRAIN, options=["--memory", "80m"])
+    else:
+        config = bundle_config(TRAIN, box.runtime.parent, ["/job", "48", "20"], (0,))
+        linux = config["linux"]
+        linux["resources"] = {**linux["resources"], "memory": {"limit": 80 * MIB}}
+        one = box("/job", 48, 20, name=TRAIN, linux=linux)
+    one.goes_on()
+    said = says(box, 15, "plan", "suspend", "--container", TRAIN)
+    assert [r["id"] for r in said["reasons"] if r["exit_code"]] == ["cgroup"]
+    one.goes_on()
+
+
+# What a container's root may do to the place where the node of the GPU that it is given is to be.
+IN_THE_WAY = {
+    "file": "echo secret > /dev/nvidia1",
+    "link": "ln -s /etc/target /dev/nvidia1",
+    "folder": "mkdir /dev/nvidia1",
+    "link-to-its-own": "ln -s nvidia0 /dev/nvidia1",
+}
+
+
+@pytest.mark.parametrize("what", IN_THE_WAY)
+def test_what_a_container_has_put_there_leads_nowhere(runc: Any, runtime: Path, what: str) -> None:
+    target = Path("/etc/target")
+    assert not target.exists()
+    one = runc.start("/job", 16, 20, name=TRAIN)
+    one.goes_on()
+    one.run("sh", "-c", IN_THE_WAY[what])
+    said = runc.node.limosa("move", "-o", "json", one.pid, "--to", 1, rc=None)
+    assert said.rc in (0, 21), said
+    (job,) = runc.node.limosa("ps", "-o", "json").json["jobs"]
+    assert gpus_of(job) == [0 if said.rc else 1]
+    assert not target.exists()
+    assert (what == "folder") == (said.rc == 21), "a folder stays, and the job where it was"
+    one.goes_on()
+
+
+def test_a_container_whose_dev_is_the_machines_is_not_changed(runc: Any, runtime: Path) -> None:
+    """Bound into it, the machine's own nodes would be removed."""
+    config = bundle_config(TRAIN, runc.parent, ["/job", "16", "20"], (0,))
+    bind = {"destination": "/dev", "type": "bind", "source": "/dev", "options": ["rbind", "rw"]}
+    mounts = [bind if m["destination"] == "/dev" else m for m in config["mounts"] if m["destination"][:5] != "/dev/"]
+    one = runc.start("/job", 16, 20, name=TRAIN, mounts=mounts)
+    one.goes_on()
+    said = runc.node.limosa("move", "-o", "json", one.pid, "--to", 1, rc=13).json
+    assert said["error"]["id"] == "container-devices"
+    assert sorted(runc.node.run(["ls", "/dev"]).stdout.split()).count("nvidia0") == 1
     one.goes_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 from soft_command import UNDER, importer_of
-from soft_contained import start
+from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
+from soft_job import JOB, Job
 
 from limosa.parking import LIBRARY
 from limosa.parking.names import names_of
@@ -61,6 +63,32 @@ def test_every_verb_from_outside(parked: Any, env: dict[str, str], user: int) ->
     parked.says(0, "", "toggle", job.pid)
     assert parked.state(job) == "checkpointed"
     parked.says(0, "", "toggle", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
+    """As with rootless containers: he may enter namespaces of his own, by a process made for that."""
+    as_user = ["setpriv", "--reuid", 1001, "--regid", 1001, "--clear-groups"]
+    parked.limosa("ps")  # root makes the folder in which users have theirs
+    folder = open_folder(parked)
+    inside = ["env", f"LD_PRELOAD={LIBRARY}", sys.executable, str(JOB), str(folder), "--mib", "16"]
+    argv = [*as_user, "unshare", "-Unp", "--map-root-user", "--fork", "--kill-child", *inside]
+    job = Job(parked, folder, list(map(str, argv)))
+    job.pid = inside_of(job.pid, ("pid", "net", "user"))
+    job.wait_for("READY")
+
+    def limosa(*arguments: object) -> Any:
+        words = [*as_user, sys.executable, "-m", "limosa", arguments[0], "-o", "json", *arguments[1:]]
+        return parked.run(words, env={"HOME": "/"}, cwd="/", limit=60).json
+
+    (found,) = [one for one in limosa("ps")["jobs"] if one["pid"] == job.pid]
+    assert (found["way"], found["movable"]) == ("parked", True)
+    assert limosa("move", job.pid, "--to", 1)["way"] == "parked"
+    job.goes_on(2)
+    limosa("suspend", job.pid)
+    limosa("resume", job.pid)
+    assert parked.says(0, "", "move", job.pid, "--to", 0)["way"] == "parked", "by root"
     job.goes_on(2)
     job.finish()
 
@@ -144,3 +172,27 @@ def test_what_is_broken_off_is_undone(parked: Any) -> None:
     assert on(parked, job.pid) == [0]
     job.goes_on(2)
     job.finish()
+
+
+def test_a_record_of_another_pid_namespace_is_not_taken_for_one_of_here(parked: Any) -> None:
+    """``limosa run`` in a container that shares the runtime folder: its pids are other processes here, or none."""
+    folder = open_folder(parked)
+    run = [sys.executable, "-m", "limosa", "run", "--name", "inner", "--log", folder / "out", "--"]
+    inside = [*run, sys.executable, JOB, folder, "--mib", "16"]
+    job = Job(parked, folder, [sys.executable, str(IN_NAMESPACES), "--", *map(str, inside)])
+    job.pid = inside_of(job.pid)
+    job.log = folder / "out"
+    job.until(job.log.exists, what="a log")
+    job.wait_for("READY")
+
+    def noted() -> list[Path]:
+        return list(Path(os.environ["LIMOSA_RUNTIME_DIR"]).glob("0/jobs/*.json"))
+
+    (record,) = noted()
+    found = parked.limosa("ps", "-o", "json").json["jobs"]
+    assert [(one["pid"], one["name"], one["way"]) for one in found] == [(job.pid, "", "parked")]
+    parked.says(10, "", "suspend", "inner")
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    assert noted() == [record], "it is there for who wrote it"
+    job.goes_on(2)
+    (folder / "stop").touch()
