@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers.runtimes import bundle_config, cgroup_layouts
+from containers.runtimes import Podman, bundle_config, cgroup_layouts
 
 from limosa.parking import LIBRARY
 
@@ -57,6 +58,28 @@ def may_open(one: Any, gpu: int) -> str:
     return (said.stdout + said.stderr).strip().rpartition(": ")[2]
 
 
+# Joins a container's cgroup in every hierarchy that says something of devices, and opens the machine's own node.
+OPEN_AS = """
+import os, sys
+for line in open(f"/proc/{sys.argv[1]}/cgroup").read().split("\\n")[:-1]:
+    number, kinds, path = line.split(":", 2)
+    for top in ["/sys/fs/cgroup/devices"] if kinds == "devices" else ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"]:
+        if (number == "0" or kinds == "devices") and path != "/" and os.path.exists(f"{top}{path}/cgroup.procs"):
+            open(f"{top}{path}/cgroup.procs", "w").write(str(os.getpid()))
+            break
+try:
+    os.open(f"/dev/nvidia{sys.argv[2]}", os.O_RDWR)
+except OSError as error:
+    print(error.strerror)
+"""
+LET, NOT_LET = "No such device or address", "Operation not permitted"  # no driver has that number; the filter
+
+
+def filtered(one: Any, gpu: int) -> str:
+    """What the device filter of a container says of a GPU, whatever nodes there are in it."""
+    return str(one.runtime.node.python(OPEN_AS, one.pid, gpu).stdout).strip()
+
+
 def test_ps_shows_the_container_and_takes_it_as_a_job(box: Any) -> None:
     one = box("/job", 16, 20, name=TRAIN)
     one.goes_on()
@@ -80,6 +103,22 @@ def test_ps_shows_the_container_and_takes_it_as_a_job(box: Any) -> None:
     assert says(box, 10, "suspend", "--container", "nobody")["error"]["id"] == "no-such-process"
 
 
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
+def test_what_crun_notes(
+    cgroups: str, node: Any, engines: Any, image: Path, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Podman(node, engines, tmp_path / "podman", runtime="crun")) as podman:
+        podman.load(image)
+        one = podman.start("/job", 16, 20, name=TRAIN)
+        one.goes_on()
+        monkeypatch.setenv("LIMOSA_CONTAINER_STATE", f"{tmp_path}/podman/xdg/crun")
+        (job,) = node.limosa("ps", "-o", "json").json["jobs"]
+        assert (job["container"]["runtime"], job["container"]["name"]) == ("podman", TRAIN)
+        node.limosa("move", f"podman:{TRAIN}", "--to", 1)
+        assert nodes(one) == {"nvidia1"}
+        one.goes_on()
+
+
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
 def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> None:
     one = box("/job", 16, 20, name=TRAIN)
@@ -94,7 +133,8 @@ def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> No
         assert gpus_of(jobs(box)[TRAIN]) == [to]
         one.goes_on()
         assert nodes(one) == {f"nvidia{to}"}
-        assert may_open(one, to) == "No such device or address", "no driver has that number, and the filter lets it"
+        assert may_open(one, to) == LET
+        assert [filtered(one, gpu) for gpu in (to, 1 - to)] == [LET, NOT_LET]
     says(box, 0, "suspend", "--container", TRAIN)
     says(box, 0, "resume", "--container", TRAIN, "--to", 0)
     assert gpus_of(jobs(box)[TRAIN]) == [0]
@@ -112,6 +152,7 @@ def test_a_failure_leaves_the_container_as_it_was(cgroups: str, box: Any, functi
     assert gpus_of(jobs(box)[TRAIN]) == [0]
     one.goes_on()
     assert nodes(one) == {"nvidia0"}
+    assert [filtered(one, gpu) for gpu in (0, 1)] == [LET, NOT_LET]
     says(box, 0, "move", "--container", TRAIN, "--to", 1)
     assert nodes(one) == {"nvidia1"}
     one.goes_on()
