@@ -330,6 +330,93 @@ class Runc(Runtime):
         self.containers.remove(container)
 
 
+class Containerd(Runtime):
+    """containerd, with a daemon in the node, driven by its own ctr."""
+
+    name = "containerd"
+
+    def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = ""):
+        super().__init__(node, engines, place)
+        self.config = place / "config.toml"
+        self.socket = place / "containerd.sock"
+        # Its CRI wants a CNI, and more of the machine.
+        cri = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
+        self.config.write_text(
+            f"""\
+version = 3
+root = "{place}/root"
+state = "{place}/state"
+disabled_plugins = {json.dumps([*cri, "io.containerd.nri.v1.nri"])}
+[grpc]
+address = "{self.socket}"
+[ttrpc]
+address = "{self.socket}.ttrpc"
+{config}
+"""
+        )
+        with open(place / "daemon.log", "w") as log:
+            self.daemon = subprocess.Popen(
+                [engines["containerd"], "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+        node.add(self.daemon)
+        end = time.monotonic() + 30
+        while self("version", rc=None).rc != 0:
+            assert time.monotonic() < end, (place / "daemon.log").read_text()
+            assert self.daemon.poll() is None, (place / "daemon.log").read_text()
+            time.sleep(0.1)
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``containerd("containers", "list")``: its ctr."""
+        return self.call(self.engines["ctr"], "--address", self.socket, *arguments, rc=rc, limit=limit)
+
+    def load(self, archive: Path) -> None:
+        """Puts an image into its store."""
+        self("images", "import", archive)
+
+    def start(
+        self, *command: object, cdi: Sequence[str] = (), env: Sequence[str] = (), name: str = "", image: str = NAME
+    ) -> Container:
+        """``ctr run --detach``; ``cdi`` are devices of specs in the node's /etc/cdi."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        log = self.place / f"{name}.log"
+        words = [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
+        words += [
+            "--cgroup",
+            f"{self.parent}/{name}",
+            "--log-uri",
+            f"file://{log}",
+            "--runc-binary",
+            self.engines["runc"],
+        ]
+        self("run", "--detach", *words, image, name, *(command or ("/job",)))
+        tasks = [line.split() for line in self("tasks", "list").stdout.splitlines()]
+        pid = next(int(fields[1]) for fields in tasks if fields[0] == name)
+        return self._started(name, name, pid, log)
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("tasks", "exec", "--exec-id", secrets.token_hex(4), container.id, *argv, rc=rc)
+
+    def remove(self, container: Container) -> None:
+        self("tasks", "delete", "--force", container.id, rc=None)
+        self("containers", "delete", container.id, rc=None)
+        self.containers.remove(container)
+
+    def close(self) -> None:
+        for container in list(self.containers):
+            self.remove(container)
+        self.daemon.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.daemon.wait(10)
+        super().close()
+
+
 def gpu_mounts() -> list[tuple[str, str]]:
     """What has to be bound into a container for software GPUs: from, to."""
     return [(NODE_FOLDER, NODE_FOLDER), *((str(SOFTGPU / one), f"{library_folder()}/{one}") for one in LIBRARIES)]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from containers.engines import Engines
 from containers.images import OTHER, make_image, make_musl_rootfs
-from containers.runtimes import Container, Podman, Runc, cgroup_layouts, own_folders
+from containers.runtimes import Container, Containerd, Podman, Runc, cgroup_layouts, own_folders
 from soft_node import Node
 
 SHIM = "limosa.dev/job=shim"
@@ -184,3 +184,25 @@ def test_the_spec_is_roots_and_for_everybody_to_read(node: Node, spec: dict[str,
     assert json.loads(node.run(["cat", other]).stdout)["kind"] == "limosa.dev/job"
     assert node.limosa("cdi", "--remove", "--output", "/etc/passwd", "-o", "json").json["changed"] is False
     assert "root" in node.run(["cat", "/etc/passwd"]).stdout
+
+
+SOFT = "limosa.dev/softgpu"
+
+
+@pytest.mark.parametrize("gpu", ["1", "all"])
+def test_a_container_gets_a_nodes_gpus_by_their_cdi_names(gpu: str, node: Node, podman: Podman) -> None:
+    file = "/etc/cdi/limosa.dev-softgpu.json"
+    node.limosa("softgpu", "--cdi", file)
+    one = podman.start("/job", 16, 5, gpus=None, cdi=[f"{SOFT}={gpu}", SHIM])
+    one.goes_on()
+    assert loaded(one) == BOTH
+    names = [name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[-1].isdigit()]
+    assert names == (["nvidia1"] if gpu == "1" else ["nvidia0", "nvidia1"])
+
+
+def test_containerd_brings_both_by_its_own_cdi(node: Node, containerd: Containerd) -> None:
+    node.limosa("softgpu", "--cdi", "/etc/cdi/limosa.dev-softgpu.json")
+    one = containerd.start("/job", 16, 5, cdi=[f"{SOFT}=0", SHIM])
+    one.goes_on()
+    assert loaded(one) == BOTH
+    assert any("limosa" in name for name in sockets(one))
