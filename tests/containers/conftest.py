@@ -1,6 +1,7 @@
 """Fixtures of the tests with containers: real runtimes (Debian's own) on a node of software GPUs.
 
-``podman`` and ``runc`` are runtimes with the tests' image; ``container`` starts one with either of them::
+``podman``, ``runc`` and ``containerd`` are runtimes with the tests' image; ``container`` starts one with either of the
+first two::
 
     def test_it(container):                  # runs twice: in podman and in runc
         one = container("/job", 16, gpus=(0,))
@@ -21,7 +22,7 @@ import pytest
 from containers.engines import Engines
 from containers.engines import engines as fetch
 from containers.images import make_image, make_rootfs
-from containers.runtimes import Container, Podman, Runc, Runtime, cgroup_layouts, lay_out_cgroups
+from containers.runtimes import Container, Containerd, Podman, Runc, Runtime, cgroup_layouts, lay_out_cgroups
 from soft_node import Node, several
 
 from limosa_softgpu.build import SOFTGPU
@@ -79,6 +80,14 @@ def podman(node: Node, cgroups: str, engines: Engines, image: Path, tmp_path: Pa
 def runc(node: Node, cgroups: str, engines: Engines, rootfs: Path, tmp_path: Path) -> Iterator[Runc]:
     """runc with the image's root folder."""
     with contextlib.closing(Runc(node, engines, tmp_path / "runc", rootfs)) as made:
+        yield made
+
+
+@pytest.fixture
+def containerd(node: Node, cgroups: str, engines: Engines, image: Path, tmp_path: Path) -> Iterator[Containerd]:
+    """containerd with the image in its store."""
+    with contextlib.closing(Containerd(node, engines, tmp_path / "containerd")) as made:
+        made.load(image)
         yield made
 
 

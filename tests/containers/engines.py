@@ -22,21 +22,14 @@ from limosa.process.criu.fetch import signed_lists
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ROOT / "build" / "engines"
-SUITE = "bookworm"
-PACKAGES = (
-    "podman",
-    "crun",
-    "runc",
-    "conmon",
-    "catatonit",
-    "containerd",
-    "netavark",
-    "iptables",
-    "tar",
-    "busybox-static",
-    "musl",
-    "patchelf",
-)
+# containerd knows CDI from 1.7.2 on.
+PACKAGES = {
+    "bookworm": [
+        *("podman", "crun", "runc", "conmon", "catatonit", "netavark"),
+        *("iptables", "tar", "busybox-static", "musl-dev", "patchelf"),
+    ],
+    "forky": ["containerd"],
+}
 # What podman's packages ask for and nothing here starts.
 _NEEDLESS = ("gnupg", "gpg", "perl", "libperl", "dirmngr", "pinentry", "debconf", "adduser", "passwd", "dpkg")
 _PROGRAMS = {
@@ -46,13 +39,11 @@ _PROGRAMS = {
     "conmon": "usr/bin/conmon",
     "catatonit": "usr/bin/catatonit",
     "netavark": "usr/lib/podman/netavark",
-    "containerd": "usr/bin/containerd",
-    "containerd-shim-runc-v2": "usr/bin/containerd-shim-runc-v2",
-    "ctr": "usr/bin/ctr",
     "iptables": "usr/sbin/xtables-nft-multi",
     "tar": "bin/tar",
     "busybox": "bin/busybox",
 }
+_OF_FORKY = ("containerd", "containerd-shim-runc-v2", "ctr")
 _LIBRARIES = ("usr/lib/{}-linux-gnu", "lib/{}-linux-gnu")
 
 
@@ -82,34 +73,58 @@ def engines() -> Engines:
 
 
 def _fetch(stamp: str) -> None:
-    with tempfile.TemporaryDirectory(prefix=".engines-", dir=ENGINES.parent) as scratch:
-        os.chmod(scratch, 0o755)  # apt downloads as user _apt
-        apt = signed_lists(Path(scratch), lambda _: None, SUITE)
-        apt.run("install", "--download-only", *PACKAGES)
-        shutil.rmtree(ENGINES, ignore_errors=True)
-        root = ENGINES / "root"
-        root.mkdir(parents=True)
-        for package in sorted(apt.archives.glob("*.deb")):
-            if not package.name.startswith(_NEEDLESS):
-                subprocess.run(["dpkg-deb", "-x", package, root], check=True)
-    for needless in ("usr/share/doc", "usr/share/man", "usr/share/locale"):
-        shutil.rmtree(root / needless, ignore_errors=True)
+    shutil.rmtree(ENGINES, ignore_errors=True)
+    first, second = ENGINES / "root", ENGINES / "newer"
+    _unpack("bookworm", first)
+    _unpack("forky", second)
     (ENGINES / "bin").mkdir()
     for name, path in _PROGRAMS.items():
-        _bind(root, root / path)
-        (ENGINES / "bin" / name).symlink_to(f"../root/{path}")
+        _link(first, first, path, name)
+    for name in _OF_FORKY:
+        _link(first, second, f"usr/bin/{name}", name)
     (ENGINES / "bin" / "iptables-restore").symlink_to(f"../root/{_PROGRAMS['iptables']}")
     (ENGINES / "stamp").write_text(stamp)
 
 
-def _bind(root: Path, program: Path) -> None:
-    """Write into a program where its loader and its libraries are."""
-    if b"ld-linux" not in program.read_bytes()[:4096]:
-        return  # a static one
+def _unpack(suite: str, root: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=".engines-", dir=ENGINES.parent) as scratch:
+        os.chmod(scratch, 0o755)  # apt downloads as user _apt
+        apt = signed_lists(Path(scratch), lambda _: None, suite)
+        apt.run("install", "--download-only", *PACKAGES[suite])
+        root.mkdir(parents=True)
+        for link in ("bin", "lib", "lib64", "sbin"):  # newer packages lie below /usr only
+            (root / "usr" / link).mkdir(parents=True, exist_ok=True)
+            (root / link).symlink_to(f"usr/{link}")
+        for package in sorted(apt.archives.glob("*.deb")):
+            if not package.name.startswith(_NEEDLESS):
+                # tar keeps links that are there for the folders of a package: dpkg-deb alone would replace them.
+                made = subprocess.Popen(["dpkg-deb", "--fsys-tarfile", package], stdout=subprocess.PIPE)
+                subprocess.run(["tar", "-x", "--keep-directory-symlink", "-C", root], stdin=made.stdout, check=True)
+                assert made.wait() == 0
+    for needless in ("usr/share/doc", "usr/share/man", "usr/share/locale"):
+        shutil.rmtree(root / needless, ignore_errors=True)
+
+
+def _link(tools: Path, root: Path, path: str, name: str) -> None:
+    """Make a program run from its folder, and known by its name."""
+    _bind(tools, root, root / path)
+    (ENGINES / "bin" / name).symlink_to(f"../{root.name}/{path}")
+
+
+def _loading(root: Path) -> tuple[Path, str]:
+    """The loader of a folder, and where its libraries are."""
     machine = os.uname().machine
     folders = ":".join(str(root / one.format(machine)) for one in _LIBRARIES)
-    loader = next(root.glob(f"lib/{machine}-linux-gnu/ld-linux-*.so.*"))
-    patchelf = [loader, "--library-path", folders, root / "usr/bin/patchelf"]
+    return next(root.glob(f"lib/{machine}-linux-gnu/ld-linux-*.so.*")), folders
+
+
+def _bind(tools: Path, root: Path, program: Path) -> None:
+    """Write into a program where its loader and its libraries are; ``tools`` is where patchelf is."""
+    if b"ld-linux" not in program.read_bytes()[:4096]:
+        return  # a static one
+    own, of_tools = _loading(tools)
+    loader, folders = _loading(root)
+    patchelf = [own, "--library-path", of_tools, tools / "usr/bin/patchelf"]
     new = program.with_name(f"{program.name}.new")  # a program that is started by its own loader cannot change itself
     shutil.copy2(program, new)
     options = ["--force-rpath", "--set-rpath", folders, "--set-interpreter", loader]

@@ -220,6 +220,8 @@ runc = ["{engines["runc"]}"]
         *command: object,
         gpus: Sequence[int] | None = (0,),
         options: Sequence[object] = (),
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
         name: str = "",
         image: str = NAME,
     ) -> Container:
@@ -227,6 +229,8 @@ runc = ["{engines["runc"]}"]
         name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
         log = self.place / f"{name}.log"
         words = [] if gpus is None else _gpu_options(gpus)
+        words += [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
         place = ["--name", name, "--cgroup-parent", self.parent, "--log-opt", f"path={log}"]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
         pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
@@ -266,16 +270,38 @@ class Runc(Runtime):
         """``runc("list")``."""
         return self.call(self.engines["runc"], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
 
-    def bundle(self, name: str, command: Sequence[object], gpus: Sequence[int] | None = (0,), **changes: Any) -> Path:
+    def bundle(
+        self,
+        name: str,
+        command: Sequence[object],
+        gpus: Sequence[int] | None = (0,),
+        *,
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        rootfs: Path | None = None,
+        **changes: Any,
+    ) -> Path:
         """Makes a bundle; ``changes`` replace top fields of its config.json."""
         bundle = self.place / name
         for folder in ("up", "work", "rootfs"):
             (bundle / folder).mkdir(parents=True)
         config = bundle_config(name, self.parent, [str(word) for word in command], gpus)
+        for device in cdi:
+            kind, _, one = device.partition("=")
+            apply_cdi(config, self._spec(kind), one)
+        config["process"]["env"] += env
         (bundle / "config.json").write_text(json.dumps({**config, **changes}, indent=1))
-        layers = f"lowerdir={self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
+        layers = f"lowerdir={rootfs or self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
         self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
         return bundle
+
+    def _spec(self, kind: str) -> dict[str, Any]:
+        """The CDI spec of that kind in the node's /etc/cdi, as containerd would find it."""
+        for path in self.node.run(["sh", "-c", "ls /etc/cdi/*.json"]).stdout.split():
+            spec: dict[str, Any] = json.loads(self.node.run(["cat", path]).stdout)
+            if spec["kind"] == kind:
+                return spec
+        raise AssertionError(f"there is no CDI spec of {kind}")
 
     def start(self, *command: object, gpus: Sequence[int] | None = (0,), name: str = "", **changes: Any) -> Container:
         """``runc run --detach`` of a new bundle; its output goes to a file inside, ``/out``."""
@@ -310,6 +336,93 @@ class Runc(Runtime):
         self("delete", "--force", container.id)
         self.call("/bin/umount", "--lazy", self.place / container.name / "rootfs", rc=None)
         self.containers.remove(container)
+
+
+class Containerd(Runtime):
+    """containerd, with a daemon in the node, driven by its own ctr."""
+
+    name = "containerd"
+
+    def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = ""):
+        super().__init__(node, engines, place)
+        self.config = place / "config.toml"
+        self.socket = place / "containerd.sock"
+        # Its CRI wants a CNI, and more of the machine.
+        cri = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
+        self.config.write_text(
+            f"""\
+version = 3
+root = "{place}/root"
+state = "{place}/state"
+disabled_plugins = {json.dumps([*cri, "io.containerd.nri.v1.nri"])}
+[grpc]
+address = "{self.socket}"
+[ttrpc]
+address = "{self.socket}.ttrpc"
+{config}
+"""
+        )
+        with open(place / "daemon.log", "w") as log:
+            self.daemon = subprocess.Popen(
+                [engines["containerd"], "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+        node.add(self.daemon)
+        end = time.monotonic() + 30
+        while self("version", rc=None).rc != 0:
+            assert time.monotonic() < end, (place / "daemon.log").read_text()
+            assert self.daemon.poll() is None, (place / "daemon.log").read_text()
+            time.sleep(0.1)
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``containerd("containers", "list")``: its ctr."""
+        return self.call(self.engines["ctr"], "--address", self.socket, *arguments, rc=rc, limit=limit)
+
+    def load(self, archive: Path) -> None:
+        """Puts an image into its store."""
+        self("images", "import", archive)
+
+    def start(
+        self, *command: object, cdi: Sequence[str] = (), env: Sequence[str] = (), name: str = "", image: str = NAME
+    ) -> Container:
+        """``ctr run --detach``; ``cdi`` are devices of specs in the node's /etc/cdi."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        log = self.place / f"{name}.log"
+        words = [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
+        words += [
+            "--cgroup",
+            f"{self.parent}/{name}",
+            "--log-uri",
+            f"file://{log}",
+            "--runc-binary",
+            self.engines["runc"],
+        ]
+        self("run", "--detach", *words, image, name, *(command or ("/job",)))
+        tasks = [line.split() for line in self("tasks", "list").stdout.splitlines()]
+        pid = next(int(fields[1]) for fields in tasks if fields[0] == name)
+        return self._started(name, name, pid, log)
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("tasks", "exec", "--exec-id", secrets.token_hex(4), container.id, *argv, rc=rc)
+
+    def remove(self, container: Container) -> None:
+        self("tasks", "delete", "--force", container.id, rc=None)
+        self("containers", "delete", container.id, rc=None)
+        self.containers.remove(container)
+
+    def close(self) -> None:
+        for container in list(self.containers):
+            self.remove(container)
+        self.daemon.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.daemon.wait(10)
+        super().close()
 
 
 def gpu_mounts() -> list[tuple[str, str]]:
@@ -383,6 +496,37 @@ def _join(pid: int) -> None:
     from limosa_softgpu.node import join
 
     join(pid)
+
+
+def own_folders(node: Node, *folders: str) -> None:
+    """Gives the node's programs such folders of their own: what they change there is gone with the node."""
+    for number, folder in enumerate(folders):
+        place = f"/dev/own-{number}-{secrets.token_hex(2)}"
+        node.run(["mkdir", "-p", f"{place}/up", f"{place}/work", folder])
+        layers = f"lowerdir={folder},upperdir={place}/up,workdir={place}/work"
+        node.run(["mount", "-t", "overlay", "overlay", "-o", layers, folder])
+
+
+def apply_cdi(config: dict[str, Any], spec: dict[str, Any], name: str) -> None:
+    """Does to a config.json what containerd and podman do with a device of a CDI spec."""
+    edits = [spec.get("containerEdits", {}), *(d["containerEdits"] for d in spec["devices"] if d["name"] == name)]
+    assert len(edits) == 2, f"there is no {name} in {spec}"
+    for edit in edits:
+        config["process"]["env"] += edit.get("env", [])
+        for mount in edit.get("mounts", []):
+            made = {"destination": mount["containerPath"], "source": mount["hostPath"], "type": "bind"}
+            config["mounts"].append({**made, "options": mount.get("options", [])})
+        for hook in edit.get("hooks", []):
+            made = {"path": hook["path"], "args": hook["args"]}
+            config.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(made)
+        for node in edit.get("deviceNodes", []):
+            number = os.stat(node.get("hostPath", node["path"])).st_rdev if "major" not in node else None
+            major = node["major"] if number is None else os.major(number)
+            minor = node["minor"] if number is None else os.minor(number)
+            device = {"path": node["path"], "type": "c", "major": major, "minor": minor, "fileMode": 0o666}
+            config["linux"]["devices"].append(device)
+            rule = {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"}
+            config["linux"]["resources"]["devices"].append(rule)
 
 
 def cgroup_layouts() -> list[str]:
