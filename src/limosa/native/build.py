@@ -126,7 +126,8 @@ def build_preload_hook(folder: Path = CDI) -> str | None:
     source = CDI / f"{PRELOAD_HOOK}.c"
     start_version = _STARTS.get(os.uname().machine) if _is_glibc() else None
     own_start = ["-nostartfiles", f'-DLIMOSA_OWN_START="{start_version}"'] if start_version else []
-    return compile_library(folder / PRELOAD_HOOK, [source], [*_HOOK_FLAGS, *own_start], [source])
+    depends = [source, CDI.with_name("own_start.h")]
+    return compile_library(folder / PRELOAD_HOOK, [source], [*_HOOK_FLAGS, *own_start], depends)
 
 
 def compile_library(
