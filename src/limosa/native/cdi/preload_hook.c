@@ -13,7 +13,7 @@
  * is found is a regular file of a bounded size or nothing. Whatever goes wrong, the container starts: it then has the
  * spec's file alone, and this says so on stderr. */
 #define _GNU_SOURCE
-#include "../own_start.h"
+#include "../own_start.h" /* IWYU pragma: keep: it is the program's start */
 
 #include <errno.h>
 #include <fcntl.h>
