@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from pathlib import Path
 
 from limosa.process.criu.fetch import signed_lists
@@ -130,6 +131,34 @@ def _bind(tools: Path, root: Path, program: Path) -> None:
     options = ["--force-rpath", "--set-rpath", folders, "--set-interpreter", loader]
     subprocess.run([*patchelf, *options, new], check=True)
     new.replace(program)
+
+
+# Ubuntu's C libraries, as files of one content: its keys are not Debian's.
+_ARCHIVE = "http://archive.ubuntu.com/ubuntu/pool/main/g/glibc"
+OLD = {
+    "2.23": ("libc6_2.23-0ubuntu11.3_amd64.deb", "d7825ca7a85a2a5c12ff653b9acf7218a86413c79dfe4e52035d63fe1285d642"),
+    "2.27": ("libc6_2.27-3ubuntu1.6_amd64.deb", "5b813d4512491cd8fb30b2eb9192349ee75ffe3c9f21ae136cc7b2429f70c3b2"),
+    "2.31": ("libc6_2.31-0ubuntu9.18_amd64.deb", "1b2281aac4935dfea1f89dfc19e445fdbb45303202af60679ccb8bf035f081a0"),
+}
+
+
+def old_c_library(version: str) -> Path:
+    """Return the root folder of a C library of an older system, fetched where it is missing."""
+    name, digest = OLD[version]
+    place = ENGINES.with_name("glibc") / digest
+    with open(ENGINES.with_name("engines.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.is_dir():
+            with urllib.request.urlopen(f"{_ARCHIVE}/{name}", timeout=60) as answer:
+                data = answer.read()
+            assert hashlib.sha256(data).hexdigest() == digest, name
+            place.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+                package = Path(scratch, name)
+                package.write_bytes(data)
+                subprocess.run(["dpkg-deb", "-x", package, Path(scratch, "root")], check=True)
+                Path(scratch, "root").rename(place)
+    return place
 
 
 if __name__ == "__main__":

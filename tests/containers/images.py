@@ -105,6 +105,29 @@ def make_musl_rootfs(folder: Path, engines: Engines) -> Path:
     return folder
 
 
+def make_old_rootfs(folder: Path, engines: Engines, c_library: Path) -> Path:
+    """Make the root folder of an image of an older system: its C library, and the same job.
+
+    Args:
+        folder: where; must not be there.
+        engines: whose busybox is taken.
+        c_library: the root folder of a package libc6.
+    """
+    shutil.copytree(c_library, folder, symlinks=True)
+    for name in _FOLDERS:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    native = ROOT / "src" / "limosa" / "native"
+    words = ["-w", "-O1", "-fPIE", "-pie", "-nostartfiles", '-DLIMOSA_OWN_START="GLIBC_2.2.5"', "-D_GNU_SOURCE"]
+    words += [word for name in ("old_glibc.h", "own_start.h") for word in ("-include", str(native / name))]
+    links = ["-Wl,-z,nopack-relative-relocs", "-Wl,--no-as-needed", "-l:libdl.so.2"]
+    subprocess.run(["cc", *words, "-o", folder / "job", _HERE / "job.c", *links], check=True)
+    shutil.copy(ROOT / "src" / "limosa" / "demo" / "kernels.ptx", folder / "job.ptx")
+    shutil.copy(engines["busybox"], folder / "bin/busybox")
+    for applet in _APPLETS:
+        (folder / "bin" / applet).symlink_to("busybox")
+    return folder
+
+
 def make_image(archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ...] = ()) -> Path:
     """Write a root folder as an OCI archive that podman and containerd load.
 

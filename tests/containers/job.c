@@ -15,6 +15,10 @@
 
 #define PAGES 16 /* parts of its memory; each step looks at one and stamps it anew */
 
+#ifdef LIMOSA_OWN_START /* for images of older systems; the shim has a dlsym of its own, so this is not in old_glibc.h */
+__asm__(".symver dlsym,dlsym@" LIMOSA_OWN_START);
+#endif
+
 static void *driver;
 
 static void must(int result, const char *what)

@@ -522,7 +522,7 @@ def apply_cdi(config: dict[str, Any], spec: dict[str, Any], name: str) -> None:
         for node in edit.get("deviceNodes", []):
             number = os.stat(node.get("hostPath", node["path"])).st_rdev if "major" not in node else None
             major = node["major"] if number is None else os.major(number)
-            minor = node["minor"] if number is None else os.minor(number)
+            minor = node.get("minor", 0) if number is None else os.minor(number)
             device = {"path": node["path"], "type": "c", "major": major, "minor": minor, "fileMode": 0o666}
             config["linux"]["devices"].append(device)
             rule = {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"}

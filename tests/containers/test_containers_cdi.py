@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from containers.engines import Engines
-from containers.images import OTHER, make_image, make_musl_rootfs
+from containers.engines import OLD, Engines, old_c_library
+from containers.images import OTHER, make_image, make_musl_rootfs, make_old_rootfs
 from containers.runtimes import Container, Containerd, Podman, Runc, cgroup_layouts, own_folders
 from soft_node import Node
 
@@ -204,5 +204,19 @@ def test_containerd_brings_both_by_its_own_cdi(node: Node, containerd: Container
     node.limosa("softgpu", "--cdi", "/etc/cdi/limosa.dev-softgpu.json")
     one = containerd.start("/job", 16, 5, cdi=[f"{SOFT}=0", SHIM])
     one.goes_on()
+    assert loaded(one) == BOTH
+    assert any("limosa" in name for name in sockets(one))
+
+
+@pytest.mark.parametrize("version", OLD)
+def test_the_shim_and_the_software_gpu_load_in_images_of_older_systems(
+    version: str, node: Node, of_rootfs: Callable[..., Container], engines: Engines, tmp_path: Path
+) -> None:
+    """What CUDA's images are made of, as far as it can be had: Ubuntu 16.04, 18.04, 20.04 (x86-64)."""
+    node.limosa("softgpu", "--cdi", "/etc/cdi/limosa.dev-softgpu.json")
+    rootfs = make_old_rootfs(tmp_path / f"glibc-{version}", engines, old_c_library(version))
+    one = of_rootfs("runc", rootfs, "/job", 16, 5, gpus=None, cdi=[f"{SOFT}=0", SHIM])
+    one.goes_on()
+    assert f"/libc-{version}.so" in Path(f"/proc/{one.pid}/maps").read_text()
     assert loaded(one) == BOTH
     assert any("limosa" in name for name in sockets(one))

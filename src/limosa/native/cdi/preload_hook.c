@@ -13,6 +13,8 @@
  * is found is a regular file of a bounded size or nothing. Whatever goes wrong, the container starts: it then has the
  * spec's file alone, and this says so on stderr. */
 #define _GNU_SOURCE
+#include "../own_start.h" /* IWYU pragma: keep: it is the program's start */
+
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -268,22 +270,3 @@ int main(int argc, char **argv)
     const char *problem = lay_over(target, argv[2], ours, theirs, &number);
     return problem ? give_up(problem, number) : 0;
 }
-
-/* The C library's own start has a new name since 2.34: with this one the program runs with older ones as well. */
-#ifdef LIMOSA_OWN_START
-int old_start_main(int (*main)(int, char **), int argc, char **argv, void (*)(void), void (*)(void), void (*)(void),
-                   void *stack);
-__asm__(".symver old_start_main,__libc_start_main@" LIMOSA_OWN_START);
-
-__attribute__((used, noreturn)) static void begin(uintptr_t *stack)
-{
-    old_start_main(main, (int)stack[0], (char **)(stack + 1), NULL, NULL, NULL, stack);
-    __builtin_trap();
-}
-
-#ifdef __x86_64__
-__asm__(".globl _start\n_start:\n xor %ebp, %ebp\n mov %rsp, %rdi\n and $-16, %rsp\n call begin\n");
-#else
-__asm__(".globl _start\n_start:\n mov x29, #0\n mov x30, #0\n mov x0, sp\n b begin\n");
-#endif
-#endif
