@@ -35,7 +35,7 @@ help:
 	@echo "make faults     the fault campaign on software GPUs; CASE=… SEED=… replays one run, N=… takes so many"
 	@echo "make fuzz       hostile input at every border, 100,000 cases each; N=…, SEED=… as well"
 	@echo "make mutants    mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
-	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.28 on"
+	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.17 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
 	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised; ROWS=nccl: of jobs of several ranks"
 
@@ -49,7 +49,7 @@ test: lint check test-criu test-soft
 # Four for two cores: a test waits for its processes half of its time. Who is done early takes over from who is not.
 SIDE_BY_SIDE = -n 4 --dist worksteal
 # What a run has nothing of is not even read.
-NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
+NODES = --ignore=tests/campaign --ignore=tests/conformance --ignore=tests/containers --ignore=tests/e2e_soft --ignore=tests/gpu --ignore=tests/softgpu
 
 # The fast ones: an answer in a minute or two.
 check:
@@ -64,7 +64,8 @@ test-criu:
 	$(SUDO) $(PYTEST) -q -n 4 --dist loadgroup -m "conformance and not gpu" tests/conformance
 	$(SUDO) $(PYTEST) -q -n 4 --dist loadfile -m "network and not gpu" $(NODES)
 
-# Nodes of software GPUs: their own tests, the command line on them, the fault campaign (nine minutes).
+# Nodes of software GPUs: their own tests, the command line on them, containers on them (what those are made of is fetched
+# once, into build/engines), the fault campaign (nine minutes).
 test-soft:
 	@$(READY_TEST)
 	$(SUDO) $(PYTEST) -q $(SIDE_BY_SIDE) --ignore=tests/conformance --ignore=tests/gpu --durations=10 -m "root and not (gpu or conformance)"
@@ -80,7 +81,7 @@ test-zdtm:
 	cd tests && $(SUDO) $(abspath $(PY)) -m zdtm $(ARGS)
 
 # What clang-tidy reads, as .clang-tidy says.
-TIDY = $(addprefix src/limosa/native/,criu hash shim sight) src/limosa_softgpu/native
+TIDY = $(addprefix src/limosa/native/,cdi criu hash shim sight) src/limosa_softgpu/native
 
 lint:
 	@$(READY_TEST)
@@ -131,7 +132,7 @@ man:
 	@$(READY_DEMO)
 	$(PY) -I scripts/man.py build/man
 
-# A wheel for other machines: fails where it would need a C library newer than 2.28, or where anything is not built.
+# A wheel for other machines: fails where it would need a C library newer than 2.17, or where anything is not built.
 wheel: man
 	LIMOSA_RELEASE=1 $(PY) -I -m pip wheel -q --no-deps --wheel-dir dist .
 

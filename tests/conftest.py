@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 
 _PR_SET_CHILD_SUBREAPER = 36
-ON_NODES = {"campaign", "conformance", "e2e_soft", "softgpu"}
+ON_NODES = {"campaign", "conformance", "containers", "e2e_soft", "softgpu"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

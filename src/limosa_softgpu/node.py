@@ -29,7 +29,7 @@ from limosa_softgpu.state import NODE_FOLDER, NodeState, open_file, open_folder,
 
 # A number that no driver has: nothing can be opened by these nodes by mistake. What a job holds open of them is a name.
 MAJOR = 4000
-_ZERO = os.makedev(1, 5)
+ZERO = (1, 5)
 _MOUNT = "softgpu-node"  # by what name the node's folder is mounted: root joins no other
 _NS_GET_USERNS = 0xB701  # ioctl_ns(2)
 # What programs load a driver by, and where drivers put it: some programs load it from there by its full name.
@@ -259,7 +259,7 @@ def _make_nodes(spec: NodeSpec) -> None:
         _device(f"/dev/nvidia{minor}", stat.S_IFCHR, os.makedev(MAJOR, minor))
     # Processes map these two: they are /dev/zero under the names that are to be read in /proc.
     for name in ("nvidiactl", "nvidia-uvm"):
-        _device(f"/dev/{name}", stat.S_IFCHR, _ZERO)
+        _device(f"/dev/{name}", stat.S_IFCHR, os.makedev(*ZERO))
 
 
 def _open_log(path: str) -> int:

@@ -82,6 +82,7 @@ class NodeBlock(ctypes.Structure):
         ("pid", ctypes.c_int32),
         ("gpu", ctypes.c_int16),
         ("kind", ctypes.c_int16),
+        ("pid_namespace", ctypes.c_uint64),
     )
 
 

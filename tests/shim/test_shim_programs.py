@@ -24,7 +24,7 @@ MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
 IN_MUSL = """
 __errno_location _exit accept4 bind calloc clock_gettime close closedir connect dl_iterate_phdr dladdr
-dlopen fcntl free fstat ftruncate getenv geteuid getpid getrandom getrlimit getsockname getsockopt listen madvise
+dlopen fcntl free fstat ftruncate secure_getenv geteuid getpid getrandom getrlimit getsockname getsockopt listen madvise
 malloc memchr memcmp memcpy memmove mremap munmap nanosleep open opendir poll prctl pthread_attr_destroy
 pthread_attr_init
 pthread_attr_setdetachstate pthread_attr_setstacksize pthread_cond_broadcast pthread_cond_init pthread_cond_signal

@@ -20,7 +20,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 @verb(
-    flag("--fix", help="Fetch a CRIU that works and build what is missing; needs no root."),
+    flag("--fix", help="Fetch a CRIU that works, build what is missing; as root: limosa cdi."),
     CRIU_PATH,
 )
 def command(report: Report, *, fix: bool, criu: Path | None) -> None:

@@ -27,6 +27,7 @@ def command(  # noqa: PLR0913 - what is typed
     gpu_map: str | None,
     swap: bool,
     gpu: str | None,
+    containers: Sequence[str],
     every: bool,
     force: Sequence[str],
     **how: Any,
@@ -50,13 +51,13 @@ def command(  # noqa: PLR0913 - what is typed
 
     if swap and (to is not None or gpu_map is not None or source is not None):
         raise UsageError(detail="--swap knows where to: leave out --to, --from and --map")
-    if swap and len(jobs or ()) != 2:
+    if swap and len(jobs or ()) + len(containers or ()) != 2:
         raise UsageError(detail="--swap takes two JOBs", hint="limosa move A B --swap")
     if to is not None and gpu_map is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")
     if not swap and to is None and gpu_map is None:
         raise UsageError(detail="say where to: --to GPU, or --map A=B,..., or --swap")
-    named = Selection(jobs, gpu, every)
+    named = Selection.of(jobs, containers, gpu, every)
     if gpu is not None and source is None and gpu_map is None:
         source = gpu  # "all on this GPU" means what they have on this GPU
     act(report, "move", named, to=to, source=source, gpu_map=gpu_map, swap=swap, force=check_force(force), **how)

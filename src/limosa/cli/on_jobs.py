@@ -24,6 +24,11 @@ class Selection(NamedTuple):
     gpu: str | None = None
     every: bool = False
 
+    @classmethod
+    def of(cls, jobs: Sequence[str], containers: Sequence[str], gpu: str | None, every: bool) -> Selection:
+        """What was typed; a container is a JOB by another name."""
+        return cls([*(jobs or ()), *(f"container:{name}" for name in containers or ())], gpu, every)
+
     def resolve(self, driver: Driver) -> list[Job]:
         """The jobs; the driver is asked where no names are given.
 

@@ -46,11 +46,14 @@ def folder(*, readable: bool = True) -> click.Path:
     return click.Path(path_type=Path, readable=readable)
 
 
-JOB_HELP = "A pid, or a name given to limosa run."
+JOB_HELP = "A pid, a name given to limosa run, or a container (podman:train)."
 JOBS = Argument("jobs", metavar="[JOB]...", nargs=-1, shell_complete=names, help=JOB_HELP)
 ONE_JOB = Argument("job", metavar="JOB", shell_complete=names, help=JOB_HELP)
 ON_GPU = (
     option("--gpu", metavar="GPU", help="All jobs on this GPU instead of JOB."),
+    option(
+        "containers", "--container", metavar="NAME", multiple=True, help="The job in the container of this name or id."
+    ),
     flag("every", "--all", help="All jobs on all GPUs instead of JOB."),
     flag("one_by_one", "--one-by-one", help="Of several jobs, begin the next when the one before is done."),
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 _LISTED = 8  # numbers in a line
+_ID = 12  # letters of a container's id
 _SECONDS = 2.0  # between two looks of --watch
 
 
@@ -120,12 +121,19 @@ def _moves(job: Ps) -> str:
     return "fast" if job.way == Route.PARKED else "slow"
 
 
+def _contained(job: Ps) -> str:
+    """What the job's container is called, as a JOB may be given."""
+    if job.container is None:
+        return ""
+    return f"{job.container['runtime']}:{job.container['name'] or job.container['id'][:_ID]}"
+
+
 def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:
     """A line a job; with ``-v`` its reasons and processes below."""
     rows = [
         (
             job.pid,
-            job.name or "-",
+            job.name or _contained(job) or "-",
             job.user,
             _state(job),
             ",".join(str(g["index"]) if g["index"] >= 0 else "?" for g in job.gpus) or "-",
@@ -146,6 +154,10 @@ def _draw(on: Console, jobs: Sequence[Ps], verbose: int) -> None:
     )
     for job in jobs if verbose else ():
         on.print(f"\nprocess {job.pid}")
+        if job.container is not None:
+            told = words.clean(_contained(job)), job.container["id"][:_ID], words.clean(job.container["pod"])
+            pod = f", pod {words.clean(job.container['namespace'])}/{told[2]}" if told[2] else ""
+            on.print(f"  in container {told[0]} ({words.clean(told[1])}){pod}")
         for process in job.processes:
             text = words.command_line(process["command"])
             held = words.size(process["memory_used"]) if process["memory_used"] else "-"

@@ -17,13 +17,14 @@ from limosa.errors import UsageError
     *ON_GPU,
     *HOW,
 )
-def command(
+def command(  # noqa: PLR0913 - what is typed
     report: Report,
     *,
     jobs: Sequence[str],
     to: str | None,
     gpu_map: str | None,
     gpu: str | None,
+    containers: Sequence[str],
     every: bool,
     force: Sequence[str],
     **how: Any,
@@ -41,5 +42,5 @@ def command(
 
     if to is not None and gpu_map is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")
-    named = Selection(jobs, gpu, every)
+    named = Selection.of(jobs, containers, gpu, every)
     act(report, "resume", named, to=to, gpu_map=gpu_map, force=check_force(force), **how)

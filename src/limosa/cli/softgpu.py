@@ -79,6 +79,7 @@ def _draw(console: Console, found: dict[str, Any]) -> None:
     option(
         "--turn", metavar="GPU:WHAT=on|off", multiple=True, help="In a node: lost, mig or persistence; also mps=on."
     ),
+    option("--cdi", metavar="FILE", help="Write a CDI spec of the node's GPUs (/etc/cdi/limosa.dev-softgpu.json)."),
     option("--join", metavar="PID", type=int, help="Run COMMAND in the node that this process is in."),
     flag("--shell", help="Start your shell instead of COMMAND."),
     settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
@@ -98,6 +99,7 @@ def command(  # noqa: PLR0913 - what is typed
     log: str,
     lift: Sequence[str],
     turn: Sequence[str],
+    cdi: str | None,
     join: int | None,
     shell: bool,
 ) -> None:
@@ -126,6 +128,8 @@ def command(  # noqa: PLR0913 - what is typed
             )
         try:
             _change(fault, lift, turn)
+            if cdi:
+                _write_cdi(report, cdi)
             found = _faults()
         except OSError as error:  # everybody in the node may write to its files
             detail = f"the node's {error.filename or 'folder'}: {error.strerror}"
@@ -138,7 +142,7 @@ def command(  # noqa: PLR0913 - what is typed
         raise UsageError(detail="name a COMMAND to run in the node, or --shell, and only one of these")
     argv = [os.environ.get("SHELL") or "/bin/sh"] if shell else list(command_line or ())
     if join is not None:
-        if of_a_new_one or fault:
+        if of_a_new_one or fault or cdi:
             raise UsageError(detail="--join runs COMMAND in a node that is there: no options of a new one")
         node.join_node(join)
         report.close()
@@ -157,6 +161,8 @@ def command(  # noqa: PLR0913 - what is typed
         log=log,
     )
     node.enter(spec)
+    if cdi:
+        _write_cdi(report, cdi)
     if shell:
         own = os.path.dirname(sys.executable)  # `limosa` and its `python3` there are these
         if own not in os.environ.get("PATH", "").split(os.pathsep):
@@ -164,6 +170,21 @@ def command(  # noqa: PLR0913 - what is typed
         report.tell(f"a shell on a node of {gpus} software GPU{'s' if gpus > 1 else ''}; exit leaves it")
     report.close()
     _become(report, argv)
+
+
+def _write_cdi(report: Report, path: str) -> None:
+    """Write the CDI spec of the node that this process is in."""
+    from pathlib import Path
+
+    from limosa.cdi import write_spec
+    from limosa.errors import PermissionDenied
+    from limosa_softgpu.cdi import KIND, node_spec
+
+    try:
+        write_spec(node_spec(), Path(path))
+    except OSError as error:
+        raise PermissionDenied(detail=f"--cdi {path}: {error.strerror}", hint="sudo, or another FILE") from error
+    report.tell(f"containers that are started in this node get its GPUs by {KIND}=0, … ({path})")
 
 
 def _become(report: Any, argv: list[str]) -> None:

@@ -25,7 +25,14 @@ from limosa.cli.verb import option, verb
     *how("Refuse if the suspend itself would take longer."),
 )
 def command(
-    report: Report, *, jobs: Sequence[str], gpu: str | None, every: bool, force: Sequence[str], **how: Any
+    report: Report,
+    *,
+    jobs: Sequence[str],
+    gpu: str | None,
+    containers: Sequence[str],
+    every: bool,
+    force: Sequence[str],
+    **how: Any,
 ) -> None:
     """Suspend jobs into host memory; their GPUs become free.
 
@@ -40,5 +47,5 @@ def command(
     """
     from limosa.cli.on_jobs import Selection, act
 
-    named = Selection(jobs, gpu, every)
+    named = Selection.of(jobs, containers, gpu, every)
     act(report, "suspend", named, **how, force=check_force(force))

@@ -16,7 +16,14 @@ from limosa.cli.verb import verb
     *how("Refuse if the suspend, or the resume, would take longer."),
 )
 def command(
-    report: Report, *, jobs: Sequence[str], gpu: str | None, every: bool, force: Sequence[str], **how: Any
+    report: Report,
+    *,
+    jobs: Sequence[str],
+    gpu: str | None,
+    containers: Sequence[str],
+    every: bool,
+    force: Sequence[str],
+    **how: Any,
 ) -> None:
     """Suspend what runs, resume what is suspended.
 
@@ -27,5 +34,5 @@ def command(
     """
     from limosa.cli.on_jobs import Selection, act
 
-    named = Selection(jobs, gpu, every)
+    named = Selection.of(jobs, containers, gpu, every)
     act(report, "toggle", named, force=check_force(force), **how)

@@ -7,9 +7,11 @@ the job's device cgroup.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +20,9 @@ from limosa.errors import NoSuchProcess, PermissionDenied
 from limosa.gpu.gpus import Gpu, Inventory
 
 _CAP_DAC_OVERRIDE = 1
+_SYS_OPENAT2 = 437  # openat2(2), the same on every architecture
+_NO_MAGICLINKS, _IN_ROOT = 0x02, 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Credentials(msgspec.Struct, frozen=True):
@@ -118,7 +123,7 @@ def opened(inventory: Inventory, pid: int) -> list[Gpu]:
 
 
 def openable_under(
-    gpus: Iterable[Gpu], root: Path, credentials: Credentials, rules: Sequence[str] | None = None
+    gpus: Sequence[Gpu], root: Path, credentials: Credentials, rules: Sequence[str] | None = None
 ) -> list[Gpu]:
     """The decision of :func:`openable` for a given root folder.
 
@@ -129,12 +134,17 @@ def openable_under(
         rules: lines of the device cgroup's ``devices.list`` (version 1), None where there is none.
     """
     found = []
+    try:
+        folder = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return []
+    try:
+        nodes = {gpu.minor: _stat_under(folder, f"dev/nvidia{gpu.minor}") for gpu in gpus if gpu.minor is not None}
+    finally:
+        os.close(folder)
     for gpu in gpus:
-        if gpu.minor is None:
-            continue
-        try:
-            info = os.stat(root / "dev" / f"nvidia{gpu.minor}")
-        except OSError:
+        info = nodes.get(gpu.minor) if gpu.minor is not None else None
+        if info is None:
             continue
         # A node may be covered by an empty file or by /dev/null: it must be a device, with that minor number.
         if not stat.S_ISCHR(info.st_mode) or os.minor(info.st_rdev) != gpu.minor or info.st_rdev == _null():
@@ -142,6 +152,28 @@ def openable_under(
         if credentials.may_open(info) and (rules is None or allowed_by(rules, info.st_rdev)):
             found.append(gpu)
     return found
+
+
+class _How(ctypes.Structure):
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+def _stat_under(root: int, path: str) -> os.stat_result | None:
+    """What a path means to whoever has an open folder for its root: no link of a container's leads out of that."""
+    how = _How(os.O_PATH | os.O_CLOEXEC, 0, _IN_ROOT | _NO_MAGICLINKS)
+    arguments = (ctypes.c_int(root), ctypes.c_char_p(os.fsencode(path)), ctypes.byref(how))
+    fd = int(_libc.syscall(ctypes.c_long(_SYS_OPENAT2), *arguments, ctypes.c_size_t(ctypes.sizeof(how))))
+    if fd >= 0:
+        try:
+            return os.fstat(fd)
+        finally:
+            os.close(fd)
+    if ctypes.get_errno() != errno.ENOSYS:  # before Linux 5.6
+        return None
+    try:
+        return os.stat(path, dir_fd=root, follow_symlinks=False)
+    except OSError:
+        return None
 
 
 def allowed_by(rules: Sequence[str], device: int) -> bool:

@@ -7,8 +7,10 @@ here: a build has nothing but Python and a C compiler. The software GPU is compi
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,8 @@ SIGHT = CRIU.with_name("sight")
 SIGHT_LIBRARY = "liblimosa_sight.so"
 HASH = CRIU.with_name("hash")
 HASH_LIBRARY = "liblimosa_hash.so"
+CDI = CRIU.with_name("cdi")
+PRELOAD_HOOK = "preload_hook"
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
 _PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
@@ -31,9 +35,18 @@ _PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
 _SHIM_FLAGS = [*(flag for flag in FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
 _SIGHT_FLAGS = [*FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
 _HASH_FLAGS = [*FLAGS, "-O3", "-DHASH_LIBRARY"]
-_RELEASE_HEADER = CRIU.with_name("old_glibc.h")
-# In a release the functions of threads are those that lie in libpthread and libdl on older systems.
-_RELEASE_LINKS = ["-Wl,--no-as-needed", "-l:libpthread.so.0", "-l:libdl.so.2", "-Wl,--as-needed"]
+# A program, with a start of its own where that of the C library would ask for a new one.
+_HOOK_FLAGS = [*(flag for flag in FLAGS if flag not in ("-fPIC", "-shared")), "-fPIE", "-pie", "-U_FORTIFY_SOURCE"]
+_STARTS = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
+# What is compiled here is loaded with other C libraries: a wheel's in other systems, the shim in containers. So all of
+# it asks for old symbols only; the functions of threads are those of libpthread and libdl. On newer systems
+# these two are empty, and a library that was linked with libc instead is refused by the loader of an older one, which
+# looks for each function where the linker found it. So libraries are linked with stand-ins for the two.
+_OLD_HEADER = CRIU.with_name("old_glibc.h")
+_STAND_INS = ("libpthread.so.0", "libdl.so.2")
+_OLD_SYMBOL = re.compile(r"^LIMOSA_OLD\((\w+), (LIMOSA_\w+)\)", re.MULTILINE)
+_OLD_VERSION = re.compile(r'^#define (LIMOSA_(?:BASE|CLOCK|NAMES)) "(GLIBC_[0-9.]+)"', re.MULTILINE)
+_OLD_RELOCATIONS = "-Wl,-z,nopack-relative-relocs"  # the packed ones are not known before 2.36
 _MODE = 0o755
 _HOOKS = "hooks.c"
 _HOOKS_FLAGS = ["-mgeneral-regs-only"]
@@ -107,6 +120,22 @@ def build_hash(folder: Path = HASH) -> str | None:
     return compile_library(folder / HASH_LIBRARY, [source], _HASH_FLAGS, [source, *HASH.glob("*.h")])
 
 
+def build_preload_hook(folder: Path = CDI) -> str | None:
+    """Compile the hook that keeps an image's own list of preloaded libraries, unless it is newer than its source.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    source = CDI / f"{PRELOAD_HOOK}.c"
+    start_version = _STARTS.get(os.uname().machine) if _is_glibc() else None
+    own_start = ["-nostartfiles", f'-DLIMOSA_OWN_START="{start_version}"'] if start_version else []
+    depends = [source, CDI.with_name("own_start.h")]
+    return compile_library(folder / PRELOAD_HOOK, [source], [*_HOOK_FLAGS, *own_start], depends)
+
+
 def compile_library(
     library: Path,
     sources: Sequence[Path],
@@ -138,23 +167,22 @@ def compile_library(
         return None
     if not os.access(library.parent, os.W_OK):
         return f"{library.parent} cannot be written to by uid {os.geteuid()}"
-    if os.environ.get("LIMOSA_RELEASE"):
-        flags = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_RELEASE_HEADER)]
-        links = [*links, *(_RELEASE_LINKS if "-pthread" in flags else [])]
     problem = NO_COMPILER
-    for compiler in compilers():
+    for compiler, old in _tries():
         new = library.with_name(f"{library.name}.{os.getpid()}")
         objects = [new.with_name(f"{new.name}.{source.stem}.o") for source, _ in apart]
-        commands = [
-            [*compiler, *(flag for flag in flags if flag != "-shared"), *more, "-c", "-o", str(made), str(source)]
-            for made, (source, more) in zip(objects, apart, strict=True)
-        ]
-        commands.append([*compiler, *flags, "-o", str(new), *map(str, sources), *map(str, objects), *links])
         try:
+            options, linked = _for_old_systems(compiler, new, flags, links) if old else (flags, links)
+            commands = [
+                [*compiler, *(flag for flag in options if flag != "-shared"), *more, "-c", "-o", str(made), str(source)]
+                for made, (source, more) in zip(objects, apart, strict=True)
+            ]
+            commands.append([*compiler, *options, "-o", str(new), *map(str, sources), *map(str, objects), *linked])
             for argv in commands:
                 done = start.run(argv, capture_output=True, timeout=120)
                 if done.returncode:
-                    problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
+                    if old or problem == NO_COMPILER:  # what a second try says is of less use
+                        problem = f"{compiler[0]}: {done.stderr.decode(errors='replace').strip()}"
                     break
             else:
                 new.chmod(_MODE)  # the compiler asks the umask; root loads it later
@@ -163,6 +191,67 @@ def compile_library(
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = f"{compiler[0]}: {error}"
         finally:
-            for path in (new, *objects):
+            for path in (new, *objects, *(new.with_name(f"{new.name}.{name}") for name in _STAND_INS)):
                 path.unlink(missing_ok=True)
     return problem
+
+
+def _tries() -> list[tuple[list[str], bool]]:
+    """Return the compilers, each with whether to compile for older systems: a release must, others try to."""
+    old = [(compiler, True) for compiler in compilers()]
+    return old if os.environ.get("LIMOSA_RELEASE") else [*old, *((compiler, False) for compiler in compilers())]
+
+
+def _for_old_systems(
+    compiler: Sequence[str], place: Path, flags: Sequence[str], links: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return options and what is linked, so that the library loads with older C libraries as well.
+
+    Args:
+        compiler: what compiles it.
+        place: a name in a folder that can be written to; the stand-ins begin with it.
+        flags: the options of its own.
+        links: what it is linked with.
+
+    Raises:
+        OSError: there is no stand-in.
+        subprocess.TimeoutExpired: likewise.
+    """
+    made = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_OLD_HEADER)]
+    old = [str(path) for path in _stand_ins(compiler, place)] if _is_glibc() and "-pthread" in flags else []
+    kept = ["-Wl,--no-as-needed", *old, "-Wl,--as-needed"] if old else []
+    # Before what is linked otherwise: the linker takes each function from where it finds it first.
+    return made, [*kept, *links, _OLD_RELOCATIONS]
+
+
+def _stand_ins(compiler: Sequence[str], place: Path) -> list[Path]:
+    """Compile an empty libpthread and libdl that have the functions of the old header, under their old versions."""
+    text = _OLD_HEADER.read_text()
+    machine = text.partition("#if defined(__x86_64__)\n")[2]
+    machine = machine.partition("#else")[0 if os.uname().machine == "x86_64" else 2].partition("#endif")[0]
+    versions = dict(_OLD_VERSION.findall(machine))
+    libraries: dict[str, dict[str, list[str]]] = {name: {} for name in _STAND_INS}
+    for name, version in _OLD_SYMBOL.findall(text):
+        library = "libdl.so.2" if name.startswith("dl") else "libpthread.so.0"
+        libraries[library].setdefault(versions[version], []).append(name)
+    made = []
+    for library, symbols in libraries.items():
+        stand_in = place.with_name(f"{place.name}.{library}")
+        with tempfile.TemporaryDirectory() as scratch:
+            source, script = Path(scratch, "stand_in.c"), Path(scratch, "versions")
+            source.write_text("".join(f"void {name}(void) {{}}\n" for names in symbols.values() for name in names))
+            script.write_text("".join(f"{v} {{ global: {'; '.join(n)}; }};\n" for v, n in sorted(symbols.items())))
+            argv = [*compiler, "-w", "-fno-builtin", "-shared", "-fPIC", "-nostdlib", f"-Wl,-soname,{library}"]
+            argv += [f"-Wl,--version-script={script}", "-o", str(stand_in), str(source)]
+            done = start.run(argv, capture_output=True, timeout=60)
+            if done.returncode:
+                raise OSError(f"no stand-in for {library}: {done.stderr.decode(errors='replace').strip()}")
+        made.append(stand_in)
+    return made
+
+
+def _is_glibc() -> bool:
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (OSError, ValueError):
+        return False

@@ -9,12 +9,16 @@ from pathlib import Path
 
 from limosa import start
 
-NEWEST = (2, 28)
-"""What a release may need: Debian 10, RHEL 8, Ubuntu 20.04 have it."""
+NEWEST = (2, 17)
+"""What a release may need: CentOS 7 has it, the oldest system of CUDA 12's images."""
 
 _ALLOWED = re.compile(r"(libc|libm|libdl|libpthread|librt)\.so\.\d+|ld-linux[-a-z0-9_]*\.so\.\d+")
 _NEEDED = re.compile(r"^\s*NEEDED\s+(\S+)", re.MULTILINE)
 _VERSION = re.compile(r"GLIBC_(\d+)\.(\d+)")
+# What a loader has to be able to do: versions that are no numbers.
+_ABI = re.compile(r"\bGLIBC_(?:ABI_\w+|PRIVATE)\b")
+_ABIS = {"GLIBC_ABI_DT_RELR": (2, 36)}
+_PACKED = re.compile(r"^\s*(?:RELR|0x0*24)\s", re.MULTILINE)  # not always with the version above
 
 
 def needs(library: Path) -> tuple[tuple[int, int], list[str]] | None:
@@ -31,7 +35,10 @@ def needs(library: Path) -> tuple[tuple[int, int], list[str]] | None:
         return None
     told = ran.stdout.decode(errors="replace")
     versions = [(int(a), int(b)) for a, b in _VERSION.findall(told)]
-    strangers = [name for name in _NEEDED.findall(told) if not _ALLOWED.fullmatch(name)]
+    abis = set(_ABI.findall(told))
+    abis |= {"GLIBC_ABI_DT_RELR"} if _PACKED.search(told) else set()
+    versions += [_ABIS[name] for name in abis if name in _ABIS]
+    strangers = [name for name in _NEEDED.findall(told) if not _ALLOWED.fullmatch(name)] + sorted(abis - {*_ABIS})
     return max(versions, default=(2, 17)), strangers
 
 

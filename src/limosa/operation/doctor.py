@@ -1,7 +1,7 @@
 """What works on this machine, what does not, and what to type about it.
 
 Each check looks at one thing and never raises: it says what it cannot find out. Without ``fix`` nothing is changed,
-and with it only what Limosa itself brings along: a CRIU that works, the CRIU plugin, the runtime folder.
+and with it only what Limosa itself brings along: a CRIU that works, the CRIU plugin, the runtime folder, its CDI spec.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 
 from limosa import start
 from limosa.errors import CriuNotPermitted, LimosaError, NoRoomOnHost, NoWorkingCriu, PermissionDenied
+from limosa.operation.doctor_containers import containers
 from limosa.operation.doctor_gpu import Check, Status, driver_checks, facts_of, fail, gpu_present, huge_pages, ok, warn
 from limosa.process import places
 from limosa.process.memory import gib
@@ -61,14 +62,15 @@ class Diagnosis(msgspec.Struct, kw_only=True):
 def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: None) -> Diagnosis:
     """Look at the machine; the checks come in the order in which they depend on each other.
 
-    ``fix``: fetch a working CRIU, and build the CRIU plugin and the libraries of jobs, where they are missing; ``log``
-    is told. ``criu``: the program to look at instead of the one that would be found.
+    ``fix``: fetch a working CRIU, build the CRIU plugin and the libraries of jobs, where they are missing, and let
+    containers have the latter; ``log`` is told. ``criu``: the program to look at instead of the one that would be
+    found.
     """
     present = gpu_present()
     *checks, persistence = driver_checks(facts_of(present))
     rights = _capabilities()
     works, trial = _criu(criu, fix, rights, log)
-    checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log)]
+    checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log), containers(fix=fix, log=log)]
     checks += [rights, _ptrace_scope(), _nftables(works)]
     checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _parking(), _stale(), _runtime_dir()]
     return Diagnosis(ok=not any(c.status == Status.FAIL for c in checks), checks=checks)

@@ -27,7 +27,7 @@ from limosa.errors import (
     NoSuchProcess,
     UndoFailed,
 )
-from limosa.operation import places, room
+from limosa.operation import container_gpus, places, room
 from limosa.operation.estimate import device_bytes
 from limosa.operation.jobs import user_of
 from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
@@ -283,6 +283,7 @@ def _bring_back(
     again = [
         m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED and (m in away or m.was == gpu.State.CHECKPOINTED)
     ]
+    leave_where_it_is([m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED], away)
     hold(driver, again, states)
     back = [m for m in alive if states[m.pid] == gpu.State.CHECKPOINTED and m.was != gpu.State.CHECKPOINTED]
     short = room.shortage(gpu.inventory(), back, operation_id, home=True) if back else ""
@@ -368,7 +369,9 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
     no map means "where it was". After a refused map the process is still whole (measured). Where GPUs are hidden from
     the job it sees those that the map leads to, whatever becomes of the restore: each one says it anew.
     """
-    _show(member, (mapping or member.home).values())
+    to = list((mapping or member.home).values())
+    _show(member, to)
+    container_gpus.add(member, to)
     try:
         driver.restore(member.pid, mapping or None, limit=call_limit(member))
     except DriverError as error:
@@ -376,6 +379,7 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
         if error.result != _REFUSED_MAP or changes:
             raise
         driver.restore(member.pid, None, limit=call_limit(member))
+    _leave(member, to)
 
 
 def _show(member: Member, uuids: Iterable[str]) -> None:
@@ -390,11 +394,27 @@ def _show(member: Member, uuids: Iterable[str]) -> None:
         raise
 
 
+def _leave(member: Member, uuids: Iterable[str]) -> None:
+    """Takes from a container all GPUs but these; what cannot be taken stays, which is no reason to go back."""
+    with contextlib.suppress(OSError, LimosaError):
+        container_gpus.leave(member, uuids)
+
+
+def leave_where_it_is(members: Iterable[Member], away: Sequence[Member] = ()) -> None:
+    """Takes from containers what an operation that was killed has left: the GPUs that members are not on.
+
+    The driver wants a map over all GPUs that a process can open when it is checkpointed.
+    """
+    for member in members:
+        _leave(member, (member.map if member in away else member.home).values())
+
+
 def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
     """Shows suspended jobs the GPUs on which the driver knows them, however far an operation had come."""
     for member in members:
         with contextlib.suppress(OSError, LimosaError):
             _show(member, (member.map if member in away else member.home).values())
+    leave_where_it_is(members, away)
 
 
 def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> dict[int, BaseException]:

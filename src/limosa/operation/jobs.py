@@ -6,13 +6,15 @@ import contextlib
 import os
 import pwd
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from limosa import gpu
+from limosa.containers import Containers
+from limosa.containers.find import RUNTIMES
 from limosa.errors import (
     DriverHung,
     GpuUnavailable,
@@ -28,7 +30,7 @@ from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
 from limosa.process.places import refuse_unusable
 from limosa.process.slurp import MOST_COMMAND, head
-from limosa.process.tree import group_by_topmost
+from limosa.process.tree import group_by_topmost, snapshot, under_first
 from limosa.terms import JobState
 
 
@@ -37,6 +39,9 @@ class Job(msgspec.Struct, frozen=True):
 
     root: Identity
     name: str = ""
+
+
+ANY_RUNTIME = "container"
 
 
 class _Started(Protocol):
@@ -68,11 +73,28 @@ def job(like: JobLike) -> Job:
     if isinstance(like, bool) or not isinstance(like, (int, str)):
         raise InvalidArgument(f"{like!r} is no job: a job is a pid, a name, or what limosa.run or limosa.resolve gave")
     pid = like if isinstance(like, int) else pid_in(like)
+    if pid is None and (contained := in_container(str(like))) is not None:
+        return contained
     if pid is None:
         record = records.job_named(str(like))
         return Job(record.root, record.name)
     identity = Identity.of(pid)
     return Job(identity, _name_of(identity))
+
+
+def in_container(like: str) -> Job | None:
+    """The job in a container: ``podman:train``, ``container:3f2a`` (of any runtime); None for what names none.
+
+    Raises:
+        NoSuchProcess: no such container runs.
+        UsageError: several are meant.
+    """
+    runtime, colon, word = like.partition(":")
+    if not colon or runtime not in (*RUNTIMES, ANY_RUNTIME):
+        return None
+    found = Containers().meant(word, "" if runtime == ANY_RUNTIME else runtime)
+    assert found.init is not None
+    return Job(found.init, found.called)
 
 
 def refuse_twice(jobs: Sequence[Job]) -> None:
@@ -135,8 +157,22 @@ def roots_of(pids: Iterable[int], cuda: Collection[int] | None = None) -> list[i
     wanted = set(pids) - own
     runs = {r.root.pid for r in records.RunRecord.all()} - own
     holders = (set(cuda_states() if cuda is None else cuda) | wanted) - own
-    groups = group_by_topmost(holders | runs, runs)
+    parents = {pid: stat.ppid for pid, stat in snapshot().items()}
+    firsts = {pid: first for pid, first in under_first(holders, parents).items() if first not in own}
+    for pid, first in firsts.items():
+        if first not in _ancestors(pid, parents):
+            parents[pid] = first  # started from outside (podman exec)
+    groups = group_by_topmost(holders | runs, runs | set(firsts.values()), parents)
     return sorted(root for root, members in groups.items() if wanted & ({root} | set(members)))
+
+
+def _ancestors(pid: int, parents: Mapping[int, int]) -> set[int]:
+    """A process and those above it."""
+    found: set[int] = set()
+    while pid > 0 and pid not in found:
+        found.add(pid)
+        pid = parents.get(pid, 0)
+    return found
 
 
 def cuda_states(driver: gpu.Driver | None = None, silent: set[int] | None = None) -> dict[int, str]:

@@ -10,6 +10,7 @@ import msgspec
 
 from limosa import gpu
 from limosa.errors import DriverHung, InvalidMap, LimosaError, NoCudaState, NoSuchProcess, PermissionDenied, Reason
+from limosa.operation import container_gpus
 from limosa.operation.journal import Member, added_up
 from limosa.operation.work import Clock
 from limosa.parking.patience import Patience
@@ -145,6 +146,8 @@ def place(
     for member in members:
         member.sees, member.nodes = sees, nodes
         openable = openable_by(member, inventory)
+        if not sees and container_gpus.is_boxed(member.pid, openable, inventory):
+            member.boxed, member.nodes = True, minors(inventory)
         member.held = inventory.held({member.pid})
         member.home = {g.uuid: g.uuid for g in openable}
         if member.was == gpu.State.CHECKPOINTED and record is not None:
@@ -161,12 +164,12 @@ def place(
     for member in members:
         openable = openable_by(member, inventory)
         names = {g.uuid for g in openable}
-        own = {a: b for a, b in changes.items() if a in names or (b in names and not nodes)}
+        own = {a: b for a, b in changes.items() if a in names or (b in names and not member.nodes)}
         if apart:
             there = {now: changes.get(was, was) for was, now in member.moved.items()}
             own = {**{a: b for a, b in own.items() if a not in there}, **there}
         if own:
-            anywhere = inventory.gpus if nodes else None
+            anywhere = inventory.gpus if member.nodes else None
             full = gpu.complete_map(own, openable, job_held, inventory.gpus, anywhere)
             member.map = {a: full.get(b, b) for a, b in member.home.items()}
     return unknown

@@ -52,6 +52,7 @@ FORCEABLE = frozenset(
         "peer-access",
         "pid-namespace",
         "pipe-outside",
+        "pod-devices",
         "pipes",
         "proc-outside",
         "pty-outside",

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from limosa import gpu
+from limosa.containers import Containers
 from limosa.errors import DriverHung, GpuUnavailable, LimosaError, NoSuchProcess, Reason
 from limosa.operation import claims, drivers
 from limosa.operation.communicators import asking
@@ -42,10 +43,12 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
             inventory = asked.inventory() if states else None
         except (GpuUnavailable, DriverHung):
             inventory = None
+        containers = Containers()
         found = []
         for pid in roots_of(set(states) | runs, states):
             try:
-                found.append(_one(job(pid), states, inventory, asked, pid in runs, silent))
+                shown = _one(job(pid), states, inventory, asked, pid in runs, silent)
+                found.append(msgspec.structs.replace(shown, container=_container(containers, pid)))
             except NoSuchProcess:
                 continue  # it ended while we looked
             except LimosaError as error:
@@ -54,6 +57,13 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
                 text = f"could not be looked at ({type(error).__name__}: {error})"
                 found.append(_unreadable(pid, LimosaError(text)))
         return found
+
+
+def _container(containers: Containers, pid: int) -> dict[str, str] | None:
+    found = containers.of(pid)
+    if found is None:
+        return None
+    return {key: getattr(found, key) for key in ("runtime", "id", "name", "pod", "namespace")}
 
 
 def _unreadable(pid: int, error: LimosaError) -> Ps:

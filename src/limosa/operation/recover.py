@@ -252,6 +252,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:
             if finished.state == JobState.RUNNING:
+                driver_steps.leave_where_it_is(alive, alive)
                 for root in header.roots:
                     SuspendRecord(root=root).forget()
                 communicators.back(alive)

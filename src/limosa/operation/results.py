@@ -260,6 +260,7 @@ class Ps(msgspec.Struct, kw_only=True):
         movable: whether ``plan move`` finds nothing against it.
         reasons: refusals and warnings.
         suspended: since (RFC 3339), by (user), release ("all" or "memory-only"), or None.
+        container: the container that it is in (runtime, id, name, pod, namespace: "" what is not known), or None.
         under_way: the operation that works on it (operation), and whether that lives (alive): else ``recover`` is what
             it waits for; or None.
     """
@@ -275,6 +276,7 @@ class Ps(msgspec.Struct, kw_only=True):
     movable: bool = True
     reasons: list[Reason] = []
     suspended: dict[str, Any] | None = None
+    container: dict[str, str] | None = None
     under_way: dict[str, Any] | None = None
     started_by_run: bool = False
     way: str = ""

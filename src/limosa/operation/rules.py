@@ -14,7 +14,7 @@ import msgspec
 
 from limosa.errors import LimosaError, Reason, UsageError
 from limosa.gpu import State
-from limosa.operation import claims, idle, room
+from limosa.operation import claims, container_gpus, idle, room
 from limosa.operation.communicators import beside
 from limosa.operation.facts import Ask, Facts
 from limosa.operation.journal import added_up
@@ -56,6 +56,13 @@ def what_it_sees(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
             text = f"which GPUs process {member.pid} sees is for uid {whose} to change"
             return [Reason(id="permission", text=text, exit_code=11, hint="do it as that user or as root")]
     return []
+
+
+def gpus_of_containers(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
+    """It is to go to a GPU that its container does not have."""
+    if facts.inventory is None or facts.nowhere is not None or not ask.verb.comes:
+        return []
+    return container_gpus.reasons(facts.members, facts.tree, facts.inventory)
 
 
 def what_shims_say(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
@@ -179,7 +186,15 @@ def a_way_back(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
 ANY: tuple[Rule, ...] = (for_every_operation, at_work, states_told)
 """Of every job."""
 
-_MEMORY: tuple[Rule, ...] = (a_place_to_be, what_it_sees, what_shims_say, communicators, ranks_beside, arenas)
+_MEMORY: tuple[Rule, ...] = (
+    a_place_to_be,
+    what_it_sees,
+    gpus_of_containers,
+    what_shims_say,
+    communicators,
+    ranks_beside,
+    arenas,
+)
 _DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)
 _LEAVES: tuple[Rule, ...] = (*_MEMORY, *_DRIVER, host_memory, a_way_back)
 """Of a job that leaves its GPUs and goes nowhere else yet."""

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
+
 from limosa.errors import LimosaError, NoSuchProcess
 from limosa.gpu.names import uuid_bytes
 from limosa.ipc.packet import Deadline, Given, Wrong, hang_up, peer, receive, send
@@ -40,8 +42,10 @@ from limosa.parking.protocol import (
     Stand,
     Verb,
 )
+from limosa.parking.reach import connect
 from limosa.process.candidates import MOST_OF_MAPS
 from limosa.process.identity import Identity
+from limosa.process.namespaces import Pids, is_ours
 from limosa.process.slurp import pieces
 from limosa.process.status import uids_of
 
@@ -163,6 +167,7 @@ class Shim:
         self.limit = ANSWER_SECONDS if limit is None else limit
         self._user, self._within, self._gpus_known = -1, None, answers.MOST_GPUS
         self._version = VERSION
+        self._pids = None if is_ours(identity.pid, "pid") else Pids(identity.pid)
         if whole is not None:
             try:
                 self._user = uids_of(identity.pid)[0]
@@ -205,10 +210,12 @@ class Shim:
     def _connect_once(self, deadline: Deadline) -> None:
         why: OSError = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         for name in names_of(self.identity.pid):
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
-                self._socket.settimeout(deadline.left())
-                self._socket.connect(name.address)
+                self._socket = connect(self.identity.pid, name.address, deadline.left())
+            except OSError as error:
+                why = error
+                continue
+            try:
                 self.identity.check()
                 self.owner, self._version = self._is_itself(), name.version
                 return
@@ -239,7 +246,11 @@ class Shim:
         strange = any(m.device >= self._gpus_known for m in found)
         if twice or strange or sum(m.bytes for m in found) > MOST_BYTES:
             raise self._wrong(Verb.LIST, Wrong("pieces of memory that there cannot be"))
-        return found
+        return [msgspec.structs.replace(m, owner=self._here(m.owner)) if m.owner > 0 else m for m in found]
+
+    def _here(self, pid: int) -> int:
+        """What a process is called here that the shim tells of: it has the pids of its own namespace."""
+        return pid if self._pids is None else self._pids.here(pid)
 
     def export(self, ids: Sequence[int]) -> list[int]:
         """Return descriptors of these pieces, in their order; the caller closes them."""
@@ -390,8 +401,8 @@ class Shim:
         """Return whom its memory was given by legacy IPC handles: share → pids; some may have closed it since."""
         found: dict[int, set[int]] = {}
         for share, pid in self._all(Verb.SHARERS, MOST_SHARERS, answers.pairs):
-            found.setdefault(share, set()).add(pid)
-        return found
+            found.setdefault(share, set()).add(self._here(pid))
+        return {share: pids - {0} for share, pids in found.items()}
 
     # -- communicators of NCCL's -----------------------------------------------------------------------------------
 

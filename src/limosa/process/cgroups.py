@@ -19,20 +19,62 @@ _NO_LIMIT = 1 << 62
 
 @lru_cache(maxsize=1)
 def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
-    """Return where a controller is mounted: "memory", "freezer" (v1), "v2" → (root in the hierarchy, mount point)."""
+    """Return where a controller ("memory", "freezer", "devices"; "v2") is mounted: → (root in the hierarchy, there)."""
     found: dict[str, tuple[str, str]] = {}
+    for root, mount_point, kind, options in _seen(mountinfo):
+        if kind == "cgroup2":
+            found.setdefault("v2", (root, mount_point))
+        elif kind == "cgroup":
+            for controller in {"memory", "freezer", "devices"} & set(options.split(",")):
+                found.setdefault(controller, (root, mount_point))
+    return found
+
+
+def _seen(mountinfo: str) -> list[tuple[str, str, str, str]]:
+    """The hierarchies that are mounted and that no other mount covers: root, mount point, kind, options."""
+    parents: dict[str, str] = {}
+    found: list[tuple[str, str, str, str, str]] = []
+    above: list[tuple[str, str]] = []
     # Only what the kernel separates by: a user's mount, or cgroup, may have any other line end or blank in its name.
     for line in mountinfo.split("\n"):
-        if " - cgroup" not in line:
-            continue
-        left, right = line.split(" - ", 1)
+        left, _, right = line.partition(" - ")
         fields, kind = left.split(" "), right.split(" ")
-        if kind[0] == "cgroup2":
-            found.setdefault("v2", (fields[3], fields[4]))
-        elif kind[0] == "cgroup":
-            for controller in {"memory", "freezer"} & set(kind[-1].split(",")):
-                found.setdefault(controller, (fields[3], fields[4]))
-    return found
+        if len(fields) < 5:
+            continue
+        parents[fields[0]] = fields[1]
+        above.append((fields[0], fields[4]))
+        if kind[0] in ("cgroup", "cgroup2"):
+            found.append((fields[0], fields[3], fields[4], kind[0], kind[-1]))
+    return [
+        (root, mount_point, kind, options)
+        for number, root, mount_point, kind, options in found
+        if not any(_covers(other, number, parents) and _is_below(mount_point, at) for other, at in above)
+    ]
+
+
+def _covers(other: str, number: str, parents: dict[str, str]) -> bool:
+    """Whether a mount is laid over another one, or over what that one is mounted on; else it carries that, or neither.
+
+    What was mounted later lies above: it has the higher number, or is mounted on the other.
+    """
+    above = number
+    while above in parents:
+        if above == other:
+            return False
+        above = parents[above]
+    return int(other) > int(number) or parents[other] == number
+
+
+def _is_below(path: str, at: str) -> bool:
+    return path == at or path.startswith(f"{at}/")
+
+
+def cgroup_mounts(mountinfo: str | None = None) -> list[tuple[str, str]]:
+    """Return where all hierarchies are mounted, the longest names first: (root in the hierarchy, mount point)."""
+    if mountinfo is None:
+        mountinfo = os.fsdecode(slurp("/proc/self/mountinfo"))
+    found = [(root, mount_point) for root, mount_point, _, _ in _seen(mountinfo)]
+    return sorted(found, key=lambda one: -len(one[1]))
 
 
 def _number(path: str) -> int | None:
@@ -69,7 +111,7 @@ def _level(folder: str, version: str) -> CgroupObservation | None:
     return CgroupObservation(path=folder, limit_bytes=limit, used_bytes=used)
 
 
-def _folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tuple[str, str, str]]:
+def cgroup_folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tuple[str, str, str]]:
     """Yield ("v1" or "v2", folder, mount point) of the cgroups that a controller could act through on a process."""
     mounts = _mounts(mountinfo)
     for line in cgroup_file.split("\n"):
@@ -90,7 +132,7 @@ def _folders(cgroup_file: str, mountinfo: str, controller: str) -> Iterator[tupl
 
 def frozen_by(cgroup_file: str, mountinfo: str) -> str:
     """Return the folder of the frozen cgroup that a process is in, or "" (freezer v1; ``cgroup.events`` of v2)."""
-    for version, folder, _ in _folders(cgroup_file, mountinfo, "freezer"):
+    for version, folder, _ in cgroup_folders(cgroup_file, mountinfo, "freezer"):
         try:
             if version == "v2":
                 frozen = b"frozen 1" in slurp(f"{folder}/cgroup.events")
@@ -125,7 +167,7 @@ def memory_levels(cgroup_file: str, mountinfo: str | None = None) -> list[Cgroup
     if mountinfo is None:
         mountinfo = os.fsdecode(slurp("/proc/self/mountinfo"))
     levels: list[CgroupObservation] = []
-    for version, innermost, mount_point in _folders(cgroup_file, mountinfo, "memory"):
+    for version, innermost, mount_point in cgroup_folders(cgroup_file, mountinfo, "memory"):
         folder = innermost
         while True:
             level = _level(folder, version)

@@ -19,6 +19,7 @@ from limosa.errors import NoSuchProcess, UsageError
 from limosa.process import belief, device_nodes
 from limosa.process.belief import PathText, Processes, Sizes, Text, Time
 from limosa.process.identity import Identity, boot_id
+from limosa.process.namespaces import namespace_of
 from limosa.process.places import own_folder
 from limosa.process.runtime import write_atomic
 from limosa.terms import Release
@@ -49,12 +50,15 @@ class Record(msgspec.Struct, kw_only=True):
         root: the job's topmost process.
         since: when it was written, seconds since the epoch.
         boot: the kernel's boot id; a record of another boot is stale whatever its pid.
+        pids: the pid namespace that the pids are of (an inode), 0 where that is not known. One of another namespace (of
+            a container that shares the folder) says nothing here, and is not ours to remove.
     """
 
     kind: ClassVar[str] = ""
     root: Identity
     since: Time = msgspec.field(default_factory=time.time)
     boot: Text = msgspec.field(default_factory=boot_id)
+    pids: int = msgspec.field(default_factory=lambda: (namespace_of("self", "pid") or (0, 0))[1])
 
     def _file(self) -> str:
         return f"{self.root.pid}-{self.root.start_time}.json"
@@ -79,13 +83,16 @@ class Record(msgspec.Struct, kw_only=True):
 
         What of it he may not say is taken out of it.
         """
-        if self.boot != boot_id() or not self.root.alive():
+        if self.boot != boot_id() or not self._of_here() or not self.root.alive():
             return False
         return processes.speaks_for(owner, self.root)
 
     def stale(self) -> bool:
         """Whether nobody needs the record any more."""
-        return self.boot != boot_id() or not self.root.alive()
+        return self.boot != boot_id() or (self._of_here() and not self.root.alive())
+
+    def _of_here(self) -> bool:
+        return self.pids in (0, (namespace_of("self", "pid") or (0, 0))[1])
 
     @classmethod
     def all(cls: type[R]) -> list[R]:

@@ -1,4 +1,8 @@
-"""The job tree: a process and all its descendants, read from ``/proc`` while they go on forking and ending."""
+"""The job tree: a process and all its descendants, read from ``/proc`` while they go on forking and ending.
+
+The first process of a pid namespace (of a container) has all others of it, too: also those that were started from
+outside (``podman exec``), whose parent is none of them. They end with it.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 from limosa.errors import NoSuchProcess, PermissionDenied
 from limosa.process.identity import Identity, Stat, read_stat
+from limosa.process.namespaces import is_first, is_ours, namespace_of
 
 _TRIES = 5
 _KNOWN_SECONDS = 1.0
@@ -83,12 +88,45 @@ def job_tree(root: Identity) -> list[Identity]:
         processes = snapshot()
         if root.pid not in processes:
             continue  # it ended between the two looks: check() says so next
-        now = [Identity(pid, processes[pid].start_time) for pid in descendants(root.pid, processes)]
+        now = [Identity(pid, processes[pid].start_time) for pid in _tree(root.pid, processes)]
         if now == last:
             return now
         last = now
     root.check()
     return last
+
+
+def _tree(root: int, processes: Mapping[int, Stat]) -> list[int]:
+    order = descendants(root, processes)
+    if not is_first(root):
+        return order
+    namespace, seen = namespace_of(root, "pid"), set(order)
+    strays = [pid for pid in processes if pid not in seen and namespace_of(pid, "pid") == namespace]
+    for stray in sorted(strays, key=lambda pid: (processes[pid].start_time, pid)):
+        if stray not in seen:
+            order += (more := [pid for pid in descendants(stray, processes) if pid not in seen])
+            seen.update(more)
+    return order
+
+
+def under_first(pids: Iterable[int], parents: Mapping[int, int]) -> dict[int, int]:
+    """Return the first process of the pid namespace of each of these that is in another than we are.
+
+    Args:
+        pids: processes.
+        parents: pid → parent's pid, of all.
+    """
+    firsts: dict[tuple[int, int] | None, int] = {None: 0}
+    found = {}
+    for pid in pids:
+        if is_ours(pid, "pid"):
+            continue
+        namespace = namespace_of(pid, "pid")
+        if namespace not in firsts:
+            firsts[namespace] = next((p for p in parents if namespace_of(p, "pid") == namespace and is_first(p)), 0)
+        if firsts[namespace]:
+            found[pid] = firsts[namespace]
+    return found
 
 
 def group_by_topmost(

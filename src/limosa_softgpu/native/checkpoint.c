@@ -485,14 +485,6 @@ void request_path(uint64_t number, const char *suffix, char path[REQUEST_PATH_RO
     snprintf(path, REQUEST_PATH_ROOM, REQUESTS_FOLDER "/%016llx%s", (unsigned long long)number, suffix);
 }
 
-uint64_t own_pid_namespace(void)
-{
-    char text[64] = "";
-    unsigned long long inode = 0;
-    ssize_t length = readlink("/proc/self/ns/pid", text, sizeof(text) - 1);
-    return length > 0 && sscanf(text, "pid:[%llu]", &inode) == 1 ? inode : 0;
-}
-
 struct job {
     uint64_t number;
     struct request request;
@@ -502,7 +494,7 @@ bool controller_lives(pid_t controller, uint64_t pid_namespace)
 {
     char path[64], text[8];
 
-    if (!pid_namespace || pid_namespace != own_pid_namespace())
+    if (!pid_namespace || pid_namespace != node_pid_namespace())
         return true; /* it cannot be known */
     snprintf(path, sizeof(path), "/proc/%d/exe", (int)controller);
     return readlink(path, text, sizeof(text)) >= 0 || (errno != ENOENT && errno != ESRCH);

@@ -50,9 +50,6 @@ struct reply {
 #define REQUEST_PATH_ROOM 96
 void request_path(uint64_t number, const char *suffix, char path[REQUEST_PATH_ROOM]);
 
-/* The inode of the calling process's pid namespace, 0 where it cannot be known. Takes no descriptor. */
-uint64_t own_pid_namespace(void);
-
 /* A request as the text of a link: hexadecimal, without the pairs that it does not have. (Short enough then for the file
  * system to keep it in the link itself: a node whose memory is all taken can still be asked.) */
 #define REQUEST_BYTES(n_pairs) (offsetof(struct request, pairs) + (n_pairs) * sizeof(CUcheckpointGpuPair))

@@ -204,7 +204,7 @@ static bool question_open(struct request *request, uint64_t *number)
 
     request->magic = REQUEST_MAGIC;
     request->controller = getpid();
-    request->pid_namespace = own_pid_namespace();
+    request->pid_namespace = node_pid_namespace();
     memcpy(bytes, request, sizeof bytes);
     for (size_t i = 0; i < REQUEST_BYTES(request->n_pairs); i++)
         snprintf(text + 2 * i, 3, "%02x", bytes[i]);

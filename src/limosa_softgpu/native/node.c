@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include "node.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -312,6 +313,7 @@ static int make_block(struct node_state *node, int place, int gpu, uint64_t byte
     block->bytes = bytes;
     block->pid = getpid();
     block->start_time = node_start_time(getpid());
+    block->pid_namespace = node_pid_namespace();
     block->gpu = (int16_t)gpu;
     block->kind = (int16_t)kind;
     if (place >= node_blocks(node))
@@ -457,7 +459,10 @@ bool node_same_start(uint64_t one, uint64_t other)
 uint64_t node_start_time(pid_t pid)
 {
     char path[64], text[1024], *at;
-    snprintf(path, sizeof(path), "/proc/%d/stat", (int)pid);
+    if (pid == getpid()) /* whose pids /proc has may be another namespace's */
+        snprintf(path, sizeof(path), "/proc/self/stat");
+    else
+        snprintf(path, sizeof(path), "/proc/%d/stat", (int)pid);
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return 0;
@@ -478,9 +483,62 @@ uint64_t node_start_time(pid_t pid)
     return (uint64_t)((int64_t)strtoull(at + 1, NULL, 10) - clock_ahead());
 }
 
+static uint64_t pid_namespace_of(const char *process)
+{
+    char path[64], text[64] = "";
+    unsigned long long inode = 0;
+    snprintf(path, sizeof(path), "/proc/%.20s/ns/pid", process);
+    ssize_t length = readlink(path, text, sizeof(text) - 1);
+    return length > 0 && sscanf(text, "pid:[%llu]", &inode) == 1 ? inode : 0;
+}
+
+uint64_t node_pid_namespace(void)
+{
+    return pid_namespace_of("self");
+}
+
+/* What a process is called in the innermost pid namespace that it is in; 0 where it has gone. */
+static pid_t innermost_pid(const char *process)
+{
+    char path[64], line[256];
+    pid_t pid = 0;
+    snprintf(path, sizeof(path), "/proc/%.20s/status", process);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return 0;
+    while (!pid && fgets(line, sizeof(line), file))
+        if (!strncmp(line, "NSpid:", 6)) {
+            const char *last = strrchr(line, '\t');
+            pid = last ? (pid_t)strtol(last, NULL, 10) : 0;
+        }
+    fclose(file);
+    return pid;
+}
+
+/* What whoever made a block is called here: 0 where it has ended, or is none of this pid namespace or those in it. */
+static pid_t maker_of(const struct node_block *block, uint64_t own_namespace)
+{
+    pid_t found = 0;
+    if (!block->pid_namespace || block->pid_namespace == own_namespace)
+        return node_same_start(node_start_time(block->pid), block->start_time) ? block->pid : 0;
+    DIR *processes = opendir("/proc");
+    if (!processes)
+        return 0;
+    for (struct dirent *entry; !found && (entry = readdir(processes));)
+        if (entry->d_name[0] >= '0' && entry->d_name[0] <= '9'
+            && pid_namespace_of(entry->d_name) == block->pid_namespace && innermost_pid(entry->d_name) == block->pid) {
+            pid_t pid = (pid_t)strtol(entry->d_name, NULL, 10);
+            if (node_same_start(node_start_time(pid), block->start_time))
+                found = pid;
+        }
+    closedir(processes);
+    return found;
+}
+
 int node_processes(int gpu, struct node_process *found, int room)
 {
     struct node_state *node = node_open();
+    uint64_t own_namespace = node_pid_namespace();
     int n = 0;
     if (!node || gpu < 0 || gpu >= node_gpus(node))
         return 0;
@@ -497,7 +555,7 @@ int node_processes(int gpu, struct node_process *found, int room)
         bool seen = false;
         for (int other = 0; other < node_blocks(node); other++) {
             const struct node_block *its = &node->blocks[other];
-            if (!its->id || its->gpu != gpu || its->pid != block->pid
+            if (!its->id || its->gpu != gpu || its->pid != block->pid || its->pid_namespace != block->pid_namespace
                 || !node_same_start(its->start_time, block->start_time) || its->kind == NODE_RESERVED)
                 continue;
             if (other < place) {
@@ -507,10 +565,11 @@ int node_processes(int gpu, struct node_process *found, int room)
             bytes += its->bytes;
         }
         /* Memory may outlive its maker, held by whoever imported it: nobody of that name is there then. */
-        if (seen || !node_same_start(node_start_time(block->pid), block->start_time))
+        pid_t pid = seen ? 0 : maker_of(block, own_namespace);
+        if (!pid)
             continue;
         if (n < room)
-            found[n] = (struct node_process){.pid = block->pid, .bytes = bytes};
+            found[n] = (struct node_process){.pid = pid, .bytes = bytes};
         n++;
     }
     node_unlock(lock);

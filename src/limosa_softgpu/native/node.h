@@ -65,9 +65,10 @@ struct node_block {
     uint64_t id; /* 0: a free place */
     uint64_t bytes;
     uint64_t start_time; /* of pid, field 22 of /proc/PID/stat */
-    int32_t pid;         /* who made it */
+    int32_t pid;         /* who made it, as it is called in its own pid namespace */
     int16_t gpu;         /* index in gpus[] */
     int16_t kind;
+    uint64_t pid_namespace; /* that namespace: a container sees the node, and not the machine's pids */
 };
 
 struct node_state {
@@ -157,7 +158,7 @@ struct node_process {
     uint64_t bytes;
 };
 /* Living processes that hold memory or a context on a GPU, with their bytes; returns how many there are, of which at
- * most `room` are written. */
+ * most `room` are written. Their pids are the caller's: those that its pid namespace does not have are left out. */
 int node_processes(int gpu, struct node_process *found, int room);
 
 /* When a process was started (field 22 of /proc/PID/stat, clock ticks since boot), 0 where there is no such process. The
@@ -165,6 +166,9 @@ int node_processes(int gpu, struct node_process *found, int room);
  * taken off, which may leave one tick, so two start times are compared by node_same_start. */
 uint64_t node_start_time(pid_t pid);
 bool node_same_start(uint64_t one, uint64_t other);
+
+/* The inode of the calling process's pid namespace, 0 where it cannot be known. Takes no descriptor. */
+uint64_t node_pid_namespace(void);
 
 /* Open a file that everybody in the node could have put there: -1 with errno where it is a link (which would lead a process
  * of root's to a file of the machine's), a pipe (which would have it wait) or anything else than a file. Flags as of

@@ -287,6 +287,15 @@ static struct {
     void *mappings[CONTROL_MAPPINGS];
 } nodes;
 
+/* No driver has that number: whoever may open the node hears ENXIO, and who may not hears it from a device cgroup. */
+static bool may_open(const char *path)
+{
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
+    if (fd >= 0)
+        close(fd);
+    return fd >= 0 || errno == ENXIO || errno == ENODEV;
+}
+
 uint32_t devices_openable(void)
 {
     uint32_t openable = 0;
@@ -296,8 +305,8 @@ uint32_t devices_openable(void)
         struct stat info;
         snprintf(path, sizeof path, "/dev/nvidia%d", gpu->minor);
         if (stat(path, &info) == 0 && S_ISCHR(info.st_mode) && (int)minor(info.st_rdev) == gpu->minor
-            && major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0
-            && !gpu->lost) {
+            && major(info.st_rdev) != MEM_MAJOR && faccessat(AT_FDCWD, path, R_OK | W_OK, AT_EACCESS) == 0 && !gpu->lost
+            && may_open(path)) {
             int fd = open(path,
                           O_PATH | O_CLOEXEC); /* nobody may be behind the node; whoever hooks open() hears of it */
             if (fd < 0)

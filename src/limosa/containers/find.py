@@ -1,0 +1,208 @@
+"""Which container a process is in, by its cgroup, and what the runtime calls it.
+
+The kernel says in which cgroup a process is. A container can make further cgroups below its own, and call them like
+another container's; so the outermost one that is a container's counts. Names come from what the runtimes note
+(``state.py``), never from a process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from limosa.containers.state import State, read, states
+from limosa.errors import NoSuchProcess, UsageError
+from limosa.process.cgroups import cgroup_mounts
+from limosa.process.identity import Identity
+from limosa.process.slurp import slurp
+
+RUNTIMES = ("podman", "docker", "containerd", "cri-o", "runc", "crun")
+_SHORT = 12
+_MOST_CGROUPS = 1 << 20
+# As the runtimes call cgroups, where nothing is noted that may be read: another user's, say.
+_CALLED = re.compile(
+    r"(?:(?P<kind>libpod|docker|crio|cri-containerd|nerdctl)-)?(?P<id>[0-9a-f]{64})(?:\.scope)?", re.ASCII
+)
+_KINDS = {
+    "libpod": "podman",
+    "docker": "docker",
+    "crio": "cri-o",
+    "cri-containerd": "containerd",
+    "nerdctl": "containerd",
+}
+_POD = re.compile(r".*pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?:\.slice)?", re.ASCII)
+_MANAGERS = {"libpod": "podman", "cri-o": "cri-o"}
+_NAMES = ("io.kubernetes.cri.container-name", "io.kubernetes.container.name", "nerdctl/name")
+_PODS = ("io.kubernetes.cri.sandbox-name", "io.kubernetes.pod.name", "io.kubernetes.cri-o.PodName")
+_NAMESPACES = ("io.kubernetes.cri.sandbox-namespace", "io.kubernetes.pod.namespace")
+
+
+class Container(msgspec.Struct, frozen=True, kw_only=True):
+    """A container, as its runtime calls it."""
+
+    runtime: str  # one of RUNTIMES
+    id: str
+    name: str = ""
+    pod: str = ""
+    namespace: str = ""  # of the pod
+    init: Identity | None = None  # its first process, where the runtime notes it and it lives
+    cgroup: str = ""  # the path that all its processes are in, or below
+
+    @property
+    def short(self) -> str:
+        """The id as runtimes show it."""
+        return self.id[:_SHORT]
+
+    @property
+    def called(self) -> str:
+        """What a command line takes for it: ``podman:train``."""
+        return f"{self.runtime}:{self.name or self.short}"
+
+    def is_meant(self, word: str) -> bool:
+        """Whether that is its name, its pod's with the name, or the beginning of its id."""
+        names = {self.name, f"{self.pod}/{self.name}", f"{self.namespace}/{self.pod}/{self.name}", self.id}
+        return word in names - {"", "/", "//"} or (len(word) > 2 and self.id.startswith(word))
+
+
+class _Named(msgspec.Struct):
+    """One of ``containers.json`` (containers/storage), which podman and CRI-O have."""
+
+    id: str
+    names: list[str] | None = None
+
+
+class _OfDocker(msgspec.Struct, rename="pascal"):
+    """``config.v2.json``."""
+
+    name: str = ""
+
+
+class Containers:
+    """The containers of this machine, as the runtimes have noted them just now."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, dict[str, str]] = {}
+        self._known: dict[str, Container] = {}  # by the path of a cgroup, in whatever hierarchy
+        mounts = cgroup_mounts()
+        for state in states():
+            noted = self._noted(state)
+            for path in state.cgroups:
+                self._known.setdefault(_in_hierarchy(path, mounts), noted)
+        self._known.pop("/", None)  # everything is in that
+
+    def of(self, pid: int) -> Container | None:
+        """Return the container that a process is in; None where it is in none, or has gone."""
+        try:
+            text = os.fsdecode(slurp(f"/proc/{pid}/cgroup", most=_MOST_CGROUPS))
+        except OSError:
+            return None
+        paths = [line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2]
+        for path in dict.fromkeys(paths):
+            for part in _outermost_first(path):
+                if part in self._known:
+                    return msgspec.structs.replace(self._known[part], cgroup=part)
+        return next((found for path in paths if (found := _by_name(path)) is not None), None)
+
+    def meant(self, word: str, runtime: str = "") -> Container:
+        """Return the container of a name, or of an id's beginning.
+
+        Args:
+            word: the name, POD/NAME, NAMESPACE/POD/NAME or an id.
+            runtime: one of :data:`RUNTIMES`; "" for any.
+
+        Raises:
+            NoSuchProcess: none that runs is called so.
+            UsageError: several are.
+        """
+        found = {
+            c.id: c
+            for c in self._known.values()
+            if c.init is not None and runtime in ("", c.runtime) and c.is_meant(word)
+        }
+        exact = {id_: c for id_, c in found.items() if word in (c.name, c.id)}
+        found = exact if len(exact) == 1 else found
+        if not found:
+            raise NoSuchProcess(
+                f"no container {word} runs here" + (f" in {runtime}" if runtime else ""), pid=0, hint="limosa ps"
+            )
+        if len(found) > 1:
+            listed = ", ".join(sorted(f"{c.called} ({c.short})" for c in found.values()))
+            raise UsageError(detail=f"{word} may be several containers: {listed}", hint="give more of its id")
+        return next(iter(found.values()))
+
+    def _noted(self, state: State) -> Container:
+        notes = state.notes
+        runtime = _MANAGERS.get(notes.get("io.container.manager", ""), "")
+        if not runtime and "/docker/" in f"{state.folder}/":
+            runtime = "docker"
+        if not runtime and "/containerd/" in f"{state.folder}/":
+            runtime = "docker" if state.folder.endswith("/moby") else "containerd"
+        runtime = runtime or ("crun" if state.folder.rstrip("/").endswith("crun") else "runc")
+        name = _first(notes, _NAMES) or self._name(runtime, state)
+        return Container(
+            runtime=runtime,
+            id=state.id,
+            name=name,
+            pod=_first(notes, _PODS),
+            namespace=_first(notes, _NAMESPACES),
+            init=_living(state),
+        )
+
+    def _name(self, runtime: str, state: State) -> str:
+        if runtime == "docker":
+            docker = read(f"/var/lib/docker/containers/{state.id}", "config.v2.json", _OfDocker)
+            return docker.name.lstrip("/") if docker is not None else ""
+        if runtime not in _MANAGERS.values():
+            return state.id
+        store = os.path.dirname(os.path.dirname(state.bundle.rstrip("/")))  # STORE/ID/userdata
+        if store not in self._stored:
+            listed = [
+                one
+                for file in ("containers.json", "volatile-containers.json")
+                for one in read(store, file, list[_Named]) or []
+            ]
+            self._stored[store] = {one.id: one.names[0] for one in listed if one.names}
+        return self._stored[store].get(state.id, "")
+
+
+def _in_hierarchy(folder: str, mounts: list[tuple[str, str]]) -> str:
+    """A cgroup's path in its hierarchy, as ``/proc/PID/cgroup`` has it; runc notes where it is mounted before that."""
+    for root, mount_point in mounts:
+        if folder == mount_point or folder.startswith(f"{mount_point}/"):
+            return f"{root.rstrip('/')}{folder[len(mount_point) :]}" or "/"
+    return folder
+
+
+def _outermost_first(path: str) -> Iterator[str]:
+    parts = [part for part in path.split("/") if part]
+    for n in range(1, len(parts) + 1):
+        yield "/" + "/".join(parts[:n])
+
+
+def _by_name(path: str) -> Container | None:
+    """The container that a cgroup is called after, where no runtime's notes of it can be read."""
+    above = ""
+    for part in _outermost_first(path):
+        form = _CALLED.fullmatch(os.path.basename(part))
+        if form is not None:
+            kind = _KINDS.get(form["kind"] or "", "")
+            if not kind and os.path.basename(above) == "docker":
+                kind = "docker"
+            if not kind and _POD.fullmatch(os.path.basename(above)):
+                kind = "containerd"
+            if kind:
+                return Container(runtime=kind, id=form["id"], cgroup=part)
+        above = part
+    return None
+
+
+def _living(state: State) -> Identity | None:
+    identity = Identity(state.pid, state.start_time)
+    return identity if state.pid > 0 and identity.alive() else None
+
+
+def _first(notes: dict[str, str], keys: tuple[str, ...]) -> str:
+    return next((notes[key] for key in keys if notes.get(key)), "")

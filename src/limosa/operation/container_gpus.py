@@ -1,0 +1,96 @@
+"""Another GPU for a job in a container that has the device nodes of some GPUs only.
+
+The driver looks anew at each restore what a process can open. So the nodes are exchanged while the job is
+checkpointed: the new GPU's are added right before the restore, and the old one's go once the driver has brought the job
+back there. Each restore, also one that undoes, says anew which GPUs are to be seen; so nothing of it is journalled.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+
+from limosa import gpu
+from limosa.containers import Container, Containers, devices
+from limosa.errors import Reason
+from limosa.operation.journal import Member
+from limosa.process.candidates import candidates, is_own, may_use_cuda
+from limosa.process.identity import Identity
+from limosa.process.namespaces import is_ours, namespace_of
+
+_one_at_a_time = threading.Lock()  # members share their container's /dev
+
+
+def is_boxed(pid: int, openable: Sequence[gpu.Gpu], inventory: gpu.Inventory) -> bool:
+    """Whether a process has a /dev of its own, in which it can open some of the GPUs, and we could change that."""
+    return os.geteuid() == 0 and 0 < len(openable) < len(inventory.gpus) and not is_ours(pid, "mnt")
+
+
+def add(member: Member, uuids: Iterable[str]) -> None:
+    """Lets a member open these GPUs besides what it can open. OSError: its container cannot be given them."""
+    if member.boxed and member.changes_gpu:
+        with _one_at_a_time:
+            devices.add(member.identity, _minors(member, uuids))
+
+
+def leave(member: Member, uuids: Iterable[str]) -> None:
+    """Takes from a member's container all GPUs of this operation but these. OSError: one stays."""
+    if member.boxed and member.changes_gpu:
+        with _one_at_a_time:
+            known = _minors(member, {*member.home, *member.map.values()})
+            devices.leave(member.identity, _minors(member, uuids), known)
+
+
+def _minors(member: Member, uuids: Iterable[str]) -> list[int]:
+    return [member.nodes[uuid] for uuid in uuids if uuid in member.nodes]
+
+
+def reasons(members: Sequence[Member], tree: Sequence[Identity], inventory: gpu.Inventory) -> list[Reason]:
+    """What stands against giving containers the GPUs that maps lead to, and what is to be known of it."""
+    found: list[Reason] = []
+    containers: Containers | None = None
+    told: set[str] = set()
+    for member in members:
+        new = {uuid for uuid in member.map.values() if uuid not in member.home}
+        if not member.boxed or not new:
+            continue
+        if why := devices.refusal(member.pid, _minors(member, new)):
+            text = f"process {member.pid} cannot open {_called(new, inventory)}, and cannot be given it: {why}"
+            hint = "choose a GPU that it can open"
+            found.append(Reason(id="container-devices", text=text, exit_code=13, hint=hint, pid=member.pid))
+            continue
+        containers = containers or Containers()
+        box = containers.of(member.pid)
+        found += [r for r in _of_container(member, box, tree) if r.id not in told]
+        told |= {r.id for r in found}
+    return found
+
+
+def _of_container(member: Member, box: Container | None, tree: Sequence[Identity]) -> list[Reason]:
+    found: list[Reason] = []
+    inside = {i.pid for i in tree}
+    namespace = namespace_of(member.pid, "mnt")
+    for pid in candidates():
+        if pid in inside or is_own(pid) or namespace_of(pid, "mnt") != namespace or not may_use_cuda(pid):
+            continue
+        text = f"process {pid} of the same container may use its GPU as well, and would not go along"
+        hint = f"name the container: {box.called}" if box is not None else "name the process above both"
+        found.append(Reason(id="container-shared", text=text, exit_code=13, hint=hint, pid=pid))
+        break
+    if box is not None and box.pod:
+        text = f"pod {box.namespace}/{box.pod} was given its GPU by a device plugin, which would not know of another"
+        found.append(
+            Reason(
+                id="pod-devices", text=text, exit_code=13, hint="start it on that GPU", pid=member.pid, forceable=True
+            )
+        )
+    who = box.called if box is not None else "the container"
+    text = f"the runtime's record of {who} still says the GPU that it has now: started again, it gets that one"
+    found.append(Reason(id="container-record", text=text, pid=member.pid))
+    return found
+
+
+def _called(uuids: Iterable[str], inventory: gpu.Inventory) -> str:
+    by_uuid = inventory.by_uuid()
+    return ", ".join(f"GPU {by_uuid[uuid].index}" if uuid in by_uuid else uuid for uuid in sorted(uuids))

@@ -1,0 +1,97 @@
+"""A job's namespaces as the kernel tells them: which of ours it shares, and what its pids are called here.
+
+A process in a container tells others by the pids of its own pid namespace. Here the same process has another pid
+(``NSpid`` in ``/proc/PID/status``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+
+from limosa.process.openat import closing, last_error
+from limosa.process.status import status_of
+
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
+_NS_GET_PARENT = 0xB702  # ioctl_ns(2)
+_MOST_LEVELS = 33  # pid_namespaces(7): 32 below the first
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def namespace_of(pid: int | str, kind: str) -> tuple[int, int] | None:
+    """Return what names one of a process's namespaces; None where it has gone or may not be asked.
+
+    Args:
+        pid: the process, or "self".
+        kind: "pid", "net", "mnt", "user" …
+    """
+    try:
+        found = os.stat(f"/proc/{pid}/ns/{kind}")
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def is_ours(pid: int, kind: str) -> bool:
+    """Return whether a process is in the caller's namespace of that kind, also where that cannot be told."""
+    return namespace_of(pid, kind) in (None, namespace_of("self", kind))
+
+
+def is_first(pid: int) -> bool:
+    """Return whether a process is the first one of a pid namespace that is not the caller's."""
+    return not is_ours(pid, "pid") and _numbers(pid)[-1:] == [1]
+
+
+def enter(fd: int, kind: int) -> None:
+    """Have the calling thread enter an open namespace (setns(2)).
+
+    Raises:
+        OSError: it may not.
+    """
+    if _libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):
+        raise last_error()
+
+
+class Pids:
+    """What the processes of a pid namespace are called here.
+
+    Args:
+        pid: a process in that namespace.
+    """
+
+    def __init__(self, pid: int):
+        self._level = len(_numbers(pid))
+        self._namespace = namespace_of(pid, "pid")
+
+    def here(self, inner: int) -> int:
+        """Return the pid that a process of the namespace has here; 0 where there is none of that number."""
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            numbers = _numbers(int(name))
+            if len(numbers) >= self._level > 0 and numbers[self._level - 1] == inner and self._is_in(int(name)):
+                return int(name)
+        return 0
+
+    def _is_in(self, pid: int) -> bool:
+        """Whether a process is in the namespace, or in one that was made in it."""
+        with contextlib.suppress(OSError):
+            fd = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+            for _ in range(_MOST_LEVELS):
+                with closing(fd):
+                    found = os.fstat(fd)
+                    if (found.st_dev, found.st_ino) == self._namespace:
+                        return True
+                    fd = fcntl.ioctl(fd, _NS_GET_PARENT)
+            os.close(fd)
+        return False
+
+
+def _numbers(pid: int) -> list[int]:
+    """A process's pids, ours first and its own last; nothing where it has gone."""
+    try:
+        return [int(word) for word in status_of(pid).get("NSpid", [])]
+    except OSError:
+        return []

@@ -1,0 +1,579 @@
+"""podman and runc on a node of software GPUs, everything of theirs in a folder of the test's own.
+
+A container gets a software GPU as it gets a real one: device nodes, the driver's libraries, and (what a kernel is
+otherwise) the node's folder. It is a process of the machine like any other: ``container.pid`` is its pid outside.
+Whatever is started here is ended and its cgroups are gone after ``close``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from containers.engines import Engines
+from containers.images import NAME, library_folder
+from soft_node import Answer, Node
+
+from limosa_softgpu.build import LIBRARIES, SOFTGPU
+from limosa_softgpu.state import NODE_FOLDER
+
+_STEP = re.compile(r"step (\d+) hash (0x[0-9a-f]+)")
+_CONTROL = ("nvidiactl", "nvidia-uvm")
+# No CAP_SYS_RESOURCE may be there: the limits are none that would have to be raised.
+_LIMITS = {"nofile": 1024, "nproc": 512}
+
+
+def steps_of(words: str) -> dict[int, str]:
+    """Step → hash; a step that was said twice in two ways is a failure."""
+    found: dict[int, str] = {}
+    for number, hash_ in _STEP.findall(words):
+        assert found.setdefault(int(number), hash_) == hash_, words
+    return found
+
+
+class Container:
+    """A container that runs; what it prints lies in ``log``."""
+
+    def __init__(self, runtime: Runtime, id_: str, name: str, pid: int, log: Path):
+        self.runtime, self.id, self.name, self.pid, self.log = runtime, id_, name, pid, log
+
+    def said(self) -> str:
+        """All that it has printed so far."""
+        return self.runtime.words(self.log)
+
+    def steps(self) -> dict[int, str]:
+        """Step → hash, as far as it has come."""
+        return steps_of(self.said())
+
+    def wait_for(self, word: str, limit: float = 30) -> None:
+        """Waits until it has printed that."""
+        end = time.monotonic() + limit
+        while word not in self.said():
+            assert time.monotonic() < end, f"{self.name} has not said {word!r} in {limit} s:\n{self.said()}"
+            assert self.lives() or word in self.said(), f"{self.name} has ended:\n{self.said()}"
+            time.sleep(0.02)
+
+    def goes_on(self, steps: int = 3, limit: float = 30) -> None:
+        """Waits until it has done that many more steps."""
+        last = max(self.steps(), default=-1)
+        end = time.monotonic() + limit
+        while max(self.steps(), default=-1) < last + steps:
+            assert time.monotonic() < end, f"{self.name} stands still:\n{self.said()[-2000:]}"
+            assert self.lives(), f"{self.name} has ended:\n{self.said()[-2000:]}"
+            time.sleep(0.02)
+
+    def lives(self) -> bool:
+        """Whether its first process is there."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    def run(self, *argv: object, rc: int | None = 0) -> Answer:
+        """A program in it, to its end."""
+        return self.runtime.enter(self, argv, rc)
+
+    def remove(self) -> None:
+        """Ends it; nothing of it is left. A second time nothing happens."""
+        self.runtime.remove(self)
+
+
+class Runtime:
+    """What podman and runc have in common."""
+
+    name = ""
+
+    def __init__(self, node: Node, engines: Engines, place: Path):
+        self.node, self.engines, self.place = node, engines, place
+        place.mkdir(parents=True)
+        self.parent = f"/limosa-test-{secrets.token_hex(4)}"
+        self.containers: list[Container] = []
+
+    def environment(self) -> dict[str, str]:
+        """What its program is started with."""
+        env = {k: v for k, v in os.environ.items() if k.startswith("LIMOSA_")}
+        return {**env, "PATH": f"{self.engines.bin}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(self.place)}
+
+    def call(self, *argv: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """Runs the runtime's program in the node."""
+        begin = time.monotonic()
+        # Not by pipes: what stays behind (conmon) would keep them open.
+        with open(self.place / "call.out", "w+") as out, open(self.place / "call.err", "w+") as err:
+            process = subprocess.Popen(
+                [str(word) for word in argv],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+            self.node.add(process)
+            process.wait(limit)
+            out.seek(0)
+            err.seek(0)
+            answer = Answer(list(map(str, argv)), process.returncode, out.read(), err.read(), time.monotonic() - begin)
+        assert rc is None or answer.rc == rc, answer
+        return answer
+
+    def words(self, log: Path) -> str:
+        """What a container has printed."""
+        with contextlib.suppress(FileNotFoundError):
+            return log.read_text()
+        return ""
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        """Runs a program in a container."""
+        raise NotImplementedError
+
+    def remove(self, container: Container) -> None:
+        """Ends a container."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends all containers and takes their cgroups away."""
+        for container in list(self.containers):
+            self.remove(container)
+        clear_cgroups(self.parent)
+
+    def _started(self, id_: str, name: str, pid: int, log: Path) -> Container:
+        container = Container(self, id_, name, pid, log)
+        self.containers.append(container)
+        return container
+
+
+class Podman(Runtime):
+    """podman with a store, a network and a configuration of its own; ``runtime`` is the OCI runtime below it."""
+
+    name = "podman"
+
+    def __init__(self, node: Node, engines: Engines, place: Path, *, runtime: str = "runc"):
+        super().__init__(node, engines, place)
+        self.runtime = runtime
+        etc = place / ".config" / "containers"
+        etc.mkdir(parents=True)
+        (etc / "policy.json").write_text('{"default": [{"type": "insecureAcceptAnything"}]}')
+        (etc / "registries.conf").write_text("")
+        (etc / "storage.conf").write_text(
+            f'[storage]\ndriver = "overlay"\ngraphroot = "{place}/graph"\nrunroot = "{place}/run"\n'
+        )
+        limits = ", ".join(f'"{name}={value}:{value}"' for name, value in _LIMITS.items())
+        (etc / "containers.conf").write_text(
+            f"""\
+[containers]
+cgroupns = "private"
+default_ulimits = [{limits}]
+log_driver = "k8s-file"
+netns = "none"
+pids_limit = 0
+seccomp_profile = "{engines.seccomp}"
+[network]
+network_backend = "netavark"
+network_config_dir = "{place}/networks"
+[engine]
+cgroup_manager = "cgroupfs"
+conmon_path = ["{engines["conmon"]}"]
+events_logger = "none"
+helper_binaries_dir = ["{engines.bin}"]
+init_path = "{engines["catatonit"]}"
+lock_type = "file"
+runtime = "{runtime}"
+static_dir = "{place}/static"
+tmp_dir = "{place}/tmp"
+volume_path = "{place}/volumes"
+[engine.runtimes]
+crun = ["{engines["crun"]}"]
+runc = ["{engines["runc"]}"]
+"""
+        )
+
+    def environment(self) -> dict[str, str]:
+        etc = self.place / ".config" / "containers"
+        return {
+            **super().environment(),
+            "CONTAINERS_CONF": f"{etc}/containers.conf",
+            "CONTAINERS_STORAGE_CONF": f"{etc}/storage.conf",
+            "CONTAINERS_REGISTRIES_CONF": f"{etc}/registries.conf",
+            "XDG_RUNTIME_DIR": f"{self.place}/xdg",
+        }
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``podman("ps", "--all")``."""
+        return self.call(self.engines["podman"], *arguments, rc=rc, limit=limit)
+
+    def load(self, archive: Path) -> None:
+        """Puts an image into its store."""
+        self("load", "--quiet", "--input", archive)
+
+    def start(
+        self,
+        *command: object,
+        gpus: Sequence[int] | None = (0,),
+        options: Sequence[object] = (),
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        name: str = "",
+        image: str = NAME,
+    ) -> Container:
+        """``podman run --detach``; ``options`` are more of podman's, ``gpus`` None for none of the node's."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        log = self.place / f"{name}.log"
+        words = [] if gpus is None else _gpu_options(gpus)
+        words += [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
+        place = ["--name", name, "--cgroup-parent", self.parent, "--log-opt", f"path={log}"]
+        id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
+        pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
+        return self._started(id_, name, pid, log)
+
+    def words(self, log: Path) -> str:
+        # "2026-11-26T20:46:08.000000000+00:00 stdout F the words"
+        return "".join(line.split(" ", 3)[-1] for line in super().words(log).splitlines(keepends=True))
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("exec", container.id, *argv, rc=rc)
+
+    def exec_words(self, container: Container) -> list[str]:
+        """What starts a program in a container, before its words."""
+        return [self.engines["podman"], "exec", container.id]
+
+    def remove(self, container: Container) -> None:
+        self("rm", "--force", "--time", "0", container.id)
+        self.containers.remove(container)
+
+    def close(self) -> None:
+        self("rm", "--all", "--force", "--time", "0")
+        self.containers.clear()
+        super().close()
+
+
+class Runc(Runtime):
+    """runc with bundles made by hand: the root folder is an overlay of the image's."""
+
+    name = "runc"
+
+    def __init__(self, node: Node, engines: Engines, place: Path, rootfs: Path):
+        super().__init__(node, engines, place)
+        self.rootfs = rootfs
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``runc("list")``."""
+        return self.call(self.engines["runc"], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
+
+    def bundle(
+        self,
+        name: str,
+        command: Sequence[object],
+        gpus: Sequence[int] | None = (0,),
+        *,
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        rootfs: Path | None = None,
+        **changes: Any,
+    ) -> Path:
+        """Makes a bundle; ``changes`` replace top fields of its config.json."""
+        bundle = self.place / name
+        for folder in ("up", "work", "rootfs"):
+            (bundle / folder).mkdir(parents=True)
+        config = bundle_config(name, self.parent, [str(word) for word in command], gpus)
+        for device in cdi:
+            kind, _, one = device.partition("=")
+            apply_cdi(config, self._spec(kind), one)
+        config["process"]["env"] += env
+        (bundle / "config.json").write_text(json.dumps({**config, **changes}, indent=1))
+        layers = f"lowerdir={rootfs or self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
+        self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
+        return bundle
+
+    def _spec(self, kind: str) -> dict[str, Any]:
+        """The CDI spec of that kind in the node's /etc/cdi, as containerd would find it."""
+        for path in self.node.run(["sh", "-c", "ls /etc/cdi/*.json"]).stdout.split():
+            spec: dict[str, Any] = json.loads(self.node.run(["cat", path]).stdout)
+            if spec["kind"] == kind:
+                return spec
+        raise AssertionError(f"there is no CDI spec of {kind}")
+
+    def start(self, *command: object, gpus: Sequence[int] | None = (0,), name: str = "", **changes: Any) -> Container:
+        """``runc run --detach`` of a new bundle; its output goes to a file inside, ``/out``."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        bundle = self.bundle(name, command or ("/job",), gpus, **changes)
+        log = self.place / f"{name}.log"
+        pid_file = bundle / "pid"
+        with open(log, "w") as out:
+            argv = [self.engines["runc"], "--root", self.place / "state", "run", "--detach", "--bundle", bundle]
+            process = subprocess.Popen(
+                [*map(str, argv), "--pid-file", str(pid_file), name],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+            self.node.add(process)
+            process.wait(30)
+        assert process.returncode == 0, log.read_text()
+        return self._started(name, name, int(pid_file.read_text()), log)
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("exec", container.id, *argv, rc=rc)
+
+    def exec_words(self, container: Container) -> list[str]:
+        """What starts a program in a container, before its words."""
+        return [self.engines["runc"], "--root", str(self.place / "state"), "exec", container.id]
+
+    def remove(self, container: Container) -> None:
+        self("delete", "--force", container.id)
+        self.call("/bin/umount", "--lazy", self.place / container.name / "rootfs", rc=None)
+        self.containers.remove(container)
+
+
+class Containerd(Runtime):
+    """containerd, with a daemon in the node, driven by its own ctr."""
+
+    name = "containerd"
+
+    def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = ""):
+        super().__init__(node, engines, place)
+        self.config = place / "config.toml"
+        self.socket = place / "containerd.sock"
+        # Its CRI wants a CNI, and more of the machine.
+        cri = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
+        self.config.write_text(
+            f"""\
+version = 3
+root = "{place}/root"
+state = "{place}/state"
+disabled_plugins = {json.dumps([*cri, "io.containerd.nri.v1.nri"])}
+[grpc]
+address = "{self.socket}"
+[ttrpc]
+address = "{self.socket}.ttrpc"
+{config}
+"""
+        )
+        with open(place / "daemon.log", "w") as log:
+            self.daemon = subprocess.Popen(
+                [engines["containerd"], "--config", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd="/",
+                preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls
+            )
+        node.add(self.daemon)
+        end = time.monotonic() + 30
+        while self("version", rc=None).rc != 0:
+            assert time.monotonic() < end, (place / "daemon.log").read_text()
+            assert self.daemon.poll() is None, (place / "daemon.log").read_text()
+            time.sleep(0.1)
+
+    def __call__(self, *arguments: object, rc: int | None = 0, limit: float = 60) -> Answer:
+        """``containerd("containers", "list")``: its ctr."""
+        return self.call(self.engines["ctr"], "--address", self.socket, *arguments, rc=rc, limit=limit)
+
+    def load(self, archive: Path) -> None:
+        """Puts an image into its store."""
+        self("images", "import", archive)
+
+    def start(
+        self, *command: object, cdi: Sequence[str] = (), env: Sequence[str] = (), name: str = "", image: str = NAME
+    ) -> Container:
+        """``ctr run --detach``; ``cdi`` are devices of specs in the node's /etc/cdi."""
+        name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
+        log = self.place / f"{name}.log"
+        words = [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
+        words += [
+            "--cgroup",
+            f"{self.parent}/{name}",
+            "--log-uri",
+            f"file://{log}",
+            "--runc-binary",
+            self.engines["runc"],
+        ]
+        self("run", "--detach", *words, image, name, *(command or ("/job",)))
+        tasks = [line.split() for line in self("tasks", "list").stdout.splitlines()]
+        pid = next(int(fields[1]) for fields in tasks if fields[0] == name)
+        return self._started(name, name, pid, log)
+
+    def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
+        return self("tasks", "exec", "--exec-id", secrets.token_hex(4), container.id, *argv, rc=rc)
+
+    def remove(self, container: Container) -> None:
+        self("tasks", "delete", "--force", container.id, rc=None)
+        self("containers", "delete", container.id, rc=None)
+        self.containers.remove(container)
+
+    def close(self) -> None:
+        for container in list(self.containers):
+            self.remove(container)
+        self.daemon.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.daemon.wait(10)
+        super().close()
+
+
+def gpu_mounts() -> list[tuple[str, str]]:
+    """What has to be bound into a container for software GPUs: from, to."""
+    return [(NODE_FOLDER, NODE_FOLDER), *((str(SOFTGPU / one), f"{library_folder()}/{one}") for one in LIBRARIES)]
+
+
+def _gpu_options(gpus: Sequence[int]) -> list[str]:
+    words = []
+    for name in (*_CONTROL, *(f"nvidia{gpu}" for gpu in gpus)):
+        words += ["--device", f"/dev/{name}"]
+    for source, target in gpu_mounts():
+        words += ["--volume", f"{source}:{target}{'' if source == NODE_FOLDER else ':ro'}"]
+    return words
+
+
+def bundle_config(name: str, parent: str, command: list[str], gpus: Sequence[int] | None) -> dict[str, Any]:
+    """A config.json as podman would write one, with a device filter that lets its GPUs and nothing else."""
+    capabilities = ["CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_KILL", "CAP_SETGID", "CAP_SETUID"]
+    usual = ["nosuid", "noexec", "nodev"]
+    mounts = [
+        {"destination": "/proc", "type": "proc", "source": "proc"},
+        {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid", "mode=755", "size=65536k"]},
+        {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": [*usual, "mode=1777", "size=65536k"]},
+        {"destination": "/dev/mqueue", "type": "mqueue", "source": "mqueue", "options": usual},
+        {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": [*usual, "ro"]},
+    ]
+    devices, rules = [], [{"allow": False, "access": "rwm"}]
+    if gpus is not None:
+        for source, target in gpu_mounts():
+            options = ["rbind", "rw"] if source == NODE_FOLDER else ["rbind", "ro"]
+            mounts.append({"destination": target, "type": "bind", "source": source, "options": options})
+        for node, number in _numbers(gpus).items():
+            major, minor = os.major(number), os.minor(number)
+            devices.append({"path": node, "type": "c", "major": major, "minor": minor, "fileMode": 0o666})
+            rules.append({"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"})
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "user": {"uid": 0, "gid": 0},
+            "args": command,
+            "env": ["PATH=/bin:/usr/bin"],
+            "cwd": "/",
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+            "rlimits": [{"type": "RLIMIT_NOFILE", "hard": 1024, "soft": 1024}],
+            "noNewPrivileges": True,
+        },
+        "root": {"path": "rootfs", "readonly": False},
+        "hostname": name,
+        "mounts": mounts,
+        "linux": {
+            "cgroupsPath": f"{parent}/{name}",
+            "devices": devices,
+            "resources": {"devices": rules},
+            "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")],
+            "maskedPaths": ["/proc/kcore", "/proc/keys"],
+            "readonlyPaths": ["/proc/sys", "/proc/sysrq-trigger"],
+        },
+    }
+
+
+def _numbers(gpus: Sequence[int]) -> dict[str, int]:
+    """The software GPUs' device nodes and their numbers."""
+    from limosa_softgpu.node import MAJOR
+
+    zero = os.makedev(1, 5)
+    return {**{f"/dev/{name}": zero for name in _CONTROL}, **{f"/dev/nvidia{g}": os.makedev(MAJOR, g) for g in gpus}}
+
+
+def _join(pid: int) -> None:
+    from limosa_softgpu.node import join
+
+    join(pid)
+
+
+def own_folders(node: Node, *folders: str) -> None:
+    """Gives the node's programs such folders of their own: what they change there is gone with the node."""
+    for number, folder in enumerate(folders):
+        place = f"/dev/own-{number}-{secrets.token_hex(2)}"
+        node.run(["mkdir", "-p", f"{place}/up", f"{place}/work", folder])
+        layers = f"lowerdir={folder},upperdir={place}/up,workdir={place}/work"
+        node.run(["mount", "-t", "overlay", "overlay", "-o", layers, folder])
+
+
+def apply_cdi(config: dict[str, Any], spec: dict[str, Any], name: str) -> None:
+    """Does to a config.json what containerd and podman do with a device of a CDI spec."""
+    edits = [spec.get("containerEdits", {}), *(d["containerEdits"] for d in spec["devices"] if d["name"] == name)]
+    assert len(edits) == 2, f"there is no {name} in {spec}"
+    for edit in edits:
+        config["process"]["env"] += edit.get("env", [])
+        for mount in edit.get("mounts", []):
+            made = {"destination": mount["containerPath"], "source": mount["hostPath"], "type": "bind"}
+            config["mounts"].append({**made, "options": mount.get("options", [])})
+        for hook in edit.get("hooks", []):
+            made = {"path": hook["path"], "args": hook["args"]}
+            config.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(made)
+        for node in edit.get("deviceNodes", []):
+            number = os.stat(node.get("hostPath", node["path"])).st_rdev if "major" not in node else None
+            major = node["major"] if number is None else os.major(number)
+            minor = node.get("minor", 0) if number is None else os.minor(number)
+            device = {"path": node["path"], "type": "c", "major": major, "minor": minor, "fileMode": 0o666}
+            config["linux"]["devices"].append(device)
+            rule = {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"}
+            config["linux"]["resources"]["devices"].append(rule)
+
+
+def cgroup_layouts() -> list[str]:
+    """What a node here can show a runtime: "v1" and "v2", or "v2" alone."""
+    with open("/proc/self/mounts") as file:
+        kinds = {fields[2] for fields in map(str.split, file) if fields[1].startswith("/sys/fs/cgroup")}
+    return ["v1", "v2"] if "cgroup" in kinds else ["v2"]
+
+
+def lay_out_cgroups(node: Node, layout: str) -> None:
+    """Let the node's programs see cgroups of one version alone, where the machine has both.
+
+    Of v2 there is what the machine has not given to v1: the device filter always, memory and others seldom.
+    """
+    if cgroup_layouts() == ["v2"]:
+        return
+    if layout == "v2":
+        node.run(["mount", "-t", "cgroup2", "cgroup2", "/sys/fs/cgroup"])
+    else:
+        node.run(["sh", "-c", "umount -l /sys/fs/cgroup/unified 2>/dev/null || true"])
+
+
+def clear_cgroups(parent: str) -> None:
+    """Ends what is left in the cgroups below one, and takes them away in every hierarchy."""
+    for hierarchy in _hierarchies():
+        top = Path(f"{hierarchy}{parent}")
+        if not top.is_dir():
+            continue
+        for folder in sorted([top, *(p for p in top.rglob("*") if p.is_dir())], reverse=True):
+            end = time.monotonic() + 10
+            while time.monotonic() < end:
+                with contextlib.suppress(FileNotFoundError):
+                    for pid in (folder / "cgroup.procs").read_text().split():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(FileNotFoundError):
+                    try:
+                        folder.rmdir()
+                    except OSError:
+                        time.sleep(0.02)
+                        continue
+                break
+            else:
+                raise AssertionError(f"{folder} cannot be taken away")
+
+
+def _hierarchies() -> list[str]:
+    with open("/proc/self/mounts") as file:
+        mounts = [line.split() for line in file]
+    return [fields[1] for fields in mounts if fields[2] in ("cgroup", "cgroup2")]

@@ -1,0 +1,53 @@
+"""Jobs in namespaces of their own, seen from outside by the pids of the machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from soft_job import JOB, Job
+from support import VICTIMS
+
+from limosa.process.namespaces import is_ours
+
+IN_NAMESPACES = VICTIMS / "in_namespaces.py"
+
+
+def inside_of(pid: int, kinds: Sequence[str] = ("pid", "mnt"), limit: float = 10) -> int:
+    """The child of a process that has namespaces of these kinds of its own, once it has."""
+    end = time.monotonic() + limit
+    while True:
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            if not any(is_ours(child, kind) for kind in kinds):
+                return child
+        assert time.monotonic() < end, f"process {pid} has made no namespace"
+        time.sleep(0.01)
+
+
+def open_folder(node: Any) -> Path:
+    """A new folder for a job of anybody's; runtime folder and this are within everybody's reach."""
+    folder = node.place / f"job{node.n_jobs}"
+    node.n_jobs += 1
+    folder.mkdir()
+    folder.chmod(0o777)
+    for place in (folder, Path(os.environ["LIMOSA_RUNTIME_DIR"])):  # pytest's folders are for their owner alone
+        for above in place.parents[:3]:
+            above.chmod(above.stat().st_mode | 0o055)
+    return folder
+
+
+def start(node: Any, *arguments: object, user: int = 0, env: dict[str, str] | None = None) -> Job:
+    """``job.py`` in namespaces of its own, as uid 0 of a user namespace where ``user`` is given; it computes."""
+    folder = open_folder(node)
+    ways = ["--user", str(user)] if user else []
+    variables = [f"{name}={value}" for name, value in (env or {}).items()]
+    inside = ["env", *variables, sys.executable, str(JOB), str(folder), *map(str, arguments)]
+    job = Job(node, folder, [sys.executable, str(IN_NAMESPACES), *ways, "--", *inside])
+    job.pid = inside_of(job.pid)
+    job.wait_for("READY")
+    job.goes_on(2)
+    return job

@@ -1,0 +1,198 @@
+"""Jobs in other namespaces than the caller's, seen and driven from outside by the machine's pids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soft_command import UNDER, importer_of
+from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
+from soft_job import JOB, Job
+
+from limosa.parking import LIBRARY
+from limosa.parking.names import names_of
+from limosa.parking.shim import Shim, ShimError
+from limosa.process.identity import Identity
+from limosa.process.namespaces import is_ours
+
+pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
+
+KINDS = ("pid", "mnt", "net", "ipc", "uts")
+MIB = 1 << 20
+SUBUID = 300_000
+
+
+def seen(node: Any, pid: int) -> dict[str, Any]:
+    """What ``limosa ps`` says of a job."""
+    return next(job for job in node.limosa("ps", "-o", "json").json["jobs"] if job["pid"] == pid)
+
+
+def on(node: Any, pid: int) -> list[int]:
+    """The GPUs where a job has more than a context, by ``limosa ps``."""
+    return [one["index"] for one in seen(node, pid)["gpus"] if one["memory_used"] >= 8 * MIB]
+
+
+@pytest.mark.parametrize("user", [0, SUBUID], ids=["root", "user-namespace"])
+@pytest.mark.parametrize("env", [{}, UNDER], ids=["driver", "shim"])
+def test_every_verb_from_outside(parked: Any, env: dict[str, str], user: int) -> None:
+    job = start(parked, "--mib", 16, env=env, user=user)
+    assert not any(is_ours(job.pid, kind) for kind in KINDS)
+    assert is_ours(job.pid, "user") == (not user)
+    found = seen(parked, job.pid)
+    assert found["way"] == ("parked" if env else "driver")
+    assert found["movable"], found
+    assert on(parked, job.pid) == [0]
+    assert found["gpus"][0]["memory_used"] >= 16 * MIB
+    for to in (1, 0):
+        parked.says(0, "", "plan", "move", job.pid, "--to", to)
+        said = parked.says(0, "", "move", job.pid, "--to", to)
+        assert said["way"] == ("parked" if env else "driver"), str(said)
+        assert on(parked, job.pid) == [to]
+        job.goes_on(2)
+    parked.says(0, "", "suspend", job.pid)
+    assert parked.state(job) == "checkpointed"
+    assert all(gpu["memory_used"] < 8 * MIB or env for gpu in parked.limosa("gpus", "-o", "json").json["gpus"])
+    parked.says(0, "", "resume", job.pid, "--to", 1)
+    assert on(parked, job.pid) == [1]
+    job.goes_on(2)
+    parked.says(0, "", "toggle", job.pid)
+    assert parked.state(job) == "checkpointed"
+    parked.says(0, "", "toggle", job.pid)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
+    """As with rootless containers: he may enter namespaces of his own, by a process made for that."""
+    as_user = ["setpriv", "--reuid", 1001, "--regid", 1001, "--clear-groups"]
+    parked.limosa("ps")  # root makes the folder in which users have theirs
+    folder = open_folder(parked)
+    inside = ["env", f"LD_PRELOAD={LIBRARY}", sys.executable, str(JOB), str(folder), "--mib", "16"]
+    argv = [*as_user, "unshare", "-Unp", "--map-root-user", "--fork", "--kill-child", *inside]
+    job = Job(parked, folder, list(map(str, argv)))
+    job.pid = inside_of(job.pid, ("pid", "net", "user"))
+    job.wait_for("READY")
+
+    def limosa(*arguments: object) -> Any:
+        words = [*as_user, sys.executable, "-m", "limosa", arguments[0], "-o", "json", *arguments[1:]]
+        return parked.run(words, env={"HOME": "/"}, cwd="/", limit=60).json
+
+    (found,) = [one for one in limosa("ps")["jobs"] if one["pid"] == job.pid]
+    assert (found["way"], found["movable"]) == ("parked", True)
+    assert limosa("move", job.pid, "--to", 1)["way"] == "parked"
+    job.goes_on(2)
+    limosa("suspend", job.pid)
+    limosa("resume", job.pid)
+    assert parked.says(0, "", "move", job.pid, "--to", 0)["way"] == "parked", "by root"
+    job.goes_on(2)
+    job.finish()
+
+
+@pytest.mark.parametrize("step", ["lock done", "checkpoint done", "restore begin"])
+def test_what_a_killed_operation_left_is_recovered(slow: Any, step: str) -> None:
+    job = start(slow, "--mib", 16, env=UNDER)
+    process = slow.later("move", job.pid, "--to", 1)
+    slow.reaches(process, step)
+    slow.kill("limosa", process)
+    slow.ends(process)
+    end = time.monotonic() + 30
+    while slow.limosa("recover", rc=None).rc == 19:  # the worker still undoes it
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert slow.state(job) == "running"
+    job.goes_on(2)
+    slow.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()
+
+
+def test_who_shares_memory_is_known_by_the_pids_of_here(parked: Any) -> None:
+    """A child of the job has opened its memory by a legacy handle: the shims tell of each other by inner pids."""
+    job = start(parked, "--mib", 16, "--export", env=UNDER)
+    inner = importer_of(job)
+    child = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])
+    assert inner != child
+    with Shim(Identity.of(job.pid)) as shim:
+        assert {pid for pids in shim.sharers().values() for pid in pids} == {child}
+    with Shim(Identity.of(child)) as shim:
+        assert {m.owner for m in shim.memories() if m.share} == {job.pid}
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    job.goes_on(2)
+    job.finish()
+
+
+# Somebody in the job's namespaces, whose thread is called as the job's shim is: the name leads to the job's socket.
+LIAR = """
+import mmap, sys, time
+from cuda.bindings import driver as cu
+
+library, name = sys.argv[1:]
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(0)[1])
+assert not int(cu.cuMemAlloc(4 << 20)[0])
+file = open(library, "rb")
+mapped = mmap.mmap(file.fileno(), 4096, prot=mmap.PROT_READ)
+open("/proc/thread-self/comm", "w").write(name)
+print("READY", flush=True)
+time.sleep(600)
+"""
+
+
+def test_nobody_in_the_container_passes_for_another(parked: Any) -> None:
+    job = start(parked, "--mib", 16, env=UNDER)
+    names = [p.read_text().strip() for p in Path(f"/proc/{job.pid}/task").glob("*/comm")]
+    name = next(n for n in names if n.startswith("limosa-"))
+    argv = ["nsenter", "-t", job.pid, "-m", "-u", "-i", "-n", "-p", sys.executable, "-c", LIAR, LIBRARY, name]
+    outer = parked.popen(argv, stdout=-1, text=True)
+    assert outer.stdout.readline() == "READY\n"
+    liar = int(Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()[0])
+    assert [n.address for n in names_of(liar)] == [f"\0limosa/shim/{name.removeprefix('limosa-')}"]
+    with pytest.raises(ShimError, match=f"process {job.pid} of user 0 has its name"):
+        Shim(Identity.of(liar), patience=0.0)
+    parked.says(13, "", "suspend", liar)
+    assert parked.state(job) == "running"
+    parked.says(0, "", "move", job.pid, "--to", 1)
+    job.goes_on(2)
+    job.finish()  # and with it the first process of their pid namespace
+
+
+def test_what_is_broken_off_is_undone(parked: Any) -> None:
+    job = start(parked, "--mib", 16, env=UNDER)
+    rule = parked.switches.add("function=cuCheckpointProcessCheckpoint delay=1 every=1")
+    process = parked.later("move", job.pid, "--to", 1)
+    parked.reaches(process, "checkpoint begin")
+    process.send_signal(signal.SIGINT)
+    assert parked.ends(process).rc == 22
+    parked.switches.remove(rule)
+    assert on(parked, job.pid) == [0]
+    job.goes_on(2)
+    job.finish()
+
+
+def test_a_record_of_another_pid_namespace_is_not_taken_for_one_of_here(parked: Any) -> None:
+    """``limosa run`` in a container that shares the runtime folder: its pids are other processes here, or none."""
+    folder = open_folder(parked)
+    run = [sys.executable, "-m", "limosa", "run", "--name", "inner", "--log", folder / "out", "--"]
+    inside = [*run, sys.executable, JOB, folder, "--mib", "16"]
+    job = Job(parked, folder, [sys.executable, str(IN_NAMESPACES), "--", *map(str, inside)])
+    job.pid = inside_of(job.pid)
+    job.log = folder / "out"
+    job.until(job.log.exists, what="a log")
+    job.wait_for("READY")
+
+    def noted() -> list[Path]:
+        return list(Path(os.environ["LIMOSA_RUNTIME_DIR"]).glob("0/jobs/*.json"))
+
+    (record,) = noted()
+    found = parked.limosa("ps", "-o", "json").json["jobs"]
+    assert [(one["pid"], one["name"], one["way"]) for one in found] == [(job.pid, "", "parked")]
+    parked.says(10, "", "suspend", "inner")
+    assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    assert noted() == [record], "it is there for who wrote it"
+    job.goes_on(2)
+    (folder / "stop").touch()
