@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from limosa.cdi.place import HOOK_FOLDER, Libraries
-from limosa.process.runtime import write_atomic
 from limosa.structs import ready
 
 VERSION = "0.3.0"
@@ -132,7 +131,19 @@ def write_spec(spec: Spec, path: Path) -> bool:
     if _content(path) == text:
         return False
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    write_atomic(path, text)
+    part = path.with_name(f".{path.name}.{os.getpid()}")  # runtimes read what ends in .json
+    part.unlink(missing_ok=True)  # of a process that was killed
+    fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        with open(fd, "wb") as file:
+            os.fchmod(fd, 0o644)
+            file.write(text)
+            file.flush()
+            os.fsync(fd)
+        os.rename(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -21,9 +21,10 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 @verb(
     flag("--fix", help="Fetch a CRIU that works, build what is missing; as root: limosa cdi."),
+    flag("--leave-containers", help="With --fix: no limosa cdi, though there is a container runtime."),
     CRIU_PATH,
 )
-def command(report: Report, *, fix: bool, criu: Path | None) -> None:
+def command(report: Report, *, fix: bool, leave_containers: bool, criu: Path | None) -> None:
     """Say what works on this machine, what does not, and what to do about it.
 
     It tries CRIU: it dumps and restores a small process. -v tells more.
@@ -34,7 +35,7 @@ def command(report: Report, *, fix: bool, criu: Path | None) -> None:
     """
     from limosa.operation.doctor import doctor
 
-    found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell)
+    found = doctor(fix=fix, criu=str(criu) if criu else None, log=report.tell, leave_containers=leave_containers)
     checks = [{k: v for k, v in c.items() if k != "exit_code"} for c in plain(found.checks)]
     report.result(
         {"ok": found.ok, "checks": checks}, lambda c: _draw(c, found, report.verbose), exit_code=found.exit_code

@@ -59,18 +59,21 @@ class Diagnosis(msgspec.Struct, kw_only=True):
         return next((c for c in (24, 12, 11) if c in codes), codes[0] if codes else 0)
 
 
-def doctor(*, fix: bool = False, criu: str | None = None, log: Log = lambda _: None) -> Diagnosis:
+def doctor(
+    *, fix: bool = False, criu: str | None = None, log: Log = lambda _: None, leave_containers: bool = False
+) -> Diagnosis:
     """Look at the machine; the checks come in the order in which they depend on each other.
 
     ``fix``: fetch a working CRIU, build the CRIU plugin and the libraries of jobs, where they are missing, and let
     containers have the latter; ``log`` is told. ``criu``: the program to look at instead of the one that would be
-    found.
+    found. ``leave_containers``: ``fix`` writes no CDI spec.
     """
     present = gpu_present()
     *checks, persistence = driver_checks(facts_of(present))
     rights = _capabilities()
     works, trial = _criu(criu, fix, rights, log)
-    checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log), containers(fix=fix, log=log)]
+    checks += [trial, _plugin(works, present, fix, log), _libraries(fix=fix, log=log)]
+    checks.append(containers(fix=fix and not leave_containers, log=log))
     checks += [rights, _ptrace_scope(), _nftables(works)]
     checks += [_memory(present), _cgroup(), persistence, huge_pages(present), _parking(), _stale(), _runtime_dir()]
     return Diagnosis(ok=not any(c.status == Status.FAIL for c in checks), checks=checks)
