@@ -165,7 +165,7 @@ def test_a_job_that_starts_without_the_library_is_told_so(
 def test_a_wheel_is_built_has_all_libraries_and_answers_when_it_is_installed(tmp_path: Path) -> None:
     """As ``make wheel`` does it, but for the man pages, in a copy; hatchling is fetched where it is not installed."""
     tree, made, installed = tmp_path / "tree", tmp_path / "dist", tmp_path / "installed"
-    built = shutil.ignore_patterns("*.so", "*.so.*", "__pycache__")  # what lies beside the source is no release
+    built = shutil.ignore_patterns("*.so", "*.so.*", build.PRELOAD_HOOK, "__pycache__")  # no release
     shutil.copytree(ROOT / "src", tree / "src", ignore=built)
     for name in ("pyproject.toml", "native_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
