@@ -153,13 +153,13 @@ static void between(void)
             for (int i = 0; i < THREADS * EACH; i++)
                 expect(!streams[i / EACH][i % EACH].captured);
         }
-        capture_hold(goes_on);
+        capture_hold(HOLD_TO_CLOSE, goes_on);
         gate_open();
         if (!goes_on)
             break;
         usleep(50);
     }
-    capture_hold(false);
+    capture_hold(HOLD_TO_CLOSE, false);
     usleep(100);
 }
 
