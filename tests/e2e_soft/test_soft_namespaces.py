@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soft_command import UNDER, importer_of
+from soft_command import UNDER, importer_of, waits_for
 from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
 from soft_job import JOB, Job
 
@@ -154,8 +154,12 @@ def test_nobody_in_the_container_passes_for_another(parked: Any) -> None:
     assert [n.address for n in names_of(liar)] == [f"\0limosa/shim/{name.removeprefix('limosa-')}"]
     with pytest.raises(ShimError, match=f"process {job.pid} of user 0 has its name"):
         Shim(Identity.of(liar), patience=0.0)
-    parked.says(13, "", "suspend", liar)
+    for pid in (liar, job.pid):  # all of a pid namespace is one job: who lies there keeps that from being moved
+        parked.says(13, "", "suspend", pid)
     assert parked.state(job) == "running"
+    outer.kill()
+    os.kill(liar, signal.SIGKILL)
+    waits_for(parked, lambda: not Path(f"/proc/{liar}").exists())
     parked.says(0, "", "move", job.pid, "--to", 1)
     job.goes_on(2)
     job.finish()  # and with it the first process of their pid namespace
