@@ -81,7 +81,7 @@ test-zdtm:
 	cd tests && $(SUDO) $(abspath $(PY)) -m zdtm $(ARGS)
 
 # What clang-tidy reads, as .clang-tidy says.
-TIDY = $(addprefix src/limosa/native/,criu hash shim sight) src/limosa_softgpu/native
+TIDY = $(addprefix src/limosa/native/,cdi criu hash shim sight) src/limosa_softgpu/native
 
 lint:
 	@$(READY_TEST)

@@ -33,6 +33,7 @@ PARTS = (
     (softgpu.build_softgpu, softgpu.SOFTGPU, softgpu.LIBRARIES, "there are no software GPUs"),
     (native.build_shim, native.SHIM, [native.SHIM_LIBRARY], "jobs move at the driver's speed"),
     (native.build_sight, native.SIGHT, [native.SIGHT_LIBRARY], "limosa run --gpus hides nothing"),
+    (native.build_preload_hook, native.CDI, [native.PRELOAD_HOOK], "limosa cdi cannot bring the shim into containers"),
     (native.build_hash, native.HASH, [native.HASH_LIBRARY], "device memory is not copied while a job runs"),
 )
 RELEASE = bool(os.environ.get("LIMOSA_RELEASE"))

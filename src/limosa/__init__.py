@@ -79,6 +79,7 @@ _WHERE = {
             "JobSuspended",
             "LeftSuspended",
             "NoCudaState",
+            "NoLibrary",
             "NoRoomOnGpu",
             "NoRoomOnHost",
             "NoSuchImage",
@@ -133,6 +134,7 @@ if TYPE_CHECKING:
     from limosa.errors import LeftSuspended as LeftSuspended
     from limosa.errors import LimosaError as LimosaError
     from limosa.errors import NoCudaState as NoCudaState
+    from limosa.errors import NoLibrary as NoLibrary
     from limosa.errors import NoRoomOnGpu as NoRoomOnGpu
     from limosa.errors import NoRoomOnHost as NoRoomOnHost
     from limosa.errors import NoSuchImage as NoSuchImage

@@ -191,6 +191,14 @@ class DriverTooOld(GpuUnavailable):
     id = "driver-too-old"
 
 
+class NoLibrary(LimosaError):
+    """A library or program of Limosa's own was not compiled, or others can change it."""
+
+    id, exit_code = "no-library", 12
+    template = "{detail}"
+    hint_template = "limosa doctor --fix"
+
+
 class CannotBeMoved(LimosaError):
     """The job uses something that cannot be moved."""
 

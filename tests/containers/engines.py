@@ -34,7 +34,7 @@ PACKAGES = (
     "iptables",
     "tar",
     "busybox-static",
-    "musl",
+    "musl-dev",
     "patchelf",
 )
 # What podman's packages ask for and nothing here starts.

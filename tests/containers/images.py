@@ -19,6 +19,7 @@ from typing import Any
 from containers.engines import ROOT, Engines
 
 NAME = "localhost/limosa-test:1"  # a name with a host that nobody can pull from
+OTHER = "/usr/lib/other.so"  # a library that an image may preload by itself
 _HERE = Path(__file__).parent
 _FOLDERS = ("bin", "dev", "etc", "lib64", "proc", "root", "run", "sys", "tmp", "usr", "usr/bin", "usr/lib", "var")
 _APPLETS = [
@@ -72,8 +73,35 @@ def make_rootfs(folder: Path, engines: Engines, driver: Path) -> Path:
     shutil.copy(engines["busybox"], folder / "bin/busybox")
     for applet in _APPLETS:
         (folder / "bin" / applet).symlink_to("busybox")
+    subprocess.run(["cc", "-shared", "-o", folder / OTHER.lstrip("/"), "-x", "c", "/dev/null"], check=True)
     (folder / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n")
     (folder / "etc/group").write_text("root:x:0:\nuser:x:1000:\n")
+    return folder
+
+
+def make_musl_rootfs(folder: Path, engines: Engines) -> Path:
+    """Make the root folder of an image whose only C library is musl, as Alpine's images are.
+
+    Args:
+        folder: where; must not be there.
+        engines: whose musl is taken.
+    """
+    for name in _FOLDERS:
+        (folder / name).mkdir(parents=True)
+    machine = os.uname().machine
+    headers, libraries = (engines.root / f"usr/{kind}/{machine}-linux-musl" for kind in ("include", "lib"))
+    loader = f"ld-musl-{machine}.so.1"
+    (folder / "lib").mkdir()
+    libc = engines.root / f"lib/{machine}-linux-musl/libc.so"
+    shutil.copyfile(libc, folder / "lib" / loader)
+    (folder / "lib" / loader).chmod(0o755)
+    shutil.copy(engines["busybox"], folder / "bin/busybox")
+    for applet in _APPLETS:
+        (folder / "bin" / applet).symlink_to("busybox")
+    starts = [libraries / name for name in ("crt1.o", "crti.o", "crtn.o")]
+    words = ["cc", "-w", "-nostdinc", "-isystem", headers, "-nostdlib", "-no-pie", "-o", folder / "job", *starts[:2]]
+    words += [_HERE / "job.c", f"-L{libc.parent}", "-lc", starts[2], f"-Wl,--dynamic-linker,/lib/{loader}"]
+    subprocess.run(words, check=True)
     return folder
 
 

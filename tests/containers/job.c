@@ -2,12 +2,15 @@
  *
  *     job [MIB [PACE_MS [STEPS]]]
  *
+ *     job wait          does nothing, and has no driver
+ *
  * Prints READY, then "step N hash H". The hash runs over all steps and all of its device memory, which is stamped anew
  * in turn: one wrong page shows in all later lines. With as many MiB it is the same in every process. */
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 #define PAGES 16 /* parts of its memory; each step looks at one and stamps it anew */
@@ -48,6 +51,11 @@ int main(int argc, char **argv)
     int gpu;
 
     setvbuf(stdout, NULL, _IOLBF, 0);
+    if (argc > 1 && !strcmp(argv[1], "wait")) {
+        puts("READY");
+        for (;;)
+            pause();
+    }
     snprintf(path, sizeof path, "%s.ptx", argv[0]);
     FILE *file = fopen(path, "r");
     driver = dlopen("libcuda.so.1", RTLD_NOW);

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -136,6 +137,22 @@ class Runtime:
         """Runs a program in a container."""
         raise NotImplementedError
 
+    def start_job(self, *command: object, **options: Any) -> Container:
+        """Starts a container whose output nobody outside has a descriptor of but the runtime."""
+        raise NotImplementedError
+
+    def known(self, name: str) -> Container:
+        """The container that the runtime, not this test, has started under a name."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """The containers that the runtime knows, running or not."""
+        raise NotImplementedError
+
+    def has(self, name: str) -> bool:
+        """Whether it knows one of that name."""
+        return name in self.names()
+
     def remove(self, container: Container) -> None:
         """Ends a container."""
         raise NotImplementedError
@@ -220,6 +237,8 @@ runc = ["{engines["runc"]}"]
         *command: object,
         gpus: Sequence[int] | None = (0,),
         options: Sequence[object] = (),
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
         name: str = "",
         image: str = NAME,
     ) -> Container:
@@ -227,6 +246,8 @@ runc = ["{engines["runc"]}"]
         name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
         log = self.place / f"{name}.log"
         words = [] if gpus is None else _gpu_options(gpus)
+        words += [word for device in cdi for word in ("--device", device)]
+        words += [word for one in env for word in ("--env", one)]
         place = ["--name", name, "--cgroup-parent", self.parent, "--log-opt", f"path={log}"]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
         pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
@@ -238,6 +259,17 @@ runc = ["{engines["runc"]}"]
 
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
+
+    def start_job(self, *command: object, **options: Any) -> Container:
+        return self.start(*command, **options)
+
+    def known(self, name: str) -> Container:
+        (found,) = self("container", "inspect", name).json
+        log = Path(found["HostConfig"]["LogConfig"]["Path"])
+        return self._started(found["Id"], name, found["State"]["Pid"], log)
+
+    def names(self) -> list[str]:
+        return self("ps", "--all", "--format", "{{.Names}}").stdout.split()
 
     def exec_words(self, container: Container) -> list[str]:
         """What starts a program in a container, before its words."""
@@ -266,16 +298,38 @@ class Runc(Runtime):
         """``runc("list")``."""
         return self.call(self.engines["runc"], "--root", self.place / "state", *arguments, rc=rc, limit=limit)
 
-    def bundle(self, name: str, command: Sequence[object], gpus: Sequence[int] | None = (0,), **changes: Any) -> Path:
+    def bundle(
+        self,
+        name: str,
+        command: Sequence[object],
+        gpus: Sequence[int] | None = (0,),
+        *,
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        rootfs: Path | None = None,
+        **changes: Any,
+    ) -> Path:
         """Makes a bundle; ``changes`` replace top fields of its config.json."""
         bundle = self.place / name
         for folder in ("up", "work", "rootfs"):
             (bundle / folder).mkdir(parents=True)
         config = bundle_config(name, self.parent, [str(word) for word in command], gpus)
+        for device in cdi:
+            kind, _, one = device.partition("=")
+            apply_cdi(config, self._spec(kind), one)
+        config["process"]["env"] += env
         (bundle / "config.json").write_text(json.dumps({**config, **changes}, indent=1))
-        layers = f"lowerdir={self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
+        layers = f"lowerdir={rootfs or self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
         self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
         return bundle
+
+    def _spec(self, kind: str) -> dict[str, Any]:
+        """The CDI spec of that kind in the node's /etc/cdi, as containerd would find it."""
+        for path in self.node.run(["sh", "-c", "ls /etc/cdi/*.json"]).stdout.split():
+            spec: dict[str, Any] = json.loads(self.node.run(["cat", path]).stdout)
+            if spec["kind"] == kind:
+                return spec
+        raise AssertionError(f"there is no CDI spec of {kind}")
 
     def start(self, *command: object, gpus: Sequence[int] | None = (0,), name: str = "", **changes: Any) -> Container:
         """``runc run --detach`` of a new bundle; its output goes to a file inside, ``/out``."""
@@ -301,6 +355,32 @@ class Runc(Runtime):
 
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
+
+    def start_job(self, *command: object, **options: Any) -> Container:
+        words = " ".join(map(str, command))
+        made = self.start("/bin/sh", "-c", f"exec {words} >>/out 2>&1 </dev/null", **options)
+        made.log = self.place / made.name / "up" / "out"  # where the node has mounted it nobody else sees
+        return made
+
+    def same_bundle(self, one: Container, name: str) -> Path:
+        """Makes a bundle with the configuration and the root of another as it is now."""
+        config = json.loads((self.place / one.name / "config.json").read_text())
+        config["linux"]["cgroupsPath"] = f"{self.parent}/{name}"
+        bundle = self.place / name
+        (bundle / "work").mkdir(parents=True)
+        (bundle / "rootfs").mkdir()
+        shutil.copytree(self.place / one.name / "up", bundle / "up", symlinks=True)
+        (bundle / "config.json").write_text(json.dumps(config))
+        layers = f"lowerdir={self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
+        self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
+        return bundle
+
+    def known(self, name: str) -> Container:
+        found = next(one for one in self("list", "--format", "json").json if one["id"] == name)
+        return self._started(name, name, found["pid"], Path(found["bundle"]) / "up" / "out")
+
+    def names(self) -> list[str]:
+        return [one["id"] for one in self("list", "--format", "json").json or []]
 
     def exec_words(self, container: Container) -> list[str]:
         """What starts a program in a container, before its words."""
@@ -383,6 +463,37 @@ def _join(pid: int) -> None:
     from limosa_softgpu.node import join
 
     join(pid)
+
+
+def own_folders(node: Node, *folders: str) -> None:
+    """Gives the node's programs such folders of their own: what they change there is gone with the node."""
+    for number, folder in enumerate(folders):
+        place = f"/dev/own-{number}-{secrets.token_hex(2)}"
+        node.run(["mkdir", "-p", f"{place}/up", f"{place}/work", folder])
+        layers = f"lowerdir={folder},upperdir={place}/up,workdir={place}/work"
+        node.run(["mount", "-t", "overlay", "overlay", "-o", layers, folder])
+
+
+def apply_cdi(config: dict[str, Any], spec: dict[str, Any], name: str) -> None:
+    """Does to a config.json what containerd and podman do with a device of a CDI spec."""
+    edits = [spec.get("containerEdits", {}), *(d["containerEdits"] for d in spec["devices"] if d["name"] == name)]
+    assert len(edits) == 2, f"there is no {name} in {spec}"
+    for edit in edits:
+        config["process"]["env"] += edit.get("env", [])
+        for mount in edit.get("mounts", []):
+            made = {"destination": mount["containerPath"], "source": mount["hostPath"], "type": "bind"}
+            config["mounts"].append({**made, "options": mount.get("options", [])})
+        for hook in edit.get("hooks", []):
+            made = {"path": hook["path"], "args": hook["args"]}
+            config.setdefault("hooks", {}).setdefault(hook["hookName"], []).append(made)
+        for node in edit.get("deviceNodes", []):
+            number = os.stat(node.get("hostPath", node["path"])).st_rdev if "major" not in node else None
+            major = node["major"] if number is None else os.major(number)
+            minor = node["minor"] if number is None else os.minor(number)
+            device = {"path": node["path"], "type": "c", "major": major, "minor": minor, "fileMode": 0o666}
+            config["linux"]["devices"].append(device)
+            rule = {"allow": True, "type": "c", "major": major, "minor": minor, "access": "rw"}
+            config["linux"]["resources"]["devices"].append(rule)
 
 
 def cgroup_layouts() -> list[str]:

@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "rm": ("limosa.cli.rm", "Remove images and what unfinished ones left."),
     "recover": ("limosa.cli.recover", "Finish or undo what a killed limosa left."),
     "doctor": ("limosa.cli.doctor", "Say what works on this machine and how to fix the rest."),
+    "cdi": ("limosa.cli.cdi", "Let containers have what limosa run gives a job."),
     "softgpu": ("limosa.cli.softgpu", "Run a program on a node of GPUs in software."),
     "demo": ("limosa.demo.command", "Disturb a real training; compare its bits with a twin's."),
 }

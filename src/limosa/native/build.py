@@ -24,6 +24,8 @@ SIGHT = CRIU.with_name("sight")
 SIGHT_LIBRARY = "liblimosa_sight.so"
 HASH = CRIU.with_name("hash")
 HASH_LIBRARY = "liblimosa_hash.so"
+CDI = CRIU.with_name("cdi")
+PRELOAD_HOOK = "preload_hook"
 FLAGS = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # No fortified or checked variants of C library functions: the plugin is loaded by CRIU builds with other C libraries.
 _PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
@@ -31,6 +33,9 @@ _PLUGIN_FLAGS = [*FLAGS, "-U_FORTIFY_SOURCE"]
 _SHIM_FLAGS = [*(flag for flag in FLAGS if not flag.startswith("-std")), "-std=c11", "-D_GNU_SOURCE", "-pthread"]
 _SIGHT_FLAGS = [*FLAGS, "-std=c11", "-D_GNU_SOURCE", "-U_FORTIFY_SOURCE"]
 _HASH_FLAGS = [*FLAGS, "-O3", "-DHASH_LIBRARY"]
+# A program, with a start of its own where that of the C library would ask for a new one.
+_HOOK_FLAGS = [*(flag for flag in FLAGS if flag not in ("-fPIC", "-shared")), "-fPIE", "-pie", "-U_FORTIFY_SOURCE"]
+_STARTS = {"x86_64": "GLIBC_2.2.5", "aarch64": "GLIBC_2.17"}
 # What is compiled here is loaded with other C libraries: a wheel's in other systems, the shim in containers. So all of
 # it asks for old symbols only; the functions of threads are those that lie in libpthread and libdl on older systems.
 _OLD_HEADER = CRIU.with_name("old_glibc.h")
@@ -109,6 +114,21 @@ def build_hash(folder: Path = HASH) -> str | None:
     return compile_library(folder / HASH_LIBRARY, [source], _HASH_FLAGS, [source, *HASH.glob("*.h")])
 
 
+def build_preload_hook(folder: Path = CDI) -> str | None:
+    """Compile the hook that keeps an image's own list of preloaded libraries, unless it is newer than its source.
+
+    Args:
+        folder: where it is put, whole or not at all.
+
+    Returns:
+        None where it is there afterwards, else why not.
+    """
+    source = CDI / f"{PRELOAD_HOOK}.c"
+    start_version = _STARTS.get(os.uname().machine) if _is_glibc() else None
+    own_start = ["-nostartfiles", f'-DLIMOSA_OWN_START="{start_version}"'] if start_version else []
+    return compile_library(folder / PRELOAD_HOOK, [source], [*_HOOK_FLAGS, *own_start], [source])
+
+
 def compile_library(
     library: Path,
     sources: Sequence[Path],
@@ -179,8 +199,11 @@ def _tries() -> list[tuple[list[str], bool]]:
 def _for_old_systems(flags: Sequence[str], links: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return options and what is linked, so that the library loads with older C libraries as well."""
     made = [*(f for f in flags if f != "-D_GNU_SOURCE"), "-D_GNU_SOURCE=", "-include", str(_OLD_HEADER)]
+    return made, [*links, _OLD_RELOCATIONS, *(_OLD_LINKS if _is_glibc() and "-pthread" in flags else [])]
+
+
+def _is_glibc() -> bool:
     try:
-        glibc = bool(os.confstr("CS_GNU_LIBC_VERSION"))
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
     except (OSError, ValueError):
-        glibc = False
-    return made, [*links, _OLD_RELOCATIONS, *(_OLD_LINKS if glibc and "-pthread" in flags else [])]
+        return False

@@ -32,7 +32,7 @@ bool shim_ready(void)
     int known = atomic_load_explicit(&ready, memory_order_relaxed);
 
     if (UNLIKELY(!known)) {
-        const char *off = getenv("LIMOSA_SHIM");
+        const char *off = secure_getenv("LIMOSA_SHIM");
         if (!find_driver())
             return false; /* not yet: the program may load one later */
         known = find_all() && !(off && !strcmp(off, "off")) ? 1 : 2;

@@ -106,7 +106,7 @@ bool nccl_switched_on(void)
     signed char now = atomic_load_explicit(&on, memory_order_relaxed);
 
     if (UNLIKELY(!now)) {
-        const char *words = getenv("LIMOSA_SHIM_WITHOUT");
+        const char *words = secure_getenv("LIMOSA_SHIM_WITHOUT");
         now = words && strstr(words, "ranks") ? -1 : 1;
         atomic_store_explicit(&on, now, memory_order_relaxed);
     }

@@ -387,7 +387,7 @@ static void *serve(void *nothing)
 /* What `limosa run --without` has told it, as words with commas between them. */
 static void read_switches(void)
 {
-    const char *words = getenv("LIMOSA_SHIM_WITHOUT");
+    const char *words = secure_getenv("LIMOSA_SHIM_WITHOUT");
 
     if (words && strstr(words, "bulk"))
         bulk_switch_off();

@@ -28,7 +28,7 @@ static char list[PATH_ROOM]; /* copied: a program may do with its environment wh
 
 __attribute__((constructor)) static void begin(void)
 {
-    const char *path = getenv("LIMOSA_SEES");
+    const char *path = secure_getenv("LIMOSA_SEES");
 
     if (path && strlen(path) < sizeof list)
         strcpy(list, path);

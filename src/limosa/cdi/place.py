@@ -1,0 +1,159 @@
+"""Where the libraries lie that containers mount: a folder of root's that outlives an update of Limosa.
+
+``/usr/local/lib/limosa/HASH``, named by what is in it. A container that runs goes on with what it has mounted, and one
+whose runtime has written the paths down finds them when it is started again: an older folder stays until
+``limosa cdi --remove``, and then as long as any process has it mounted. Below ``/usr`` since SELinux lets containers
+read what lies there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from limosa.errors import NoLibrary, PermissionDenied
+from limosa.native import build
+from limosa.start import changeable, untrusted_part
+
+PLACE = Path("/usr/local/lib/limosa")
+LIST = "ld.so.preload"
+HOOK_FOLDER = "mnt"
+_FILES = (
+    (build.SHIM / build.SHIM_LIBRARY, 0o755),
+    (build.SIGHT / build.SIGHT_LIBRARY, 0o755),
+    (build.CDI / build.PRELOAD_HOOK, 0o755),
+)
+_PRELOADED = (build.SHIM_LIBRARY, build.SIGHT_LIBRARY)
+_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+class Libraries(NamedTuple):
+    """A folder of libraries as containers mount it.
+
+    Attributes:
+        folder: absolute, the same outside and inside.
+        there: whether it was there already.
+    """
+
+    folder: Path
+    there: bool
+
+    @property
+    def list(self) -> Path:
+        """What is laid over a container's ``/etc/ld.so.preload``."""
+        return self.folder / LIST
+
+    @property
+    def hook(self) -> Path:
+        """The program that keeps an image's own list."""
+        return self.folder / build.PRELOAD_HOOK
+
+
+def current(place: Path = PLACE) -> Path:
+    """Return the folder that this Limosa's libraries belong in, there or not.
+
+    Raises:
+        NoLibrary: they were not compiled, or others can change them.
+    """
+    digest = hashlib.sha256()
+    for path, _ in _FILES:
+        digest.update(path.name.encode() + b"\0" + hashlib.sha256(_read(path)).digest())
+    return place / digest.hexdigest()[:16]
+
+
+def install(place: Path = PLACE) -> Libraries:
+    """Put this Limosa's libraries where containers find them, whole or not at all.
+
+    Raises:
+        NoLibrary: they were not compiled, or others can change them.
+        PermissionDenied: the caller is not root, or others can change the place.
+        OSError: no room.
+    """
+    folder = current(place)
+    if os.geteuid() != 0:
+        raise PermissionDenied(detail="what containers mount is root's", hint="sudo limosa cdi")
+    if (part := untrusted_part(place)) is not None:
+        raise PermissionDenied(detail=f"{part} can be changed by others than root", hint=f"chown root: {part}")
+    if complete(folder):
+        return Libraries(folder, there=True)
+    place.mkdir(mode=0o755, parents=True, exist_ok=True)
+    place.chmod(0o755)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=place) as scratch:
+        new = Path(scratch, folder.name)
+        new.mkdir()
+        for path, mode in _FILES:
+            _write(new / path.name, _read(path), mode)
+        _write(new / LIST, "".join(f"{folder / name}\n" for name in _PRELOADED).encode(), 0o644)
+        (new / HOOK_FOLDER).mkdir()
+        new.chmod(0o755)
+        (new / HOOK_FOLDER).chmod(0o755)
+        if folder.exists():  # half of it is gone: somebody has cleaned up
+            shutil.rmtree(folder)
+        new.rename(folder)
+    return Libraries(folder, there=False)
+
+
+def complete(folder: Path) -> bool:
+    """Return whether a folder of this place has all that belongs in it."""
+    names = [*(path.name for path, _ in _FILES), LIST]
+    return all((folder / name).is_file() for name in names) and (folder / HOOK_FOLDER).is_dir()
+
+
+def remove(place: Path = PLACE) -> list[Path]:
+    """Remove all folders of libraries that no process has mounted; what stays is returned.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    used, kept = mounted(place), []
+    with contextlib.suppress(FileNotFoundError):
+        for folder in sorted(place.iterdir()):
+            if _NAME.fullmatch(folder.name):
+                if folder in used:
+                    kept.append(folder)
+                else:
+                    shutil.rmtree(folder)
+        if not kept:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+    return kept
+
+
+def mounted(place: Path = PLACE) -> set[Path]:
+    """Return the folders of libraries that are mounted in some process's namespace."""
+    found: set[Path] = set()
+    seen: set[str] = set()
+    pattern = re.compile(re.escape(f"{place}/") + r"([0-9a-f]{16})")
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace not in seen:
+                seen.add(namespace)
+                with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="replace") as file:
+                    found |= {place / name for name in pattern.findall(file.read())}
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if why := changeable(path):
+            raise NoLibrary(detail=f"containers get no {path.name}: {why}", hint="chown root:, chmod go-w")
+        return path.read_bytes()
+    except OSError as error:
+        raise NoLibrary(
+            detail=f"{path.name} was not built, or cannot be read ({error.strerror})", hint="limosa doctor --fix"
+        ) from error
+
+
+def _write(path: Path, data: bytes, mode: int) -> None:
+    with open(path, "xb") as file:
+        os.fchmod(file.fileno(), mode)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

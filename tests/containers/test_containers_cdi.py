@@ -1,0 +1,186 @@
+"""``limosa cdi``: a container that asks for the device has the shim, and nothing else of it is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers.engines import Engines
+from containers.images import OTHER, make_image, make_musl_rootfs
+from containers.runtimes import Container, Podman, Runc, cgroup_layouts, own_folders
+from soft_node import Node
+
+SHIM = "limosa.dev/job=shim"
+BOTH = {"liblimosa_shim.so", "liblimosa_sight.so"}
+OWN = "/etc/ld.so.preload"
+
+
+@pytest.fixture(autouse=True)
+def spec(node: Node) -> dict[str, Any]:
+    """The spec, in folders of the node's own."""
+    own_folders(node, "/etc", "/usr/local/lib")
+    told = node.limosa("cdi", "-o", "json").json
+    assert told["changed"]
+    return {**json.loads(node.run(["cat", told["spec"]]).stdout), "told": told}
+
+
+@pytest.fixture
+def of_rootfs(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Container]:
+    """Starts a container of a root folder made by the test, with the runtime that is named."""
+
+    def start(runtime: str, rootfs: Path, *command: object, **options: Any) -> Container:
+        found: Podman | Runc = request.getfixturevalue(runtime)
+        if isinstance(found, Runc):
+            return found.start(*command, rootfs=rootfs, **options)
+        name = f"localhost/{rootfs.name}:1"
+        found.load(make_image(tmp_path / f"{rootfs.name}.tar", rootfs, name))
+        return found.start(*command, image=name, **options)
+
+    return start
+
+
+def loaded(container: Container) -> set[str]:
+    """The libraries of Limosa's, and of the test's, that its first process has loaded."""
+    maps = Path(f"/proc/{container.pid}/maps").read_text().split()
+    return {Path(word).name for word in maps if "/liblimosa_" in word or word == OTHER}
+
+
+def sockets(container: Container) -> list[str]:
+    """The abstract sockets of its network."""
+    lines = Path(f"/proc/{container.pid}/net/unix").read_text().splitlines()
+    return [line.split()[-1] for line in lines if line.split()[-1].startswith("@")]
+
+
+def test_a_container_that_asks_has_the_shim_and_one_that_does_not_has_not(container: Any) -> None:
+    one, other = container("/job", 16, 5, cdi=[SHIM]), container("/job", 16, 5)
+    one.goes_on()
+    other.goes_on()
+    assert loaded(one) == BOTH
+    assert any("limosa" in name for name in sockets(one))  # it answers
+    assert loaded(other) == set()
+    assert sockets(other) == []
+    env = Path(f"/proc/{one.pid}/environ").read_text().split("\0")
+    assert "UV_USE_IO_URING=0" in env
+    assert not [word for word in env if word.startswith("LD_PRELOAD")]
+
+
+def test_without_a_driver_it_does_nothing(container: Any) -> None:
+    one = container("/job", "wait", gpus=None, cdi=[SHIM])
+    one.wait_for("READY")
+    assert loaded(one) == BOTH
+    assert len(os.listdir(f"/proc/{one.pid}/task")) == 1
+    assert sockets(one) == []
+    assert (
+        one.run("/job", 1, 1, 1, rc=None).stdout
+        == "libcuda.so.1: cannot open shared object file: No such file or directory\n"
+    )
+
+
+@pytest.mark.parametrize("runtime", ["podman", "runc"])
+def test_under_musl_nothing_is_loaded(
+    runtime: str, of_rootfs: Callable[..., Container], engines: Engines, tmp_path: Path
+) -> None:
+    rootfs = make_musl_rootfs(tmp_path / "musl", engines)
+    one = of_rootfs(runtime, rootfs, "/job", "wait", gpus=None, cdi=[SHIM])
+    one.wait_for("READY")
+    assert loaded(one) == set()
+    assert "ld-musl" in Path(f"/proc/{one.pid}/maps").read_text()
+    assert "liblimosa_shim.so" in one.run("cat", OWN).stdout  # it is there
+
+
+def test_an_images_own_ld_preload_is_kept(container: Any) -> None:
+    one = container("/job", 16, 5, cdi=[SHIM], env=[f"LD_PRELOAD={OTHER}"])
+    one.goes_on()
+    assert loaded(one) == {*BOTH, Path(OTHER).name}
+    assert f"LD_PRELOAD={OTHER}" in Path(f"/proc/{one.pid}/environ").read_text().split("\0")
+
+
+@pytest.mark.parametrize("runtime", ["podman", "runc"])
+def test_an_images_own_list_is_kept(
+    runtime: str, of_rootfs: Callable[..., Container], rootfs: Path, tmp_path: Path
+) -> None:
+    made = Path(shutil.copytree(rootfs, tmp_path / "with_list", symlinks=True))
+    (made / OWN.lstrip("/")).write_text(f"{OTHER}\n")
+    one = of_rootfs(runtime, made, "/job", 16, 5, cdi=[SHIM])
+    one.goes_on()
+    assert loaded(one) == {*BOTH, Path(OTHER).name}
+    words = one.run("cat", OWN).stdout.split()
+    assert [Path(word).name for word in words] == ["liblimosa_shim.so", "liblimosa_sight.so", "other.so"]
+    assert one.run("touch", OWN, rc=None).rc != 0 or one.run("cat", OWN).stdout.split() == words
+    assert "limosa" not in Path("/proc/self/mounts").read_text()  # nothing of the hook's stays outside
+    if runtime == "podman":
+        assert OWN not in one.runtime("diff", one.id).stdout.split()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
+def test_crun_calls_the_hook_as_well(cgroups: str, node: Node, engines: Engines, rootfs: Path, tmp_path: Path) -> None:
+    made = Path(shutil.copytree(rootfs, tmp_path / "with_list", symlinks=True))
+    (made / OWN.lstrip("/")).write_text(f"{OTHER}\n")
+    with contextlib.closing(Podman(node, engines, tmp_path / "podman", runtime="crun")) as podman:
+        podman.load(make_image(tmp_path / "image.tar", made))
+        one = podman.start("/job", 16, 5, cdi=[SHIM])
+        one.goes_on()
+        assert loaded(one) == {*BOTH, Path(OTHER).name}
+
+
+@pytest.mark.parametrize("kind", ["link outside", "pipe", "too long", "link above"])
+def test_a_list_that_is_none_does_no_harm(
+    kind: str, of_rootfs: Callable[..., Container], rootfs: Path, tmp_path: Path
+) -> None:
+    made = Path(shutil.copytree(rootfs, tmp_path / "hostile", symlinks=True))
+    own = made / OWN.lstrip("/")
+    secret = tmp_path / "secret"
+    secret.write_text(f"{OTHER}\n")
+    if kind == "link outside":
+        own.symlink_to(secret)
+    elif kind == "link above":
+        own.symlink_to("../" * 30 + str(secret).lstrip("/"))
+    elif kind == "pipe":
+        os.mkfifo(own)
+    else:
+        own.write_text(f"{OTHER}\n" * 10_000)
+    found = of_rootfs("runc", made, "/job", 16, 5, cdi=[SHIM])
+    found.goes_on()
+    assert loaded(found) <= BOTH
+    assert "other.so" not in found.run("cat", OWN, rc=None).stdout
+
+
+def test_a_read_only_root_and_another_user(podman: Podman) -> None:
+    one = podman.start("/job", 16, 5, cdi=[SHIM], options=["--read-only", "--user", "1000:1000"])
+    one.goes_on()
+    assert loaded(one) == BOTH
+
+
+def test_what_containers_have_mounted_stays(node: Node, container: Any, spec: dict[str, Any]) -> None:
+    one = container("/job", 16, 5, cdi=[SHIM])
+    one.goes_on()
+    told = node.limosa("cdi", "--remove", "-o", "json").json
+    assert told["changed"]
+    assert told["kept"] == [spec["told"]["libraries"]]
+    assert "job" in one.run("ls", "/").stdout
+    one.remove()
+    end = time.monotonic() + 20
+    while kept := node.limosa("cdi", "--remove", "-o", "json").json["kept"]:  # podman clears up after it has answered
+        assert time.monotonic() < end, kept
+    assert node.run(["ls", "/usr/local/lib/limosa"], rc=None).rc != 0
+
+
+def test_the_spec_is_roots_and_for_everybody_to_read(node: Node, spec: dict[str, Any]) -> None:
+    told = spec["told"]
+    modes = node.run(["stat", "-c", "%a %u %n", told["spec"], told["libraries"]]).stdout.splitlines()
+    assert modes == [f"644 0 {told['spec']}", f"755 0 {told['libraries']}"]
+    assert node.limosa("cdi", "-o", "json").json["changed"] is False
+    stdout = json.loads(node.limosa("cdi", "--output", "-").stdout)
+    assert stdout == {key: value for key, value in spec.items() if key != "told"}
+    other = "/etc/other.json"
+    assert node.limosa("cdi", "--output", other, "-o", "json").json["spec"] == other
+    assert json.loads(node.run(["cat", other]).stdout)["kind"] == "limosa.dev/job"
+    assert node.limosa("cdi", "--remove", "--output", "/etc/passwd", "-o", "json").json["changed"] is False
+    assert "root" in node.run(["cat", "/etc/passwd"]).stdout
