@@ -32,6 +32,10 @@ ARCHIVE = "container.tar"
 """What podman's archive of a container is called among an image's files."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
+MACHINES = "host"
+"""What the network, and any other namespace, of a container is called that has the machine's."""
+
+_NETWORKS = (MACHINES, "none")
 _SHARES = "container-shares"
 _SHARED = ("container:", "ns:")
 _MOST_ARGUMENTS = 1 << 16
@@ -236,7 +240,9 @@ class _Podman(Runtime):
             if mode.startswith(_SHARED)
         ]
         shared += [f"it is in pod {one.pod[:12]}"] if one.pod else []
-        shared += [f"it has the host's {k} namespace" for k, m in (("pid", host.pid), ("ipc", host.ipc)) if m == "host"]
+        shared += [
+            f"it has the host's {k} namespace" for k, m in (("pid", host.pid), ("ipc", host.ipc)) if m == MACHINES
+        ]
         return Contained(
             id=one.id,
             name=one.name,
@@ -244,7 +250,7 @@ class _Podman(Runtime):
             image=one.image_name,
             image_id=one.image,
             bundle=one.static_dir,
-            network=host.network if host.network in ("host", "none") else "private",
+            network=host.network if host.network in _NETWORKS else "private",
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             log=host.log.path,
             restored=one.state.restored_at if one.state.restored else "",

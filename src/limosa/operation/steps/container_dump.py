@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.containers.freezer import freeze, thaw
-from limosa.containers.runtimes import Kept, folder_of
+from limosa.containers.runtimes import MACHINES, Kept, folder_of
 from limosa.errors import FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
 from limosa.operation.dump_options import Options
@@ -139,7 +139,7 @@ class ContainerDumping(Dumping):
             bundle=contained.bundle,
             folder=folder_of(contained),
             network=contained.network,
-            ports=sorted(ports) if contained.network == "host" else [],
+            ports=sorted(ports) if contained.network == MACHINES else [],
             volumes=[volume.name for volume in contained.volumes],
             log=contained.log,
         )
