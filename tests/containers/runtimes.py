@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import signal
 import subprocess
 import time
@@ -136,6 +137,22 @@ class Runtime:
         """Runs a program in a container."""
         raise NotImplementedError
 
+    def start_job(self, *command: object, **options: Any) -> Container:
+        """Starts a container whose output nobody outside has a descriptor of but the runtime."""
+        raise NotImplementedError
+
+    def known(self, name: str) -> Container:
+        """The container that the runtime, not this test, has started under a name."""
+        raise NotImplementedError
+
+    def names(self) -> list[str]:
+        """The containers that the runtime knows, running or not."""
+        raise NotImplementedError
+
+    def has(self, name: str) -> bool:
+        """Whether it knows one of that name."""
+        return name in self.names()
+
     def remove(self, container: Container) -> None:
         """Ends a container."""
         raise NotImplementedError
@@ -243,6 +260,17 @@ runc = ["{engines["runc"]}"]
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
 
+    def start_job(self, *command: object, **options: Any) -> Container:
+        return self.start(*command, **options)
+
+    def known(self, name: str) -> Container:
+        (found,) = self("container", "inspect", name).json
+        log = Path(found["HostConfig"]["LogConfig"]["Path"])
+        return self._started(found["Id"], name, found["State"]["Pid"], log)
+
+    def names(self) -> list[str]:
+        return self("ps", "--all", "--format", "{{.Names}}").stdout.split()
+
     def exec_words(self, container: Container) -> list[str]:
         """What starts a program in a container, before its words."""
         return [self.engines["podman"], "exec", container.id]
@@ -327,6 +355,32 @@ class Runc(Runtime):
 
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("exec", container.id, *argv, rc=rc)
+
+    def start_job(self, *command: object, **options: Any) -> Container:
+        words = " ".join(map(str, command))
+        made = self.start("/bin/sh", "-c", f"exec {words} >>/out 2>&1 </dev/null", **options)
+        made.log = self.place / made.name / "up" / "out"  # where the node has mounted it nobody else sees
+        return made
+
+    def same_bundle(self, one: Container, name: str) -> Path:
+        """Makes a bundle with the configuration and the root of another as it is now."""
+        config = json.loads((self.place / one.name / "config.json").read_text())
+        config["linux"]["cgroupsPath"] = f"{self.parent}/{name}"
+        bundle = self.place / name
+        (bundle / "work").mkdir(parents=True)
+        (bundle / "rootfs").mkdir()
+        shutil.copytree(self.place / one.name / "up", bundle / "up", symlinks=True)
+        (bundle / "config.json").write_text(json.dumps(config))
+        layers = f"lowerdir={self.rootfs},upperdir={bundle}/up,workdir={bundle}/work"
+        self.call("/bin/mount", "-t", "overlay", "overlay", "-o", layers, bundle / "rootfs")
+        return bundle
+
+    def known(self, name: str) -> Container:
+        found = next(one for one in self("list", "--format", "json").json if one["id"] == name)
+        return self._started(name, name, found["pid"], Path(found["bundle"]) / "up" / "out")
+
+    def names(self) -> list[str]:
+        return [one["id"] for one in self("list", "--format", "json").json or []]
 
     def exec_words(self, container: Container) -> list[str]:
         """What starts a program in a container, before its words."""

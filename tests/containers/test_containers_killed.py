@@ -17,7 +17,7 @@ import pytest
 from containers.runtimes import cgroup_layouts
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(300)]
-TIMES = 12
+TIMES = 12 if os.environ.get("LIMOSA_LONG_TESTS") else 4
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from image_material import manifest
 from limosa.errors import DamagedImage
 from limosa.image.manifest import (
     MANIFEST_LIMIT,
+    ContainerRecord,
     GpuRecord,
     ImageFile,
     JobRecord,
@@ -136,10 +137,29 @@ def test_the_hash_has_one_form(line: bytes) -> None:
         decode(data, digest_line(digest_of(data)).upper(), "/img")
 
 
+def test_a_containers_image_has_a_schema_of_its_own() -> None:
+    box = {"runtime": "podman", "id": "ab" * 32, "name": "train"}
+    found = read(changed(schema=3, container=box))
+    assert found.container == ContainerRecord(runtime="podman", id="ab" * 32, name="train")
+    assert read(encode(found)) == found
+    assert b"container" not in encode(manifest())
+    for schema, wrong in (
+        (1, box),
+        (3, None),
+        (3, {**box, "runtime": "../x"}),
+        (3, {**box, "name": "-x"}),
+        (3, {**box, "id": "a/b"}),
+        (3, {**box, "volumes": ["--all"]}),
+        (3, {**box, "ports": [0]}),
+    ):
+        with pytest.raises(DamagedImage):
+            read(changed(schema=schema, container=wrong))
+
+
 def test_unknown_fields_are_ignored_and_unknown_schemas_refused() -> None:
     assert read(changed(weather="fine")) == manifest()
     with pytest.raises(DamagedImage, match="newer Limosa"):
-        read(changed(schema=3))
+        read(changed(schema=4))
     for schema in (0, -1, "1", None, 1.5, True):
         with pytest.raises(DamagedImage):
             read(changed(schema=schema))

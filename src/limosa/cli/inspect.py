@@ -64,6 +64,10 @@ def _draw(console: Console, image: Image, verbose: int) -> None:
         ("log", job.log or "-"),
         ("open files", f"{len(manifest.open_files)}, with those that are mapped"),
     ]
+    if (box := manifest.container) is not None:
+        facts.append(
+            ("container", f"{box.runtime}:{box.name} ({box.id[:12]}) of image {box.image or '-'}; pids inside of it")
+        )
     if manifest.device:
         distinct = f"{words.size(sum(sizes.values()))} of it distinct, in {len(sizes)} chunks"
         facts.append(("device memory", f"{words.size(manifest.device_bytes)}, {distinct}"))

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from limosa.cli import words
-from limosa.cli.options import CRIU_PATH, CRIU_RESTORE, DRY_RUN, FORCE, IMAGE, PRINT_STATS, TIMEOUT, WHERE, check_force
+from limosa.cli.options import (
+    CRIU_PATH,
+    CRIU_RESTORE,
+    DRY_RUN,
+    FORCE,
+    IMAGE,
+    PRINT_STATS,
+    TIMEOUT,
+    WHERE,
+    check_force,
+    folder,
+)
 from limosa.cli.output import Report
 from limosa.cli.verb import flag, option, verb
 from limosa.errors import LimosaError, UsageError
@@ -22,6 +33,8 @@ if TYPE_CHECKING:
     flag("--attach", help="Show its output, pass signals on and exit as it does, like limosa run."),
     flag("--no-verify", help="Do not check the hashes first."),
     flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
+    option("--name", metavar="NAME", help="A container: call it so, not as it was called."),
+    option("--bundle", metavar="DIR", type=folder(), help="A container of runc: use this bundle of its own."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
     *CRIU_RESTORE,
     PRINT_STATS,
@@ -36,6 +49,7 @@ def command(  # noqa: PLR0913 - what is typed
     image: Path,
     attach: bool,
     no_verify: bool,
+    bundle: Path | None,
     criu: Path | None,
     timeout: float | None,
     force: Sequence[str],
@@ -61,6 +75,7 @@ def command(  # noqa: PLR0913 - what is typed
     options = {
         **more,
         "verify": not no_verify,
+        "bundle": str(bundle.absolute()) if bundle is not None else None,
         "criu": str(criu) if criu is not None else None,
         "force": check_force(force),
     }

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -73,9 +73,13 @@ class _Spec(msgspec.Struct):
     annotations: dict[str, str] | None = None
 
 
-def states() -> Iterator[State]:
-    """Yield what the runtimes of this machine, or of the caller, note of their containers."""
-    for folder in _folders():
+def states(besides: Sequence[str] = ()) -> Iterator[State]:
+    """Yield what the runtimes of this machine, or of the caller, note of their containers.
+
+    Args:
+        besides: further folders of notes.
+    """
+    for folder in folders(besides):
         with contextlib.suppress(OSError), closing(_open_folder(folder)) as fd, os.scandir(fd) as entries:
             names = [entry.name for entry in itertools.islice(entries, _MOST_CONTAINERS)]
             for name in sorted(names):
@@ -84,8 +88,18 @@ def states() -> Iterator[State]:
                     yield found
 
 
-def _folders() -> list[str]:
-    found = [folder for folder in os.environ.get(_SETTING, "").split(":") if os.path.isabs(folder)]
+def noted_in() -> list[str]:
+    """Return the folders of notes that the caller's setting names."""
+    return [folder for folder in os.environ.get(_SETTING, "").split(":") if os.path.isabs(folder)]
+
+
+def folders(besides: Sequence[str] = ()) -> list[str]:
+    """Return the folders in which runtimes note their containers.
+
+    Args:
+        besides: such that come first.
+    """
+    found = [*besides, *noted_in()]
     if os.geteuid():
         found += [f"/run/user/{os.geteuid()}/{name}" for name in ("runc", "crun")]
     found += _FOLDERS

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from limosa.image.files import open_file as open_file
     from limosa.image.listing import Listed as Listed
     from limosa.image.listing import images as images
+    from limosa.image.manifest import ContainerRecord as ContainerRecord
     from limosa.image.manifest import DeviceMemory as DeviceMemory
     from limosa.image.manifest import DevicePiece as DevicePiece
     from limosa.image.manifest import GpuRecord as GpuRecord
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Chunks": "chunks",
     "CommitTimings": "sync",
+    "ContainerRecord": "manifest",
     "DeviceMemory": "manifest",
     "DevicePiece": "manifest",
     "Draft": "draft",

@@ -27,10 +27,12 @@ from limosa.image.chunks import LEAST_CHUNK, MOST_CHUNK
 from limosa.structs import ready
 from limosa.version import VERSION
 
-SCHEMA, SCHEMA_CHUNKS = 1, 2
-"""The schema numbers that this version writes and reads: the second where the image holds device memory as chunks.
+SCHEMA, SCHEMA_CHUNKS, SCHEMA_CONTAINER = 1, 2, 3
+"""The schema numbers that this version writes and reads: the second where the image holds device memory as chunks, the
+third where it is a container's.
 
-Whoever knows the first alone would restore such an image without its device memory."""
+Whoever knows the first alone would restore such an image without its device memory, or CRIU's part of a container under
+pids of the machine."""
 
 MANIFEST_NAME = "manifest.json"
 DIGEST_NAME = "manifest.blake3"
@@ -61,6 +63,7 @@ Rfc3339 = Annotated[
     str,
     msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,9})?(Z|[+-]\d\d:\d\d)\Z", max_length=40),
 ]
+ContainerName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,254}\Z")]
 Option = bool | int | float | str | list[str] | None
 
 
@@ -252,6 +255,34 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
     pieces: Annotated[list[DevicePiece], msgspec.Meta(max_length=1_000_000)]
 
 
+class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The container that the job ran in, whose runtime has written its host side into ``criu/``.
+
+    Attributes:
+        runtime: which: "podman" (``criu/container.tar`` is its archive) or "runc" (``criu/`` has CRIU's own files).
+        id, name: as the runtime called it.
+        image, image_id: the image that it was made of, by name and by id; "" where the runtime knows none.
+        bundle: its OCI bundle.
+        folder: where the runtime kept its state, for runc.
+        network: "host", "none" or "private".
+        ports: TCP ports of the machine that it listened on, where its network was the machine's.
+        volumes: its named volumes.
+        log: the file that its output went to.
+    """
+
+    runtime: Annotated[str, msgspec.Meta(pattern=r"^(podman|runc)\Z")]
+    id: ContainerName
+    name: ContainerName
+    image: Text = ""
+    image_id: Text = ""
+    bundle: PathText = ""
+    folder: PathText = ""
+    network: Text = ""
+    ports: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=65535)]], msgspec.Meta(max_length=65536)] = []
+    volumes: Annotated[list[ContainerName], msgspec.Meta(max_length=1000)] = []
+    log: PathText = ""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Everything ``manifest.json`` says; the table in ``docs/image-format.md`` is the same list.
 
@@ -273,6 +304,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         software_gpu: whether the driver was the one in software.
         chunk_bytes: size of a chunk of device memory; 0 where there is none.
         device: device memory that is in the image as chunks, by process.
+        container: the container that it is, or None. Pids are those inside of it then.
         schema: see SCHEMA.
     """
 
@@ -297,6 +329,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     software_gpu: bool = False
     chunk_bytes: Size = 0
     device: Annotated[list[DeviceMemory], msgspec.Meta(max_length=1_000_000)] = []
+    container: ContainerRecord | None = None
     schema: int = SCHEMA
 
     @property
@@ -350,8 +383,11 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: if a field is out of its bounds: what would not be read must not be written.
     """
-    manifest = msgspec.structs.replace(manifest, schema=SCHEMA_CHUNKS if manifest.device else SCHEMA)
+    schema = SCHEMA_CONTAINER if manifest.container is not None else SCHEMA_CHUNKS if manifest.device else SCHEMA
+    manifest = msgspec.structs.replace(manifest, schema=schema)
     plain = {"schema": manifest.schema} | _each_text(msgspec.to_builtins(manifest), _to_json_text)
+    if manifest.container is None:
+        del plain["container"]
     data = msgspec.json.format(msgspec.json.encode(plain), indent=1) + b"\n"
     if len(data) > MANIFEST_LIMIT:
         raise ValueError(f"the manifest would have {len(data)} bytes, more than {MANIFEST_LIMIT}")
@@ -408,9 +444,9 @@ _DECODER = msgspec.json.Decoder(ready(Manifest))
 def _parse(data: bytes) -> Manifest:
     """Bytes to a checked manifest; ValueError says what is wrong."""
     schema = _SCHEMA_DECODER.decode(data).schema
-    if schema not in (SCHEMA, SCHEMA_CHUNKS):
-        newer = "a newer Limosa wrote it; " if schema > SCHEMA_CHUNKS else ""
-        raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA} and {SCHEMA_CHUNKS})")
+    if not SCHEMA <= schema <= SCHEMA_CONTAINER:
+        newer = "a newer Limosa wrote it; " if schema > SCHEMA_CONTAINER else ""
+        raise ValueError(f"{newer}schema {schema} is not known here (only {SCHEMA} to {SCHEMA_CONTAINER})")
     manifest = _DECODER.decode(data)
     if rb"\u0000" in data:  # the only way a NUL can stand in JSON
         manifest = msgspec.convert(_each_text(msgspec.to_builtins(manifest), _from_json_text), ready(Manifest))
@@ -439,7 +475,9 @@ def _check(manifest: Manifest) -> None:
         if seen and process.ppid not in seen:
             raise ValueError(f"process {process.pid} comes before its parent {process.ppid}")
         seen.add(process.pid)
-    if bool(manifest.device) != (manifest.schema == SCHEMA_CHUNKS):
+    if (manifest.container is not None) != (manifest.schema == SCHEMA_CONTAINER):
+        raise ValueError(f"a container is what schema {SCHEMA_CONTAINER} is for")
+    if manifest.container is None and bool(manifest.device) != (manifest.schema == SCHEMA_CHUNKS):
         raise ValueError(f"device memory as chunks is what schema {SCHEMA_CHUNKS} is for")
     if manifest.device:
         _check_device(manifest)

@@ -18,6 +18,7 @@ from limosa.operation.jobs import JobLike, job
 from limosa.operation.options import CheckpointOptions as Keywords
 from limosa.operation.options import check_names, check_seconds
 from limosa.operation.results import CheckpointResult
+from limosa.operation.steps.container_dump import ContainerDumping
 from limosa.operation.steps.dumping import Dumping
 from limosa.operation.verbs import CHECKPOINT
 from limosa.operation.work import Work
@@ -59,7 +60,8 @@ def checkpoint(
                 prepared = look_at(which, work.driver, chosen, work, find)
                 prepared.refuse()
                 program = find(chosen.criu)
-            result = Dumping(work, CHECKPOINT, prepared, chosen, program).run()
+            kind = Dumping if prepared.box is None else ContainerDumping
+            result = kind(work, CHECKPOINT, prepared, chosen, program).run()
         result.timings = work.timings
         return result
 

@@ -10,6 +10,7 @@ from limosa import gpu
 from limosa.errors import NoWorkingCriu, PermissionDenied, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.trust import destination_problem, open_named
+from limosa.operation import container_plan
 from limosa.operation.dump_options import Options
 from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
@@ -35,6 +36,7 @@ def look_at(
     find: Callable[[str | None], Criu] = find_criu,
 ) -> Prepared:
     """Plans a checkpoint, within the time that ``clock`` gives."""
+    box, against = container_plan.boxed(which.root)
 
     def more(observation: JobObservation, members: Sequence[Member]) -> list[Reason]:
         found: list[Reason] = []
@@ -43,9 +45,11 @@ def look_at(
             plugin = find(options.criu).plugin_dir is not None
         except NoWorkingCriu as error:
             found.append(as_reason(error))
-        found += sizes.checkpoint_sizes(observation)
-        return found + hazards.checkpoint_hazards(
-            observation,
+        if box is None:
+            found += sizes.checkpoint_sizes(observation)
+        criu_sees = observation if box is None else container_plan.as_seen_by_criu(observation)
+        of_criu = hazards.checkpoint_hazards(
+            criu_sees,
             tcp_established=options.tcp_established,
             tcp_close=options.tcp_close,
             shell_job=options.shell_job,
@@ -57,9 +61,14 @@ def look_at(
             plugin=plugin,
             cuda_pids=[m.pid for m in members],
         )
+        return found + (of_criu if box is None else container_plan.hazards_of(of_criu, criu_sees))
 
     ask = Ask(verb=CHECKPOINT, leave_running=options.leave_running, force=options.force, more=more)
     prepared = look(which, ask, driver, clock)
+    prepared.box = box
+    if against:
+        of_any = {"mount-namespace", "pid-namespace"}
+        prepared.reasons = [*against, *(r for r in prepared.reasons if r.id not in of_any)]
     prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
     extra += pause_reasons(CHECKPOINT.estimate(prepared.shape), options.max_pause)

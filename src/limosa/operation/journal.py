@@ -59,6 +59,7 @@ class Noted(Term):
     MAP = "map"
     OPEN = "open"
     UNKEEP = "unkeep"
+    FREEZE = "freeze"
     DUMP = "dump"
     POST_DUMP = "post-dump"
     COMMIT = "commit"

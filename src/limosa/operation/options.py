@@ -189,6 +189,8 @@ class RestoreOptions(CriuOptions, WhereOptions, total=False):
 
     verify: bool
     rewind_files: bool
+    name: str | None
+    bundle: str | None
     cgroup: str | None
     adopt: bool
 

@@ -14,6 +14,7 @@ from limosa import gpu
 from limosa.errors import OwnAncestor, Reason, Refused, UsageError
 from limosa.operation import claims
 from limosa.operation.communicators import asking
+from limosa.operation.container_plan import Boxed
 from limosa.operation.facts import Ask, gather
 from limosa.operation.jobs import Job
 from limosa.operation.journal import Member, common_state
@@ -50,6 +51,7 @@ class Prepared(msgspec.Struct, kw_only=True):
     comms: asking.Communicators = msgspec.field(default_factory=asking.Communicators)
     busy: bool = False  # another operation, of a living process, works on it
     done: bool = False  # it is as the verb wants it already
+    box: Boxed | None = None  # of a checkpoint: the container that the job is
     nowhere: bool = False  # where it is to go makes no sense, so it cannot be there already
 
     @property

@@ -22,13 +22,13 @@ from pathlib import Path
 from limosa import gpu
 from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
-from limosa.operation import claims, driver_steps, drivers, journal
+from limosa.operation import claims, driver_steps, drivers, journal, recover_containers
 from limosa.operation.communicators import closing as communicators
 from limosa.operation.journal import Journal, Member, Noted
 from limosa.operation.parked import holders
 from limosa.operation.parked.gates import any_waits, open_left
 from limosa.operation.parked.recovering import go_back, let_go
-from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, recover_checkpoint, recover_restore, remove_drafts
+from limosa.operation.recover_images import CRIU_PATIENCE, entry_of, remove_drafts
 from limosa.operation.recover_users import recover_users
 from limosa.operation.remove_image import remove_image
 from limosa.operation.results import Recovered
@@ -173,8 +173,8 @@ def _others_at_work(found: list[Recovered]) -> bool:
 def _one(dead: Journal, progress: ProgressFn) -> Recovered:
     """Works through one journal; it is removed where that succeeds and kept where it does not."""
     how: dict[str, Callable[[Journal, gpu.Driver, ProgressFn], Recovered]] = {
-        "checkpoint": recover_checkpoint,
-        "restore": recover_restore,
+        "checkpoint": recover_containers.recover_checkpoint,
+        "restore": recover_containers.recover_restore,
     }
     if dead.of_another_boot:  # no process of it lives
         did = ["the machine was started again"] + (remove_drafts(dead) if dead.header.image else [])

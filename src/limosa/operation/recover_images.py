@@ -156,13 +156,14 @@ def _release_network(dead: Journal) -> None:
         release_network(header.tree, log_fd, header.roots[0].pid)
 
 
-def _criu_of(dead: Journal, step: str) -> Identity | None:
+def criu_of(dead: Journal, step: str) -> Identity | None:
+    """Who CRIU was in a step, or the runtime that called it; None where none was started."""
     notes = [r for r in dead.records if r.step == step and r.data.get("criu")]
     return Identity.from_str(str(notes[-1].data["criu"])) if notes else None
 
 
 def _wait_for_criu(dead: Journal, step: str, progress: ProgressFn) -> None:
-    who = _criu_of(dead, step)
+    who = criu_of(dead, step)
     if who is None:
         return
     deadline = time.monotonic() + CRIU_PATIENCE
@@ -194,17 +195,17 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
             said = _undo_files(dead)
         return entry_of(dead, did=f"nothing runs; the image is the copy{said}", state="gone")
     if not _criu_was_done(dead):
-        _still_an_image(dead)
+        still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
         _end_half_made(dead)
         did = "ended the half of a tree that CRIU had restored; the image is the copy"
         return entry_of(dead, did=did + _undo_files(dead), state="gone")
     try:
-        members = _finish(dead, driver, root, progress)
+        members = finish(dead, driver, root, progress)
     except LimosaError as error:
         if dead.began(Noted.OPEN):  # it may run: forward, or not at all
             raise gate_was_opened("restore", str(error)) from error
-        _still_an_image(dead)
+        still_an_image(dead)
         end_tree(driver, root.pid, header.members, 0.0, root)
         did = f"ended the tree, the image is the copy ({error})"
         return entry_of(dead, did=did + _undo_files(dead), state="gone")
@@ -215,7 +216,7 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
     return entry_of(dead, did=did, state="running")
 
 
-def _still_an_image(dead: Journal) -> None:
+def still_an_image(dead: Journal) -> None:
     """Raises DamagedImage where a tree may not be ended: its image is not there to be restored again."""
     with open_image(dead.header.image, trust=False):
         pass
@@ -223,7 +224,7 @@ def _still_an_image(dead: Journal) -> None:
 
 def _end_half_made(dead: Journal) -> None:
     """Ends what a CRIU that was killed has left half-made under the image's pids."""
-    who = _criu_of(dead, Noted.CRIU_RESTORE)
+    who = criu_of(dead, Noted.CRIU_RESTORE)
     if who is None:
         return
     pids: list[int] = []
@@ -265,7 +266,11 @@ def _criu_was_done(dead: Journal) -> bool:
     return False
 
 
-def _finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
+def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: ProgressFn) -> list[Member]:
+    """Has the driver bring back what it has not yet, and opens the gates; returns the members.
+
+    Raises what keeps the job from being whole.
+    """
     members = dead.header.members
     if not members:
         return []

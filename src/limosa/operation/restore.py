@@ -21,6 +21,7 @@ from limosa.operation.prepare import refuse_no_text
 from limosa.operation.restore_options import Options
 from limosa.operation.restore_plan import look
 from limosa.operation.results import RestoreResult
+from limosa.operation.steps.container_return import ContainerReturning
 from limosa.operation.steps.returning import Checked, Returning
 from limosa.operation.verbs import RESTORE
 from limosa.operation.work import Work
@@ -57,15 +58,19 @@ def restore(
         work.check()
         with work.timed("plan", "looking"):
             facts = look(opened.manifest, chosen, stop=work.stop_asked)
-            facts.reasons += [r for r in ports.in_the_way(opened.criu_fd) if r.refuses]
+            contained = opened.manifest.container is not None
+            if not contained:
+                facts.reasons += [r for r in ports.in_the_way(opened.criu_fd) if r.refuses]
             work.check()
             if any(r.refuses for r in facts.reasons):
                 checked.wait()  # a damaged image is the first thing to be told
                 raise Refused(facts.reasons)
             program = facts.program or find_criu(chosen.criu)
-        ports.free(work, opened.criu_fd)
+        if not contained:
+            ports.free(work, opened.criu_fd)
         if not opened.manifest.device:
             checked.wait()
-        result = Returning(work, RESTORE, opened, facts, chosen, program, checked).run()
+        kind = ContainerReturning if contained else Returning
+        result = kind(work, RESTORE, opened, facts, chosen, program, checked).run()
     result.timings = work.timings
     return result

@@ -26,6 +26,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     verify: bool = True  # check every hash first
     # cut files that have grown since back to the size they had, keeping the tail beside them
     rewind_files: bool = False
+    name: str | None = None  # what a container is to be called; None: as it was
+    bundle: str | None = None  # of runc: the bundle of a container; None: the one that it had
     cgroup: str | None = None  # control group for the job; None for the caller's
     # this and the next three as CRIU's; what the image was made with is taken by itself
     tcp_established: bool = False

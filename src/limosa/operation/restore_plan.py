@@ -16,7 +16,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import idle, locks, ports, shm
+from limosa.operation import container_plan, idle, locks, ports, shm
 from limosa.operation.communicators import beside
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
@@ -48,7 +48,8 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             if options.verify:
                 verify(opened).check()
             facts = look(manifest, options)
-            facts.reasons += ports.in_the_way(opened.criu_fd)
+            if manifest.container is None:
+                facts.reasons += ports.in_the_way(opened.criu_fd)
     except LimosaError as error:
         if error.exit_code not in (11, 16):
             raise
@@ -70,18 +71,27 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     if manifest.job.sees and not device_nodes.known(manifest.job.sees):
         text = "an older Limosa noted elsewhere which GPUs the job may see, and that is lost: it will see all of them"
         reasons.append(Reason(id="gpus-not-hidden", text=text))
-    reasons += taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop)
-    reasons += shm.in_the_way(manifest.shm)
-    comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
-    changed, facts.rewind = changed_files(manifest, options.rewind_files, comes_anew)
-    reasons += changed
-    reasons += locks.in_the_way(manifest)
+    if manifest.container is not None:
+        reasons += container_plan.return_reasons(manifest.container, options.name, options.bundle)
+    else:
+        reasons += _of_processes(facts, options, stop)
     reasons += _host_reasons(facts, options)
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(facts, options)
     facts.reasons = apply_force(reasons, options.force)
     return facts
+
+
+def _of_processes(facts: ImageFacts, options: Options, stop: Callable[[], bool] | None) -> list[Reason]:
+    """Pids, names and files of the machine."""
+    manifest = facts.manifest
+    reasons = list(taken_pids(manifest, 0.0 if stop is None else _PID_SECONDS, stop))
+    reasons += shm.in_the_way(manifest.shm)
+    comes_anew = {name for semaphore in manifest.shm for name in (*semaphore.names, *semaphore.lost)}
+    changed, facts.rewind = changed_files(manifest, options.rewind_files, comes_anew)
+    reasons += changed
+    return reasons + locks.in_the_way(manifest)
 
 
 def _border(manifest: Manifest) -> Reason | None:
@@ -221,7 +231,8 @@ def restored_members(manifest: Manifest, inventory: gpu.Inventory, options: Opti
                 held={u: max(process.held.get(u, 0), of_chunks.get(u, 0)) for u in {*process.held, *of_chunks}},
                 root=manifest.job.pid,
                 sees=device_nodes.known(manifest.job.sees),
-                nodes=minors(inventory) if device_nodes.known(manifest.job.sees) else {},
+                nodes=minors(inventory) if manifest.container or device_nodes.known(manifest.job.sees) else {},
+                boxed=manifest.container is not None,
             )
         )
     return members

@@ -25,6 +25,8 @@ from limosa.process.tree import job_tree
 def keep_record(manifest: Manifest, root: Identity) -> str:
     """Makes a restored job known again by its name, or "" if another has it; forgets the record of its end."""
     job = manifest.job
+    if manifest.container is not None:
+        return job.name  # its runtime knows it
     name = job.name if not any(r.name == job.name for r in RunRecord.all() if r.root != root) else ""
     with contextlib.suppress(OSError, LimosaError):
         if job.run or job.name:

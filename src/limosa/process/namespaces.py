@@ -44,6 +44,11 @@ def is_first(pid: int) -> bool:
     return not is_ours(pid, "pid") and _numbers(pid)[-1:] == [1]
 
 
+def inside(pid: int) -> int:
+    """Return what a process is called in its own pid namespace; 0 where it has gone."""
+    return next(iter(_numbers(pid)[-1:]), 0)
+
+
 def enter(fd: int, kind: int) -> None:
     """Have the calling thread enter an open namespace (setns(2)).
 

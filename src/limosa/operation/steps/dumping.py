@@ -126,7 +126,7 @@ class Dumping(OnGpus):
     def run(self) -> CheckpointResult:
         self.work.check()
         self._begin()
-        self.lost.look([i.pid for i in job_tree(self.root)])
+        self.look_at_names()
         refuse_stale(self.work, self.prepared)
         run(self.verb, self)
         self.work.drop("draft")
@@ -137,6 +137,10 @@ class Dumping(OnGpus):
         self.image.close()
         self.draft.close()
         return result
+
+    def look_at_names(self) -> None:
+        """Looks for semaphores that have lost the names by which CRIU would look for them."""
+        self.lost.look([i.pid for i in job_tree(self.root)])
 
     @contextlib.contextmanager
     def _names_given_back(self) -> Iterator[None]:

@@ -116,7 +116,7 @@ class Returning(Op):
             with contextlib.suppress(LimosaError, OSError, EOFError):
                 self.loading.release()
         assert self.root is not None
-        name = keep_record(self.manifest, self.root)
+        name = self.keep_record()
         return RestoreResult(
             pid=self.root.pid,
             id=self.image.id,
@@ -131,6 +131,11 @@ class Returning(Op):
             stats=self.stats,
             warnings=[*work.warnings, *(r for r in self.facts.reasons if not r.refuses)],
         )
+
+    def keep_record(self) -> str:
+        """Makes the job known again; returns what it is called."""
+        assert self.root is not None
+        return keep_record(self.manifest, self.root)
 
     def show_gpus(self) -> None:
         """Notes what the job is to see, where ``limosa run --gpus`` hides GPUs from it; PermissionDenied: not yours."""
@@ -262,6 +267,10 @@ class Returning(Op):
         error.hint = "nothing was started; the image is as it was"
         return error
 
+    def here(self, pid: int) -> int:
+        """What a process of the image is called here."""
+        return pid
+
     def _note_root(self, pid: int) -> None:
         """Journals and claims what there is of the job now, and lets those go on that were stopped."""
         work = self.work
@@ -272,7 +281,7 @@ class Returning(Op):
                 what="restore", detail=f"process {pid} was restored and ended at once", hint="see the job's own log"
             ) from None
         for member in self.members:
-            member.identity = Identity.of(member.pid)
+            member.identity = Identity.of(self.here(member.pid))
         work.note(Noted.CRIU_RESTORE, Phase.DONE, pid, root=self.root.to_str())
         assert work.journal is not None
         work.journal.header.roots = [self.root]

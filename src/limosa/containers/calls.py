@@ -1,0 +1,190 @@
+"""One run of a container runtime's own program: podman, runc.
+
+It is found where only root, or whoever installed Limosa, can put it, and gets an environment of ours. What it leaves
+behind (podman's monitor of a container) would keep a pipe open, so what it says goes to a file in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from limosa import start
+from limosa.errors import FailedUndone, LimosaError
+from limosa.process.identity import Identity, read_stat
+from limosa.process.slurp import head
+from limosa.process.tree import pids
+
+_CONFIGURATION = ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF")
+_MOST_SAID = 8 << 20
+_MOST_ARGUMENTS = 1 << 12
+_TICK = 0.02
+_REST_SECONDS = 60.0  # for what a runtime that was killed has started
+
+
+class Said(msgspec.Struct, frozen=True):
+    """How a program ended, and what it said."""
+
+    rc: int
+    out: bytes
+    err: str
+
+    @property
+    def why(self) -> str:
+        """The last line of what it complained about."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else f"it ended with status {self.rc}"
+
+
+def settings() -> dict[str, str]:
+    """Return by which of the caller's variables runtimes are configured; a file counts only if nobody else changes it.
+
+    Whoever recovers an operation may be called with others.
+    """
+    return {name: path for name in _CONFIGURATION if (path := os.environ.get(name, "")) and _usable(path)}
+
+
+def environment(configured: Mapping[str, str], criu_folder: str = "") -> dict[str, str]:
+    """Return what a runtime is started with.
+
+    Args:
+        configured: what :func:`settings` has said.
+        criu_folder: whose ``criu`` it is to use, before any other; "" for the system's.
+    """
+    made = start.environment(configured)
+    if criu_folder:
+        made["PATH"] = f"{criu_folder}:{made['PATH']}"
+    return made
+
+
+def _usable(path: str) -> bool:
+    return os.path.isabs(path) and start.trusted(path)
+
+
+def call(
+    argv: Sequence[str],
+    configured: Mapping[str, str] | None = None,
+    *,
+    criu_folder: str = "",
+    pass_fds: Sequence[int] = (),
+    speaks: bool = True,
+    on_start: Callable[[Identity], None] = lambda _: None,
+    tick: Callable[[], None] = lambda: None,
+) -> Said:
+    """Run it to its end, and to the end of what it has started in its session.
+
+    Args:
+        argv: the program and its arguments.
+        configured: what :func:`settings` has said; None: what it says now.
+        criu_folder: as :func:`environment` has it.
+        pass_fds: descriptors that it inherits.
+        speaks: whether what it says is kept; else its output is /dev/null, which a container may inherit.
+        on_start: told who it is, right after it was started.
+        tick: called now and then. What it raises is raised once the program has ended; a CRIU that it has started is
+            told to write no more.
+
+    Raises:
+        FailedUndone: it cannot be started, or what it has started does not end.
+    """
+    with contextlib.ExitStack() as stack:
+        out, err = (stack.enter_context(open(os.memfd_create(name, os.MFD_CLOEXEC), "w+b")) for name in ("out", "err"))
+        try:
+            process = start.popen(
+                argv,
+                env=environment(settings() if configured is None else configured, criu_folder),
+                stdin=subprocess.DEVNULL,
+                stdout=out if speaks else subprocess.DEVNULL,
+                stderr=err if speaks else subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=pass_fds,
+            )
+        except OSError as error:
+            raise FailedUndone(what=os.path.basename(argv[0]), detail=f"it cannot be started: {error}") from error
+        raised = _follow(process, on_start, tick)
+        _wait_for_rest(process.pid, argv[0])
+        if raised is not None:
+            raise raised
+        return Said(process.returncode, _read(out.fileno()), _read(err.fileno()).decode(errors="replace"))
+
+
+def _follow(
+    process: subprocess.Popen[bytes], on_start: Callable[[Identity], None], tick: Callable[[], None]
+) -> BaseException | None:
+    """Wait for its end, whatever comes; return what has come."""
+    raised: BaseException | None = None
+    try:
+        on_start(Identity(process.pid, read_stat(process.pid).start_time))
+    except LimosaError:
+        pass  # it has ended already
+    except BaseException as error:
+        raised = error
+    while True:
+        try:
+            process.wait(_TICK)
+            return raised
+        except subprocess.TimeoutExpired:
+            pass
+        except BaseException as error:
+            raised = raised or error
+        try:
+            if raised is None:
+                tick()
+        except BaseException as error:
+            raised = error
+        if raised is not None:
+            _stop_writing(process.pid)
+
+
+def session_of(leader: int) -> list[int]:
+    """Return the processes of a session.
+
+    Args:
+        leader: the pid that it began with.
+    """
+    found = []
+    for pid in pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
+
+
+def settle(leader: int, seconds: float) -> bool:
+    """Wait until all processes of a session have ended; return whether they have."""
+    end = time.monotonic() + seconds
+    while any(_lives(pid) for pid in session_of(leader)):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_TICK)
+    return True
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return not read_stat(pid).ended
+    except LimosaError:
+        return False
+
+
+def _wait_for_rest(leader: int, program: str) -> None:
+    if not settle(leader, _REST_SECONDS):
+        left = ", ".join(map(str, session_of(leader)))
+        raise FailedUndone(what=os.path.basename(program), detail=f"it has ended, and processes {left} have not")
+
+
+def _stop_writing(leader: int) -> None:
+    """Have a dump of CRIU's fail at its next write: it undoes what it has done."""
+    for pid in session_of(leader):
+        with contextlib.suppress(OSError):
+            if b"\0swrk\0" in head(f"/proc/{pid}/cmdline", _MOST_ARGUMENTS):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))
+
+
+def _read(fd: int) -> bytes:
+    return os.pread(fd, _MOST_SAID, 0)

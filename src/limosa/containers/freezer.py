@@ -1,0 +1,91 @@
+"""Holding all processes of a container still by its cgroup, as ``podman pause`` does, and letting them go on.
+
+Frozen, a job does not change while its image is hashed and committed, and no image says that it was frozen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from limosa.containers.find import Container
+from limosa.errors import FailedUndone, LimosaError
+from limosa.process.cgroups import cgroup_folders
+from limosa.process.identity import Identity
+from limosa.process.openat import closing
+from limosa.process.slurp import slurp
+
+_SECONDS = 30.0
+_TICK = 0.002
+
+
+def freezer_of(init: Identity, container: Container) -> str:
+    """Return the folder of the cgroup by which a container is frozen, "" where there is none of its own.
+
+    Args:
+        init: its first process.
+        container: it.
+    """
+    try:
+        text, mounts = os.fsdecode(slurp(f"/proc/{init.pid}/cgroup")), os.fsdecode(slurp("/proc/self/mountinfo"))
+        init.check()
+    except (OSError, LimosaError):
+        return ""
+    found: dict[str, str] = {}
+    for version, innermost, mount_point in cgroup_folders(text, mounts, "freezer"):
+        folder = innermost
+        while folder.startswith(f"{mount_point}/") and not folder.endswith(container.cgroup):
+            folder = os.path.dirname(folder)
+        if folder.startswith(f"{mount_point}/") and container.cgroup:
+            found.setdefault(version, folder)
+    # Where v1 has the freezer, the cgroup of v2 may be one for all.
+    return found.get("v1") or found.get("v2") or ""
+
+
+def freeze(folder: str) -> None:
+    """Hold a cgroup's processes still.
+
+    Raises:
+        FailedUndone: they do not stand still after half a minute; they were let go on.
+        OSError: it cannot be done.
+    """
+    v1 = os.path.exists(f"{folder}/freezer.state")
+    end = time.monotonic() + _SECONDS
+    _write(folder, frozen=True)
+    while not _is_frozen(folder):
+        if time.monotonic() > end:
+            thaw(folder)
+            raise FailedUndone(what="freezing the container", detail=f"{folder} is not frozen after {_SECONDS:.0f} s")
+        time.sleep(_TICK)
+        if v1:  # it freezes those that were forked meanwhile when it is asked again
+            _write(folder, frozen=True)
+
+
+def thaw(folder: str) -> None:
+    """Let a cgroup's processes go on; one that is gone has none.
+
+    Raises:
+        OSError: it cannot be done.
+    """
+    try:
+        _write(folder, frozen=False)
+    except FileNotFoundError:
+        pass
+
+
+def _is_frozen(folder: str) -> bool:
+    try:
+        return slurp(f"{folder}/freezer.state").strip() == b"FROZEN"
+    except FileNotFoundError:
+        return b"frozen 1" in slurp(f"{folder}/cgroup.events")
+
+
+def _write(folder: str, *, frozen: bool) -> None:
+    try:
+        path, word = f"{folder}/freezer.state", b"FROZEN" if frozen else b"THAWED"
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        path, word = f"{folder}/cgroup.freeze", b"1" if frozen else b"0"
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    with closing(fd):
+        os.write(fd, word)

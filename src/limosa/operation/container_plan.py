@@ -1,0 +1,160 @@
+"""A job that is a container: which runtime writes it to disk, and what stands against that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from limosa.containers import Container, Containers
+from limosa.containers.freezer import freezer_of
+from limosa.containers.runtimes import Contained, Runtime, check_name, known, runtime_of
+from limosa.errors import InvalidArgument, LimosaError, Reason
+from limosa.image import ContainerRecord
+from limosa.process.identity import Identity
+from limosa.process.namespaces import is_ours
+from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
+from limosa.process.tree import descendants, snapshot
+
+# What is so of every container, or what its runtime sees to.
+_RUNTIMES_OWN = {"mount-namespace", "pid-namespace", "session", "session-outside", "terminal", "pty-outside"}
+_STANDARD = (0, 1, 2)
+
+
+class Boxed(NamedTuple):
+    """A container that is a job."""
+
+    runtime: Runtime
+    container: Container
+    contained: Contained
+    freezer: str  # the folder of the cgroup by which it is frozen
+
+
+def boxed(root: Identity) -> tuple[Boxed | None, list[Reason]]:
+    """Return the container whose first process a job's topmost one is, and what stands against writing it to disk.
+
+    None without a reason: it is in no container that a runtime here notes.
+    """
+    if is_ours(root.pid, "mnt"):
+        return None, []
+    container = Containers().of(root.pid)
+    if container is None:
+        return None, []
+    if container.init != root:
+        text = f"process {root.pid} is a part of container {container.called}, which goes to disk as a whole"
+        return None, [_refused("container-part", text, f"name the container: {container.called}", root)]
+    try:
+        runtime = runtime_of(container.runtime)
+        contained = known(runtime, container)
+    except LimosaError as error:
+        return None, [_refused("container-runtime", str(error), error.hint, root)]
+    freezer = freezer_of(root, container)
+    return Boxed(runtime, container, contained, freezer), _against(root, contained, freezer)
+
+
+def _against(root: Identity, contained: Contained, freezer: str) -> list[Reason]:
+    found = [_refused(id_, f"{contained.name}: {why}", "", root) for id_, why in contained.against]
+    if os.geteuid() or not is_ours(root.pid, "user"):
+        text = f"container {contained.name} is rootless: it has a user namespace, which does not come back as it was"
+        found.append(_refused("container-rootless", text, "root's containers can be written to disk", root))
+    if not freezer:
+        text = f"container {contained.name} has no control group of its own by which it could be held still"
+        found.append(_refused("container-cgroup", text, "", root))
+    outside = _started_from_outside(root)
+    if outside:
+        text = f"process {outside[0]} was started in container {contained.name} from outside, and CRIU would not see it"
+        found.append(_refused("container-exec", text, "let it end (podman exec, runc exec)", root))
+    return found
+
+
+def _started_from_outside(root: Identity) -> list[int]:
+    """Processes of a container that none of it has started."""
+    processes = snapshot()
+    if root.pid not in processes:
+        return []
+    seen = set(descendants(root.pid, processes))
+    mine = os.stat(f"/proc/{root.pid}/ns/pid").st_ino
+    found = []
+    for pid in processes:
+        if pid not in seen and not is_ours(pid, "pid"):
+            try:
+                if os.stat(f"/proc/{pid}/ns/pid").st_ino == mine:
+                    found.append(pid)
+            except OSError:
+                continue
+    return found
+
+
+def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None) -> list[Reason]:
+    """Return what stands against bringing a container back, and what is to be known of it.
+
+    Args:
+        record: what the image says of it.
+        name: what it is to be called; None for what it was called.
+        bundle: its bundle, where that is to be another.
+    """
+    called = name if name is not None else record.name
+    try:
+        check_name(called)
+        runtime = runtime_of(record.runtime)
+        against = runtime.against_return(record, called, bundle or "")
+    except LimosaError as error:
+        id_ = "container-name" if isinstance(error, InvalidArgument) else "container-runtime"
+        return [Reason(id=id_, text=str(error), exit_code=error.exit_code, hint=error.hint)]
+    found = [Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in against]
+    if os.geteuid():
+        found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
+    for port in record.ports:
+        if _is_taken(port):
+            text = f"the container listened on port {port} of the machine, and somebody has that"
+            found.append(Reason(id="port-taken", text=text, exit_code=23, hint="end who has it (ss -ltnp)"))
+    return found
+
+
+def _is_taken(port: int) -> bool:
+    """Whether somebody listens on a TCP port of the machine."""
+    ending = f":{port:04X}".encode()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError), open(table, "rb") as lines:
+            for line in lines:
+                fields = line.split()
+                if len(fields) > 3 and fields[1].endswith(ending) and fields[3] == b"0A":
+                    return True
+    return False
+
+
+def _refused(id_: str, text: str, hint: str, root: Identity) -> Reason:
+    return Reason(id=id_, text=text, exit_code=13, hint=hint, pid=root.pid)
+
+
+def as_seen_by_criu(observation: JobObservation) -> JobObservation:
+    """Return what is known of a job without what its runtime sees to: the pipes that its first process began with."""
+    first = observation.process(observation.root)
+    own = {fd.inode for fd in first.fds if fd.fd in _STANDARD and fd.kind in ("pipe", "fifo")}
+
+    def kept(process: ProcessObservation) -> list[FdObservation]:
+        return [fd for fd in process.fds if fd.kind not in ("pipe", "fifo") or fd.inode not in own]
+
+    processes = [msgspec.structs.replace(process, fds=kept(process)) for process in observation.processes]
+    return msgspec.structs.replace(observation, processes=processes)
+
+
+def hazards_of(found: Sequence[Reason], observation: JobObservation) -> list[Reason]:
+    """Return what stands against a container's dump, of what stands against any job's, and what is its own."""
+    reasons = [r for r in found if r.id not in _RUNTIMES_OWN]
+    return reasons + list(_outside_files(observation))
+
+
+def _outside_files(observation: JobObservation) -> Collection[Reason]:
+    """Files of the machine that it has open: what it was started with went to a file, say."""
+    for process in observation.processes:
+        for fd in process.fds:
+            if fd.kind == "file" and not fd.mounted:
+                text = f"descriptor {fd.fd} of process {process.title} is {fd.target}, a file outside of its container"
+                hint = "start it with a pipe or a terminal for its output (podman does), or write to a file inside"
+                reason = Reason(id="container-file", text=text, exit_code=13, hint=hint, pid=process.pid)
+                return [reason]
+    return []

@@ -1,0 +1,98 @@
+"""``recover`` for containers that were written to disk, or brought back, when ``limosa`` was killed.
+
+What runtimes do goes on without it. So first their end is waited for; then a frozen container is let go on and brought
+back as any job, and a container that was not made to its end is taken away: its image is the copy.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from limosa import gpu
+from limosa.containers.calls import settle
+from limosa.containers.freezer import thaw
+from limosa.containers.runtimes import Runtime, runtime_of
+from limosa.errors import CannotBeMoved, LimosaError
+from limosa.operation import driver_steps, recover_images
+from limosa.operation.journal import Journal, Noted, Phase
+from limosa.operation.leftovers import has_ended, let_go_on
+from limosa.operation.parked.gates import gate_was_opened
+from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, still_an_image
+from limosa.operation.restored import end_tree
+from limosa.operation.results import Recovered
+from limosa.process.tree import job_tree
+from limosa.progress import Progress, ProgressFn
+from limosa.structs import ready
+
+
+class _Made(msgspec.Struct):
+    """What a journal says of a container that is made of an image."""
+
+    runtime: str
+    program: str
+    made: str
+    bundle: str
+    configured: dict[str, str] = {}
+    notes: list[str] = []
+
+
+def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+    """Brings a job back that was being written; see ``recover_images``."""
+    frozen = dead.last(Noted.FREEZE)
+    if frozen is not None:
+        _wait_for_runtime(dead, Noted.DUMP, progress)
+        root = dead.header.roots[0]
+        if root.alive() and not _is_ending(dead):
+            let_go_on(job_tree(root))
+            thaw(str(frozen.data.get("folder")))
+    return recover_images.recover_checkpoint(dead, driver, progress)
+
+
+def _is_ending(dead: Journal) -> bool:
+    """Whether its runtime was told to end it and has: what it has killed takes a moment."""
+    return dead.began(Noted.COMMIT) and has_ended(dead.header.roots[0])
+
+
+def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:
+    """Lets a restored job run if all of it is there, otherwise takes it away; see ``recover_images``."""
+    begun = next((r for r in dead.records if r.step == Noted.CRIU_RESTORE and r.phase == Phase.BEGIN), None)
+    if begun is None or "runtime" not in begun.data:
+        return recover_images.recover_restore(dead, driver, progress)
+    _wait_for_runtime(dead, Noted.CRIU_RESTORE, progress)
+    made = msgspec.convert(begun.data, ready(_Made))
+    runtime = runtime_of(made.runtime, made.program, made.configured, made.notes)
+    roots = dead.header.roots
+    if not roots or not roots[0].alive():
+        still_an_image(dead)
+        _take_away(dead, runtime, made)
+        return entry_of(dead, did="nothing runs; the image is the copy", state="gone")
+    root = roots[0]
+    try:
+        members = finish(dead, driver, root, progress)
+    except LimosaError as error:
+        if dead.began(Noted.OPEN):
+            raise gate_was_opened("restore", str(error)) from error
+        still_an_image(dead)
+        end_tree(driver, root.pid, dead.header.members, 0.0, root)
+        _take_away(dead, runtime, made)
+        return entry_of(dead, did=f"took the container away, the image is the copy ({error})", state="gone")
+    driver_steps.leave_where_it_is(members, members)  # the driver may have brought it back and nobody have seen to that
+    did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
+    return entry_of(dead, did=did, state="running")
+
+
+def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
+    """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
+    for record in dead.records:
+        if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
+            runtime.remove_made(word, made.bundle)
+
+
+def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:
+    who = criu_of(dead, step)
+    if who is None:
+        return
+    progress(Progress("recover", message=f"waiting for the container's runtime (process {who.pid})"))
+    if not settle(who.pid, CRIU_PATIENCE):
+        text = f"the runtime (process {who.pid}), or what it has started, still runs"
+        raise CannotBeMoved(detail=text, hint="wait for it, then limosa recover")

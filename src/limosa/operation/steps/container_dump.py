@@ -1,0 +1,176 @@
+"""A checkpoint of a container: its runtime writes the host side, with Limosa's CRIU; what else is done is the same.
+
+The container is frozen from before its runtime begins until the image is committed or the job is let go on. So the
+files that CRIU writes, the changes in its root file system that the runtime adds to them, and the device memory are of
+one moment, and nothing happens after it that the image does not have. The runtime always lets it run on
+(``--leave-running``), which for a frozen container means nothing: whether it ends is decided here, after the commit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Sequence
+
+import msgspec
+
+from limosa.containers.freezer import freeze, thaw
+from limosa.containers.runtimes import MACHINES, Kept, folder_of
+from limosa.errors import FailedUndone, LimosaError, NoSuchProcess
+from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
+from limosa.operation.dump_options import Options
+from limosa.operation.frozen import tree_and_files
+from limosa.operation.journal import Noted, Phase, added_up
+from limosa.operation.leftovers import end_rest, has_ended, let_go_on
+from limosa.operation.prepare import Prepared
+from limosa.operation.step import HOME, Verb
+from limosa.operation.steps.dumping import Dumping
+from limosa.operation.work import Work
+from limosa.process.criu.lent import lent
+from limosa.process.criu.program import Criu
+from limosa.process.identity import Handle, Identity
+from limosa.process.namespaces import inside
+from limosa.process.tree import job_tree
+
+_STILL = "still"
+
+
+class ContainerDumping(Dumping):
+    """One checkpoint of a container under way."""
+
+    def __init__(self, work: Work, verb: Verb, job: Prepared, options: Options, program: Criu):
+        super().__init__(work, verb, job, options, program)
+        assert job.box is not None
+        self.box = job.box
+        self._pids: dict[int, int] = {}  # what its processes are called here → inside
+
+    def look_at_names(self) -> None:
+        """They are the container's own, and its runtime brings its /dev/shm back."""
+
+    def dump(self) -> None:
+        work = self.work
+        work.armed()
+        work.push(_STILL, self._go_on)
+        work.note(Noted.FREEZE, Phase.BEGIN, self.root.pid, folder=self.box.freezer)
+        freeze(self.box.freezer)
+        self._write()
+        self._note_down()
+        if self.leave_running:
+            self._go_on()
+        else:
+            with work.timed("commit", "hash and sync"):
+                self._commit()
+            self._end()
+            work.drop(HOME)
+        work.drop(_STILL)
+        if not self.leave_running:
+            self._let_go_of_device_memory()
+
+    def _go_on(self) -> None:
+        let_go_on(self.job.tree)
+        thaw(self.box.freezer)
+
+    def _write(self) -> None:
+        work, given = self.work, self.dump_options
+        work.note(Noted.DUMP, Phase.BEGIN, self.root.pid)
+        extra = ["--ghost-limit", str(given.ghost_limit)] if given.ghost_limit is not None else []
+        if given.tcp_close:
+            extra.append("--tcp-close")
+        try:
+            with lent(self.program, extra) as folder:
+                kept = Kept(
+                    criu_folder=folder,
+                    images_fd=self.draft.criu_fd,
+                    work_fd=self.draft.log_fd,
+                    tcp_established=given.tcp_established,
+                    file_locks=given.file_locks,
+                    on_start=self._started,
+                    tick=self._tick,
+                )
+                self.box.runtime.write(self.box.contained, kept)
+        except BaseException as error:
+            work.try_note(Noted.DUMP, Phase.FAILED, self.root.pid)
+            if not self.root.alive():
+                text = f"container {self.box.container.called} ended while it was written ({error})"
+                raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
+            raise
+        work.note(Noted.DUMP, Phase.DONE, self.root.pid)
+
+    def _started(self, who: Identity) -> None:
+        self.work.note(Noted.DUMP, Phase.NOTE, who.pid, criu=who.to_str())
+
+    def _tick(self) -> None:
+        self.work.check()
+        self._tell_written()
+
+    def _note_down(self) -> None:
+        """Notes what the frozen container is: its processes."""
+        work = self.work
+        work.check()
+        self._refuse_new_cuda_state()
+        self.job.tree = job_tree(self.root)
+        assert work.journal is not None
+        work.journal.header.tree = self.job.tree
+        work.journal.rewrite_header()
+        self._pids = {i.pid: inside(i.pid) for i in self.job.tree}
+        tree, _ = tree_and_files(self.job)
+        if self.saving is not None:
+            held = self.saving.held
+            tree = [msgspec.structs.replace(p, held=added_up([p.held, held(p.pid)])) for p in tree]
+        self.tree = [self._inside(process) for process in tree]
+        work.note(Noted.POST_DUMP, Phase.DONE, self.root.pid)
+
+    def _inside(self, process: TreeProcess) -> TreeProcess:
+        pid, ppid = self._pids[process.pid], self._pids.get(process.ppid, 0)
+        return msgspec.structs.replace(process, pid=pid, ppid=ppid, threads=[])
+
+    def _manifest(self) -> Manifest:
+        manifest, contained = super()._manifest(), self.box.contained
+        job = msgspec.structs.replace(manifest.job, pid=self._pids[self.root.pid], cwd="/", cgroup="", sees="", seen=[])
+        observation = self.job.observation
+        sockets = [s for p in observation.processes for s in p.sockets] if observation is not None else []
+        ports = {int(s.local.rpartition(":")[2]) for s in sockets if s.protocol == "tcp" and s.state == "listen"}
+        record = ContainerRecord(
+            runtime=self.box.runtime.name,
+            id=contained.id,
+            name=contained.name,
+            image=contained.image,
+            image_id=contained.image_id,
+            bundle=contained.bundle,
+            folder=folder_of(contained),
+            network=contained.network,
+            ports=sorted(ports) if contained.network == MACHINES else [],
+            volumes=[volume.name for volume in contained.volumes],
+            log=contained.log,
+        )
+        device = [self._device_inside(one) for one in manifest.device]
+        return msgspec.structs.replace(manifest, container=record, job=job, device=device)
+
+    def _device_inside(self, memory: DeviceMemory) -> DeviceMemory:
+        return msgspec.structs.replace(memory, pid=self._pids[memory.pid])
+
+    def _end(self) -> None:
+        """Ends the container: the image is committed.
+
+        Those that its runtime lets go on for a moment, to end by the first one's end, are stopped before: they go on
+        no more.
+        """
+        others = [i for i in self.job.tree if i != self.root]
+        _signal(others, signal.SIGSTOP)
+        try:
+            self.box.runtime.remove(self.box.contained.id, self._started)
+        except LimosaError as error:
+            if has_ended(self.root):
+                end_rest(self.job.tree)
+                return
+            _signal(others, signal.SIGCONT)
+            self._forget_ended()
+            text = f"{error}; the image was committed all the same: {self.dest}"
+            raise FailedUndone(text, image=str(self.dest)) from error
+        end_rest(self.job.tree)
+
+
+def _signal(processes: Sequence[Identity], number: int) -> None:
+    for identity in processes:
+        with contextlib.suppress(LimosaError), Handle(identity) as handle:
+            handle.signal(number)

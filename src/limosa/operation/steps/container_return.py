@@ -1,0 +1,128 @@
+"""A restore of a container: its runtime makes it of the image, with Limosa's CRIU; what else is done is the same.
+
+The container's /dev comes back as it was, with the device node of the GPU that it had. Before the driver brings the
+device memory back, the nodes and what its cgroup allows become those of the GPUs that it is to be on, and afterwards
+those alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+from limosa.containers import Containers, devices
+from limosa.containers.runtimes import Contained, Kept, runtime_of
+from limosa.errors import FailedUndone, LimosaError, Reason, UndoFailed
+from limosa.image import Image
+from limosa.operation.journal import Noted, Phase
+from limosa.operation.members import minors
+from limosa.operation.restore_options import ImageFacts, Options
+from limosa.operation.step import Verb
+from limosa.operation.steps.returning import Checked, Returning
+from limosa.operation.work import Work
+from limosa.process.criu.lent import lent
+from limosa.process.criu.program import Criu
+from limosa.process.identity import Identity
+from limosa.process.namespaces import Pids
+
+
+class ContainerReturning(Returning):
+    """One restore of a container under way."""
+
+    def __init__(
+        self, work: Work, verb: Verb, image: Image, facts: ImageFacts, options: Options, program: Criu, checked: Checked
+    ):
+        super().__init__(work, verb, image, facts, options, program, checked)
+        assert self.manifest.container is not None
+        self.record = self.manifest.container
+        self.runtime = runtime_of(self.record.runtime)
+        self.called = options.name if options.name is not None else self.record.name
+        self.contained: Contained | None = None
+
+    def criu(self) -> None:
+        work, given = self.work, self.manifest.options
+        if self.members:
+            work.driver.warm()
+        work.note(
+            Noted.CRIU_RESTORE,
+            Phase.BEGIN,
+            runtime=self.record.runtime,
+            program=self.runtime.program,
+            configured=self.runtime.configured,
+            notes=self.runtime.notes,
+            made=self.runtime.made_as(self.called, work.id),
+            bundle=self.options.bundle or self.record.bundle,
+        )
+        log_fd = self.image.open_log()
+        extra = ["--tcp-close"] if given.get("tcp_close") or self.options.tcp_close else []
+        try:
+            with lent(self.program, extra, restores=True) as folder:
+                kept = Kept(
+                    criu_folder=folder,
+                    images_fd=self.image.criu_fd,
+                    work_fd=log_fd,
+                    tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
+                    file_locks=bool(given.get("file_locks")) or self.options.file_locks,
+                    on_start=self._started,
+                    tick=work.check,
+                )
+                made = self.runtime.made_as(self.called, work.id)
+                self.contained = self.runtime.bring_back(self.record, made, self.options.bundle or "", kept)
+                work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
+                self.runtime.rename(self.contained, self.called)
+        finally:
+            os.close(log_fd)
+        work.armed()
+        assert self.contained.init is not None
+        self._note_root(self.contained.init.pid)
+        self._tell_of_devices()
+
+    def here(self, pid: int) -> int:
+        assert self.root is not None
+        return Pids(self.root.pid).here(pid)
+
+    def _note_root(self, pid: int) -> None:
+        found, made = Containers().of(pid), self.contained
+        if found is None or made is None or (found.id, found.init) != (made.id, made.init):
+            text = f"{self.runtime.name} says that process {pid} is its first one, and its control group is another's"
+            raise FailedUndone(what="restore", detail=text)
+        super()._note_root(pid)
+
+    def _tell_of_devices(self) -> None:
+        if any(m.changes_gpu for m in self.members):
+            text = f"{self.runtime.name}'s record of {self.called} still says the GPUs that it had: started again, it "
+            self.work.warnings.append(Reason(id="container-record", text=text + "gets those"))
+
+    def restore(self) -> None:
+        wanted, known = self._wanted(), list(minors(self.facts.inventory).values()) if self.facts.inventory else []
+        try:
+            if self.root is not None and wanted:
+                devices.add(self.root, wanted)
+            super().restore()
+            if self.root is not None and wanted:
+                devices.leave(self.root, wanted, known)
+        except OSError as error:
+            raise FailedUndone(what="restore", detail=f"the container's devices: {error.strerror}") from error
+
+    def _wanted(self) -> list[int]:
+        """The minor numbers of the GPUs that the container is to have."""
+        return sorted({m.nodes[uuid] for m in self.members for uuid in m.map.values() if uuid in m.nodes})
+
+    def end_tree(self) -> None:
+        """The container is taken away again; the image is the copy."""
+        failed: LimosaError | None = None
+        try:
+            super().end_tree()
+        except UndoFailed as error:
+            failed = error  # its runtime may still do it
+        if self.loading is None or not self.loading.opened:
+            made = self.runtime.made_as(self.called, self.work.id)
+            id_ = self.contained.id if self.contained is not None else made
+            self.runtime.remove_made(id_, self.options.bundle or self.record.bundle)
+        if failed is not None and self.root is not None and self.root.alive():
+            raise failed
+
+    def keep_record(self) -> str:
+        return f"{self.runtime.name}:{self.called}"
+
+    def _started(self, who: Identity) -> None:
+        self.work.note(Noted.CRIU_RESTORE, Phase.NOTE, who.pid, criu=who.to_str())

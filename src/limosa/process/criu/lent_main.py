@@ -1,0 +1,221 @@
+"""CRIU for a container runtime, whose request to restore a container lacks something.
+
+runc (as of 1.1) puts CRIU itself into the new container's cgroup, and names that to CRIU for version 1 only. CRIU then
+puts the processes into the cgroup that they had: that of the container which was dumped, with its limits and its device
+filter, and beside its processes if it still runs. So between the two stands a relay that looks at the one request by
+which a restore begins, and adds the cgroup to it (``criu_opts.cg_root`` in CRIU's ``rpc.proto``). All else goes through
+as it is.
+
+What a container has bound in is opened by CRIU without following a link, and runtimes name it as their configuration
+does: Debian's ``/usr/libexec/podman/catatonit`` (``podman run --init``) is one. Here it is named by where that leads.
+
+The program that the runtime has started becomes CRIU: it is CRIU's pid that it puts into the cgroup, and whose children
+it expects. The relay is nobody's child. CRIU opens folders by the descriptors of whoever made its socket, which is not
+the runtime then: they are opened here, and the request names these.
+
+A program of its own, which imports nothing of Limosa: a runtime starts CRIU three times for a restore.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from select import POLLHUP, POLLIN, poll
+
+_MOST_BYTES = 1 << 20
+_MOST_FDS = 64
+_TYPE, _OPTS, _CG_ROOT = 1, 2, 25  # criu_req.type, criu_req.opts, criu_opts.cg_root
+_FOLDERS = (1, 17)  # criu_opts.images_dir_fd, criu_opts.work_dir_fd
+_HIGH = 200
+_RESTORE = 2  # criu_req_type
+_EXT_MNT, _VAL = 23, 2  # criu_opts.ext_mnt, ext_mount_map.val
+_CONTROLLER, _PATH = 1, 2  # cgroup_root.ctrl ("": version 2), cgroup_root.path
+_BYTES = 2  # the wire type of what has a length
+
+
+def main(arguments: list[str]) -> None:
+    """Become CRIU.
+
+    Args:
+        arguments: its program and arguments; of ``swrk FD`` the descriptor is that of the runtime's socket.
+    """
+    if arguments[-2:-1] == ["swrk"]:
+        asked = socket.socket(fileno=int(arguments[-1]))
+        data = asked.recv(_MOST_BYTES, socket.MSG_PEEK)  # by then the runtime has put us into the cgroup
+        changed = adjusted(data, _cgroup_of("self"))
+        if changed != data:
+            asked.recv(_MOST_BYTES)
+            _stand_between(asked, _with_own_folders(changed, _peer(asked)))
+        asked.detach()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
+    os.execv(arguments[0], arguments)  # noqa: S606 - an absolute path
+
+
+def _stand_between(asked: socket.socket, request: bytes) -> None:
+    """Put a relay between the runtime's socket and the one that gets its number, which CRIU reads the request from."""
+    own, criu_has = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own.send(request)
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        own.close()
+        os.dup2(criu_has.fileno(), asked.fileno(), inheritable=True)
+        criu_has.close()
+        return
+    if os.fork():
+        os._exit(0)
+    try:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd not in (asked.fileno(), own.fileno()):
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        os.chdir("/")
+        _relay(asked, own)
+    finally:
+        os._exit(0)
+
+
+def _relay(asked: socket.socket, criu: socket.socket) -> None:
+    ends = {asked.fileno(): (asked, criu), criu.fileno(): (criu, asked)}
+    poller = poll()
+    for fd in ends:
+        poller.register(fd, POLLIN | POLLHUP)
+    while True:
+        for fd, _ in poller.poll():
+            source, target = ends[fd]
+            data, ancillary, _, _ = source.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(_MOST_FDS * 4))
+            if not data and not ancillary:
+                return
+            fds = array.array("i")
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+            target.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [])
+            for handed in fds:
+                os.close(handed)
+
+
+def _peer(asked: socket.socket) -> int:
+    """Who made the other end: the runtime."""
+    return int(struct.unpack("3i", asked.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def _with_own_folders(request: bytes, runtime: int) -> bytes:
+    """Open the folders that a request names by the runtime's descriptors, and name them by ours."""
+    made = b""
+    for number, content, whole in _fields(request):
+        if number == _OPTS and isinstance(content, bytes):
+            made += _field(_OPTS, b"".join(_own_folder(one, runtime) for one in _fields(content)))
+        else:
+            made += whole
+    return made
+
+
+def _own_folder(field: tuple[int, int | bytes, bytes], runtime: int) -> bytes:
+    number, content, whole = field
+    if number not in _FOLDERS or not isinstance(content, int) or content >= 1 << 31:
+        return whole
+    fd = os.open(f"/proc/{runtime}/fd/{content}", os.O_RDONLY | os.O_DIRECTORY)
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH)  # above what the runtime hands on
+    os.close(fd)
+    return _varint(number << 3) + _varint(high)
+
+
+def _cgroup_of(pid: str) -> str:
+    """A process's version 2 cgroup; "" for the root, and where there is none."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+            found = [line.rstrip("\n")[3:] for line in file if line.startswith("0::")]
+    except OSError:
+        return ""
+    return found[0] if found and found[0] != "/" else ""
+
+
+def adjusted(request: bytes, cgroup: str) -> bytes:
+    """Return a request to CRIU that names the cgroup of what is restored, and no links.
+
+    Args:
+        request: as the runtime made it; one that is no restore comes back as it is.
+        cgroup: the path; "" for none. It is named where the runtime names none.
+    """
+    try:
+        fields = list(_fields(request))
+        opts = next((content for number, content, _ in fields if number == _OPTS and isinstance(content, bytes)), None)
+        if (_TYPE, _RESTORE) not in {(n, c) for n, c, _ in fields} or opts is None:
+            return request
+        named = any(number == _CG_ROOT for number, _, _ in _fields(opts))
+        opts = b"".join(_without_link(one) for one in _fields(opts))
+    except (IndexError, ValueError):
+        return request  # CRIU will say what it is
+    if cgroup and not named:
+        opts += _field(_CG_ROOT, _field(_CONTROLLER, b"") + _field(_PATH, os.fsencode(cgroup)))
+    return b"".join(_field(_OPTS, opts) if number == _OPTS else whole for number, _, whole in fields)
+
+
+def _without_link(field: tuple[int, int | bytes, bytes]) -> bytes:
+    """A field of ``criu_opts``; where it names what is bound in, by where links lead."""
+    number, content, whole = field
+    if number != _EXT_MNT or not isinstance(content, bytes):
+        return whole
+    parts = [
+        _field(_VAL, os.path.realpath(value))
+        if part == _VAL and isinstance(value, bytes) and os.path.islink(value)
+        else kept
+        for part, value, kept in _fields(content)
+    ]
+    return _field(_EXT_MNT, b"".join(parts))
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+    """A message's fields: number, value, and the bytes of all of it."""
+    at = 0
+    while at < len(message):
+        begin = at
+        key, at = _number(message, at)
+        value: int | bytes
+        if key & 7 == _BYTES:
+            length, at = _number(message, at)
+            value, at = message[at : at + length], at + length
+        elif key & 7 == 0:
+            value, at = _number(message, at)
+        else:
+            size = {1: 8, 5: 4}.get(key & 7, 0)
+            if not size:
+                raise ValueError("a field of an unknown kind")
+            value, at = message[at : at + size], at + size
+        yield key >> 3, value, message[begin:at]
+
+
+def _number(message: bytes, at: int) -> tuple[int, int]:
+    """A number at a place, and the place behind it."""
+    found = shift = 0
+    while True:
+        byte = message[at]
+        found |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 0x80:
+            return found, at
+
+
+def _field(number: int, content: bytes) -> bytes:
+    return _varint(number << 3 | _BYTES) + _varint(len(content)) + content
+
+
+def _varint(number: int) -> bytes:
+    made = bytearray()
+    while number > 0x7F:
+        made.append(number & 0x7F | 0x80)
+        number >>= 7
+    made.append(number)
+    return bytes(made)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,455 @@
+"""Containers of podman and runc are written to disk by the host's limosa, and come back as others of the same image."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers.engines import Engines
+from containers.runtimes import Container, Podman, cgroup_layouts, own_folders, steps_of
+from soft_node import Answer
+
+from limosa.process.cgroups import cgroup_folders, frozen_by
+from limosa.process.tree import descendants, snapshot
+
+SHIM = "limosa.dev/job=shim"
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+
+
+class Desk:
+    """What a person at a machine with one runtime has: containers, limosa, a place for images."""
+
+    def __init__(self, runtime: Any, place: Path):
+        self.runtime, self.node, self.place = runtime, runtime.node, place
+        self.tag = secrets.token_hex(3)  # tests run side by side, and a name is one container's on the machine
+
+    def name(self, word: str = "train") -> str:
+        return f"{word}-{self.tag}"
+
+    def image(self, word: str = "image") -> Path:
+        return self.place / word
+
+    def limosa(self, *words: object, rc: int | None = 0, **options: Any) -> Answer:
+        environment = self.runtime.environment()
+        del environment["HOME"]
+        options.setdefault("env", environment)
+        return self.node.limosa(*words, rc=rc, **options)
+
+    def says(self, code: int, verb: str, *words: object) -> Any:
+        return self.limosa(verb, "-o", "json", *words, rc=code).json
+
+    def job(self, *words: object, name: str = "train", **options: Any) -> Container:
+        """The job in a container; its output is where it can be read from outside."""
+        return self.runtime.start_job(*(words or ("/job", 16, 5)), name=self.name(name), **options)
+
+    def with_shim(self, **options: Any) -> Container:
+        """The job under the shim: its device memory is copied while it computes."""
+        own_folders(self.node, "/etc", "/usr/local/lib")
+        self.node.limosa("cdi")
+        return self.job(cdi=[SHIM], **options)
+
+    def called(self, one: Container) -> str:
+        return f"{self.runtime.name}:{one.name}"
+
+    def checkpoint(self, one: Container, *words: object, rc: int = 0, image: str = "image") -> Any:
+        return self.says(rc, "checkpoint", self.called(one), "--output", self.image(image), *words)
+
+    def restore(self, *words: object, rc: int = 0, image: str = "image", name: str = "") -> Any:
+        named = ["--name", self.name(name)] if name else []
+        return self.says(rc, "restore", self.image(image), *named, *words)
+
+    def back(self, name: str = "train") -> Container:
+        """The container that has come back under that name."""
+        return self.runtime.known(self.name(name))
+
+
+@pytest.fixture
+def desk_of(
+    request: pytest.FixtureRequest, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Desk]:
+    def of(name: str) -> Desk:
+        made = Desk(request.getfixturevalue(name), tmp_path)
+        monkeypatch.setenv("LIMOSA_CONTAINER_STATE", str(made.runtime.place / "state"))
+        monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+        return made
+
+    return of
+
+
+@pytest.fixture(params=["podman", "runc"])
+def desk(request: pytest.FixtureRequest, desk_of: Callable[[str], Desk]) -> Desk:
+    return desk_of(request.param)
+
+
+def each(*names: str) -> Callable[..., Any]:
+    """A test of these: "podman-frozen" is the runtime, and the word that the test gets besides."""
+    pairs = [name.split("-", 1) for name in names]
+    return pytest.mark.parametrize(("desk", "word"), pairs, indirect=["desk"], ids=names)
+
+
+def gpus_of(desk: Desk, one: Container) -> list[int]:
+    """The GPUs that it has memory on."""
+    (job,) = [job for job in desk.says(0, "ps")["jobs"] if job["pid"] == one.pid]
+    return [gpu["index"] for gpu in job["gpus"]]
+
+
+def nodes(one: Container) -> set[str]:
+    """The GPUs' nodes in a container, by a program that is started in it now."""
+    return {name for name in one.run("ls", "/dev").stdout.split() if name.startswith("nvidia") and name[6:].isdigit()}
+
+
+def may_open(desk: Desk, one: Container, gpu: int) -> str:
+    """What its device cgroup says to a program of the machine that is put into it: no driver has that number."""
+    text, mounts = Path(f"/proc/{one.pid}/cgroup").read_text(), desk.node.run(["cat", "/proc/self/mountinfo"]).stdout
+    folders = [folder for _, folder, mount in cgroup_folders(text, mounts, "devices") if folder != mount]
+    words = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in folders) + f": < /dev/nvidia{gpu}"
+    return desk.node.run(["sh", "-c", words], rc=None).stderr.strip().rpartition(": ")[2]
+
+
+def as_undisturbed(desk: Desk, rootfs: Path, one: Container) -> None:
+    """It goes on, and has computed what it computes where nobody disturbs it."""
+    one.goes_on()
+    steps = one.steps()
+    undisturbed = twin(desk, rootfs, max(steps) + 1)
+    assert steps == {n: undisturbed[n] for n in steps}
+
+
+def twin(desk: Desk, rootfs: Path, steps: int) -> dict[int, str]:
+    """What the job computes where nobody disturbs it."""
+    return steps_of(desk.node.run([rootfs / "job", 16, 0, steps]).stdout)
+
+
+def test_a_container_ends_in_an_image_and_comes_back(desk: Desk, rootfs: Path) -> None:
+    one = desk.job()
+    one.goes_on()
+    done = desk.checkpoint(one)
+    assert (done["state"], done["way"]) == ("ended", "driver")
+    assert not one.lives()
+    assert not desk.runtime.has(one.name)
+    desk.limosa("verify", desk.image())
+    told = desk.says(0, "inspect", desk.image())
+    assert (told["container"]["name"], told["image_schema"], told["job"]["pid"]) == (one.name, 3, 1)
+    came = desk.restore()
+    again = desk.back()
+    assert (came["pid"], came["name"]) == (again.pid, desk.called(one))
+    as_undisturbed(desk, rootfs, again)
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
+@each("podman-parked", "runc-driver")
+def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.with_shim() if word == "parked" else desk.job()
+    one.goes_on()
+    done = desk.checkpoint(one)
+    assert done["way"] == word
+    assert bool(done["device_bytes"]) == (word == "parked")
+    came = desk.restore("--to", 1)
+    assert [r["id"] for r in came["warnings"]] == ["container-record"]
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert gpus_of(desk, again) == [1]
+    assert nodes(again) == {"nvidia1"}
+    assert [may_open(desk, again, gpu) for gpu in (0, 1)] == ["Operation not permitted", "No such device or address"]
+    desk.says(0, "move", desk.called(again), "--to", 0)
+    assert nodes(again) == {"nvidia0"}
+    again.goes_on()
+
+
+@each("podman-driver", "runc-parked")
+def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.with_shim() if word == "parked" else desk.job()
+    one.goes_on()
+    done = desk.checkpoint(one, "--leave-running")
+    assert (done["state"], done["way"]) == ("running", word)
+    as_undisturbed(desk, rootfs, one)
+    assert desk.restore(rc=23)["error"]["id"] == "container-name"
+    for number in (0, 1):
+        bundle = []
+        if desk.runtime.name == "runc":  # whose root's changes since are not in the image
+            assert desk.restore(name=f"clone{number}", rc=23)["error"]["id"] == "container-bundle"
+            bundle = ["--bundle", desk.runtime.same_bundle(one, desk.name(f"clone{number}"))]
+        desk.restore("--to", number, *bundle, name=f"clone{number}")
+    for number in (0, 1):
+        clone = desk.back(f"clone{number}")
+        as_undisturbed(desk, rootfs, clone)
+        assert gpus_of(desk, clone) == [number]
+    as_undisturbed(desk, rootfs, one)
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------
+
+
+def until(happened: Callable[[], Any], limit: float = 30) -> Any:
+    """Waits for it, without a pause that would miss it."""
+    end = time.monotonic() + limit
+    while not (found := happened()):
+        assert time.monotonic() < end
+        time.sleep(0.0005)
+    return found
+
+
+def is_frozen(one: Container) -> bool:
+    """Whether its cgroup is."""
+    text, mounts = Path(f"/proc/{one.pid}/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
+    return bool(frozen_by(text, mounts))
+
+
+def started_by(desk: Desk, limosa: Any, *words: str) -> list[int]:
+    """The processes below a limosa whose command line has all these words."""
+    processes = snapshot()
+    found = []
+    for pid in descendants(limosa.pid, processes):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if {word.encode() for word in words} <= set(command):
+                found.append(pid)
+    return found
+
+
+def begin(desk: Desk, *words: object) -> Any:
+    environment = desk.runtime.environment()
+    del environment["HOME"]
+    return desk.node.popen([sys.executable, "-m", "limosa", *words], env=environment)
+
+
+def recovered(desk: Desk) -> None:
+    """Waits until nothing is left to recover."""
+    until(lambda: "nothing" in desk.limosa("recover", rc=None).stdout, 60)
+
+
+@each("podman-frozen", "podman-image", "runc-driver", "runc-runtime")
+def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    if word == "driver":
+        rule = desk.node.switches.add("function=cuCheckpointProcessCheckpoint delay=0.5")
+    limosa = begin(desk, "checkpoint", desk.called(one), "--output", desk.image())
+    happened = {
+        "driver": lambda: desk.node.switches.count(rule),
+        "frozen": lambda: is_frozen(one),
+        "runtime": lambda: started_by(desk, limosa, "--leave-running"),
+        "image": desk.image().exists,
+    }
+    until(happened[word])
+    os.kill(limosa.pid, signal.SIGKILL)
+    limosa.wait(10)
+    recovered(desk)
+    if word == "image" and not one.lives():
+        desk.limosa("verify", desk.image())
+        return
+    as_undisturbed(desk, rootfs, one)
+    if word != "image":
+        assert not desk.image().exists()
+        assert not list(desk.place.glob(".*partial*"))
+    else:
+        desk.limosa("verify", desk.image())
+    desk.checkpoint(one, image="another")
+    desk.limosa("verify", desk.image("another"))
+
+
+@each("podman-runtime", "podman-criu", "runc-runtime")
+def test_a_runtime_that_is_killed_leaves_the_container_running(desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    limosa = begin(desk, "checkpoint", desk.called(one), "--output", desk.image())
+    words = ("swrk",) if word == "criu" else ("checkpoint", "--leave-running")
+    for pid in until(lambda: is_frozen(one) and started_by(desk, limosa, *words)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert limosa.wait(60) == 21
+    as_undisturbed(desk, rootfs, one)
+    assert not desk.image().exists()
+    desk.checkpoint(one)
+
+
+@each("podman-runtime", "podman-made", "podman-driver", "runc-criu", "runc-driver")
+def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    if word == "driver":
+        rule = desk.node.switches.add("function=cuCheckpointProcessRestore delay=0.5")
+    limosa = begin(desk, "restore", desk.image(), "--to", "1")
+    happened = {
+        "runtime": lambda: started_by(desk, limosa, "restore", *(["--detach"] if desk.runtime.name == "runc" else [])),
+        "criu": lambda: started_by(desk, limosa, "swrk"),
+        "made": lambda: desk.runtime.has(one.name),
+        "driver": lambda: desk.node.switches.count(rule),
+    }
+    until(happened[word])
+    os.kill(limosa.pid, signal.SIGKILL)
+    limosa.wait(10)
+    recovered(desk)
+    if not desk.runtime.has(one.name):
+        assert desk.runtime.names() == []
+        desk.restore("--to", 1)
+    assert desk.runtime.names() == [one.name]
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert nodes(again) == {"nvidia1"}
+
+
+@each("podman-Restore", "runc-Unlock")
+def test_a_restore_that_fails_leaves_nothing(desk: Desk, rootfs: Path, word: str) -> None:
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.node.switches.add(f"function=cuCheckpointProcess{word} result=UNKNOWN")
+    desk.restore("--to", 1, rc=21)
+    assert desk.runtime.names() == []
+    desk.restore("--to", 1)
+    as_undisturbed(desk, rootfs, desk.back())
+
+
+# --- what comes along, and what does not ----------------------------------------------------------------------
+
+TICKS = """
+echo changed > /changed; rm /etc/group; echo mine > /scratch/file; cat > /vol/file <<.
+kept
+.
+exec 5> /tmp/open; sleep 1000 & n=0
+while :; do n=$((n + 1)); echo "step $n hash 0x$n"; echo "line $n" >&5; sleep 0.02; done
+"""
+
+
+@pytest.mark.parametrize(("terminal", "volume"), [([], "there"), (["--tty", "--interactive"], "gone")])
+def test_what_comes_along(desk_of: Callable[[str], Desk], terminal: list[str], volume: str) -> None:
+    desk = desk_of("podman")
+    (desk.place / "bound").mkdir()
+    vol = desk.name("vol")
+    options = ["--hostname", "here", "--tmpfs", "/scratch", "--volume", f"{vol}:/vol", "--init"]
+    options += ["--volume", f"{desk.place}/bound:/bound", *terminal]
+    one = desk.runtime.start("/bin/sh", "-c", TICKS, gpus=None, options=options, name=desk.name())
+    one.goes_on()
+    done = desk.checkpoint(one)
+    assert done["way"] == "host"
+    if volume == "gone":
+        desk.runtime("volume", "rm", vol)
+    (desk.place / "bound" / "since").write_text("seen")
+    desk.restore(name="other")
+    again = desk.back("other")
+    last = max(one.steps())
+    again.goes_on()
+    assert max(again.steps()) > last
+    assert again.run("cat", "/changed", "/scratch/file", "/vol/file", "/bound/since").stdout.split() == [
+        "changed",
+        "mine",
+        "kept",
+        "seen",
+    ]
+    assert "group" not in again.run("ls", "/etc").stdout.split()
+    assert again.run("hostname").stdout.strip() == "here"
+    assert again.run("ps").stdout.count("sleep 1000\n") == 1
+    lines = again.run("cat", "/tmp/open").stdout.split("\n")[:-1]
+    assert lines == [f"line {n}" for n in range(1, len(lines) + 1)]
+
+
+def test_what_cannot_come_along_is_refused_by_name(
+    desk_of: Callable[[str], Desk], engines: Engines, image: Path
+) -> None:
+    desk = desk_of("podman")
+    podman = desk.runtime
+
+    def refused(one: Container) -> set[str]:
+        plan = desk.says(13, "plan", "checkpoint", desk.called(one), "--output", desk.image())
+        if one is not first:  # which others need
+            one.remove()
+        return {reason["id"] for reason in plan["reasons"] if reason["exit_code"]}
+
+    def waits(name: str, *options: object) -> Container:
+        return podman.start("/bin/sleep", 1000, gpus=None, name=desk.name(name), options=options)
+
+    first = waits("first")
+    assert refused(waits("net", "--network", f"container:{first.name}")) == {"container-shares"}
+    assert refused(waits("ipc", "--ipc", f"container:{first.name}")) == {"container-shares"}
+    assert refused(waits("host", "--pid", "host")) == {"container-shares"}
+    pod = podman("pod", "create", "--infra=false", "--share", "", "--name", desk.name("pod")).stdout.strip()
+    assert refused(waits("inpod", "--pod", pod)) == {"container-shares"}
+    podman("exec", "--detach", first.id, "/bin/sleep", 1000)
+    assert "container-exec" in refused(first)
+    inner = [pid for pid in started_in(first) if pid != first.pid]
+    plan = desk.says(13, "plan", "checkpoint", inner[0], "--output", desk.image())
+    assert plan["reasons"][0]["id"] == "container-part"
+    with contextlib.closing(Podman(desk.node, engines, desk.place / "crun", runtime="crun")) as other:
+        other.load(image)
+        crun = Desk(other, desk.place)
+        one = other.start("/bin/sleep", 1000, gpus=None, name=desk.name("crun"))
+        plan = crun.says(13, "plan", "checkpoint", crun.called(one), "--output", desk.image())
+        assert [reason["id"] for reason in plan["reasons"]] == ["container-runtime"]
+
+
+def started_in(one: Container) -> list[int]:
+    """The processes of a container."""
+    namespace = os.readlink(f"/proc/{one.pid}/ns/pid")
+    found = []
+    for pid in snapshot():
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
+                found.append(pid)
+    return sorted(found)
+
+
+def test_output_to_a_file_outside_is_refused(desk_of: Callable[[str], Desk]) -> None:
+    desk = desk_of("runc")
+    one = desk.runtime.start("/job", 16, 5, name=desk.name())
+    one.goes_on()
+    assert desk.checkpoint(one, rc=13)["error"]["id"] == "container-file"
+    one.goes_on()
+
+
+def test_a_clone_with_the_machines_network_is_refused_where_the_port_is_taken(desk_of: Callable[[str], Desk]) -> None:
+    desk = desk_of("podman")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    listen = ["/bin/busybox", "httpd", "-f", "-p", f"127.0.0.1:{port}"]
+    one = desk.runtime.start(*listen, gpus=None, name=desk.name(), options=["--network", "host"])
+    until(lambda: _answers(port))
+    desk.checkpoint(one, "--leave-running")
+    assert desk.restore(name="clone", rc=23)["error"]["id"] == "port-taken"
+    one.remove()
+    desk.restore(name="clone")
+    desk.back("clone")
+    until(lambda: _answers(port))
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), 5).close()
+        return True
+    return False
+
+
+def test_names_are_checked(desk_of: Callable[[str], Desk]) -> None:
+    desk = desk_of("podman")
+    one = desk.runtime.start("/bin/sleep", 1000, gpus=None, name=desk.name())
+    desk.checkpoint(one)
+    for name in ("-x", "../x", "a b", "", "x" * 200):
+        assert desk.restore(f"--name={name}", rc=2)["error"]["exit_code"] == 2
+    assert desk.runtime.names() == []
+
+
+def test_a_cgroup_that_is_called_like_a_containers_leads_to_nothing(desk_of: Callable[[str], Desk]) -> None:
+    """What is in it is no container that a runtime notes."""
+    desk = desk_of("podman")
+    place = f"{desk.runtime.parent}/libpod-{'ab' * 32}"
+    stranger = desk.node.popen(["unshare", "--mount", "--pid", "--fork", "--mount-proc", "sleep", "1000"])
+    (inner,) = until(lambda: [pid for pid in descendants(stranger.pid, snapshot()) if pid != stranger.pid])
+    folders = [Path(f"/sys/fs/cgroup/{name}{place}") for name in ("freezer", "devices", "unified", "")]
+    for folder in folders:
+        if (folder.parent.parent / "cgroup.procs").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "cgroup.procs").write_text(str(inner))
+    plan = desk.limosa("plan", "checkpoint", inner, "--output", desk.image(), "-o", "json", rc=13).json
+    assert plan["reasons"][0]["id"] in ("container-part", "container-runtime")
+    os.kill(inner, signal.SIGKILL)
+    stranger.wait(10)
