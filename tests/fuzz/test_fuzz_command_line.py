@@ -14,7 +14,7 @@ import pytest
 
 from fuzz.frame import Fuzz
 from fuzz.mutate import NUMBERS, TEXTS, mutated_words
-from limosa import start
+from limosa import cdi, start
 from limosa.cli import main
 from limosa.process import launch
 from limosa_softgpu import node
@@ -47,6 +47,8 @@ def inert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for module, name in ((start, "popen"), (start, "run"), (node, "enter"), (node, "run_here")):
         monkeypatch.setattr(module, name, never)
+    for name in ("install", "remove", "write_spec"):  # on this machine, or wherever it is told to
+        monkeypatch.setattr(cdi, name, never)
     monkeypatch.setattr(launch, "_spawn", fails)
     monkeypatch.setattr(main, "verb", functools.cache(main.verb))
     monkeypatch.setattr(main.gc, "freeze", lambda: None)  # as it leaves, which it does not here

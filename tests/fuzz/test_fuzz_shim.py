@@ -49,7 +49,7 @@ class Preloaded(Shim):
     """A shim's connection at whose other end all has been said before anything is asked."""
 
     def __init__(self, connection: socket.socket, limit: float):
-        self.identity, self._number, self._lost = ME, 0, False
+        self.identity, self._number, self._lost, self._pids = ME, 0, False, None
         self._socket, self.owner, self.limit = connection, os.geteuid(), limit
         self._user, self._within, self._gpus_known, self._version = -1, None, 64, VERSION
 

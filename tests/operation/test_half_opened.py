@@ -70,8 +70,8 @@ def test_a_restored_tree_is_not_ended_once_a_gate_may_be_open(monkeypatch: pytes
 
     monkeypatch.setattr(recover_images, "_restored_root", lambda _: myself())
     monkeypatch.setattr(recover_images, "_criu_was_done", lambda _: True)
-    monkeypatch.setattr(recover_images, "_still_an_image", lambda _: None)
-    monkeypatch.setattr(recover_images, "_finish", fails)
+    monkeypatch.setattr(recover_images, "still_an_image", lambda _: None)
+    monkeypatch.setattr(recover_images, "finish", fails)
     monkeypatch.setattr(recover_images, "end_tree", lambda *_: ended.append(1))
     if opened:
         dead.note("open", "begin", os.getpid())

@@ -36,6 +36,7 @@ MAY = {
     "limosa/gpu/worker_main.py": "becomes what start.python() has written",
     "limosa/demo/train.py": "a job: its data workers",
     "limosa/demo/ranks.py": "a job: its ranks",
+    "limosa/process/criu/lent_main.py": "becomes the CRIU that Limosa has lent to a container's runtime",
     "limosa_softgpu/node.py": "becomes the command that was asked for",
 }
 """Who starts something without :mod:`limosa.start`, and why that is right."""
