@@ -73,7 +73,7 @@ test-soft:
 # SIGKILL of whoever has a part in a parked operation, at every step that it journals.
 test-long:
 	@$(READY_TEST)
-	$(SUDO) env LIMOSA_LONG_TESTS=1 $(PYTEST) -q -n 2 --durations=10 -k killed tests/e2e_soft
+	$(SUDO) env LIMOSA_LONG_TESTS=1 $(PYTEST) -q -n 2 --durations=10 -k killed tests/e2e_soft tests/containers
 
 # CRIU's own tests, both ways. ARGS="--count 40 --seed 2", ARGS=socket-tcp, ARGS="--json FILE --page FILE".
 test-zdtm:

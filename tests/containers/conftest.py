@@ -14,6 +14,7 @@ All that is started is ended with the test. ``engines`` fetches the programs int
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +108,16 @@ class Start:
 def container(request: pytest.FixtureRequest) -> Start:
     """Starts a container, in one test with podman and in one with runc."""
     return Start(request.getfixturevalue(request.param))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Marks that only these tests have."""
+    config.addinivalue_line("markers", "long: with $LIMOSA_LONG_TESTS only (make test-long)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is long is left out elsewhere, and counted as deselected."""
+    away = [item for item in items if item.get_closest_marker("long") and not os.environ.get("LIMOSA_LONG_TESTS")]
+    if away:
+        items[:] = [item for item in items if item not in away]
+        config.hook.pytest_deselected(items=away)

@@ -226,6 +226,7 @@ def recovered(desk: Desk) -> None:
     until(lambda: "nothing" in desk.limosa("recover", rc=None).stdout, 60)
 
 
+@pytest.mark.long
 @each("podman-frozen", "podman-image", "runc-driver", "runc-runtime")
 def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.job()
