@@ -15,15 +15,14 @@ import ctypes
 import errno
 import os
 import stat
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from limosa.containers import filter as filters
 from limosa.containers.find import Containers
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
-from limosa.process.namespaces import is_ours
+from limosa.process.namespaces import in_a_thread, is_ours
 from limosa.process.openat import closing, last_error, open_in
 from limosa.process.slurp import slurp
 from limosa.start import file_system
@@ -162,23 +161,7 @@ def _make(dev: int, minor: int, like: os.stat_result) -> None:
                 os.unlink(_name(minor), dir_fd=dev)
         raise OSError(errno.EEXIST, f"something else is at /dev/{_name(minor)} of its container")
 
-    _in_a_thread(make)
-
-
-def _in_a_thread(call: Callable[[], None]) -> None:
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="limosa-devices")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    in_a_thread(make)
 
 
 # --- permissions ----------------------------------------------------------------------------------------------

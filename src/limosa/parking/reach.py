@@ -16,11 +16,9 @@ import ctypes
 import os
 import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable
 
-from limosa.process.namespaces import CLONE_NEWNET, enter, is_ours
+from limosa.process.namespaces import CLONE_NEWNET, enter, in_a_thread, is_ours
 from limosa.process.openat import closing, last_error
 from limosa.process.status import uids_of
 from limosa.start import popen, python
@@ -48,7 +46,7 @@ def connect(pid: int, address: str, seconds: float) -> socket.socket:
     if os.geteuid():
         return _by_a_child(pid, address, seconds)
     made: list[socket.socket] = []
-    _in_a_thread(lambda: made.append(_connected_there(pid, address, seconds, other_net, other_user)))
+    in_a_thread(lambda: made.append(_connected_there(pid, address, seconds, other_net, other_user)))
     return made[0]
 
 
@@ -81,27 +79,6 @@ def _connected_there(pid: int, address: str, seconds: float, other_net: bool, ot
     finally:
         if dumpable == 1:  # the kernel has changed that for all of this program
             _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-
-
-def _in_a_thread(call: Callable[[], None]) -> None:
-    """Make a call in a thread of its own: the kernel has namespaces and users by thread.
-
-    Raises:
-        OSError: what the call raised.
-    """
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name="limosa-reach")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
 
 
 def _by_a_child(pid: int, address: str, seconds: float) -> socket.socket:

@@ -10,6 +10,8 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import threading
+from collections.abc import Callable
 
 from limosa.process.openat import closing, last_error
 from limosa.process.status import status_of
@@ -57,6 +59,27 @@ def enter(fd: int, kind: int) -> None:
     """
     if _libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)):
         raise last_error()
+
+
+def in_a_thread(call: Callable[[], None]) -> None:
+    """Make a call in a thread of its own: the kernel has namespaces, users and masks by thread.
+
+    Raises:
+        BaseException: what the call raised.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="limosa-apart")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
 class Pids:

@@ -93,8 +93,7 @@ def _answering(members: Sequence[Member], connected: Mapping[int, Shim]) -> tupl
             rank = _rank_of(member, connected.get(member.pid))
         except LimosaError as error:
             if not _looks_after_none(error) and member.identity.alive() and not ending(member.pid):
-                silent[member.pid] = CannotBeMoved(detail=f"the shim of process {member.pid} does not answer ({error})")
-                silent[member.pid].__cause__ = error
+                silent[member.pid] = _no_answer(member.pid, error)
             return
         if rank.said.comms or rank.said.look.gate is not CommGate.OPEN:
             found[member.pid] = rank
@@ -107,6 +106,12 @@ def _answering(members: Sequence[Member], connected: Mapping[int, Shim]) -> tupl
         leave(list(found.values()))
         raise
     return [found[member.pid] for member in members if member.pid in found], silent
+
+
+def _no_answer(pid: int, error: LimosaError) -> CannotBeMoved:
+    found = CannotBeMoved(detail=f"the shim of process {pid} does not answer ({error})")
+    found.__cause__ = error
+    return found
 
 
 def apart(ranks: Sequence[Rank]) -> list[list[Rank]]:
@@ -392,8 +397,7 @@ def _at_their_gates(ranks: Sequence[Rank]) -> dict[int, CannotBeMoved]:
             found[pid] = CannotBeMoved(detail=f"process {pid} stands at its gate: its communicators stay closed")
         except LimosaError as error:
             if rank.member.identity.alive() and not ending(pid):
-                found[pid] = CannotBeMoved(detail=f"the shim of process {pid} does not answer ({error})")
-                found[pid].__cause__ = error
+                found[pid] = _no_answer(pid, error)
 
     together([partial(one, rank) for rank in ranks])
     return found
