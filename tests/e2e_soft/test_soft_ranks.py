@@ -237,7 +237,7 @@ def test_a_rank_that_is_killed_while_it_is_being_stopped(two: Any) -> None:
     rule = two.switches.add(f"function=ncclAllReduce caller={job.pids[1]} hang")
     waits_for(two, lambda: two.switches.count(rule) > 0)
     process = two.later("move", job.pid, *SWAP)
-    time.sleep(0.7)
+    two.reaches(process, "communicators begin")  # it stops them now, and one hangs
     os.kill(job.pids[1], signal.SIGKILL)
     answer = two.ends(process)
     assert answer.rc in (10, 21), answer
