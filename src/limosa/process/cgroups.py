@@ -32,37 +32,42 @@ def _mounts(mountinfo: str) -> dict[str, tuple[str, str]]:
 
 def _seen(mountinfo: str) -> list[tuple[str, str, str, str]]:
     """The hierarchies that are mounted and that no other mount covers: root, mount point, kind, options."""
-    parents: dict[str, str] = {}
+    mounts: dict[str, tuple[str, str]] = {}
     found: list[tuple[str, str, str, str, str]] = []
-    above: list[tuple[str, str]] = []
     # Only what the kernel separates by: a user's mount, or cgroup, may have any other line end or blank in its name.
     for line in mountinfo.split("\n"):
         left, _, right = line.partition(" - ")
         fields, kind = left.split(" "), right.split(" ")
         if len(fields) < 5:
             continue
-        parents[fields[0]] = fields[1]
-        above.append((fields[0], fields[4]))
+        mounts[fields[0]] = (fields[1], fields[4])
         if kind[0] in ("cgroup", "cgroup2"):
             found.append((fields[0], fields[3], fields[4], kind[0], kind[-1]))
-    return [
-        (root, mount_point, kind, options)
-        for number, root, mount_point, kind, options in found
-        if not any(_covers(other, number, parents) and _is_below(mount_point, at) for other, at in above)
-    ]
+    return [one[1:] for one in found if not any(_covers(other, one[0], mounts) for other in mounts)]
 
 
-def _covers(other: str, number: str, parents: dict[str, str]) -> bool:
-    """Whether a mount is laid over another one, or over what that one is mounted on; else it carries that, or neither.
+def _covers(other: str, number: str, mounts: dict[str, tuple[str, str]]) -> bool:
+    """Whether who walks to where a mount is comes into another one instead.
 
-    What was mounted later lies above: it has the higher number, or is mounted on the other.
+    Numbers say nothing of what came later, since the kernel gives them anew. What is mounted on one folder twice has
+    the first as its parent; of two with the same parent a walk meets the one that is nearer to the parent's root.
+
+    Args:
+        other: a mount's number.
+        number: the mount that it may cover.
+        mounts: number → (its parent's number, mount point).
     """
-    above = number
-    while above in parents:
-        if above == other:
-            return False
-        above = parents[above]
-    return int(other) > int(number) or parents[other] == number
+    parent, at = mounts[other]
+    if not _is_below(mounts[number][1], at):
+        return False
+    way, above = "", number
+    while above in mounts and above != way:
+        if other == above:
+            return False  # it carries that
+        if parent == above:
+            return not way or len(at) <= len(mounts[way][1])
+        way, above = above, mounts[above][0]
+    return False  # below something that covers, or is covered itself
 
 
 def _is_below(path: str, at: str) -> bool:
