@@ -2,6 +2,10 @@
 
 It is found where only root, or whoever installed Limosa, can put it, and gets an environment of ours. What it leaves
 behind (podman's monitor of a container) would keep a pipe open, so what it says goes to a file in memory.
+
+Whoever is told of it (``on_start``) may note it before it does anything: until then a shell stands in its place, which
+becomes the program at a word of ours, and ends where we do without one. So there is no runtime at work that nobody
+knows of: it would freeze a container again that ``recover`` has let go on, or make one that ``recover`` has not found.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import resource
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import IO
 
 import msgspec
 
@@ -26,6 +31,12 @@ _MOST_SAID = 8 << 20
 _MOST_ARGUMENTS = 1 << 12
 _TICK = 0.02
 _REST_SECONDS = 60.0  # for what a runtime that was killed has started
+_SHELL = "/bin/sh"
+_WAITS = 'read -r go && exec "$@" </dev/null'
+
+
+def nobody(_: Identity) -> None:
+    """Nobody is told of it."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -74,7 +85,7 @@ def call(
     criu_folder: str = "",
     pass_fds: Sequence[int] = (),
     speaks: bool = True,
-    on_start: Callable[[Identity], None] = lambda _: None,
+    on_start: Callable[[Identity], None] = nobody,
     tick: Callable[[], None] = lambda: None,
 ) -> Said:
     """Run it to its end, and to the end of what it has started in its session.
@@ -85,7 +96,7 @@ def call(
         criu_folder: as :func:`environment` has it.
         pass_fds: descriptors that it inherits.
         speaks: whether what it says is kept; else its output is /dev/null, which a container may inherit.
-        on_start: told who it is, right after it was started.
+        on_start: told who it is, before it begins. If that raises, it does not begin.
         tick: called now and then. What it raises is raised once the program has ended; a CRIU that it has started is
             told to write no more.
 
@@ -94,11 +105,15 @@ def call(
     """
     with contextlib.ExitStack() as stack:
         out, err = (stack.enter_context(open(os.memfd_create(name, os.MFD_CLOEXEC), "w+b")) for name in ("out", "err"))
+        waits, go = os.pipe()
+        stack.callback(os.close, waits)
+        held = stack.enter_context(open(go, "wb", buffering=0))
+        noted = on_start is not nobody
         try:
             process = start.popen(
-                argv,
+                [_SHELL, "-c", _WAITS, argv[0], *argv] if noted else argv,
                 env=environment(settings() if configured is None else configured, criu_folder),
-                stdin=subprocess.DEVNULL,
+                stdin=waits if noted else subprocess.DEVNULL,
                 stdout=out if speaks else subprocess.DEVNULL,
                 stderr=err if speaks else subprocess.DEVNULL,
                 start_new_session=True,
@@ -106,24 +121,32 @@ def call(
             )
         except OSError as error:
             raise FailedUndone(what=os.path.basename(argv[0]), detail=f"it cannot be started: {error}") from error
-        raised = _follow(process, on_start, tick)
-        _wait_for_rest(process.pid, argv[0])
+        who = Identity(process.pid, read_stat(process.pid).start_time)  # nobody has waited for it yet
+        raised = _begin(who, on_start, held) if noted else None
+        raised = _follow(process, raised, tick)
+        _wait_for_rest(who, argv[0])
         if raised is not None:
             raise raised
         return Said(process.returncode, _read(out.fileno()), _read(err.fileno()).decode(errors="replace"))
 
 
-def _follow(
-    process: subprocess.Popen[bytes], on_start: Callable[[Identity], None], tick: Callable[[], None]
-) -> BaseException | None:
-    """Wait for its end, whatever comes; return what has come."""
-    raised: BaseException | None = None
+def _begin(who: Identity, on_start: Callable[[Identity], None], held: IO[bytes]) -> BaseException | None:
+    """Have it noted, then let it begin; return what has come instead."""
     try:
-        on_start(Identity(process.pid, read_stat(process.pid).start_time))
-    except LimosaError:
-        pass  # it has ended already
+        on_start(who)
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            held.write(b"go\n")
     except BaseException as error:
-        raised = error
+        return error
+    finally:
+        held.close()
+    return None
+
+
+def _follow(
+    process: subprocess.Popen[bytes], raised: BaseException | None, tick: Callable[[], None]
+) -> BaseException | None:
+    """Wait for its end, whatever comes, or has come; return that."""
     while True:
         try:
             process.wait(_TICK)
@@ -155,14 +178,26 @@ def session_of(leader: int) -> list[int]:
     return found
 
 
-def settle(leader: int, seconds: float) -> bool:
-    """Wait until all processes of a session have ended; return whether they have."""
+def settle(leader: Identity, seconds: float) -> bool:
+    """Wait until all processes of a session have ended; return whether they have.
+
+    Args:
+        leader: who it began with. Where its pid is another's by now, none of them is left.
+        seconds: how long, at most.
+    """
     end = time.monotonic() + seconds
-    while any(_lives(pid) for pid in session_of(leader)):
+    while not _is_anothers(leader) and any(_lives(pid) for pid in session_of(leader.pid)):
         if time.monotonic() > end:
             return False
         time.sleep(_TICK)
     return True
+
+
+def _is_anothers(identity: Identity) -> bool:
+    try:
+        return read_stat(identity.pid).start_time != identity.start_time
+    except LimosaError:
+        return False
 
 
 def _lives(pid: int) -> bool:
@@ -172,9 +207,9 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _wait_for_rest(leader: int, program: str) -> None:
+def _wait_for_rest(leader: Identity, program: str) -> None:
     if not settle(leader, _REST_SECONDS):
-        left = ", ".join(map(str, session_of(leader)))
+        left = ", ".join(map(str, session_of(leader.pid)))
         raise FailedUndone(what=os.path.basename(program), detail=f"it has ended, and processes {left} have not")
 
 

@@ -73,7 +73,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         images_fd: the image's folder ``criu/``.
         work_fd: the folder for logs.
         tcp_established, file_locks: as CRIU has them.
-        on_start: told who the runtime's program is.
+        on_start: told who the runtime's program is, before it begins.
         tick: called while it works; raises to have it stopped.
     """
 
@@ -82,7 +82,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     work_fd: int
     tcp_established: bool = False
     file_locks: bool = False
-    on_start: Callable[[Identity], None] = lambda _: None
+    on_start: Callable[[Identity], None] = calls.nobody
     tick: Callable[[], None] = lambda: None
 
 
@@ -138,7 +138,7 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def remove(self, id_: str, on_start: Callable[[Identity], None] = lambda _: None) -> None:
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         """End a container and take it away.
 
         Raises:
@@ -335,7 +335,7 @@ class _Podman(Runtime):
         if found is not None:
             self.remove(found.id)
 
-    def remove(self, id_: str, on_start: Callable[[Identity], None] = lambda _: None) -> None:
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
         if said.rc and self._run("container", "exists", "--", id_).rc == 0:
             raise FailedUndone(what="podman rm", detail=said.why)
@@ -442,7 +442,7 @@ class _Runc(Runtime):
         if found is not None and found.bundle == bundle:
             self.remove(found.id)
 
-    def remove(self, id_: str, on_start: Callable[[Identity], None] = lambda _: None) -> None:
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         state = self._state(id_)
         if state is None:
             return

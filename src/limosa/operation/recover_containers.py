@@ -20,6 +20,7 @@ from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, still_an_image
 from limosa.operation.restored import end_tree
 from limosa.operation.results import Recovered
+from limosa.process.criu.lent import forget
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
@@ -89,10 +90,11 @@ def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
 
 
 def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:
+    """Waits for its end; nobody uses the CRIU that was lent to it any more then."""
     who = criu_of(dead, step)
-    if who is None:
-        return
-    progress(Progress("recover", message=f"waiting for the container's runtime (process {who.pid})"))
-    if not settle(who.pid, CRIU_PATIENCE):
-        text = f"the runtime (process {who.pid}), or what it has started, still runs"
-        raise CannotBeMoved(detail=text, hint="wait for it, then limosa recover")
+    if who is not None:
+        progress(Progress("recover", message=f"waiting for the container's runtime (process {who.pid})"))
+        if not settle(who, CRIU_PATIENCE):
+            text = f"the runtime (process {who.pid}), or what it has started, still runs"
+            raise CannotBeMoved(detail=text, hint="wait for it, then limosa recover")
+    forget(dead.header.id)

@@ -77,7 +77,7 @@ class ContainerDumping(Dumping):
         if given.tcp_close:
             extra.append("--tcp-close")
         try:
-            with lent(self.program, extra) as folder:
+            with lent(self.program, extra, operation=work.id) as folder:
                 kept = Kept(
                     criu_folder=folder,
                     images_fd=self.draft.criu_fd,

@@ -55,7 +55,7 @@ class ContainerReturning(Returning):
         log_fd = self.image.open_log()
         extra = ["--tcp-close"] if given.get("tcp_close") or self.options.tcp_close else []
         try:
-            with lent(self.program, extra, restores=True) as folder:
+            with lent(self.program, extra, operation=work.id, restores=True) as folder:
                 kept = Kept(
                     criu_folder=folder,
                     images_fd=self.image.criu_fd,

@@ -1,7 +1,8 @@
 """A CRIU for a program that starts one by itself: a container runtime takes the ``criu`` that is first on its PATH.
 
-It gets Limosa's, with Limosa's plugin, for one run: by a folder with a small script in it, which goes away again. The
-system's PATH and its /etc/criu stay as they are; what root has written there for runtimes still counts.
+It gets Limosa's, with Limosa's plugin, for one run: by a folder with a small script in it, which goes away again, also
+where limosa was killed (:func:`forget`). The system's PATH and its /etc/criu stay as they are; what root has written
+there for runtimes still counts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -24,18 +26,19 @@ _ELSEWHERE = ("/var/tmp", "/tmp")  # noqa: S108 - a folder of a new name, which 
 
 
 @contextlib.contextmanager
-def lent(criu: Criu, extra: Sequence[str] = (), *, restores: bool = False) -> Iterator[str]:
+def lent(criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: bool = False) -> Iterator[str]:
     """Make a folder whose ``criu`` is this one.
 
     Args:
         criu: which.
         extra: arguments of CRIU's that it is always given.
+        operation: the id of whose it is.
         restores: whether it is for a restore (``lent_main.py``).
 
     Yields:
         The folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix="criu-", dir=_place()))
+    folder = Path(tempfile.mkdtemp(prefix=f"criu-{operation}-", dir=_place()))
     try:
         options = [*extra, "--network-lock", criu.network_lock]
         if criu.plugin_dir:
@@ -49,6 +52,16 @@ def lent(criu: Criu, extra: Sequence[str] = (), *, restores: bool = False) -> It
         yield str(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def forget(operation: str) -> None:
+    """Remove what an operation that was killed has left: nothing that it has lent is in use any more."""
+    for place in (str(own_folder("lent")), *_ELSEWHERE):
+        for folder in Path(place).glob(f"criu-{operation}-*"):
+            with contextlib.suppress(OSError):
+                found = os.lstat(folder)
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                    shutil.rmtree(folder)
 
 
 def _place() -> str:

@@ -1,0 +1,90 @@
+"""A runtime's program begins once it is noted, and not without: whoever notes it may be killed before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from limosa.containers import calls
+from limosa.process.criu import lent
+from limosa.process.identity import Identity
+
+
+def works_on(path: Path) -> bool:
+    """Whether a process has that path among its words."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.fsencode(path) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_a_program_that_could_not_be_noted_does_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    child = os.fork()
+    if child == 0:
+        calls.call(["/bin/touch", str(made)], {}, on_start=lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    end = time.monotonic() + 10
+    while works_on(made):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert not made.exists()
+
+
+def test_where_noting_fails_it_does_not_begin(tmp_path: Path) -> None:
+    def fails(_: Identity) -> None:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        calls.call(["/bin/touch", str(tmp_path / "made")], {}, on_start=fails)
+    assert not (tmp_path / "made").exists()
+
+
+def test_who_was_noted_is_the_program(tmp_path: Path) -> None:
+    told: list[Identity] = []
+    said = calls.call(["/bin/sh", "-c", "echo $$; cat; echo $0 >&2", "a b"], {}, on_start=told.append)
+    assert (said.rc, said.out.decode().split(), said.err) == (0, [str(told[0].pid)], "a b\n")
+
+
+def test_a_session_whose_leaders_pid_is_anothers_has_ended() -> None:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        signal.pause()
+    who = Identity.of(child)
+    try:
+        while os.getsid(child) != child:
+            time.sleep(0.001)
+        assert not calls.settle(who, 0.1)
+        assert calls.settle(Identity(child, who.start_time - 1), 0.1)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert calls.settle(who, 1.0)
+
+
+def test_what_was_lent_is_forgotten_with_its_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(lent, "_ELSEWHERE", (str(tmp_path / "tmp"),))
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/file").touch()
+    own = Path(lent._place())
+    left = [own / "criu-0abc-xy", tmp_path / "tmp/criu-0abc-xy"]
+    others = [own / "criu-0abd-xy", tmp_path / "tmp/criu-0abc-link"]
+    for folder in (*left, others[0]):
+        folder.mkdir(parents=True)
+        (folder / "criu").touch()
+    others[1].symlink_to(tmp_path / "kept")
+    lent.forget("0abc")
+    assert not any(folder.exists() for folder in left)
+    assert all(folder.exists() for folder in others)
+    assert (tmp_path / "kept/file").exists()
