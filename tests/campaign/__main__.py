@@ -6,6 +6,7 @@ python -m campaign --count 400 --seed 1   a sample
 python -m campaign --record               write steps.json anew
 python -m campaign --way parked …         the same of jobs under the shim (parked.json)
 python -m campaign --way ranks …          the same of jobs of several ranks (ranks.json)
+python -m campaign --way containers …     the same of containers (containers.json)
 python -m campaign --merge A B --summary C several parts as one
 
 A long campaign in parts, each of which may be cut off at any time:
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -30,8 +32,9 @@ from typing import Any
 
 from surroundings import as_usual
 
-from campaign import cases, parked, ranks
+from campaign import cases, containers, parked, ranks
 from campaign.cases import Case
+from campaign.ground import ROOM, clear_cgroups
 from campaign.processes import REAL, python_path
 from campaign.summary import Summary, merged, names_in
 
@@ -47,6 +50,8 @@ class RoomProcess:
 
     def __init__(self, ground: str):
         env = {**os.environ, "PYTHONPATH": python_path(), "LIMOSA_CAMPAIGN": ground, "PYTHONDONTWRITEBYTECODE": "1"}
+        self.token = secrets.token_hex(4)
+        env[ROOM] = self.token
         command = [sys.executable, "-m", "campaign.room"]
         if ground == "soft":
             node = [sys.executable, "-m", "limosa", "softgpu", "--gpus", str(GPUS), "--memory", "1GiB", "--"]
@@ -91,6 +96,7 @@ class RoomProcess:
             self.process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
+        clear_cgroups(self.token)
 
     def kill(self) -> None:
         """Ends it and its session."""
@@ -99,6 +105,7 @@ class RoomProcess:
         except OSError:
             pass
         self.process.wait()
+        clear_cgroups(self.token)
 
 
 def run(
@@ -187,6 +194,8 @@ def record(rooms: int, ground: str, only: Sequence[str] = (), way: str = "driver
     """Runs every operation undisturbed with every class of victim and notes its steps."""
     if way == "ranks":
         names = [(o, v) for v in ranks.VICTIMS for o in ranks.OPERATIONS if ranks.possible(o, v)]
+    elif way == "containers":
+        names = [(o, v) for v in containers.VICTIMS for o in containers.OPERATIONS]
     elif way == "parked":
         names = [(o, v) for v in parked.VICTIMS for o in parked.OPERATIONS if parked.possible(o, v)]
     else:
@@ -222,7 +231,7 @@ def main() -> int:
     parser.add_argument("--rooms", type=int, default=min(12, os.cpu_count() or 2), help="how many nodes side by side")
     parser.add_argument("--ground", default=os.environ.get("LIMOSA_CAMPAIGN", "soft"))
     parser.add_argument(
-        "--way", choices=("driver", "parked", "ranks"), default="driver", help="whose victims: under the shim?"
+        "--way", choices=("driver", "parked", "ranks", "containers"), default="driver", help="whose victims"
     )
     parser.add_argument("--only", default="", help="parts of names that cases must have, separated by commas")
     parser.add_argument("--without", type=Path, nargs="*", default=[], help="summaries of what was run already")
@@ -239,7 +248,9 @@ def main() -> int:
         os.environ["LIMOSA_CAMPAIGN"] = "real"
         chosen.count = chosen.count or "330"
     if chosen.record:
-        path = {"parked": parked.STEPS, "ranks": ranks.STEPS}.get(chosen.way, cases.STEPS)
+        path = {"parked": parked.STEPS, "ranks": ranks.STEPS, "containers": containers.STEPS}.get(
+            chosen.way, cases.STEPS
+        )
         only = [part for part in chosen.only.split(",") if part]
         found = {**cases.table(path), **record(chosen.rooms, chosen.ground, only, chosen.way)}
         path.write_text(cases.as_text(found))

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from campaign import parked, ranks
+from campaign import containers, parked, ranks
 from campaign.hazards import DONE, HAZARDS, INSIDE, STRUCK
 from campaign.shapes import SHAPES
 
@@ -36,7 +36,7 @@ DRIVER_ONLY = (
 OPERATIONS = DRIVER_ONLY + WITH_CRIU
 RARE = ("peers",)
 """Classes of victim that only their hazard befalls."""
-VICTIMS = tuple(name for name, shape in SHAPES.items() if name not in RARE and not shape.shim)
+VICTIMS = tuple(name for name, shape in SHAPES.items() if name not in RARE and not (shape.shim or shape.box))
 
 RESULTS = (1, 2, 3, 100, 201, 304, 401, 600, 719, 801, 999)
 """Of each class of CUresult: argument, memory, no CUDA state, no device, context, system, state, time, dead context,
@@ -89,6 +89,11 @@ class Case(NamedTuple):
         """Whether the victim runs under the shim."""
         return SHAPES[self.victim].shim
 
+    @property
+    def boxed(self) -> bool:
+        """Whether the victim is a container."""
+        return bool(SHAPES[self.victim].box)
+
     @classmethod
     def named(cls, name: str) -> Case:
         """The case of that name.
@@ -100,6 +105,8 @@ class Case(NamedTuple):
         known = parked.OPERATIONS if case.parked else OPERATIONS
         if case.victim in ranks.VICTIMS:
             known = ranks.OPERATIONS
+        if case.boxed:
+            known = containers.OPERATIONS
         if case.operation not in known or case.victim not in SHAPES:
             raise ValueError(f"{name!r} is no case")
         return case
@@ -112,9 +119,11 @@ def table(path: Path = STEPS) -> dict[str, Any]:
 
 
 def everything(ground: str = "soft", way: str = "driver") -> list[Case]:
-    """Every case that there is on that ground, of jobs that go the driver's way, the parked way, or have ranks."""
+    """Every case that there is on that ground, of jobs that go one way, or are of one kind."""
     if way == "parked":
         return list(parked.enumerate_all(table(parked.STEPS)))
+    if way == "containers":
+        return list(containers.enumerate_all(table(containers.STEPS)))
     if way == "ranks":
         return list(ranks.enumerate_all(table(ranks.STEPS)))
     return list(enumerate_all(table(), ground=ground))

@@ -13,6 +13,7 @@ that a new step of Limosa is disturbed without a change here. What an order may 
     worker: "exec" starts the driver's worker as the command line does; else it is forked from this warm process
     parked: the job is under the shim: what is asked of shim, mover and vault are points as well, and the two helpers
             are forked from this warm process
+    boxed: the job is a container: what its runtime's program does is a point as well
     nofile: so many descriptors more than are open now may be opened
 """
 
@@ -37,6 +38,7 @@ from typing import Any
 from e2e.disturbed_program import Disturber as Points
 from support import has_ended
 
+from campaign import containers
 from campaign.helpers import fork_helpers, helper_pids
 from campaign.parked import POINTS
 
@@ -135,6 +137,7 @@ class Disturber(Points):
         self.record = bool(order.get("record"))
         self.passed: dict[str, int] = {}
         self.workers: list[Any] = []
+        self.runtime = 0  # a container runtime's program that is at work
         self.mutex = threading.Lock()
 
     def at(self, name: str) -> None:
@@ -154,11 +157,14 @@ class Disturber(Points):
 
     def living(self) -> dict[str, int]:
         """Who of Limosa's processes lives, by what he is called; vault and mover where a job is parked."""
-        return {**super().living(), **(helper_pids() if self.order.get("parked") else {})}
+        found = {**super().living(), **(helper_pids() if self.order.get("parked") else {})}
+        return {**found, **containers.at_work(self.runtime)} if self.runtime else found
 
     def install(self) -> None:
         """Makes everything that is to be disturbed a point."""
         super().install()
+        if self.order.get("boxed"):
+            containers.watch(self)
         if not self.order.get("parked"):
             return
         for who, names in POINTS.items():

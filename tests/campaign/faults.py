@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from campaign import cases, parked, ranks
+from campaign import cases, containers, parked, ranks
 from campaign.cases import Case
 from campaign.disks import full_disk, small_disk
 from campaign.ground import Soft
@@ -28,6 +28,7 @@ BROKEN = {
     "recover-restore": ("restore", "before note criu-restore done"),
     **parked.BROKEN,
     **ranks.BROKEN,
+    **containers.BROKEN,
 }
 """What is left for ``recover``: the operation, and where it and its worker were killed."""
 
@@ -57,6 +58,8 @@ class Fault:
         if self.hazard is not None and self.hazard.loses == "process":
             return True
         in_job = self.case.step.startswith(("job.", "nccl.")) and self.fault == "crash-caller"
+        if self.case.boxed and any(word in self.fault for word in containers.DEADLY):
+            return True
         return in_job or self.case.victim == "exits" or any(word in self.fault for word in deadly)
 
     @property
@@ -77,13 +80,15 @@ class Fault:
         """Whether what fails goes on failing, so that an undo may fail as well."""
         if self.hazard is not None:
             return any(word in self.fault for word in ("for-good", "kill-after-", "needs-"))
+        if self.case.boxed and any(word in self.fault for word in containers.IN_THE_WAY):
+            return True
         words = ("for-good", "lost-", "full", "state-", "blind", "file-size", "nofile")
         return any(word in self.fault for word in words)
 
     def order(self) -> dict[str, Any]:
         """What the controller is told, and what is armed."""
         room, case, step, fault = self.room, self.case, self.case.step.split("."), self.fault
-        order: dict[str, Any] = {"record": self.record, "parked": case.parked}
+        order: dict[str, Any] = {"record": self.record, "parked": case.parked, "boxed": case.boxed}
         flag = room.base / "out" / "flag"
         flag.unlink(missing_ok=True)
         if room.random.random() < 0.1 or self.room.ground.name == "real":
@@ -239,10 +244,17 @@ class Fault:
         if not pid or not self.room.began or early:  # not before it is what it says it is
             self.room.after(0.002, lambda: self._strike(kind, fired) if self.room.controller_pid else None)
             return
+        if (what := kind.removeprefix("random-")) in containers.ACTS:
+            self.room.behave(what)
+            return
         if kind in ("random-sigint", "random-sigterm"):
             send_signal(pid, signal.SIGINT if kind.endswith("int") else signal.SIGTERM)
             return
         who = kind.removeprefix("random-kill-")
+        if self.case.boxed and who in containers.WHO:
+            if not containers.strike(self.room, who):  # it is not at work yet
+                self.room.after(0.004, lambda: self._strike(kind) if self.room.controller_pid else None)
+            return
         for helper, doomed in helper_pids().items() if self.case.parked else ():
             if helper in who:
                 send_signal(doomed, signal.SIGKILL)
@@ -272,6 +284,8 @@ def _deed(fault: str, flag: str) -> dict[str, Any]:
         "kill-vault-mover": ["vault", "mover"],
         "kill-mover-both": ["mover", "worker", "limosa"],
         "kill-vault-both": ["vault", "worker", "limosa"],
+        **{f"kill-{who}": who.split("-") for who in containers.WHO},
+        **{f"kill-{who}-both": [*who.split("-"), "worker", "limosa"] for who in containers.WHO},
     }
     if fault in who:
         return {"do": "kill", "who": who[fault]}

@@ -10,6 +10,8 @@ from typing import Any
 from campaign.helpers import helper_pids
 from campaign.processes import REAL
 
+ROOM = "LIMOSA_CAMPAIGN_ROOM"
+"""What the cgroups of a room's containers are called after."""
 KIND_VMM = 3  # of cuMemCreate (limosa_softgpu/native/node.h)
 
 
@@ -138,6 +140,13 @@ class Soft(Ground):
             "blocks of device memory": len({int(name) for name in os.listdir(self.folder / "memory")} - its.keys()),
             "requests": sorted(os.listdir(self.folder / "requests")),
         }
+
+
+def clear_cgroups(token: str) -> None:
+    """Takes away what a room that was killed has left of its containers' cgroups."""
+    from containers.runtimes import clear_cgroups as clear
+
+    clear(f"/limosa-test-{token}")
 
 
 def here() -> Ground:

@@ -46,6 +46,14 @@ class Job:
         self.goes_on(limit=max(30.0, 2 * PATIENCE))
         self.size, self.open, self.ran = self.resident(), self.descriptors(), self.threads()
 
+    @property
+    def called(self) -> str:
+        """What a command line takes for it."""
+        return str(self.pid)
+
+    def look(self) -> None:
+        """It has the same pid wherever it is."""
+
     def get(self, slot: int, word: int) -> int:
         """A word of the control page."""
         return int(struct.unpack_from("<Q", self._memory, 8 * (slot * Slot.WORDS + word))[0])
@@ -207,4 +215,8 @@ class Job:
 
     def kill(self) -> None:
         """Ends it."""
+        end_session(self.pid)
+
+    def end(self) -> None:
+        """Ends it; nothing of it is left."""
         end_session(self.pid)

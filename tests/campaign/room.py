@@ -22,9 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support import end_session, own_network, pids, stat_of
+from support import own_network, pids, stat_of
 
-from campaign import cases, controller, ground, parked, ranks
+from campaign import cases, containers, controller, ground, parked, ranks
+from campaign.boxed import BoxedRun
+from campaign.boxes import Boxes, BoxJob, befallen
 from campaign.cases import Case
 from campaign.faults import BROKEN
 from campaign.helpers import helper_pids
@@ -85,10 +87,13 @@ class Room:
         self.victims = Nursery("victims", env)
         self.controllers = Nursery("controllers", env)
         self._preloaded: Nursery | None = None
-        self.jobs: dict[str, Job] = {}
+        self._boxes: Boxes | None = None
+        self._boxed: Nursery | None = None
+        self.jobs: dict[str, Any] = {}
         self.images: dict[str, Path] = {}
         self.count = 0
         self.known = {**cases.table(), **cases.table(parked.STEPS), **cases.table(ranks.STEPS)}
+        self.known |= cases.table(containers.STEPS)
         self.random = random.Random(0)
         self.warm = False
         self._timers: list[tuple[float, Callable[[], None]]] = []
@@ -114,6 +119,22 @@ class Room:
             self._preloaded = made
         return self._preloaded
 
+    @property
+    def boxes(self) -> Boxes:
+        """The container runtimes of this room."""
+        if self._boxes is None:
+            self._boxes = Boxes(self.base)
+        return self._boxes
+
+    def _controllers(self, boxed: bool) -> Nursery:
+        """Where command lines come from: those for containers from one that finds their runtimes."""
+        if not boxed:
+            return self.controllers
+        if self._boxed is None:
+            self._boxed = Nursery("controllers", {**os.environ, **self.boxes.environment()})
+            self.own.add(self._boxed.process.pid)
+        return self._boxed
+
     # -- processes ---------------------------------------------------------------------------------------------
 
     def reap(self) -> None:
@@ -135,6 +156,8 @@ class Room:
             if pid in self.own or pid in resident or stat is None or stat[2] in "ZX" or stat[1] in sessions:
                 continue
             with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "conmon\n":
+                    continue  # podman's, as long as a container lives
                 if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")[:120]
                     found[pid] = words.decode(errors="replace")
@@ -168,12 +191,13 @@ class Room:
             order.setdefault("limits", {**LIMITS, **(PARKED_LIMITS if order.get("parked") else {})})
         said: list[dict[str, Any]] = []
         begun = time.monotonic()
-        self.controllers.send(order)
+        controllers = self._controllers(bool(order.get("boxed")))
+        controllers.send(order)
         end, killed, ended = begun + limit, False, None
         self.began = False
         pid = 0
         while ended is None:
-            message = self.controllers.read(0.005)
+            message = controllers.read(0.005)
             self.reap()
             self.wake()
             now = time.monotonic()
@@ -221,7 +245,9 @@ class Room:
         """The victim does what its class does, or dies."""
         job = self.jobs["a"]
         flag = self.base / "out" / "flag"
-        if what in ("exit", "fork", "spin", "callback"):
+        if SHAPES[job.shape].box:
+            befallen(self, what)
+        elif what in ("exit", "fork", "spin", "callback"):
             job.command(what, 1.0)
         elif what == "stop-for-good":
             send_signal(job.stoppable, signal.SIGSTOP)
@@ -319,6 +345,7 @@ class Room:
             for p in self.runtime.glob(f"*/{k}/*")
             if p.stat().st_size  # what could not be removed is emptied
         ]
+        found += [str(p) for p in self.runtime.glob("*/lent/*")]
         found += [p.name for p in self.runtime.rglob("*.new")] + [p.name for p in self.runtime.rglob(".*")]
         found += [p.name for p in (self.base / "images").iterdir() if not p.name.startswith("image-")]
         return found
@@ -342,13 +369,18 @@ class Room:
     def job(self, key: str, shape: str, first: int = 0) -> Job:
         """A running victim of that class, the one that is there where it is whole."""
         job = self.jobs.get(key)
+        if job is not None:
+            job.look()
         if job is not None and job.shape == shape and not job.missing and self.state(job) == "running":
             return job
         if job is not None:
             self.end(key)
         self.count += 1
-        job = Job(self.nursery(shape), shape, self.base / "jobs" / str(self.count), first)
-        self.jobs[key] = job
+        if SHAPES[shape].box:
+            made: Any = BoxJob(self.boxes, shape, first)
+        else:
+            made = Job(self.nursery(shape), shape, self.base / "jobs" / str(self.count), first)
+        self.jobs[key] = job = made
         if SHAPES[shape].hidden:
             self.remember(job)
         return job
@@ -372,7 +404,7 @@ class Room:
         """Ends a victim."""
         job = self.jobs.pop(key, None)
         if job is not None:
-            end_session(job.pid)
+            job.end()
             self.reap()
             sees(job.folder).unlink(missing_ok=True)
             self.ground.wait_for_memory()
@@ -382,7 +414,8 @@ class Room:
     def well(self, argv: list[str], **order: Any) -> Found:
         """A command line that has to succeed."""
         parked_job = any(SHAPES[job.shape].shim for job in self.jobs.values())
-        found = self.operate(argv, points=False, **{"parked": parked_job, **order})
+        boxed = any(SHAPES[job.shape].box for job in self.jobs.values())
+        found = self.operate(argv, points=False, **{"parked": parked_job, "boxed": boxed, **order})
         if found.rc != 0:
             raise Lost(f"an undisturbed {' '.join(argv)} failed: {found.short()} {found.stderr[-300:]}")
         return found
@@ -398,7 +431,7 @@ class Room:
         job = self.job("a", shape)
         path = self.base / "images" / f"image-{self.count}"
         shutil.rmtree(path, ignore_errors=True)
-        self.well(["checkpoint", str(job.pid), "--output", str(path), "-o", "json"])
+        self.well(["checkpoint", job.called, "--output", str(path), "-o", "json"])
         self.images[f"a-{shape}"] = path
         return path
 
@@ -413,7 +446,7 @@ class Room:
 
     def command(self, operation: str, job: Job, places: list[int]) -> list[str]:
         """The command line of an operation."""
-        pid = str(job.pid)
+        pid = job.called
         new = str(self.base / "images" / "image-new")
         known = {
             "move": lambda: ["move", pid, self.there(places)],
@@ -433,6 +466,13 @@ class Room:
         }
         if operation in BROKEN:
             return ["recover", "-o", "json"]
+        if operation == "clone":
+            return [
+                *self.boxes.clone_words(job, self.base / "images" / "image-clone"),
+                self.there(places),
+                "-o",
+                "json",
+            ]
         return [*known[operation](), "-o", "json"]
 
     def prepare(self, case: Case) -> list[int]:
@@ -458,7 +498,11 @@ class Room:
                 self.end("b")
                 self.job("b", case.victim if case.parked else "one", there)
         if operation in ("resume", "resume-to", "toggle-up"):
-            self.well(["suspend", str(job.pid), "-o", "json"])
+            self.well(["suspend", job.called, "-o", "json"])
+        elif operation == "clone":
+            path = self.base / "images" / "image-clone"
+            shutil.rmtree(path, ignore_errors=True)
+            self.well(["checkpoint", job.called, "--leave-running", "--output", str(path), "-o", "json"])
         elif operation == "resume-memory":
             self.well(["suspend", str(job.pid), "--release=memory-only", "-o", "json"])
         return places
@@ -491,7 +535,7 @@ class Room:
         found: Found | None = None
         told: dict[str, Any] = {}
         try:
-            run = Run(self, case, record)
+            run = BoxedRun(self, case, record) if case.boxed else Run(self, case, record)
             problems = run.go()
             found, told = run.found, run.told
         except (Lost, AssertionError, RuntimeError, OSError) as error:
@@ -525,6 +569,9 @@ class Room:
             with contextlib.suppress(Exception):
                 send_signal(self.jobs[key].pid, signal.SIGCONT)
                 self.end(key)
+        if self._boxes is not None:
+            with contextlib.suppress(Exception):
+                self._boxes.wipe()
         for pid in [*self.strangers(), *helper_pids().values()]:
             send_signal(pid, signal.SIGKILL)
         self.reap()
@@ -537,7 +584,9 @@ class Room:
     def close(self) -> None:
         """Ends all that is here."""
         self.reset()
-        for nursery in filter(None, (self.victims, self.controllers, self._preloaded)):
+        if self._boxes is not None:
+            self._boxes.close()
+        for nursery in filter(None, (self.victims, self.controllers, self._preloaded, self._boxed)):
             assert nursery.process.stdin is not None
             nursery.process.stdin.close()
         shutil.rmtree(self.base, ignore_errors=True)

@@ -62,7 +62,7 @@ class Run(Fault):
         argv = room.command(self.operation if case.operation in BROKEN else case.operation, self.jobs[0], self.places)
         if case.operation in BROKEN:
             point = {"name": BROKEN[case.operation][1], "n": 0, "do": "kill", "who": ["worker", "limosa"]}
-            broken = room.operate(argv, at=[point], parked=case.parked)
+            broken = room.operate(argv, at=[point], parked=case.parked, boxed=case.boxed)
             room.settle()
             if broken.rc != -9:
                 raise Lost(f"was not killed: {broken.short()} {broken.said[-3:]}")
@@ -90,6 +90,7 @@ class Run(Fault):
             room.ground.disarm()
         if self.fault == "stop-for-good":
             self._continued()
+        self._let_go()
         self.problems += room.settle()
         room.stopped = 0.0
         self._continued()
@@ -103,6 +104,9 @@ class Run(Fault):
         self._judge(self.found)
         self._bring_back()
         return self.problems
+
+    def _let_go(self) -> None:
+        """What somebody did to the job meanwhile comes to its end."""
 
     def _continued(self) -> None:
         for job in self.jobs:
@@ -157,6 +161,7 @@ class Run(Fault):
             "toggle-up": ("running", self.places),
             "checkpoint": ("gone", []),
             "leave-running": ("running", self.places),
+            "clone": ("running", self.places),
             "restore": ("running", self.places),
             "restore-to": ("running", away),
         }[self.operation]
@@ -212,7 +217,7 @@ class Run(Fault):
         if self.for_good and self.case.step.startswith("disk") and room.litter():
             unfinished = True  # what could not be removed is recover's
         if unfinished:
-            again = room.operate(["recover", "-o", "json"], points=False)
+            again = room.operate(["recover", "-o", "json"], points=False, boxed=self.case.boxed)
             problems += room.settle()
             errors = [one for one in again.answer.get("recovered", []) if one["exit_code"] not in (0, 41)]
             self.told["recovered"] = again.rc
@@ -413,6 +418,7 @@ class Run(Fault):
                 return
             if self.image is None or self._thorough(2):
                 room.well(["restore", str(path), "-o", "json"])
+        job.look()
         if any(one.missing for one in self.jobs):
             self._all_go_on()
         if self.kills_job and any(one.alive() and len(one.session()) < one.slots for one in self.jobs):
@@ -558,13 +564,18 @@ def _other(before: list[str], now: list[str]) -> str:
     return f"{sorted(more.elements())} more, {sorted(fewer.elements())} fewer"
 
 
+def _counts(one: dict[str, Any]) -> bool:
+    """Whether it comes each time: how often a runtime is looked at while it works depends on the machine."""
+    return not (one["n"] and one["point"].startswith("during"))
+
+
 def _steps(found: Found) -> dict[str, Any]:
     disk: dict[str, int] = {}
     for one in found.said:
         if "disk" in one:
             disk[one["disk"]] = disk.get(one["disk"], 0) + 1
     return {
-        "points": [[one["point"], one["n"], one["living"]] for one in found.said if "point" in one],
+        "points": [[one["point"], one["n"], one["living"]] for one in found.said if "point" in one and _counts(one)],
         "calls": [one["call"] for one in found.said if "call" in one],
         "disk": disk,
         "seconds": round(found.seconds, 2),

@@ -71,6 +71,7 @@ class Shape(NamedTuple):
         shim: whether it runs under the shim, as ``limosa run`` starts it.
         blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
         hidden: whether the other GPUs are hidden from it, as by ``limosa run --gpus``.
+        box: the runtime whose container it is; its job is that of ``tests/containers``.
         ranks: what its processes but the first compute together over NCCL; the first starts them, waits for them, and
             ends them when one of them ends, as torchrun does.
     """
@@ -82,6 +83,7 @@ class Shape(NamedTuple):
     blind: bool = False
     hidden: bool = False
     ranks: Ranks | None = None
+    box: str = ""
 
     @property
     def pieces(self) -> int:
@@ -130,6 +132,9 @@ SHAPES: dict[str, Shape] = {
     "parked-hidden": Shape(
         ((Part(0, plain=(2 * MiB + 9, 200), own=(MiB,)),),), behaviour="busy", shim=True, hidden=True
     ),
+    # Containers (boxes.py).
+    "runc": Shape((_ONE,), box="runc"),
+    "podman": Shape((_ONE,), box="podman"),
     # Ranks that talk over NCCL; large buffers can be parked.
     "ranks": _ranks(2, Ranks(groups=True)),
     "ranks-ring": _ranks(2, Ranks(p2p=True, meets=7)),

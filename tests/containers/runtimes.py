@@ -549,7 +549,8 @@ def _numbers(gpus: Sequence[int]) -> dict[str, int]:
 def _join(pid: int) -> None:
     from limosa_softgpu.node import join
 
-    join(pid)
+    if pid:  # else the caller is in the node already
+        join(pid)
 
 
 def own_folders(node: Node, *folders: str) -> None:

@@ -150,8 +150,8 @@ class Restore(_DriverStep):
 
     def goes_on(self, left: Left) -> Finished | None:
         dead = left.dead
-        if left.parked or dead.began(Noted.UNDO):
-            return None
+        if left.parked or dead.began(Noted.UNDO) or dead.began(Noted.RESTORE_HOME):
+            return None  # a recover before this one may have led it home, and not have known that it had
         if not all(
             s in (State.LOCKED, State.RUNNING) and dead.began(Noted.RESTORE, pid) for pid, s in left.states.items()
         ):

@@ -1,0 +1,78 @@
+"""What CI runs of the campaign of containers: more than 100 faulted runs, every operation, every kind of fault.
+
+``make faults WAY=containers`` runs all of it; a failure here names the line that replays it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+from containers.engines import engines
+
+from campaign import cases, containers
+from campaign.__main__ import record, run, spread
+from campaign.summary import replay
+from campaign.twice import ROOMS, part, run_and_replay
+
+RUNC, PODMAN = 88, 22
+CHUNKS = 10
+SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
+
+FOUND = ("recover-exchanged/runc/call.restore.0/after-999",)
+"""What failed when more of it was run, one of each cause (docs/reliability.md)."""
+
+pytestmark = [pytest.mark.criu, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs() -> None:
+    """The runtimes' programs are fetched once."""
+    engines()
+
+
+def sample() -> list[tuple[cases.Case, int]]:
+    """Most of them of runc, which takes a third of podman's time."""
+    everything = cases.everything(way="containers")
+    picked: list[cases.Case] = []
+    for victim, count in (("runc", RUNC), ("podman", PODMAN)):
+        picked += cases.chosen([case for case in everything if case.victim == victim], count, SEED)
+    return spread(picked, SEED)
+
+
+def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None:
+    everything = cases.everything(way="containers")
+    picked = [case for case, _ in sample()]
+    assert cases.once(everything) > 4000
+    assert len({case.name for case in picked}) == RUNC + PODMAN > 100
+    for field in ("operation", "victim"):
+        assert {getattr(c, field) for c in picked} == {getattr(c, field) for c in everything}
+    kinds = {cases.kind_of_fault(c.fault) for c in everything}
+    assert {*containers.ACTS, "kill-runtime", "kill-criu", "kill-oci", "monitor-killed", "kill-both"} <= kinds
+    assert len(kinds - {cases.kind_of_fault(c.fault) for c in picked}) <= len(kinds) // 4
+    assert all(cases.Case.named(case.name) == case for case in everything)
+
+
+@pytest.mark.timeout(120)
+def test_the_steps_are_those_that_the_operations_take_now() -> None:
+    """A new step is a new row: ``make faults WAY=containers RECORD=1`` writes them down."""
+    only = [f"{operation}/runc" for operation in ("move", "checkpoint", "restore-to", "recover-boxed-dump")]
+    known, found = cases.table(containers.STEPS), record(1, "soft", only, "containers")
+    assert set(found) == set(only)
+    for name, row in found.items():
+        points, before = (Counter(one for one, _, _ in table["points"]) for table in (row, known[name]))
+        assert points == before, name
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_one_container_is_left_or_an_image(chunk: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_and_replay(part(sample(), chunk, CHUNKS), tmp_path_factory)
+
+
+@pytest.mark.timeout(240)
+def test_what_has_failed_once() -> None:
+    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=ROOMS)
+    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
+    assert len(results) == len(FOUND)
