@@ -128,7 +128,9 @@ def make_old_rootfs(folder: Path, engines: Engines, c_library: Path) -> Path:
     return folder
 
 
-def make_image(archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ...] = ()) -> Path:
+def make_image(
+    archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ...] = (), annotations: dict[str, str] | None = None
+) -> Path:
     """Write a root folder as an OCI archive that podman and containerd load.
 
     Args:
@@ -136,6 +138,7 @@ def make_image(archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ..
         rootfs: what is in it.
         name: what the image is called.
         env: more of its environment, "NAME=value".
+        annotations: of its manifest.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
@@ -156,6 +159,7 @@ def make_image(archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ..
         mediaType=f"{kinds}manifest.v1+json",
         config=_described(f"{kinds}config.v1+json", config),
         layers=[_described(f"{kinds}layer.v1.tar", data)],
+        annotations=annotations or {},
     )
     names = {"io.containerd.image.name": name, "org.opencontainers.image.ref.name": name}
     described = {**_described(f"{kinds}manifest.v1+json", manifest), "annotations": names}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ _CONFIGURATION = ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGI
 _MOST_SAID = 8 << 20
 _MOST_ARGUMENTS = 1 << 12
 _TICK = 0.02
+_TERM_SECONDS = 10.0
 _REST_SECONDS = 60.0  # for what a runtime that was killed has started
 _SHELL = "/bin/sh"
 _WAITS = 'read -r go && exec "$@" </dev/null'
@@ -78,13 +80,14 @@ def _usable(path: str) -> bool:
     return os.path.isabs(path) and start.trusted(path)
 
 
-def call(
+def call(  # noqa: PLR0913 - options are keywords
     argv: Sequence[str],
     configured: Mapping[str, str] | None = None,
     *,
     criu_folder: str = "",
     pass_fds: Sequence[int] = (),
     speaks: bool = True,
+    ends_early: bool = False,
     on_start: Callable[[Identity], None] = nobody,
     tick: Callable[[], None] = lambda: None,
 ) -> Said:
@@ -96,6 +99,7 @@ def call(
         criu_folder: as :func:`environment` has it.
         pass_fds: descriptors that it inherits.
         speaks: whether what it says is kept; else its output is /dev/null, which a container may inherit.
+        ends_early: whether it may be ended where it works on alone, after ``tick`` has raised.
         on_start: told who it is, before it begins. If that raises, it does not begin.
         tick: called now and then. What it raises is raised once the program has ended; a CRIU that it has started is
             told to write no more.
@@ -123,7 +127,7 @@ def call(
             raise FailedUndone(what=os.path.basename(argv[0]), detail=f"it cannot be started: {error}") from error
         who = Identity(process.pid, read_stat(process.pid).start_time)  # nobody has waited for it yet
         raised = _begin(who, on_start, held) if noted else None
-        raised = _follow(process, raised, tick)
+        raised = _follow(process, raised, ends_early, tick)
         _wait_for_rest(who, argv[0])
         if raised is not None:
             raise raised
@@ -144,9 +148,10 @@ def _begin(who: Identity, on_start: Callable[[Identity], None], held: IO[bytes])
 
 
 def _follow(
-    process: subprocess.Popen[bytes], raised: BaseException | None, tick: Callable[[], None]
+    process: subprocess.Popen[bytes], raised: BaseException | None, ends_early: bool, tick: Callable[[], None]
 ) -> BaseException | None:
     """Wait for its end, whatever comes, or has come; return that."""
+    told = 0.0  # when it was told to end
     while True:
         try:
             process.wait(_TICK)
@@ -162,6 +167,17 @@ def _follow(
             raised = error
         if raised is not None:
             _stop_writing(process.pid)
+            if ends_early and session_of(process.pid) == [process.pid]:
+                told = told or _end(process, signal.SIGTERM)
+                if time.monotonic() - told > _TERM_SECONDS:
+                    _end(process, signal.SIGKILL)
+
+
+def _end(process: subprocess.Popen[bytes], number: signal.Signals) -> float:
+    """Have a program end that does nothing but write what a container has; return when that was."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(number)
+    return time.monotonic()
 
 
 def session_of(leader: int) -> list[int]:

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from limosa.containers import filter as filters
-from limosa.containers.find import Containers
+from limosa.containers.find import Containers, own_lines
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
 from limosa.process.namespaces import in_a_thread, is_ours
@@ -176,12 +176,14 @@ def _levels(pid: int) -> list[tuple[str, str]]:
     contained = Containers().of(pid)
     top = contained.cgroup if contained is not None else ""
     text, mounts = os.fsdecode(slurp(f"/proc/{pid}/cgroup")), os.fsdecode(slurp("/proc/self/mountinfo"))
+    own = own_lines(text, top) if top else ""
+    tops = {folder for _, folder, _ in cgroup_folders(own, mounts, "devices")}
     found: list[tuple[str, str]] = []
     for version, innermost, mount_point in cgroup_folders(text, mounts, "devices"):
         folder, levels = innermost, []
         while folder != mount_point and folder.startswith(f"{mount_point}/"):
             levels.append(folder)
-            if top and folder.endswith(top):
+            if folder in tops:
                 break
             folder = os.path.dirname(folder)
         else:

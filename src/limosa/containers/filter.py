@@ -160,11 +160,15 @@ def _split(code: bytes) -> tuple[Changes, bytes]:
     made = [_INSTRUCTION.unpack_from(code, at) for at in range(0, len(code), _SIZE)]
     if len(made) < 2 or made[0] != (_MOVE, 0, 0, _MARK) or not 2 <= made[1][3] < len(made):
         return Changes(), code
+    own = made[: made[1][3]]
     answers: dict[int, int] = {}
-    for at in range(7, made[1][3], 4):
-        answers[os.makedev(made[at][3], made[at + 1][3])] = made[at + 2][3]
+    for major, minor, answer in zip(own[7::4], own[8::4], own[9::4], strict=False):
+        if min(major[3], minor[3]) >= 0:
+            answers[os.makedev(major[3], minor[3])] = answer[3]
     changes = Changes(
         frozenset(device for device, answer in answers.items() if answer),
         frozenset(device for device, answer in answers.items() if not answer),
     )
-    return changes, code[made[1][3] * _SIZE :]
+    at = len(own) * _SIZE
+    # Somebody else's program may begin like that: it is ours if it is what we would write.
+    return (changes, code[at:]) if _prefix(changes) == code[:at] else (Changes(), code)

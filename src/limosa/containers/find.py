@@ -24,7 +24,7 @@ _SHORT = 12
 _MOST_CGROUPS = 1 << 20
 # As the runtimes call cgroups, where nothing is noted that may be read: another user's, say.
 _CALLED = re.compile(
-    r"(?:(?P<kind>libpod|docker|crio|cri-containerd|nerdctl)-)?(?P<id>[0-9a-f]{64})(?:\.scope)?", re.ASCII
+    r"(?:(?P<kind>libpod|docker|crio|cri-containerd|nerdctl)-(?:payload-)?)?(?P<id>[0-9a-f]{64})(?:\.scope)?", re.ASCII
 )
 _KINDS = {
     "libpod": "podman",
@@ -135,12 +135,14 @@ class Containers:
 
     def _noted(self, state: State) -> Container:
         notes = state.notes
-        runtime = _MANAGERS.get(notes.get("io.container.manager", ""), "")
+        runtime = _called_after(state) or _MANAGERS.get(notes.get("io.container.manager", ""), "")
         if not runtime and "/docker/" in f"{state.folder}/":
             runtime = "docker"
         if not runtime and "/containerd/" in f"{state.folder}/":
             runtime = "docker" if state.folder.endswith("/moby") else "containerd"
         runtime = runtime or ("crun" if state.folder.rstrip("/").endswith("crun") else "runc")
+        if runtime == "podman":
+            notes = {}  # an image says what is in there (its manifest's annotations): its own name is podman's to say
         name = _first(notes, _NAMES) or self._name(runtime, state)
         return Container(
             runtime=runtime,
@@ -168,6 +170,19 @@ class Containers:
         return self._stored[store].get(state.id, "")
 
 
+def own_lines(cgroup_file: str, cgroup: str) -> str:
+    """Return ``/proc/PID/cgroup`` of a process in a container as one in the container's own cgroup has it.
+
+    A container can make a cgroup below its own that is called like the whole way to that.
+
+    Args:
+        cgroup_file: the text.
+        cgroup: the container's own.
+    """
+    lines = [line.split(":", 2) for line in cgroup_file.split("\n") if line.count(":") >= 2]
+    return "\n".join(f"{n}:{kinds}:{cgroup}" for n, kinds, path in lines if f"{path}/".startswith(f"{cgroup}/"))
+
+
 def _in_hierarchy(folder: str, mounts: list[tuple[str, str]]) -> str:
     """A cgroup's path in its hierarchy, as ``/proc/PID/cgroup`` has it; runc notes where it is mounted before that."""
     for root, mount_point in mounts:
@@ -180,6 +195,15 @@ def _outermost_first(path: str) -> Iterator[str]:
     parts = [part for part in path.split("/") if part]
     for n in range(1, len(parts) + 1):
         yield "/" + "/".join(parts[:n])
+
+
+def _called_after(state: State) -> str:
+    """The runtime that the cgroups of a container are called after, with its id in their names; "" for none.
+
+    An image can have podman note another one (an annotation of its manifest).
+    """
+    forms = (_CALLED.fullmatch(part) for path in state.cgroups for part in path.split("/"))
+    return next((_KINDS[form["kind"]] for form in forms if form and form["kind"] and form["id"] == state.id), "")
 
 
 def _by_name(path: str) -> Container | None:

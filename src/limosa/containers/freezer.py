@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 
-from limosa.containers.find import Container
+from limosa.containers.find import Container, own_lines
 from limosa.errors import FailedUndone, LimosaError
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
@@ -31,12 +31,11 @@ def freezer_of(init: Identity, container: Container) -> str:
         init.check()
     except (OSError, LimosaError):
         return ""
+    if not container.cgroup:
+        return ""
     found: dict[str, str] = {}
-    for version, innermost, mount_point in cgroup_folders(text, mounts, "freezer"):
-        folder = innermost
-        while folder.startswith(f"{mount_point}/") and not folder.endswith(container.cgroup):
-            folder = os.path.dirname(folder)
-        if folder.startswith(f"{mount_point}/") and container.cgroup:
+    for version, folder, mount_point in cgroup_folders(own_lines(text, container.cgroup), mounts, "freezer"):
+        if folder != mount_point:
             found.setdefault(version, folder)
     # Where v1 has the freezer, the cgroup of v2 may be one for all.
     return found.get("v1") or found.get("v2") or ""

@@ -39,6 +39,7 @@ _NETWORKS = (MACHINES, "none")
 _SHARES = "container-shares"
 _SHARED = ("container:", "ns:")
 _MOST_ARGUMENTS = 1 << 16
+_ROOT_CHANGES = "rootfs-diff.tar"  # podman puts together what goes into its archive
 
 
 class Volume(msgspec.Struct, frozen=True):
@@ -272,11 +273,17 @@ class _Podman(Runtime):
 
     def write(self, contained: Contained, kept: Kept) -> None:
         options = ["--leave-running", "--compress=none", f"--export=/proc/self/fd/{kept.images_fd}/{ARCHIVE}"]
-        said = self._run(
-            "container", "checkpoint", *options, *_flags(kept), "--", contained.id,
-            criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
-        )  # fmt: skip
+        try:
+            said = self._run(
+                "container", "checkpoint", *options, *_flags(kept), "--", contained.id,
+                criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
+                ends_early=True,  # a file with a hole of terabytes goes into the archive with all of its zeros
+            )  # fmt: skip
+        except BaseException:
+            _remove(contained.bundle, _ROOT_CHANGES)
+            raise
         if said.rc:
+            _remove(contained.bundle, _ROOT_CHANGES)
             why = _criu_said(os.path.join(contained.bundle, "dump.log")) or said.why
             raise FailedUndone(what="podman container checkpoint", detail=why)
 
@@ -519,6 +526,13 @@ def _living(pid: int) -> Identity | None:
 
 def _alive(identity: Identity) -> Identity | None:
     return identity if identity.pid > 0 and identity.alive() else None
+
+
+def _remove(folder: str, name: str) -> None:
+    """Remove what a runtime that was ended has left in a folder of its own."""
+    if os.path.isabs(folder) and start.trusted(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
 
 
 def _criu_said(path: str) -> str:

@@ -194,7 +194,7 @@ static char *image_list(int root)
         give_up("it cannot be looked at", errno);
         return NULL;
     }
-    int fd = open_inside(below, O_RDONLY | O_NONBLOCK | O_NOCTTY), number = fd < 0 ? errno : 0;
+    int fd = open_inside(below, O_PATH), number = fd < 0 ? errno : 0;
     close(below);
     if (fd < 0) {
         if (number != ENOENT)
@@ -202,8 +202,13 @@ static char *image_list(int root)
         return NULL;
     }
     char *text = NULL;
-    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
-        text = read_all(fd, LIST_ROOM);
+    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) { /* opening a device may do something */
+        char there[64];
+        snprintf(there, sizeof there, "/proc/self/fd/%d", fd);
+        int file = open(there, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+        text = file >= 0 ? read_all(file, LIST_ROOM) : NULL;
+        if (file >= 0)
+            close(file);
         if (!text)
             give_up("it is too long, or cannot be read", 0);
     }
