@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import signal
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 from containers.runtimes import Podman, bundle_config, cgroup_layouts
 
 from limosa.parking import LIBRARY
+from limosa.process.device_nodes import LIBRARY as SIGHT
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 MIB = 1 << 20
@@ -142,6 +145,37 @@ def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> No
     assert nodes(one) == {"nvidia0"}
 
 
+_GET_FLAGS, _SET_FLAGS, _APPEND_ONLY = 0x80086601, 0x40086602, 0x20  # FS_IOC_GETFLAGS …, FS_APPEND_FL
+
+
+def append_only(folder: str, wanted: bool) -> None:
+    """Files can be made there, and none can be removed: ``chattr +a``."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        flags = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))[0]
+        fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", flags | _APPEND_ONLY if wanted else flags & ~_APPEND_ONLY))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
+def test_what_cannot_be_taken_from_a_container_is_said(cgroups: str, box: Any) -> None:
+    one = box("/job", 16, 20, name=TRAIN)
+    one.goes_on()
+    dev = f"/proc/{one.pid}/root/dev"
+    append_only(dev, True)
+    said = box.node.limosa("move", "--container", TRAIN, "--to", 1)
+    assert "can still open a GPU that its job is not on" in said.stderr
+    assert gpus_of(jobs(box)[TRAIN]) == [1]
+    assert nodes(one) == {"nvidia0", "nvidia1"}
+    one.goes_on()
+    append_only(dev, False)
+    said = says(box, 0, "move", "--container", TRAIN, "--to", 0)
+    assert [w["id"] for w in said["warnings"]] == ["container-record"]
+    assert nodes(one) == {"nvidia0"}
+    one.goes_on()
+
+
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
 @pytest.mark.parametrize("function", ["cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"])
 def test_a_failure_leaves_the_container_as_it_was(cgroups: str, box: Any, function: str) -> None:
@@ -218,6 +252,64 @@ def test_memory_goes_the_parked_way_to_a_gpu_that_the_container_did_not_have(box
     assert says(box, 0, "resume", "--container", TRAIN, "--to", 1)["way"] == "parked"
     one.goes_on()
     assert nodes(one) == {"nvidia1"}
+
+
+SIGHT_INSIDE = f"/lib/{SIGHT.name}"
+SEES = "/tmp/sees/0123456789abcdef"
+
+
+@pytest.fixture
+def sighted(box: Any) -> Any:
+    """Starts a container in which a job sees GPU 0 alone, as ``limosa run --gpus 0`` does it in there."""
+
+    def start(make: str = f"echo -n 0 > {SEES}", gpus: tuple[int, ...] = (0, 1), **options: Any) -> Any:
+        under = f"LD_PRELOAD={SIGHT_INSIDE} LIMOSA_SEES={SEES}"
+        words = ["/bin/sh", "-c", f"mkdir -p /tmp/sees; {make}; {under} exec /job 16 20"]
+        if box.runtime.name == "podman":
+            volume = ["--volume", f"{SIGHT}:{SIGHT_INSIDE}:ro", *options.pop("options", [])]
+            return box(*words, name=TRAIN, gpus=gpus, options=volume)
+        config = bundle_config(TRAIN, box.runtime.parent, words, gpus)
+        mount = {"destination": SIGHT_INSIDE, "type": "bind", "source": str(SIGHT), "options": ["bind", "ro"]}
+        return box(*words, name=TRAIN, gpus=gpus, mounts=[*config["mounts"], mount])
+
+    return start
+
+
+@pytest.mark.parametrize("gpus", [(0, 1), (0,)], ids=["two", "one"])
+def test_a_job_that_sees_one_gpu_of_its_container_sees_the_other_after_a_move(
+    box: Any, sighted: Any, gpus: tuple[int, ...]
+) -> None:
+    one = sighted(gpus=gpus)
+    one.goes_on()
+    for to in (1, 0):
+        said = says(box, 0, "move", "--container", TRAIN, "--to", to)
+        assert len(said["map"]) == 1, "the map is of the one GPU that it sees"
+        assert gpus_of(jobs(box)[TRAIN]) == [to]
+        assert one.run("cat", SEES).stdout == str(to)
+        assert nodes(one) == ({"nvidia0", "nvidia1"} if len(gpus) == 2 else {f"nvidia{to}"})
+        one.goes_on()
+    box.node.switches.add("function=cuCheckpointProcessRestore result=UNKNOWN")
+    says(box, 21, "move", "--container", TRAIN, "--to", 1)
+    assert one.run("cat", SEES).stdout == "0"
+    one.goes_on()
+
+
+NOT_WRITTEN = {
+    "link": f"/bin/busybox ln -s /tmp/other {SEES}",
+    "fifo": f"/bin/busybox mkfifo {SEES}",
+    "words": f"echo secret > {SEES}",
+}
+
+
+@pytest.mark.parametrize("container", ["runc"], indirect=True)
+@pytest.mark.parametrize("what", NOT_WRITTEN)
+def test_what_a_job_sees_is_not_written_to_something_else(box: Any, sighted: Any, what: str) -> None:
+    one = sighted()
+    one.goes_on()
+    one.run("sh", "-c", f"echo -n 0 > /tmp/other; rm {SEES}; {NOT_WRITTEN[what]}")
+    assert says(box, 13, "move", "--container", TRAIN, "--to", 1)["error"]["id"] == "sees-inside"
+    assert one.run("cat", "/tmp/other").stdout == "0"
+    one.goes_on()
 
 
 def test_what_was_started_in_the_container_later_goes_along(box: Any) -> None:

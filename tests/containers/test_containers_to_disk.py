@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -390,6 +391,9 @@ def test_what_cannot_come_along_is_refused_by_name(
         assert [reason["id"] for reason in plan["reasons"]] == ["container-runtime"]
 
 
+COUNTS = "n=0; while :; do n=$((n + 1)); echo step $n hash 0x$n; sleep 0.05; done"
+
+
 def started_in(one: Container) -> list[int]:
     """The processes of a container."""
     namespace = os.readlink(f"/proc/{one.pid}/ns/pid")
@@ -399,6 +403,22 @@ def started_in(one: Container) -> list[int]:
             if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
                 found.append(pid)
     return sorted(found)
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
+def test_a_stopped_process_keeps_nobody_waiting(cgroups: str, desk: Desk) -> None:
+    script = f"sleep 1000 & {COUNTS}"
+    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    one.goes_on()
+    sleeper = next(p for p in started_in(one) if Path(f"/proc/{p}/cmdline").read_bytes() == b"sleep\x001000\0")
+    os.kill(sleeper, signal.SIGSTOP)
+    if cgroups == "v1":
+        assert desk.checkpoint(one, rc=13)["error"]["id"] == "container-stopped"
+        one.goes_on()
+        os.kill(sleeper, signal.SIGCONT)
+    desk.checkpoint(one)
+    desk.restore()
+    desk.back().goes_on()
 
 
 def test_output_to_a_file_outside_is_refused(desk_of: Callable[[str], Desk]) -> None:
@@ -430,6 +450,38 @@ def _answers(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port), 5).close()
         return True
     return False
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts()[-1:], indirect=True)
+def test_options_without_effect_are_refused_and_the_others_have_one(cgroups: str, desk: Desk) -> None:
+    """A listener that is stopped has a connection that it has not accepted."""
+    script = "/bin/busybox httpd -f -p 127.0.0.1:8080 & sleep 1; kill -STOP $!; sleep 1; "
+    script += f"sleep 1000 | /bin/busybox nc 127.0.0.1 8080 & {COUNTS}"
+    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    until(lambda: ":1F90 01 " in Path(f"/proc/{one.pid}/net/tcp").read_text())
+    one.goes_on()
+
+    def refused(verb: str, *words: object) -> list[str]:
+        plan = desk.says(2, "plan", verb, *words)
+        assert {r["id"] for r in plan["reasons"] if r["exit_code"] == 2} == {"container-option"}
+        return [r["text"].split()[0] for r in plan["reasons"] if r["exit_code"] == 2]
+
+    called = desk.called(one)
+    given = ["--shell-job", "--link-remap", *(["--ext-unix-sk"] if desk.runtime.name == "podman" else [])]
+    assert refused("checkpoint", called, "--output", desk.image(), *given) == given
+    assert desk.checkpoint(one, "--tcp-close", rc=13)["error"]["id"] == "tcp-in-flight"
+    one.goes_on()
+    more = [] if desk.runtime.name == "podman" else ["--ext-unix-sk"]
+    done = desk.checkpoint(one, "--skip-in-flight", "--tcp-close", "--print-stats", *more)
+    assert done["stats"]["pages"] > 0, done
+    given = ["--rewind-files", "--shell-job"]
+    assert refused("restore", desk.image(), *given, "--cgroup", "/") == ["--rewind-files", "--cgroup", "--shell-job"]
+    attached = desk.limosa("restore", desk.image(), "--attach", rc=2)
+    assert "--attach has no effect on a container" in attached.stderr
+    assert desk.runtime.names() == []
+    came = desk.restore("--print-stats")
+    assert came["stats"]["pages_restored"] > 0, came
+    desk.back().goes_on()
 
 
 def test_names_are_checked(desk_of: Callable[[str], Desk]) -> None:

@@ -93,6 +93,64 @@ def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
     job.finish()
 
 
+@pytest.mark.criu
+def test_a_job_in_a_time_namespace(parked: Any, tmp_path: Path) -> None:
+    folder = open_folder(parked)
+    apart = ["unshare", "--time", "--boottime", "100000", "--monotonic", "50000", "--fork", "setsid"]
+    job = Job(parked, folder, [*apart, sys.executable, str(JOB), str(folder), "--mib", "16"])
+    job.pid = inside_of(job.pid, ("time",))
+    job.wait_for("READY")
+    parked.says(0, "", "move", job.pid, "--to", 1)
+    parked.says(0, "", "suspend", job.pid)
+    parked.says(0, "", "resume", job.pid, "--to", 0)
+    job.goes_on(2)
+    image = tmp_path / "image"
+    parked.says(0, "", "checkpoint", job.pid, "--output", image)
+    assert parked.says(0, "", "restore", image, "--to", 1)["pid"] == job.pid
+    assert not is_ours(job.pid, "time")
+    assert on(parked, job.pid) == [1]
+    last = (folder / "log").read_text().count("tick")
+    end = time.monotonic() + 20
+    while (folder / "log").read_text().count("tick") < last + 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    ticks = [line.split() for line in (folder / "log").read_text().splitlines() if line.startswith("tick")]
+    clock = [float(words[2]) for words in ticks]
+    assert clock == sorted(clock), "its clocks go on from where they were"
+    assert clock[-1] > 50_000
+    os.kill(job.pid, signal.SIGKILL)
+
+
+def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: Any, tmp_path: Path) -> None:
+    """Neither sees the claims of the other."""
+    job = start(parked, "--mib", 16)
+    inner = Path(f"/proc/{job.pid}/status").read_text().partition("NSpid:")[2].split("\n")[0].split()[-1]
+    inside = ["nsenter", "--target", job.pid, "--pid", "--mount", "--net", "--ipc", "--uts"]
+    inside += ["env", f"LIMOSA_RUNTIME_DIR={tmp_path}/inside", sys.executable, "-m", "limosa"]
+
+    def said(process: Any) -> int:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in (0, 19), f"{out} {err}"
+        return int(process.returncode)
+
+    for first in ("outside", "inside"):
+        rule = parked.switches.add("function=cuCheckpointProcessCheckpoint delay=8")
+        words = {"outside": [sys.executable, "-m", "limosa", "suspend", job.pid], "inside": [*inside, "suspend", inner]}
+        begun = parked.popen(words.pop(first), stdout=-1, stderr=-1)
+        end = time.monotonic() + 30
+        while not parked.switches.count(rule):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        (second,) = words.values()
+        assert said(parked.popen(second, stdout=-1, stderr=-1)) == 19
+        assert said(begun) == 0
+        assert parked.state(job) == "checkpointed"
+        (resume,) = ([*second[:-2], "resume", second[-1]],)  # the other one, once nobody is at it any more
+        assert said(parked.popen(resume, stdout=-1, stderr=-1)) == 0
+        job.goes_on(2)
+    job.finish()
+
+
 @pytest.mark.parametrize("step", ["lock done", "checkpoint done", "restore begin"])
 def test_what_a_killed_operation_left_is_recovered(slow: Any, step: str) -> None:
     job = start(slow, "--mib", 16, env=UNDER)

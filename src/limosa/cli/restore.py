@@ -81,7 +81,7 @@ def command(  # noqa: PLR0913 - what is typed
     }
     image = image.absolute()  # said at once where we are nowhere
     if dry_run:
-        _plan(report, image, options)
+        _plan(report, image, {**options, "adopt": attach})
         return
     _restore(report, image, options, timeout, attach)
 

@@ -5,13 +5,15 @@ Frozen, a job does not change while its image is hashed and committed, and no im
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+from collections.abc import Iterable
 
 from limosa.containers.find import Container, own_lines
 from limosa.errors import FailedUndone, LimosaError
 from limosa.process.cgroups import cgroup_folders
-from limosa.process.identity import Identity
+from limosa.process.identity import Identity, read_stat
 from limosa.process.openat import closing
 from limosa.process.slurp import slurp
 
@@ -58,6 +60,28 @@ def freeze(folder: str) -> None:
         time.sleep(_TICK)
         if v1:  # it freezes those that were forked meanwhile when it is asked again
             _write(folder, frozen=True)
+
+
+def cannot_be_traced(folder: str, processes: Iterable[Identity]) -> list[Identity]:
+    """Return those of a cgroup's processes for which CRIU would wait for ever, once they are frozen.
+
+    Who attaches to a stopped process waits until it has noticed. Frozen by version 1 it does not notice, and CRIU hangs
+    in the kernel (measured, Linux 6.18); version 2 leaves it where it is.
+
+    Args:
+        folder: the cgroup.
+        processes: whom to look at, frozen or not yet.
+    """
+    if not os.path.exists(f"{folder}/freezer.state"):
+        return []
+    return [identity for identity in processes if _is_stopped(identity.pid)]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, also where it is frozen, which hides that from its state."""
+    with contextlib.suppress(LimosaError, OSError):
+        return read_stat(pid).stopped or slurp(f"/proc/{pid}/wchan").strip() == b"do_signal_stop"
+    return False
 
 
 def thaw(folder: str) -> None:

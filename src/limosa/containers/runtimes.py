@@ -24,6 +24,7 @@ from limosa.containers.state import State, folders, noted_in, read, states
 from limosa.errors import CannotBeMoved, FailedUndone, InvalidArgument, LimosaError
 from limosa.image import ContainerRecord
 from limosa.process.criu.log import Cause, cause
+from limosa.process.criu.stats import DumpStats, dump_stats, restore_stats
 from limosa.process.identity import Identity
 from limosa.process.slurp import head
 from limosa.structs import ready
@@ -62,6 +63,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     volumes: tuple[Volume, ...] = ()
     log: str = ""  # the file that its output goes to
     restored: str = ""  # when it was brought back from an image, where the runtime says that
+    stats: Mapping[str, float] = {}  # what CRIU says of the restore that has made it, where that was asked for
     # what keeps the runtime from writing it to disk: id of the refusal and text of each
     against: tuple[tuple[str, str], ...] = ()
 
@@ -73,7 +75,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         criu_folder: the folder with the CRIU that the runtime is to use.
         images_fd: the image's folder ``criu/``.
         work_fd: the folder for logs.
-        tcp_established, file_locks: as CRIU has them.
+        tcp_established, file_locks, ext_unix_sk: as CRIU has them.
+        stats: whether CRIU's statistics are wanted.
         on_start: told who the runtime's program is, before it begins.
         tick: called while it works; raises to have it stopped.
     """
@@ -83,6 +86,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     work_fd: int
     tcp_established: bool = False
     file_locks: bool = False
+    ext_unix_sk: bool = False
+    stats: bool = False
     on_start: Callable[[Identity], None] = calls.nobody
     tick: Callable[[], None] = lambda: None
 
@@ -119,8 +124,8 @@ class Runtime(ABC):
         """Return what it says of the container of an id or a name; None where it has none."""
 
     @abstractmethod
-    def write(self, contained: Contained, kept: Kept) -> None:
-        """Write a container to disk, and let it run on: frozen, it stays so.
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
+        """Write a container to disk, and let it run on: frozen, it stays so. Return CRIU's statistics, if asked for.
 
         Raises:
             FailedUndone: it failed, and the container is as it was.
@@ -271,11 +276,11 @@ class _Podman(Runtime):
             return []
         return [("container-runtime", f"{program}, which podman started it with, was built without CRIU")]
 
-    def write(self, contained: Contained, kept: Kept) -> None:
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
         options = ["--leave-running", "--compress=none", f"--export=/proc/self/fd/{kept.images_fd}/{ARCHIVE}"]
         try:
             said = self._run(
-                "container", "checkpoint", *options, *_flags(kept), "--", contained.id,
+                "container", "checkpoint", *options, *_flags(kept), *_print_stats(kept), "--", contained.id,
                 criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
                 ends_early=True,  # a file with a hole of terabytes goes into the archive with all of its zeros
             )  # fmt: skip
@@ -286,6 +291,7 @@ class _Podman(Runtime):
             _remove(contained.bundle, _ROOT_CHANGES)
             why = _criu_said(os.path.join(contained.bundle, "dump.log")) or said.why
             raise FailedUndone(what="podman container checkpoint", detail=why)
+        return _stats_of_podman(said.out)
 
     def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         found = []
@@ -320,14 +326,14 @@ class _Podman(Runtime):
         if self._volumes(record):
             options.append("--ignore-volumes")
         said = self._run(
-            "container", "restore", *options, *_flags(kept),
+            "container", "restore", *options, *_flags(kept), *_print_stats(kept),
             criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
         )  # fmt: skip
         found = self.find(name)
         if said.rc or found is None or found.init is None:
             why = (_criu_said(os.path.join(found.bundle, "restore.log")) if found is not None else "") or said.why
             raise FailedUndone(what="podman container restore", detail=why)
-        return found
+        return msgspec.structs.replace(found, stats=_restore_stats_of_podman(said.out) if kept.stats else {})
 
     def made_as(self, name: str, operation: str) -> str:
         return f"{name[:60]}-{operation}"  # nobody else's: so what is left of a failure is known
@@ -346,6 +352,57 @@ class _Podman(Runtime):
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
         if said.rc and self._run("container", "exists", "--", id_).rc == 0:
             raise FailedUndone(what="podman rm", detail=said.why)
+
+
+def _print_stats(kept: Kept) -> list[str]:
+    return ["--print-stats"] if kept.stats else []
+
+
+class _CriuStats(msgspec.Struct):
+    """CRIU's statistics as podman prints them: times in microseconds."""
+
+    freezing_time: int = 0
+    frozen_time: int = 0
+    memdump_time: int = 0
+    memwrite_time: int = 0
+    pages_written: int = 0
+    forking_time: int = 0
+    restore_time: int = 0
+    pages_restored: int = 0
+
+
+class _OfOne(msgspec.Struct):
+    criu_statistics: _CriuStats = msgspec.field(default_factory=_CriuStats)
+
+
+class _Printed(msgspec.Struct):
+    container_statistics: list[_OfOne] = []
+
+
+def _printed(said: bytes) -> _CriuStats:
+    """Statistics fail nothing: none where it is something else that podman has said."""
+    with contextlib.suppress(msgspec.DecodeError):
+        for one in msgspec.json.decode(said, type=ready(_Printed)).container_statistics:
+            return one.criu_statistics
+    return _CriuStats()
+
+
+def _stats_of_podman(said: bytes) -> DumpStats:
+    found = _printed(said)
+    return DumpStats(
+        freezing_time=found.freezing_time / 1e6,
+        frozen_time=found.frozen_time / 1e6,
+        memdump_time=found.memdump_time / 1e6,
+        memwrite_time=found.memwrite_time / 1e6,
+        pages=found.pages_written,
+        bytes=found.pages_written * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def _restore_stats_of_podman(said: bytes) -> dict[str, float]:
+    found = _printed(said)
+    times = {"forking_time": found.forking_time / 1e6, "restore_time": found.restore_time / 1e6}
+    return {**times, "pages_restored": found.pages_restored}
 
 
 # --- runc -----------------------------------------------------------------------------------------------------
@@ -391,18 +448,20 @@ class _Runc(Runtime):
             against=tuple(against),
         )
 
-    def write(self, contained: Contained, kept: Kept) -> None:
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
         state = self._state(contained.id)
         if state is None:
             raise CannotBeMoved(detail=f"container {contained.id} has ended")
         folders_ = ["--image-path", f"/proc/self/fd/{kept.images_fd}", "--work-path", f"/proc/self/fd/{kept.work_fd}"]
         said = self._run(
-            "--root", state.folder, "checkpoint", "--leave-running", *folders_, *_flags(kept), "--", contained.id,
+            "--root", state.folder, "checkpoint", "--leave-running", *folders_,
+            *_flags(kept), *_sockets(kept), "--", contained.id,
             criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd],
             on_start=kept.on_start, tick=kept.tick,
         )  # fmt: skip
         if said.rc:
             raise FailedUndone(what="runc checkpoint", detail=_criu_said_in(kept.work_fd, "dump.log") or said.why)
+        return dump_stats(kept.work_fd) if kept.stats else DumpStats()
 
     def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         found = []
@@ -424,8 +483,8 @@ class _Runc(Runtime):
         log = os.memfd_create("limosa-runc", os.MFD_CLOEXEC)
         try:
             said = self._run(
-                "--root", folder, "--log", f"/proc/self/fd/{log}", "restore", "--detach", *folders_, *_flags(kept),
-                "--bundle", bundle or record.bundle, "--", check_name(name),
+                "--root", folder, "--log", f"/proc/self/fd/{log}", "restore", "--detach", *folders_,
+                *_flags(kept), *_sockets(kept), "--bundle", bundle or record.bundle, "--", check_name(name),
                 criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd, log], speaks=False,
                 on_start=kept.on_start, tick=kept.tick,
             )  # fmt: skip
@@ -436,7 +495,7 @@ class _Runc(Runtime):
         if said.rc or found is None or found.init is None:
             why = _criu_said_in(kept.work_fd, "restore.log") or Said(said.rc, b"", words).why
             raise FailedUndone(what="runc restore", detail=why)
-        return found
+        return msgspec.structs.replace(found, stats=restore_stats(kept.work_fd) if kept.stats else {})
 
     def made_as(self, name: str, operation: str) -> str:
         return name
@@ -514,6 +573,10 @@ def known(runtime: Runtime, container: Container) -> Contained:
 def _flags(kept: Kept) -> list[str]:
     given = ["--tcp-established"] if kept.tcp_established else []
     return [*given, *(["--file-locks"] if kept.file_locks else [])]
+
+
+def _sockets(kept: Kept) -> list[str]:
+    return ["--ext-unix-sk"] if kept.ext_unix_sk else []
 
 
 def _living(pid: int) -> Identity | None:

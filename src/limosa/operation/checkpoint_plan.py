@@ -10,7 +10,7 @@ from limosa import gpu
 from limosa.errors import NoWorkingCriu, PermissionDenied, Reason, UsageError
 from limosa.image import destination_taken, free_bytes, missing_parent
 from limosa.image.trust import destination_problem, open_named
-from limosa.operation import container_plan
+from limosa.operation import container_options, container_plan
 from limosa.operation.dump_options import Options
 from limosa.operation.estimate import device_bytes
 from limosa.operation.facts import Ask
@@ -69,6 +69,8 @@ def look_at(
     if against:
         of_any = {"mount-namespace", "pid-namespace"}
         prepared.reasons = [*against, *(r for r in prepared.reasons if r.id not in of_any)]
+    if box is not None:
+        prepared.reasons = [*container_options.of_checkpoint(options, box.runtime, which.root.pid), *prepared.reasons]
     prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
     extra += pause_reasons(CHECKPOINT.estimate(prepared.shape), options.max_pause)

@@ -19,6 +19,9 @@ name that was renamed into a folder is in every listing of it that is begun late
 its own user and root may work on a process, and both are believed about it (``everybodys``). Both may give way again
 and again. That ends in Busy for both after a second, and nothing is touched. Room on GPUs is looked
 at in step 3 as well, when one's own claim can be seen by others.
+
+A claim in a container is not seen outside, nor the other way round: between these stands a lock of the kernel's
+(``across_namespaces.py``).
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Annotated
 import msgspec
 
 from limosa.errors import Busy, LimosaError
+from limosa.operation import across_namespaces
 from limosa.process import belief, runtime
 from limosa.process.belief import Id, PathText, Processes, Sizes, Time, Word
 from limosa.process.identity import Identity
@@ -63,6 +67,7 @@ class Claim(msgspec.Struct, kw_only=True):
 
     def release(self) -> None:
         """Removes the claim from the caller's folder; one that cannot be removed is emptied and claims nothing."""
+        across_namespaces.let_go(self.id)
         released(self.id)
 
 
@@ -169,6 +174,7 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
             try:
                 now = everybodys(whole=True, of=claim.pids)
                 _refuse(claim, now)
+                across_namespaces.hold(claim.id, claim.pids)
                 check()
                 return claim
             except BaseException as error:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import msgspec
 
 from limosa.containers import Container, Containers
-from limosa.containers.freezer import freezer_of
+from limosa.containers.freezer import cannot_be_traced, freezer_of
 from limosa.containers.runtimes import Contained, Runtime, check_name, known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
 from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
-from limosa.process.tree import descendants, snapshot
+from limosa.process.tree import descendants, job_tree, snapshot
 
 # What is so of every container, or what its runtime sees to.
 _RUNTIMES_OWN = {"mount-namespace", "pid-namespace", "session", "session-outside", "terminal", "pty-outside"}
@@ -63,11 +63,20 @@ def _against(root: Identity, contained: Contained, freezer: str) -> list[Reason]
     if not freezer:
         text = f"container {contained.name} has no control group of its own by which it could be held still"
         found.append(_refused("container-cgroup", text, "", root))
+    for identity in cannot_be_traced(freezer, job_tree(root)) if freezer else []:
+        found.append(_refused("container-stopped", *stopped_words(identity), identity))
+        break
     outside = _started_from_outside(root)
     if outside:
         text = f"process {outside[0]} was started in container {contained.name} from outside, and CRIU would not see it"
         found.append(_refused("container-exec", text, "let it end (podman exec, runc exec)", root))
     return found
+
+
+def stopped_words(identity: Identity) -> tuple[str, str]:
+    """Say that a process of a container is stopped, and what helps."""
+    text = f"process {identity.pid} is stopped, and CRIU cannot write it from a container that is frozen by version 1 "
+    return text + "of control groups", f"kill -CONT {identity.pid}"
 
 
 def _started_from_outside(root: Identity) -> list[int]:
@@ -145,6 +154,8 @@ def as_seen_by_criu(observation: JobObservation) -> JobObservation:
 def hazards_of(found: Sequence[Reason], observation: JobObservation) -> list[Reason]:
     """Return what stands against a container's dump, of what stands against any job's, and what is its own."""
     reasons = [r for r in found if r.id not in _RUNTIMES_OWN]
+    # Its hint is an option that containers do not have.
+    reasons = [msgspec.structs.replace(r, hint="close the file") if r.id == "link-remap" else r for r in reasons]
     return reasons + list(_outside_files(observation))
 
 

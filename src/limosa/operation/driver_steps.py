@@ -25,6 +25,7 @@ from limosa.errors import (
     LimosaError,
     NoCudaState,
     NoSuchProcess,
+    Reason,
     UndoFailed,
 )
 from limosa.operation import container_gpus, places, room
@@ -34,7 +35,7 @@ from limosa.operation.journal import Journal, Member, Noted, Phase, added_up
 from limosa.operation.refusals import MOVE_DRIVER
 from limosa.operation.work import Work
 from limosa.parking.shim import Shim
-from limosa.process import device_nodes
+from limosa.process import device_nodes, sees_inside
 from limosa.process.identity import Identity, has_gone
 from limosa.process.records import SuspendRecord
 from limosa.progress import Progress, ProgressFn, silent
@@ -51,6 +52,9 @@ CALL_SECONDS = 30.0
 
 OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 """What a restore says that has run out of device memory in the middle: the driver may never take that process back."""
+
+TellFn = Callable[[Reason], object]
+"""Told of what is a warning."""
 
 _REFUSED_MAP = "CUDA_ERROR_INVALID_VALUE"
 
@@ -115,7 +119,7 @@ def restore(work: Work, members: Sequence[Member], shims: Mapping[int, Shim] | N
     def call(m: Member) -> None:
         mapping = m.map if m.changes_gpu or inventory.driver_major >= MOVE_DRIVER else None  # older: takes none
         try:
-            restore_one(work.driver, m, mapping)
+            restore_one(work.driver, m, mapping, work.warnings.append)
         except DriverError as error:
             if _may_be_lost(work.driver, m, error):
                 work.doubtful[m.pid] = error
@@ -247,6 +251,8 @@ def bring_back(
     state: a restore of which no end is known has happened if the process is not checkpointed any more. Its shim is told
     where it is then (``shims``: connections that there are).
 
+    What could not be taken from a container on the way (:func:`restore_one`) is said by a message of progress.
+
     Raises LeftSuspended (no room on its GPU any more; it stays checkpointed, with a record) and UndoFailed (the state
     afterwards is not what it was). One that ends meanwhile needs nothing, and keeps no other from being led home.
     """
@@ -272,9 +278,9 @@ def _bring_back(
     for member in alive:
         # A call that was given up on may still be taken: a lock that comes after this would be nobody's to undo.
         if not driver.wait_under_way(member.pid, _PATIENCE):
-            told = f"a {driver.under_way(member.pid)} of process {member.pid} is still under way in the driver"
+            under_way = f"a {driver.under_way(member.pid)} of process {member.pid} is still under way in the driver"
             raise UndoFailed(
-                what="bringing the job back", detail="see above", undo_detail=told, job_state=JobState.UNKNOWN
+                what="bringing the job back", detail="see above", undo_detail=under_way, job_state=JobState.UNKNOWN
             )
     states = {m.pid: settled_state(driver, m.pid, progress) for m in alive}
     alive = [m for m in alive if states[m.pid] not in (JobState.GONE, "")]
@@ -283,7 +289,8 @@ def _bring_back(
     again = [
         m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED and (m in away or m.was == gpu.State.CHECKPOINTED)
     ]
-    leave_where_it_is([m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED], away)
+    told = by_progress(progress)
+    leave_where_it_is([m for m in alive if states[m.pid] != gpu.State.CHECKPOINTED], away, told)
     hold(driver, again, states)
     back = [m for m in alive if states[m.pid] == gpu.State.CHECKPOINTED and m.was != gpu.State.CHECKPOINTED]
     short = room.shortage(gpu.inventory(), back, operation_id, home=True) if back else ""
@@ -297,7 +304,7 @@ def _bring_back(
         if journal is not None:
             journal.try_note(Noted.RESTORE_HOME, Phase.BEGIN, member.pid)
     failed = _try_each(
-        back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home)
+        back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home, told)
     )
     for member in back:
         if journal is not None and member.pid not in failed:
@@ -309,7 +316,7 @@ def _bring_back(
         whole = member.was == gpu.State.RUNNING and member.root not in broken
         if whole and settled_state(driver, member.pid, progress) == gpu.State.LOCKED:
             driver.unlock(member.pid, limit=CALL_SECONDS)
-    show_where_it_is([m for m in alive if m.was == gpu.State.CHECKPOINTED], away)
+    show_where_it_is([m for m in alive if m.was == gpu.State.CHECKPOINTED], away, told)
     still = [m for m in away if m.was == gpu.State.CHECKPOINTED]
     if still:  # suspended as before, on the GPU that it was being resumed on: the driver knows it there now
         leave_suspended(alive, still)
@@ -321,8 +328,10 @@ def _bring_back(
         if m.identity.alive() and (now := settled_state(driver, m.pid, progress)) not in (m.was, JobState.GONE)
     }
     if wrong:
-        told = ", ".join(f"process {pid} is {state}" for pid, state in wrong.items())
-        raise UndoFailed(what="bringing the job back", detail="see above", undo_detail=told, job_state=JobState.UNKNOWN)
+        now_is = ", ".join(f"process {pid} is {state}" for pid, state in wrong.items())
+        raise UndoFailed(
+            what="bringing the job back", detail="see above", undo_detail=now_is, job_state=JobState.UNKNOWN
+        )
 
 
 def _tell_where(
@@ -362,12 +371,13 @@ def is_away(member: Member, state: str, journal: Journal | None) -> bool:
     return away
 
 
-def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | None) -> None:
+def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | None, tell: TellFn) -> None:
     """Restores with an explicit map, or with none where it changes nothing and the driver does not accept it.
 
     A device cgroup can hide what the job can really open, and a GPU that was gone when it was checkpointed may be back;
     no map means "where it was". After a refused map the process is still whole (measured). Where GPUs are hidden from
     the job it sees those that the map leads to, whatever becomes of the restore: each one says it anew.
+    What could not be taken from its container is told.
     """
     to = list((mapping or member.home).values())
     _show(member, to)
@@ -379,42 +389,59 @@ def restore_one(driver: gpu.Driver, member: Member, mapping: dict[str, str] | No
         if error.result != _REFUSED_MAP or changes:
             raise
         driver.restore(member.pid, None, limit=call_limit(member))
-    _leave(member, to)
+    _leave(member, to, tell)
 
 
 def _show(member: Member, uuids: Iterable[str]) -> None:
     """Lets a job from which GPUs are hidden see these and no others. Raises NoSuchProcess, OSError (no permission)."""
-    if not member.sees:
-        return
+    wanted = [member.nodes[u] for u in uuids if u in member.nodes]
     try:
         with _ONE_AT_A_TIME:
-            device_nodes.show(member.sees, [member.nodes[u] for u in uuids if u in member.nodes])
+            if member.sees_inside and member.changes_gpu:
+                sees_inside.show(member.identity, member.sees_inside, wanted)
+            if member.sees:
+                device_nodes.show(member.sees, wanted)
     except OSError:
         member.identity.check()
         raise
 
 
-def _leave(member: Member, uuids: Iterable[str]) -> None:
-    """Takes from a container all GPUs but these; what cannot be taken stays, which is no reason to go back."""
-    with contextlib.suppress(OSError, LimosaError):
+def _leave(member: Member, uuids: Iterable[str], tell: TellFn) -> None:
+    """Takes from a container all GPUs but these; what cannot be taken stays, which is told, and no reason to go back.
+
+    One that has ended has nothing that could be taken.
+    """
+    try:
         container_gpus.leave(member, uuids)
+    except (OSError, LimosaError) as error:
+        if has_gone(member.pid):
+            return
+        why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        text = f"the container of process {member.pid} can still open a GPU that its job is not on: {why}"
+        hint = "it goes with the container, or with the next move"
+        tell(Reason(id="container-devices", text=text, hint=hint, pid=member.pid))
 
 
-def leave_where_it_is(members: Iterable[Member], away: Sequence[Member] = ()) -> None:
+def by_progress(progress: ProgressFn) -> TellFn:
+    """What is told where there is no result that could have a warning."""
+    return lambda reason: progress(Progress("undo", message=reason.text))
+
+
+def leave_where_it_is(members: Iterable[Member], away: Sequence[Member] = (), tell: TellFn = lambda _: None) -> None:
     """Takes from containers what an operation that was killed has left: the GPUs that members are not on.
 
     The driver wants a map over all GPUs that a process can open when it is checkpointed.
     """
     for member in members:
-        _leave(member, (member.map if member in away else member.home).values())
+        _leave(member, (member.map if member in away else member.home).values(), tell)
 
 
-def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = ()) -> None:
+def show_where_it_is(members: Sequence[Member], away: Sequence[Member] = (), tell: TellFn = lambda _: None) -> None:
     """Shows suspended jobs the GPUs on which the driver knows them, however far an operation had come."""
     for member in members:
         with contextlib.suppress(OSError, LimosaError):
             _show(member, (member.map if member in away else member.home).values())
-    leave_where_it_is(members, away)
+    leave_where_it_is(members, away, tell)
 
 
 def _try_each(members: Sequence[Member], call: Callable[[Member], object]) -> dict[int, BaseException]:

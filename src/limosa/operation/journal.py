@@ -87,7 +87,8 @@ class Member(msgspec.Struct, kw_only=True):
     # the file that says which GPUs it sees, where others are hidden from it (``limosa run --gpus``): each restore shows
     # it those that it is to be on. Else "".
     sees: str = ""
-    nodes: dict[str, int] = {}  # minor numbers of all GPUs by UUID, for that, or where it is boxed
+    sees_inside: str = ""  # the same, where it is a file of its container's, as that is called in there
+    nodes: dict[str, int] = {}  # minor numbers of all GPUs by UUID, for these, or where it is boxed
     boxed: bool = False  # it has a container's /dev, in which each restore shows it the GPUs that it is to be on
     # where the GPUs of its arena are now: a resume elsewhere that was undone leaves it there, by the driver
     moved: dict[str, str] = {}

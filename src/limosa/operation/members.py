@@ -14,7 +14,7 @@ from limosa.operation import container_gpus
 from limosa.operation.journal import Member, added_up
 from limosa.operation.work import Clock
 from limosa.parking.patience import Patience
-from limosa.process import device_nodes, records
+from limosa.process import device_nodes, records, sees_inside
 from limosa.process.candidates import is_own
 from limosa.process.identity import Identity
 from limosa.process.observe import JobObservation
@@ -145,8 +145,11 @@ def place(
     nodes = minors(inventory) if sees else {}
     for member in members:
         member.sees, member.nodes = sees, nodes
+        member.sees_inside = "" if sees else sees_inside.file_of(member.pid)
+        if member.sees_inside:
+            member.nodes = minors(inventory)
         openable = openable_by(member, inventory)
-        if not sees and container_gpus.is_boxed(member.pid, openable, inventory):
+        if not sees and container_gpus.is_boxed(member.pid, gpu.openable(inventory, member.pid), inventory):
             member.boxed, member.nodes = True, minors(inventory)
         member.held = inventory.held({member.pid})
         member.home = {g.uuid: g.uuid for g in openable}
@@ -172,6 +175,10 @@ def place(
             anywhere = inventory.gpus if member.nodes else None
             full = gpu.complete_map(own, openable, job_held, inventory.gpus, anywhere)
             member.map = {a: full.get(b, b) for a, b in member.home.items()}
+            if member.sees_inside:  # its container is changed only where it lacks what it is to see
+                member.boxed = member.boxed and not set(member.map.values()) <= {
+                    g.uuid for g in gpu.openable(inventory, member.pid)
+                }
     return unknown
 
 
@@ -198,6 +205,9 @@ def minors(inventory: gpu.Inventory) -> dict[str, int]:
 def openable_by(member: Member, inventory: gpu.Inventory) -> list[gpu.Gpu]:
     """The GPUs whose device nodes a process can open: as far as it is let, and of these what it sees."""
     seen = device_nodes.seen(member.sees) if member.sees else None
+    if member.sees_inside:
+        with contextlib.suppress(OSError, LimosaError):  # a move is refused then (what_it_sees)
+            seen = sees_inside.seen(member.identity, member.sees_inside)
     return [g for g in gpu.openable(inventory, member.pid) if seen is None or g.minor in seen]
 
 

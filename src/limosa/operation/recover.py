@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 from limosa import gpu
-from limosa.errors import FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
+from limosa.errors import Busy, FailedUndone, LeftSuspended, LimosaError, PermissionDenied, UndoFailed, UsageError
 from limosa.image import unfinished
-from limosa.operation import claims, driver_steps, drivers, journal, recover_containers
+from limosa.operation import across_namespaces, claims, driver_steps, drivers, journal, recover_containers
 from limosa.operation.communicators import closing as communicators
 from limosa.operation.journal import Journal, Member, Noted
 from limosa.operation.parked import holders
@@ -182,8 +182,14 @@ def _one(dead: Journal, progress: ProgressFn) -> Recovered:
         dead.finish()
         return result
     try:
-        with drivers.using(None) as driver:
+        with (
+            across_namespaces.held(dead.header.id, [m.identity for m in dead.header.members]),
+            drivers.using(None) as driver,
+        ):
             result = how.get(dead.header.operation, _going)(dead, driver, progress)
+    except Busy as error:
+        dead.close()
+        return entry_of(dead, did="left it alone", state="unknown", error=str(error), exit_code=error.exit_code)
     except LeftSuspended as error:
         result = entry_of(dead, did="left it suspended", state="checkpointed", error=str(error), exit_code=41)
     except Exception as error:
@@ -252,7 +258,7 @@ def _going(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered
     for step in reversed(verb_of(header.operation).steps):
         if (finished := step.goes_on(left)) is not None:
             if finished.state == JobState.RUNNING:
-                driver_steps.leave_where_it_is(alive, alive)
+                driver_steps.leave_where_it_is(alive, alive, driver_steps.by_progress(progress))
                 for root in header.roots:
                     SuspendRecord(root=root).forget()
                 communicators.back(alive)

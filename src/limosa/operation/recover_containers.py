@@ -77,7 +77,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         end_tree(driver, root.pid, dead.header.members, 0.0, root)
         _take_away(dead, runtime, made)
         return entry_of(dead, did=f"took the container away, the image is the copy ({error})", state="gone")
-    driver_steps.leave_where_it_is(members, members)  # the driver may have brought it back and nobody have seen to that
+    # The driver may have brought it back and nobody have seen to that.
+    driver_steps.leave_where_it_is(members, members, driver_steps.by_progress(progress))
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 

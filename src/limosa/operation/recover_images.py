@@ -288,7 +288,7 @@ def finish(dead: Journal, driver: gpu.Driver, root: Identity, progress: Progress
     if asleep:
         room.check(gpu.inventory(), asleep, dead.header.id)
         for member in asleep:
-            driver_steps.restore_one(driver, member, member.map)
+            driver_steps.restore_one(driver, member, member.map, driver_steps.by_progress(progress))
     places.tell(dead.header.id, members, {shim.identity.pid: shim for shim in closed})
     for member in members:
         if driver_steps.settled_state(driver, member.pid, progress) == gpu.State.LOCKED:

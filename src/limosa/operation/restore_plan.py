@@ -16,7 +16,7 @@ from limosa.errors import GpuUnavailable, InvalidMap, LimosaError, NoWorkingCriu
 from limosa.image import Manifest, open_image
 from limosa.image.manifest import DevicePiece, GpuRecord
 from limosa.image.verify import verify
-from limosa.operation import container_plan, idle, locks, ports, shm
+from limosa.operation import container_options, container_plan, idle, locks, ports, shm
 from limosa.operation.communicators import beside
 from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
@@ -71,12 +71,14 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     if manifest.job.sees and not device_nodes.known(manifest.job.sees):
         text = "an older Limosa noted elsewhere which GPUs the job may see, and that is lost: it will see all of them"
         reasons.append(Reason(id="gpus-not-hidden", text=text))
+    reasons += container_options.of_restore(options, manifest.container)
     if manifest.container is not None:
         reasons += container_plan.return_reasons(manifest.container, options.name, options.bundle)
     else:
         reasons += _of_processes(facts, options, stop)
     reasons += _host_reasons(facts, options)
-    reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False))
+    contained = manifest.container is not None
+    reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False), contained=contained)
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(facts, options)
     facts.reasons = apply_force(reasons, options.force)
@@ -140,10 +142,13 @@ def _host_reasons(facts: ImageFacts, options: Options) -> list[Reason]:
     return found
 
 
-def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = lambda: False) -> list[Reason]:
+def memory_reasons(
+    needed: int, group: str | None, stop: Callable[[], bool] = lambda: False, *, contained: bool = False
+) -> list[Reason]:
     """Whether the machine, and the control group (None: the caller's), have room for what the image holds.
 
     An image is about as large as what its processes will have resident. ``stop``: make the machine grow no longer.
+    ``contained``: they come back in a container's own group, which has had room for them.
     """
     found: list[Reason] = []
     try:
@@ -152,7 +157,7 @@ def memory_reasons(needed: int, group: str | None, stop: Callable[[], bool] = la
         return [as_reason(error)]
     relative = (group or "").removeprefix("/sys/fs/cgroup")
     levels = memory_levels(f"1:memory:{relative}\n0::{relative}" if group else Path("/proc/self/cgroup").read_text())
-    for level in levels:
+    for level in [] if contained else levels:
         if level.room is not None and level.room < needed:
             left, wanted = two(level.room, needed)
             text = f"the control group {level.path} has {left} of its memory limit left and about {wanted} are needed"

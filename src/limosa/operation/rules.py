@@ -21,7 +21,7 @@ from limosa.operation.journal import added_up
 from limosa.operation.parked import aside
 from limosa.operation.refusals import gpu_refusals
 from limosa.operation.work import Clock
-from limosa.process import device_nodes, hazards
+from limosa.process import device_nodes, hazards, sees_inside
 from limosa.process.memory import grow_host_memory
 from limosa.terms import Release
 
@@ -55,6 +55,14 @@ def what_it_sees(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
         if member.sees and member.changes_gpu and os.geteuid() not in (0, whose):
             text = f"which GPUs process {member.pid} sees is for uid {whose} to change"
             return [Reason(id="permission", text=text, exit_code=11, hint="do it as that user or as root")]
+        if (
+            member.sees_inside
+            and member.changes_gpu
+            and (why := sees_inside.refusal(member.identity, member.sees_inside))
+        ):
+            text = f"which GPUs process {member.pid} sees is in {member.sees_inside} of its container: {why}"
+            hint = "start it there without limosa run --gpus"
+            return [Reason(id="sees-inside", text=text, exit_code=13, hint=hint, pid=member.pid)]
     return []
 
 

@@ -108,6 +108,22 @@ def show(path: str, minors: Iterable[int]) -> bool:
     return bool(written)
 
 
+def write_as(uid: int, folder: int, name: str, minors: Iterable[int]) -> None:
+    """Write such a file into an open folder, with a user's rights.
+
+    Raises:
+        OSError: he, or the caller, may not do that.
+    """
+
+    def write() -> None:
+        _write(folder, name, _text(minors))
+
+    if uid == os.geteuid():
+        write()
+    else:
+        _as(uid, write)
+
+
 @contextlib.contextmanager
 def _folder(path: str, uid: int) -> Iterator[int]:
     """Open the folder of such a file, made where it is missing."""

@@ -51,6 +51,11 @@ def inside(pid: int) -> int:
     return next(iter(_numbers(pid)[-1:]), 0)
 
 
+def level_of(pid: int) -> int:
+    """Return how many pid namespaces a process is in, of those that the caller sees: 1 for one of the caller's own."""
+    return len(_numbers(pid))
+
+
 def enter(fd: int, kind: int) -> None:
     """Have the calling thread enter an open namespace (setns(2)).
 

@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from limosa.containers.freezer import freeze, thaw
+from limosa.containers.freezer import cannot_be_traced, freeze, thaw
 from limosa.containers.runtimes import MACHINES, Kept, folder_of
-from limosa.errors import FailedUndone, LimosaError, NoSuchProcess
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
+from limosa.operation.container_plan import stopped_words
 from limosa.operation.dump_options import Options
 from limosa.operation.frozen import tree_and_files
 from limosa.operation.journal import Noted, Phase, added_up
@@ -53,6 +54,7 @@ class ContainerDumping(Dumping):
         work.push(_STILL, self._go_on)
         work.note(Noted.FREEZE, Phase.BEGIN, self.root.pid, folder=self.box.freezer)
         freeze(self.box.freezer)
+        self._refuse_stopped()
         self._write()
         self._note_down()
         if self.leave_running:
@@ -66,6 +68,12 @@ class ContainerDumping(Dumping):
         if not self.leave_running:
             self._let_go_of_device_memory()
 
+    def _refuse_stopped(self) -> None:
+        """The container is frozen: what has stopped since it was looked at would keep CRIU waiting for ever."""
+        for identity in cannot_be_traced(self.box.freezer, job_tree(self.root)):
+            text, hint = stopped_words(identity)
+            raise CannotBeMoved(detail=text, hint=hint)
+
     def _go_on(self) -> None:
         let_go_on(self.job.tree)
         thaw(self.box.freezer)
@@ -76,6 +84,8 @@ class ContainerDumping(Dumping):
         extra = ["--ghost-limit", str(given.ghost_limit)] if given.ghost_limit is not None else []
         if given.tcp_close:
             extra.append("--tcp-close")
+        if given.skip_in_flight:
+            extra.append("--skip-in-flight")
         try:
             with lent(self.program, extra, operation=work.id) as folder:
                 kept = Kept(
@@ -84,10 +94,12 @@ class ContainerDumping(Dumping):
                     work_fd=self.draft.log_fd,
                     tcp_established=given.tcp_established,
                     file_locks=given.file_locks,
+                    ext_unix_sk=given.ext_unix_sk,
+                    stats=self.options.print_stats,
                     on_start=self._started,
                     tick=self._tick,
                 )
-                self.box.runtime.write(self.box.contained, kept)
+                self.stats = self.box.runtime.write(self.box.contained, kept)
         except BaseException as error:
             work.try_note(Noted.DUMP, Phase.FAILED, self.root.pid)
             if not self.root.alive():

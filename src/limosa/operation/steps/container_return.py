@@ -19,6 +19,7 @@ from limosa.operation.restore_options import ImageFacts, Options
 from limosa.operation.step import Verb
 from limosa.operation.steps.returning import Checked, Returning
 from limosa.operation.work import Work
+from limosa.process import sees_inside
 from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
@@ -62,11 +63,14 @@ class ContainerReturning(Returning):
                     work_fd=log_fd,
                     tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
                     file_locks=bool(given.get("file_locks")) or self.options.file_locks,
+                    ext_unix_sk=bool(given.get("ext_unix_sk")),
+                    stats=self.options.print_stats,
                     on_start=self._started,
                     tick=work.check,
                 )
                 made = self.runtime.made_as(self.called, work.id)
                 self.contained = self.runtime.bring_back(self.record, made, self.options.bundle or "", kept)
+                self.stats = dict(self.contained.stats)
                 work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
                 self.runtime.rename(self.contained, self.called)
         finally:
@@ -97,11 +101,19 @@ class ContainerReturning(Returning):
         try:
             if self.root is not None and wanted:
                 devices.add(self.root, wanted)
+            self._show_those()
             super().restore()
             if self.root is not None and wanted:
                 devices.leave(self.root, wanted, known)
         except OSError as error:
             raise FailedUndone(what="restore", detail=f"the container's devices: {error.strerror}") from error
+
+    def _show_those(self) -> None:
+        """Shows them to those from which ``limosa run --gpus`` in the container hides the others."""
+        for member in self.members:
+            if path := sees_inside.file_of(member.pid):
+                seen = [member.nodes[uuid] for uuid in member.map.values() if uuid in member.nodes]
+                sees_inside.show(member.identity, path, seen)
 
     def _wanted(self) -> list[int]:
         """The minor numbers of the GPUs that the container is to have."""
