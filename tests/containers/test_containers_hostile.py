@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 from containers.images import make_image
-from containers.runtimes import Podman, Runc
+from containers.runtimes import Podman, Runc, bundle_config
+from soft_node import Answer
 
 from limosa.containers import Container, Containers
 from limosa.containers import filter as filters
 from limosa.containers.freezer import freeze, freezer_of, thaw
 from limosa.native import build
+from limosa.parking.shim import MOST_PIECES
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
+from limosa.process.namespaces import Pids, inside
 
 HOLE = 8 << 30
 LET, NOT_LET = "No such device or address", "Operation not permitted"  # no driver has that number; the filter
@@ -42,6 +45,17 @@ def nested(pid: int, controller: str, cgroup: str) -> Path:
     inner.mkdir(parents=True)
     (inner / "cgroup.procs").write_text(str(pid))
     return own
+
+
+def limosa(runtime: Podman | Runc, *words: object, rc: int | None = 0) -> Answer:
+    """The command line, where it finds the runtime's program."""
+    return runtime.node.limosa(*words, rc=rc, env=configured(runtime))
+
+
+def configured(runtime: Podman | Runc) -> dict[str, str]:
+    env = runtime.environment()
+    del env["HOME"]
+    return env
 
 
 @pytest.fixture
@@ -108,9 +122,7 @@ def test_a_checkpoint_of_a_file_with_a_hole_can_be_broken_off(podman: Podman, tm
     one = podman.start("/bin/sh", "-c", script, gpus=None)
     one.wait_for("made")
     words = [sys.executable, "-m", "limosa", "checkpoint", f"podman:{one.name}", "--output", tmp_path / "image"]
-    env = podman.environment()
-    del env["HOME"]
-    process: Any = podman.node.popen(words, env=env, stderr=subprocess.PIPE, text=True)
+    process: Any = podman.node.popen(words, env=configured(podman), stderr=subprocess.PIPE, text=True)
     changes, most = podman.place / f"graph/overlay-containers/{one.id}/userdata/rootfs-diff.tar", 0
     end = time.monotonic() + 120
     while process.poll() is None:
@@ -151,3 +163,39 @@ def test_the_hook_opens_nothing_but_a_file(libraries: None, tmp_path: Path) -> N
     finally:
         os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
         writer.join()
+
+
+@pytest.mark.criu
+def test_a_link_in_a_users_folder_brings_no_other_folder_into_a_container(noted: Runc, tmp_path: Path) -> None:
+    theirs, secret = tmp_path / "theirs", tmp_path / "secret"
+    for folder in (theirs, theirs / "data", secret):
+        folder.mkdir()
+    (theirs / "data/file").write_text("theirs")
+    (secret / "file").write_text("secret")
+    for path in (theirs, theirs / "data", theirs / "data/file"):
+        os.chown(path, 1001, 1001)
+    name = f"train-{os.getpid()}"
+    config = bundle_config(name, noted.parent, ["/bin/sh"], None)
+    mount = {"destination": "/data", "type": "bind", "source": str(theirs / "data"), "options": ["rbind", "rw"]}
+    noted.start_job("/bin/sleep", 1000, gpus=None, name=name, mounts=[*config["mounts"], mount])
+    limosa(noted, "checkpoint", f"runc:{name}", "--output", tmp_path / "image")
+    (theirs / "data").rename(theirs / "before")
+    (theirs / "data").symlink_to(secret)
+    os.chown(theirs / "data", 1001, 1001, follow_symlinks=False)
+    said = limosa(noted, "restore", tmp_path / "image", rc=None)
+    assert said.rc == 21, said
+    assert f"{theirs}/data is a link of uid 1001" in said.stderr
+    assert noted.names() == []
+    os.chown(theirs / "data", 0, 0, follow_symlinks=False)  # root's own links lead where they lead
+    limosa(noted, "restore", tmp_path / "image")
+    assert noted.known(name).run("cat", "/data/file").stdout == "secret"
+
+
+def test_a_container_may_tell_of_as_many_processes_as_it_likes(noted: Runc) -> None:
+    one = noted.start("/bin/sh", "-c", "sleep 1000 & exec sleep 1000", gpus=None)
+    pids, begun = Pids(one.pid), time.monotonic()
+    found = pids.all_here({pid: pid for pid in range(1, MOST_PIECES)})
+    assert time.monotonic() < begun + 30, "it looks at all processes for each"
+    assert (found[1], pids.here(1), pids.here(MOST_PIECES)) == (one.pid, one.pid, 0)
+    child = int(Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text())
+    assert found[inside(child)] == child

@@ -12,7 +12,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -246,11 +246,12 @@ class Shim:
         strange = any(m.device >= self._gpus_known for m in found)
         if twice or strange or sum(m.bytes for m in found) > MOST_BYTES:
             raise self._wrong(Verb.LIST, Wrong("pieces of memory that there cannot be"))
-        return [msgspec.structs.replace(m, owner=self._here(m.owner)) if m.owner > 0 else m for m in found]
+        here = self._here({m.owner for m in found if m.owner > 0})
+        return [msgspec.structs.replace(m, owner=here.get(m.owner, 0)) if m.owner > 0 else m for m in found]
 
-    def _here(self, pid: int) -> int:
-        """What a process is called here that the shim tells of: it has the pids of its own namespace."""
-        return pid if self._pids is None else self._pids.here(pid)
+    def _here(self, pids: Collection[int]) -> dict[int, int]:
+        """What processes are called here that the shim tells of: it has the pids of its own namespace."""
+        return {pid: pid for pid in pids} if self._pids is None else self._pids.all_here(pids)
 
     def export(self, ids: Sequence[int]) -> list[int]:
         """Return descriptors of these pieces, in their order; the caller closes them."""
@@ -400,8 +401,10 @@ class Shim:
     def sharers(self) -> dict[int, set[int]]:
         """Return whom its memory was given by legacy IPC handles: share → pids; some may have closed it since."""
         found: dict[int, set[int]] = {}
-        for share, pid in self._all(Verb.SHARERS, MOST_SHARERS, answers.pairs):
-            found.setdefault(share, set()).add(self._here(pid))
+        pairs = self._all(Verb.SHARERS, MOST_SHARERS, answers.pairs)
+        here = self._here({pid for _, pid in pairs})
+        for share, pid in pairs:
+            found.setdefault(share, set()).add(here.get(pid, 0))
         return {share: pids - {0} for share, pids in found.items()}
 
     # -- communicators of NCCL's -----------------------------------------------------------------------------------

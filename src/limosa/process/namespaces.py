@@ -11,7 +11,7 @@ import ctypes
 import fcntl
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from limosa.process.openat import closing, last_error
 from limosa.process.status import status_of
@@ -100,13 +100,23 @@ class Pids:
 
     def here(self, inner: int) -> int:
         """Return the pid that a process of the namespace has here; 0 where there is none of that number."""
-        for name in os.listdir("/proc"):
+        return self.all_here({inner}).get(inner, 0)
+
+    def all_here(self, inner: Collection[int]) -> dict[int, int]:
+        """Return which pids processes of the namespace have here, of those that there are.
+
+        However many are asked for, all processes of the machine are looked at once: who asks may have been told them by
+        a process of the namespace, and that may tell of as many as it likes.
+        """
+        found: dict[int, int] = {}
+        for name in os.listdir("/proc") if inner else []:
             if not name.isdigit():
                 continue
             numbers = _numbers(int(name))
-            if len(numbers) >= self._level > 0 and numbers[self._level - 1] == inner and self._is_in(int(name)):
-                return int(name)
-        return 0
+            number = numbers[self._level - 1] if len(numbers) >= self._level > 0 else 0
+            if number in inner and number not in found and self._is_in(int(name)):
+                found[number] = int(name)
+        return found
 
     def _is_in(self, pid: int) -> bool:
         """Whether a process is in the namespace, or in one that was made in it."""

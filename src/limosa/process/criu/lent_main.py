@@ -8,6 +8,7 @@ as it is.
 
 What a container has bound in is opened by CRIU without following a link, and runtimes name it as their configuration
 does: Debian's ``/usr/libexec/podman/catatonit`` (``podman run --init``) is one. Here it is named by where that leads.
+A link of another user's on the way, who may have put it there since, is no way at all: there will be no CRIU.
 
 The program that the runtime has started becomes CRIU: it is CRIU's pid that it puts into the cgroup, and whose children
 it expects. The relay is nobody's child. CRIU opens folders by the descriptors of whoever made its socket, which is not
@@ -24,6 +25,7 @@ import fcntl
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Iterator
@@ -34,6 +36,7 @@ _MOST_FDS = 64
 _TYPE, _OPTS, _CG_ROOT = 1, 2, 25  # criu_req.type, criu_req.opts, criu_opts.cg_root
 _FOLDERS = (1, 17)  # criu_opts.images_dir_fd, criu_opts.work_dir_fd
 _HIGH = 200
+_MOST_LINKS = 40
 _RESTORE = 2  # criu_req_type
 _EXT_MNT, _VAL = 23, 2  # criu_opts.ext_mnt, ext_mount_map.val
 _CONTROLLER, _PATH = 1, 2  # cgroup_root.ctrl ("": version 2), cgroup_root.path
@@ -49,13 +52,30 @@ def main(arguments: list[str]) -> None:
     if arguments[-2:-1] == ["swrk"]:
         asked = socket.socket(fileno=int(arguments[-1]))
         data = asked.recv(_MOST_BYTES, socket.MSG_PEEK)  # by then the runtime has put us into the cgroup
-        changed = adjusted(data, _cgroup_of("self"))
+        try:
+            changed = adjusted(data, _cgroup_of("self"))
+        except PermissionError as error:
+            _log(data, _peer(asked), str(error))
+            sys.exit(1)
         if changed != data:
             asked.recv(_MOST_BYTES)
             _stand_between(asked, _with_own_folders(changed, _peer(asked)))
         asked.detach()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
     os.execv(arguments[0], arguments)  # noqa: S606 - an absolute path
+
+
+def _log(request: bytes, runtime: int, text: str) -> None:
+    """Say why there is no CRIU where it would say that."""
+    opts = next(
+        (content for number, content, _ in _fields(request) if number == _OPTS and isinstance(content, bytes)), b""
+    )
+    for number, folder, _ in _fields(opts):
+        if number == _FOLDERS[1] and isinstance(folder, int):
+            path = f"/proc/{runtime}/fd/{folder}/restore.log"
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"(00.000000) Error (limosa): {text}\n")
 
 
 def _stand_between(asked: socket.socket, request: bytes) -> None:
@@ -144,6 +164,9 @@ def adjusted(request: bytes, cgroup: str) -> bytes:
     Args:
         request: as the runtime made it; one that is no restore comes back as it is.
         cgroup: the path; "" for none. It is named where the runtime names none.
+
+    Raises:
+        PermissionError: what is bound in is reached by a link of another user's.
     """
     try:
         fields = list(_fields(request))
@@ -165,12 +188,44 @@ def _without_link(field: tuple[int, int | bytes, bytes]) -> bytes:
     if number != _EXT_MNT or not isinstance(content, bytes):
         return whole
     parts = [
-        _field(_VAL, os.path.realpath(value))
-        if part == _VAL and isinstance(value, bytes) and os.path.islink(value)
-        else kept
+        _field(_VAL, _end_of(value)) if part == _VAL and isinstance(value, bytes) and value[:1] == b"/" else kept
         for part, value, kept in _fields(content)
     ]
     return _field(_EXT_MNT, b"".join(parts))
+
+
+def _end_of(path: bytes) -> bytes:
+    """Where a path leads; as it is where it does not end in a link.
+
+    Raises:
+        PermissionError: by a link that is neither root's nor ours.
+    """
+    at, rest, links, ends = b"", path.split(b"/"), 0, False
+    while rest:
+        name = rest.pop(0)
+        if name in (b"", b"."):
+            continue
+        if name == b"..":
+            at = at.rpartition(b"/")[0]
+            continue
+        try:
+            info = os.lstat(at + b"/" + name)
+        except OSError:
+            return path  # CRIU will say what it is
+        if not stat.S_ISLNK(info.st_mode):
+            at += b"/" + name
+            continue
+        links += 1
+        if info.st_uid not in (0, os.geteuid()) or links > _MOST_LINKS:
+            text = (
+                f"{os.fsdecode(path)} is bound in, and {os.fsdecode(at + b'/' + name)} is a link of uid {info.st_uid}"
+            )
+            raise PermissionError(text)
+        ends = ends or not any(rest)
+        target = os.readlink(at + b"/" + name)
+        rest = target.split(b"/") + rest
+        at = b"" if target[:1] == b"/" else at
+    return (at or b"/") if ends else path
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
