@@ -18,6 +18,7 @@ from containers.images import make_image
 from containers.runtimes import Podman, Runc, bundle_config
 from soft_node import Answer
 
+from limosa.cdi import Libraries, place, shim_spec, write_spec
 from limosa.containers import Container, Containers
 from limosa.containers import filter as filters
 from limosa.containers.freezer import freeze, freezer_of, thaw
@@ -199,3 +200,29 @@ def test_a_container_may_tell_of_as_many_processes_as_it_likes(noted: Runc) -> N
     assert (found[1], pids.here(1), pids.here(MOST_PIECES)) == (one.pid, one.pid, 0)
     child = int(Path(f"/proc/{one.pid}/task/{one.pid}/children").read_text())
     assert found[inside(child)] == child
+
+
+def test_no_spec_is_written_where_another_user_could_change_it(tmp_path: Path) -> None:
+    theirs, elsewhere = tmp_path / "theirs", tmp_path / "elsewhere"
+    for folder in (theirs, elsewhere):
+        folder.mkdir()
+    (theirs / "link").symlink_to(elsewhere)
+    for path in (theirs, theirs / "link"):
+        os.chown(path, 1001, 1001, follow_symlinks=False)
+    spec = shim_spec(Libraries(tmp_path, there=True))
+    for path in (theirs / "spec.json", theirs / "link/spec.json"):
+        with pytest.raises(PermissionError, match="others can change"):
+            write_spec(spec, path)
+    assert os.listdir(theirs) == ["link"]
+    assert os.listdir(elsewhere) == []
+    assert write_spec(spec, elsewhere / "spec.json")
+
+
+def test_libraries_stay_where_it_takes_too_long_to_see_who_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "0123456789abcdef"
+    folder.mkdir()
+    assert place.mounted(tmp_path) == set()
+    monkeypatch.setattr(place, "_LOOK_SECONDS", 0.0)
+    assert place.mounted(tmp_path) == {folder}

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ _FILES = (
     (build.CDI / build.PRELOAD_HOOK, 0o755),
 )
 _PRELOADED = (build.SHIM_LIBRARY, build.SIGHT_LIBRARY)
+_LOOK_SECONDS = 20.0
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
@@ -126,17 +128,24 @@ def remove(place: Path = PLACE) -> list[Path]:
 
 
 def mounted(place: Path = PLACE) -> set[Path]:
-    """Return the folders of libraries that are mounted in some process's namespace."""
+    """Return the folders of libraries that are mounted in some process's namespace.
+
+    Users' namespaces can have any number of mounts: what cannot be looked at in time counts as mounted.
+    """
     found: set[Path] = set()
     seen: set[str] = set()
-    pattern = re.compile(re.escape(f"{place}/") + r"([0-9a-f]{16})")
+    pattern = re.compile(re.escape(os.fsencode(f"{place}/")) + rb"([0-9a-f]{16})")
+    end = time.monotonic() + _LOOK_SECONDS
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in seen:
                 seen.add(namespace)
-                with open(f"/proc/{pid}/mountinfo", encoding="utf-8", errors="replace") as file:
-                    found |= {place / name for name in pattern.findall(file.read())}
+                with open(f"/proc/{pid}/mountinfo", "rb") as lines:
+                    for line in lines:
+                        if time.monotonic() > end:
+                            return {one for one in place.iterdir() if _NAME.fullmatch(one.name)}
+                        found |= {place / name.decode() for name in pattern.findall(line)}
     return found
 
 

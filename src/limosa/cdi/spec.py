@@ -6,6 +6,7 @@ is written, since a runtime refuses a file of a version that it does not know.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from limosa.cdi.place import HOOK_FOLDER, Libraries
+from limosa.start import untrusted_part
 from limosa.structs import ready
 
 VERSION = "0.3.0"
@@ -125,8 +127,10 @@ def write_spec(spec: Spec, path: Path) -> bool:
         Whether that changed anything.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or others than root could change it, or where it lies.
     """
+    if os.geteuid() == 0 and (theirs := untrusted_part(path)) is not None:
+        raise PermissionError(errno.EPERM, "others can change that, and runtimes do as root what is in a spec", theirs)
     text = text_of(spec)
     if _content(path) == text:
         return False
