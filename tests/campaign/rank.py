@@ -23,7 +23,7 @@ from campaign.computed import Numbers, after
 from campaign.shapes import Shape, Slot
 from campaign.victim import Page
 
-PAUSE = 0.003
+PAUSE = 0.008
 ID = 7 * 8 * Slot.WORDS
 """Where the unique id is, behind a word that says that it is there."""
 UINT32 = 3

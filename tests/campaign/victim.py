@@ -22,7 +22,7 @@ from typing import Any
 
 from campaign.shapes import COMMANDS, FLOATS, SHAPES, Part, Slot, factor, page_of, sees
 
-PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.008"))
+PAUSE = float(os.environ.get("CAMPAIGN_PAUSE", "0.02"))
 GRID, BLOCK = 4, 64
 GRANULARITY = 2 << 20
 BUSY_SECONDS = 1.7

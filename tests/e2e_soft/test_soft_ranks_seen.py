@@ -11,6 +11,7 @@ import pytest
 from soft_command import start, waits_for
 
 PROGRAMS = Path(__file__).parents[1] / "softgpu"
+MANY, AHEAD = 1_000_000, 200  # no rank has done so many steps more when it hears which is the last one
 
 
 def lines(folder: Path, rank: int) -> list[list[str]]:
@@ -34,16 +35,24 @@ def run(node: Any, name: str, *arguments: object) -> int:
 class Ranks:
     """A job of two ranks under an agent."""
 
-    def __init__(self, node: Any, name: str, steps: int):
+    def __init__(self, node: Any, name: str):
         self.node, self.folder = node, node.place / name
         self.folder.mkdir()
-        options = ["--ranks", 2, "--steps", steps, "--pause", 10, "--elements", 1 << 16]
+        options = ["--ranks", 2, "--steps", MANY, "--pause", 10, "--elements", 1 << 16]
+        options += ["--until", self.folder / "until"]
         self.pid = run(node, name, PROGRAMS / "nccl_agent.py", self.folder, *options)
         goes_on(node, self.folder)
         self.ranks = [int(pid) for pid in (self.folder / "ranks").read_text().split()]
 
-    def end(self) -> list[list[str]]:
-        """Waits for its end, which has to be a good one: what each rank computed."""
+    def steps(self) -> int:
+        """How far it has come."""
+        return max(len(lines(self.folder, rank)) for rank in (0, 1))
+
+    def end(self, steps: int = 0) -> list[list[str]]:
+        """Has it end, after that many steps or soon, and that well: what each rank computed."""
+        new = self.folder / "until.new"
+        new.write_text(str(steps or self.steps() + AHEAD))
+        new.rename(self.folder / "until")
         verdict = self.folder / "verdict"
         waits_for(self.node, verdict.exists, 60)
         assert verdict.read_text() == "right"
@@ -70,7 +79,7 @@ def ranks_of(job: dict[str, Any], pid: int) -> list[tuple[int, int, int]]:
 @pytest.mark.timeout(240)
 def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     """The other stays. What comes out is what comes out of a job that nobody touched."""
-    job = Ranks(three, "job", 1200)
+    job = Ranks(three, "job")
     first, second = job.ranks
     for way, there in ((["--from", 1, "--to", 2], 2), (["--map", "2=1"], 1)):
         three.limosa("move", job.pid, *way)
@@ -87,12 +96,13 @@ def test_one_rank_moves_and_ps_tells_where_each_is(three: Any) -> None:
     three.limosa("resume", job.pid)
     assert away["communicators"] == {"between": 1, "closed": True}
     assert ranks_of(away, second) == [(1, 2, -1), (0, 1, -1)]
-    assert job.end() == Ranks(three, "twin", 1200).end()
+    found = job.end()
+    assert found == Ranks(three, "twin").end(len(found[0]))
 
 
 @pytest.mark.timeout(180)
 def test_one_ranks_process_alone_is_refused_and_the_agent_named(three: Any) -> None:
-    job = Ranks(three, "job", 100_000)
+    job = Ranks(three, "job")
     first, second = job.ranks
     refused(
         three, second, f": process {first} of the job job", f"name process {job.pid}, from which all of them descend"
@@ -136,7 +146,7 @@ def refused(node: Any, pid: int, who: str, way_out: str) -> None:
 def test_where_the_shim_leaves_ranks_alone_nothing_is_touched(three: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's calls are passed on, such a job is refused as one without the shim, and runs on."""
     monkeypatch.setenv("LIMOSA_SHIM_WITHOUT", "ranks")
-    job = Ranks(three, "plain", 600)
+    job = Ranks(three, "plain")
     assert all(not process.get("ranks") for process in shown(three)[job.pid]["processes"])
     for verb in (["move", job.pid, "--map", "0=1,1=0,2=2"], ["suspend", job.pid]):
         refused = three.limosa(*verb, "-o", "json", rc=13).json["error"]
@@ -160,7 +170,7 @@ def test_two_processes_whose_shims_leave_ranks_alone(parked: Any, monkeypatch: p
 def test_two_jobs_of_ranks_on_the_same_gpus_are_not_both_moved(soft: Callable[..., Any]) -> None:
     """Restored ranks are not interrupted in a kernel: two such jobs could wait for each other for ever."""
     node = soft(gpus=4, memory="512MiB")
-    one, other = Ranks(node, "one", 1200), Ranks(node, "other", 1200)
+    one, other = Ranks(node, "one"), Ranks(node, "other")
     for verb in (["move", one.pid, "--map", "0=1,1=0"], ["move", other.pid, "--map", "0=1,1=0"]):
         refused = node.says(13, "", *verb)["error"]
         assert refused["id"] == "nccl-beside"
@@ -172,4 +182,5 @@ def test_two_jobs_of_ranks_on_the_same_gpus_are_not_both_moved(soft: Callable[..
     node.says(0, "", "move", one.pid, "--map", "0=1,1=0", "--force", "nccl-beside")
     for job in (one, other):
         goes_on(node, job.folder)
-    assert one.end() == other.end()
+    last = max(one.steps(), other.steps()) + 2 * AHEAD
+    assert one.end(last) == other.end(last)
