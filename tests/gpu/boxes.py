@@ -19,6 +19,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -41,11 +42,12 @@ from limosa_softgpu.state import NODE_FOLDER  # noqa: E402
 CARRIED = ROOT / "build" / "carry"
 LIBRARIES = Path("/run/limosa-carry")
 """Where the runc that travels looks for its library if the system has none (``scripts/gpu-carry``)."""
-IMAGES_SIZE = "75%"
+_SIZE = "192g"  # not a share of the memory: some machines' memory grows while it is used
 _CONTROL = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
 _PASSED_ON = ("LANG", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH")
 _OURS = ("PATH", "LIMOSA_CONTAINER_STATE", "XDG_DATA_HOME")
 _LIMIT = 60
+_DRIVERS = re.compile(r"nvidia|/libcuda|/libnv")
 
 
 def find_runc() -> Path:
@@ -99,7 +101,7 @@ class Boxes:
         self._lent = False
         try:
             # An overlay's two sides may not lie one in the other: this file system is none of the machine's root.
-            self._mount("-t", "tmpfs", "-o", f"mode=0755,size={IMAGES_SIZE}", "limosa-boxes", self.place)
+            self._mount("-t", "tmpfs", "-o", f"mode=0755,size={_SIZE}", "limosa-boxes", self.place)
             for name in ("bin", "state", "images"):
                 (self.place / name).mkdir(mode=0o700)
             shutil.copy(program, self.place / "bin" / "runc")
@@ -285,15 +287,21 @@ def _needed() -> set[str]:
         found |= {os.path.realpath(place) for place in (spec.submodule_search_locations or () if spec else ())}
     for variable in ("PYTHONPATH", "LD_LIBRARY_PATH"):
         found |= {os.path.realpath(part) for part in os.environ.get(variable, "").split(":") if os.path.isabs(part)}
-    with open("/proc/self/maps") as maps:
-        loaded = {line.split()[-1] for line in maps if "/libcuda.so" in line or "/libnvidia-ml.so" in line}
-    return {path for path in found | loaded if os.path.exists(path)}
+    # What was bound into this machine by NVIDIA's own tool, if it is a container itself.
+    found |= {
+        mount for mount in _mounts() if _DRIVERS.search(mount) and not mount.startswith(("/dev/", "/proc/", "/sys/"))
+    }
+    return {path for path in found if os.path.exists(path)}
+
+
+def _mounts() -> set[str]:
+    with open("/proc/self/mountinfo") as file:
+        return {line.split()[4] for line in file} - {"/"}
 
 
 def _binds(needed: Iterable[str]) -> list[dict[str, Any]]:
     """Mounts of what does not lie in the file system of the machine's root."""
-    with open("/proc/self/mountinfo") as file:
-        mounts = {line.split()[4] for line in file} - {"/"}
+    mounts = _mounts()
     apart: set[str] = set()
     for path in sorted(needed):
         inside = any(path == mount or path.startswith(f"{mount}/") for mount in mounts)
