@@ -152,7 +152,9 @@ class Process:
     def receive(self, count: int) -> list[int]:
         found: list[int] = []
         while len(found) < count:
-            _, control, _, _ = self.peer.recvmsg(1, socket.CMSG_SPACE(400))
+            word, control, _, _ = self.peer.recvmsg(1, socket.CMSG_SPACE(400))
+            if not word:
+                raise Failed("the other process has ended")
             for _, _, data in control:
                 found += struct.unpack(f"{len(data) // 4}i", data)
         return found
@@ -261,7 +263,7 @@ class Process:
             words = json.loads(line)
             try:
                 answer = getattr(self, words.pop("do"))(**words)
-            except Failed as error:
+            except (Failed, KeyError) as error:
                 answer = {"failed": str(error)}
             print(json.dumps(answer), flush=True)
 
@@ -417,8 +419,10 @@ def importing(controller: Controller, options: argparse.Namespace) -> None:
         if bad := [one["failed"] for one in told if "failed" in one]:
             show([name, "begin", bad[0]])
             continue
-        for device in (0, 1):
-            giver.tell("hold", name=str(device), bytes_=size, device=device, value=100 + device)
+        held = [giver.tell("hold", name=str(one), bytes_=size, device=one, value=100 + one) for one in (0, 1)]
+        if bad := [one["failed"] for one in held if "failed" in one]:
+            show([name, "what is given", bad[0]])
+            continue
         for turn, device in enumerate((0, 1, 0, 1)):
             took: Any = "-"
             try:
