@@ -37,7 +37,7 @@ help:
 	@echo "make mutants    mistakes made on purpose, one at a time, in a copy: does a test notice? ONLY=… one of them"
 	@echo "make man        man pages; make wheel: dist/*.whl, for systems with a C library from 2.17 on"
 	@echo "make bench      what Limosa adds to bare CRIU; make bench-driver: to the bare driver"
-	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised; ROWS=nccl: of jobs of several ranks"
+	@echo "make bench-gpu  the parked way on two GPUs, every figure that is promised; ROWS=nccl: of jobs of several ranks; ROWS=containers"
 
 demo:
 	@$(READY_DEMO)

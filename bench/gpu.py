@@ -3,12 +3,14 @@
     python bench/gpu.py [--rows move,halves,pair,memory,suspend,disk,driver,hash,commands,cost] [--touch GIB]
         [--minutes 8] [--out FOLDER]
     python bench/gpu.py --rows nccl      (or some of nccl-swap,nccl-large,nccl-four,nccl-rate,nccl-disk,nccl-cost)
+    python bench/gpu.py --rows containers --minutes 3.3      (or some of box-move,seen,box-disk)
 
 The jobs are PyTorch processes that compute all the while, stamp their memory and check every page at the end
 (``victim.py``), with ``nccl`` those of torchrun with two ranks or four (``nccl_rows.py``); pauses are by their own
-clock. All host memory is touched beforehand. A table, a picture and the raw figures go to ``docs/results/`` (as
-``bench-nccl-…`` where all rows are ``nccl``). Exit code 0 where all was measured and is what it must be, 1 where not, 3
-where time ran out (what was measured until then is written).
+clock. ``containers``: jobs in containers with the nodes of one GPU (``box_rows.py``), for which it needs a runc
+(``scripts/gpu-carry``). All host memory is touched beforehand. A table, a picture and the raw figures go to
+``docs/results/`` (as ``bench-nccl-…`` where all rows are ``nccl``, ``bench-containers-…`` likewise). Exit code 0 where
+all was measured and is what it must be, 1 where not, 3 where time ran out (what was measured until then is written).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(ROOT / "src"), *filter(os.path.isabs, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 )
 
+import box_rows  # noqa: E402
 from driver import huge_pages  # noqa: E402
 from jobs import end_helpers  # noqa: E402
 from nccl_rows import GROUPS as NCCL_GROUPS  # noqa: E402
@@ -46,10 +49,14 @@ from touch import touch  # noqa: E402
 from limosa.errors import GpuUnavailable  # noqa: E402
 from limosa.gpu import Inventory, driver, inventory  # noqa: E402
 
-GROUPS = {**USUAL_GROUPS, **NCCL_GROUPS}
-LIMITS = {**USUAL_LIMITS, **NCCL_LIMITS}
-ROWS = {**USUAL_ROWS, **NCCL_ROWS}
-TWO_GPUS = (*USUAL_TWO_GPUS, *NCCL_GROUPS)
+GROUPS = {**USUAL_GROUPS, **NCCL_GROUPS, **box_rows.GROUPS}
+LIMITS = {**USUAL_LIMITS, **NCCL_LIMITS, **box_rows.LIMITS}
+ROWS = {**USUAL_ROWS, **NCCL_ROWS, **box_rows.ROWS}
+TWO_GPUS = (*USUAL_TWO_GPUS, *NCCL_GROUPS, *box_rows.GROUPS)
+MANY = {"nccl": list(NCCL_GROUPS), "containers": list(box_rows.GROUPS)}
+"""Names of several groups."""
+TOUCHED = {"nccl": 24.0, "containers": 72.0, "gpu": 110.0}
+"""GiB of host memory."""
 PLOTTED = {
     "nccl-swap": 1.8,
     "nccl-large": 2.0,
@@ -59,6 +66,8 @@ PLOTTED = {
     "size": None,
     "pair": 0.9,
     "checkpoint": 1.8,
+    "box-move": 0.7,
+    "seen": 0.55,
 }
 PLOT_NAMES = {
     "nccl-swap": "two ranks, DDP, swapped",
@@ -69,6 +78,8 @@ PLOT_NAMES = {
     "size": "move, 100 GB",
     "pair": "two processes of 16 GB, swapped",
     "checkpoint": "checkpoint --leave-running, 32 + 0.5 GB",
+    "box-move": "move in place, container, 64 GB",
+    "seen": "move, one GPU seen, 64 GB",
 }
 
 
@@ -141,6 +152,7 @@ def watch(seconds: float, bench: Bench, writer: Writer) -> None:
             bench.end_job(name)
         writer.failed.append("time ran out")
         writer.write()
+        box_rows.containers.close()
         print(f"time is up: {writer.results.path} has what was measured", flush=True)
         os._exit(3)
 
@@ -181,9 +193,9 @@ def main() -> int:
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
     begun = time.monotonic()
-    chosen = [one for name in options.rows.split(",") for one in (NCCL_GROUPS if name == "nccl" else [name])]
-    only_nccl = not set(chosen) - set(NCCL_GROUPS)
-    gib = options.touch if options.touch is not None else 24.0 if only_nccl else 110.0
+    chosen = [one for name in options.rows.split(",") for one in MANY.get(name, [name])]
+    kind = next((name for name, groups in MANY.items() if not set(chosen) - set(groups)), "gpu")
+    gib = options.touch if options.touch is not None else TOUCHED[kind]
     if unknown := [name for name in chosen if name not in GROUPS]:
         parser.error(f"no rows called {', '.join(unknown)}")
     os.environ["LIMOSA_RUNTIME_DIR"] = os.environ.get("LIMOSA_RUNTIME_DIR") or tempfile.mkdtemp(prefix="limosa-run-")
@@ -199,13 +211,14 @@ def main() -> int:
         print(f"bench/gpu.py: {', '.join(both)} need two GPUs; --rows names others", file=sys.stderr)
         return 12
     driver.available()  # cuInit, which the first call would pay for
-    results = Results("bench-nccl" if only_nccl else "bench-gpu", options.out)
+    results = Results(f"bench-{kind}", options.out)
     names = sorted({gpu.name for gpu in gpus.gpus})
     results.raw["machine"].update(
         gpus=f"{len(gpus.gpus)} × {', '.join(names)}", driver=gpus.driver_version, huge_pages=huge_pages()
     )
     folder = Path(tempfile.mkdtemp(prefix="limosa-bench-"))
     bench = Bench(results, gpus, folder, begun + options.minutes * 60 - 15)
+    box_rows.prepare(bench)
     writer = Writer(results)
     watch(options.minutes * 60, bench, writer)
     try:
@@ -227,6 +240,7 @@ def main() -> int:
         for name in list(bench.jobs):
             bench.end_job(name)
         end_helpers(os.environ["LIMOSA_RUNTIME_DIR"])
+        box_rows.containers.close()
         shutil.rmtree(folder, ignore_errors=True)
     print(writer.write())
     print(f"written: {results.path.with_suffix('.md')}")

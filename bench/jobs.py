@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-VICTIM = Path(__file__).with_name("victim.py")
+VICTIM = Path(__file__).with_name(os.environ.get("LIMOSA_BENCH_VICTIM", "victim.py"))
+"""The program; on software GPUs, which run no PyTorch, it is ``plain_victim.py``."""
 
 
 def end_helpers(runtime: str) -> None:

@@ -148,6 +148,7 @@ class Bench:
     def __init__(self, results: Results, gpus: Inventory, folder: Path, end: float):
         self.results, self.gpus, self.folder, self.end = results, gpus, folder, end
         self.jobs: dict[str, Job] = {}
+        self.makers: dict[str, Callable[[str], Job]] = {}  # of jobs that are not started by ``limosa run``
         self.at: dict[str, int] = {}
         self.n = 0
 
@@ -162,12 +163,15 @@ class Bench:
             "pool": {"env": POOL},
             "pool-plain": {"run": ["--no-shim"], "env": POOL},
             "pair": {"arguments": ["--pair"]},
+            "seen": {"env": {"CUDA_VISIBLE_DEVICES": "0"}},
             **{name: settings for name, (settings, _) in HALVES.items()},
         }
         for name in names:
             if name not in self.jobs:
                 self.n += 1
-                self.jobs[name] = Job(f"{name}-{self.n}", self.folder, **how.get(name, {}))
+                called = f"{name}-{self.n}"
+                made = self.makers.get(name)
+                self.jobs[name] = made(called) if made else Job(called, self.folder, **how.get(name, {}))
                 self.at[name] = 0
 
     def job(self, name: str) -> Job:

@@ -17,11 +17,11 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "tests", "gpu", "victims"))
 
 import torch
+from orders import IDLE, order
 from pages import Pages
 from stale import Stale
 
 GB, TENSOR = 10**9, 10**9
-IDLE = 900  # seconds without an order after which nobody is there any more
 
 
 class Held:
@@ -55,16 +55,6 @@ class Held:
     def check(self):
         for pages in self.changing + self.still:
             pages.check()
-
-
-def order(folder, last):
-    """The next order, or None."""
-    try:
-        with open(os.path.join(folder, "order"), encoding="ascii") as file:
-            number, *words = file.read().split()
-    except (FileNotFoundError, ValueError):
-        return None
-    return (number, words) if number != last else None
 
 
 def main():

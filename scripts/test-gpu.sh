@@ -5,6 +5,7 @@
 #   scripts/test-gpu.sh core       what is run again on the last commit: the operations, in ten minutes at most
 #   scripts/test-gpu.sh parked     the proofs of the parked way: what people run, moved while it computes; then 200 moves
 #   scripts/test-gpu.sh nccl       jobs of several ranks: swapped while they compute, ended and brought back; then 100 swaps
+#   scripts/test-gpu.sh containers jobs in containers with one GPU's nodes: moved in place, to disk, cloned (five minutes)
 #   scripts/test-gpu.sh driver     the driver's calls, maps
 #   scripts/test-gpu.sh conformance   what the driver answers, call by call (the tests that software GPUs pass, too)
 #   scripts/test-gpu.sh faults     330 faulted runs of the campaign, those that are safe here (JOBS=… side by side)
@@ -13,6 +14,7 @@
 #
 # LIMOSA_ONE_GPU=1: what one GPU is enough for; where the others move a job there and back, it is suspended and resumed.
 # LIMOSA_PROOF_TURNS=6: how often a training is moved in "parked", instead of twenty times, and in "nccl", instead of ten.
+# LIMOSA_LLM_GB=30, LIMOSA_RUNC=path: of "containers" the server's size, and the runc if it is not that of scripts/gpu-carry.
 # LIMOSA_PROOF_PAIR=1: "nccl" is on GPUs 2 and 3, whoever runs it.
 # KEYS='swapped and ddp': which of these proofs (pytest's -k); PROOFS=work without, PROOFS=loop only the long loop.
 # PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
@@ -124,6 +126,22 @@ nccl() {
     [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
 }
 
+# One after the other, those first that are up in a second: they show whether containers work here at all.
+containers() {
+    LIMOSA_PROOFS=${LIMOSA_PROOFS:-$out/proofs-containers-$(date -u +%Y-%m-%d).jsonl}
+    export LIMOSA_PROOFS
+    # Meanwhile what later ones load comes into the page cache.
+    timeout 120 "$PY" -c 'import torch; from transformers import LlamaForCausalLM' >/dev/null 2>&1 &
+    if "$PY" -I native_build.py >/dev/null; then
+        limit=${LIMIT:-300}
+        part -s -x -m gpu_containers ${KEYS:+-k "$KEYS"} tests/gpu/test_containers_work.py
+    else
+        echo "what is in C cannot be compiled here"
+        failed=1
+    fi
+    [ -s "$LIMOSA_PROOFS" ] && "$PY" tests/gpu/proofs.py "$LIMOSA_PROOFS" | tee "${LIMOSA_PROOFS%.jsonl}.md"
+}
+
 run() {
     head_lines
     case $what in
@@ -136,12 +154,13 @@ run() {
             ;;
         parked) parked ;;
         nccl) nccl ;;
+        containers) containers ;;
         conformance) conformance ;;
         faults) faults ;;
         large) part -m "gpu and slow" tests/gpu ;;
         all)
             conformance
-            part -m "gpu and not gpu_core and not gpu_parked and not gpu_nccl and not slow" tests/gpu
+            part -m "gpu and not gpu_core and not gpu_parked and not gpu_nccl and not gpu_containers and not slow" tests/gpu
             # shellcheck disable=SC2086
             part $side -m "gpu_core and not gpu_alone" tests/gpu
             part -m "gpu_core and gpu_alone" tests/gpu
@@ -149,6 +168,8 @@ run() {
             parked
             unset LIMOSA_PROOFS
             [ -n "${LIMOSA_ONE_GPU:-}" ] || nccl
+            unset LIMOSA_PROOFS
+            [ -n "${LIMOSA_ONE_GPU:-}" ] || containers
             faults
             ;;
         --) part "$@" ;;

@@ -186,6 +186,36 @@ def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: P
     as_undisturbed(desk, rootfs, one)
 
 
+@each("podman-none", "runc-own")
+def test_its_loopback_interface_is_up_again(desk: Desk, word: str) -> None:
+    """runc leaves it down."""
+
+    def loopback(one: Container) -> list[str]:
+        said = one.run("/bin/busybox", "ifconfig", "lo").stdout
+        return [word for word in ("UP", "127.0.0.1", "RUNNING") if word in said]
+
+    one = desk.job()
+    one.goes_on()
+    before = loopback(one)
+    desk.checkpoint(one)
+    desk.restore("--to", 1)
+    again = desk.back()
+    again.goes_on()
+    assert loopback(again) == before == ["UP", "127.0.0.1", "RUNNING"]
+
+
+def test_what_was_moved_in_place_goes_to_disk(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
+    """The memory that it has since then was opened outside of it."""
+    desk = desk_of("runc")
+    one = desk.with_shim()
+    one.goes_on()
+    desk.says(0, "move", desk.called(one), "--to", 1)
+    one.goes_on()
+    assert desk.checkpoint(one)["way"] == "parked"
+    desk.restore("--to", 0)
+    as_undisturbed(desk, rootfs, desk.back())
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu_core: what is run again on the last commit, in ten minutes at most")
     config.addinivalue_line("markers", "gpu_parked: proofs of the parked way (scripts/test-gpu.sh parked)")
     config.addinivalue_line("markers", "gpu_nccl: proofs of jobs of several ranks (scripts/test-gpu.sh nccl)")
+    config.addinivalue_line("markers", "gpu_containers: jobs in containers (scripts/test-gpu.sh containers)")
     config.addinivalue_line("markers", "two_gpus: not run with $LIMOSA_ONE_GPU")
     config.addinivalue_line("markers", "four_gpus: only where there are four")
     config.addinivalue_line("markers", "gpu_alone: fills GPUs or measures: nothing else may run beside it")

@@ -22,6 +22,7 @@ from limosa.process.tree import descendants, job_tree, snapshot
 # What is so of every container, or what its runtime sees to.
 _RUNTIMES_OWN = {"mount-namespace", "pid-namespace", "session", "session-outside", "terminal", "pty-outside"}
 _STANDARD = (0, 1, 2)
+_DRIVERS = "/dev/nvidia"
 
 
 class Boxed(NamedTuple):
@@ -163,7 +164,8 @@ def _outside_files(observation: JobObservation) -> Collection[Reason]:
     """Files of the machine that it has open: what it was started with went to a file, say."""
     for process in observation.processes:
         for fd in process.fds:
-            if fd.kind == "file" and not fd.mounted:
+            # What a job was given of a software GPU's memory is a file outside as well; the shim lets go of it before.
+            if fd.kind == "file" and not fd.mounted and not fd.target.startswith(_DRIVERS):
                 text = f"descriptor {fd.fd} of process {process.title} is {fd.target}, a file outside of its container"
                 hint = "start it with a pipe or a terminal for its output (podman does), or write to a file inside"
                 reason = Reason(id="container-file", text=text, exit_code=13, hint=hint, pid=process.pid)

@@ -6,6 +6,10 @@ filter, and beside its processes if it still runs. So between the two stands a r
 which a restore begins, and adds the cgroup to it (``criu_opts.cg_root`` in CRIU's ``rpc.proto``). All else goes through
 as it is.
 
+A network namespace of the container's own comes back empty: runc has CRIU leave it out, and its loopback interface,
+which runc sees to when it makes a container, stays down. So the relay brings it up as soon as CRIU says that the
+namespaces are there, before any process runs in them.
+
 What a container has bound in is opened by CRIU without following a link, and runtimes name it as their configuration
 does: Debian's ``/usr/libexec/podman/catatonit`` (``podman run --init``) is one. Here it is named by where that leads.
 A link of another user's on the way, who may have put it there since, is no way at all: there will be no CRIU.
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
@@ -41,6 +46,12 @@ _RESTORE = 2  # criu_req_type
 _EXT_MNT, _VAL = 23, 2  # criu_opts.ext_mnt, ext_mount_map.val
 _CONTROLLER, _PATH = 1, 2  # cgroup_root.ctrl ("": version 2), cgroup_root.path
 _BYTES = 2  # the wire type of what has a length
+_EMPTY_NS = 38  # criu_opts.empty_ns: namespaces that come back with nothing in them
+_NOTIFY, _SCRIPT, _PID = 5, 1, 2  # criu_resp.notify, criu_notify.script, criu_notify.pid
+_MADE = b"setup-namespaces"
+_NEWNET = 0x40000000  # CLONE_NEWNET
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
+_IFREQ = "16sh22x"
 
 
 def main(arguments: list[str]) -> None:
@@ -57,9 +68,10 @@ def main(arguments: list[str]) -> None:
         except PermissionError as error:
             _log(data, _peer(asked), str(error))
             sys.exit(1)
-        if changed != data:
+        empty = has_empty_network(data)
+        if changed != data or empty:
             asked.recv(_MOST_BYTES)
-            _stand_between(asked, _with_own_folders(changed, _peer(asked)))
+            _stand_between(asked, _with_own_folders(changed, _peer(asked)), empty)
         asked.detach()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores
     os.execv(arguments[0], arguments)  # noqa: S606 - an absolute path
@@ -78,7 +90,7 @@ def _log(request: bytes, runtime: int, text: str) -> None:
                 file.write(f"(00.000000) Error (limosa): {text}\n")
 
 
-def _stand_between(asked: socket.socket, request: bytes) -> None:
+def _stand_between(asked: socket.socket, request: bytes, empty_network: bool) -> None:
     """Put a relay between the runtime's socket and the one that gets its number, which CRIU reads the request from."""
     own, criu_has = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own.send(request)
@@ -97,12 +109,12 @@ def _stand_between(asked: socket.socket, request: bytes) -> None:
                 with contextlib.suppress(OSError):
                     os.close(fd)
         os.chdir("/")
-        _relay(asked, own)
+        _relay(asked, own, empty_network)
     finally:
         os._exit(0)
 
 
-def _relay(asked: socket.socket, criu: socket.socket) -> None:
+def _relay(asked: socket.socket, criu: socket.socket, empty_network: bool) -> None:
     ends = {asked.fileno(): (asked, criu), criu.fileno(): (criu, asked)}
     poller = poll()
     for fd in ends:
@@ -113,6 +125,9 @@ def _relay(asked: socket.socket, criu: socket.socket) -> None:
             data, ancillary, _, _ = source.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(_MOST_FDS * 4))
             if not data and not ancillary:
                 return
+            if empty_network and source is criu and (pid := whose_namespaces(data)):
+                with contextlib.suppress(OSError):  # then it is as the runtime would have had it
+                    _bring_up_loopback(pid)
             fds = array.array("i")
             for level, kind, content in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -120,6 +135,53 @@ def _relay(asked: socket.socket, criu: socket.socket) -> None:
             target.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)] if fds else [])
             for handed in fds:
                 os.close(handed)
+
+
+def has_empty_network(request: bytes) -> bool:
+    """Return whether a request to CRIU is for a restore whose network namespace comes back empty."""
+    try:
+        fields = list(_fields(request))
+        opts = [content for number, content, _ in fields if number == _OPTS and isinstance(content, bytes)]
+        asked = [c for one in opts for number, c, _ in _fields(one) if number == _EMPTY_NS and isinstance(c, int)]
+    except (IndexError, ValueError):
+        return False
+    return (_TYPE, _RESTORE) in {(n, c) for n, c, _ in fields} and any(kinds & _NEWNET for kinds in asked)
+
+
+def whose_namespaces(answer: bytes) -> int:
+    """Return the first process of a container whose namespaces are there now, if CRIU says that; 0."""
+    try:
+        for number, content, _ in _fields(answer):
+            if number == _NOTIFY and isinstance(content, bytes):
+                told = {n: c for n, c, _ in _fields(content)}
+                pid = told.get(_PID)
+                return pid if told.get(_SCRIPT) == _MADE and isinstance(pid, int) and 0 < pid < 1 << 31 else 0
+    except (IndexError, ValueError):
+        pass
+    return 0
+
+
+def _bring_up_loopback(pid: int) -> None:
+    """Bring up the interface ``lo`` of a process's network namespace.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    own, its = (os.open(f"/proc/{who}/ns/net", os.O_RDONLY | os.O_CLOEXEC) for who in ("self", pid))
+    try:
+        if libc.setns(its, _NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+        try:
+            inside = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        finally:
+            libc.setns(own, _NEWNET)
+        with inside:
+            name, flags = struct.unpack(_IFREQ, fcntl.ioctl(inside, _GET_FLAGS, struct.pack(_IFREQ, b"lo", 0)))
+            fcntl.ioctl(inside, _SET_FLAGS, struct.pack(_IFREQ, name, flags | _UP))
+    finally:
+        os.close(own)
+        os.close(its)
 
 
 def _peer(asked: socket.socket) -> int:

@@ -1,0 +1,28 @@
+"""What is run on machines with GPUs (``scripts/test-gpu.sh containers``) runs on a node of software GPUs, too.
+
+There it has a PyTorch and a language model; here the jobs that need no framework.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from containers.engines import ROOT, Engines
+from containers.runtimes import cgroup_layouts, own_folders
+from soft_node import Node
+
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
+@pytest.mark.parametrize("what", ["training", pytest.param("server", marks=pytest.mark.long)])
+def test_the_proofs_on_gpus_run_here(node: Node, cgroups: str, engines: Engines, tmp_path: Path, what: str) -> None:
+    own_folders(node, "/etc", "/usr/local/lib")
+    words = ["-q", "-s", "--basetemp", tmp_path / "inner", "-m", "gpu_containers", "-k", f"{what} and plain"]
+    env = {"LIMOSA_RUNC": engines["runc"], "LIMOSA_PROOF_TURNS": "2", "LIMOSA_PROOFS": str(tmp_path / "proofs")}
+    argv = [sys.executable, "-m", "pytest", *words, ROOT / "tests" / "gpu" / "test_containers_work.py"]
+    said = node.run(argv, limit=200, cwd=ROOT, env=env)
+    assert "1 passed" in said.stdout, said
+    assert (tmp_path / "proofs").exists()
