@@ -88,6 +88,8 @@ class BoxedRun(Run):
             self.problems.append("success, and there is no clone")
         if rc not in (0, -9, 1, 40) and there and self.told.get("recovered") is None:
             self.problems.append(f"exit code {rc}, and a clone is there")
+        if there and self.fault.startswith("lost-"):  # it may have been on that GPU
+            return
         if there:
             with contextlib.ExitStack() as stack:
                 clone = BoxJob(self.room.boxes, self.case.victim, 0, name)
