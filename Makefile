@@ -96,7 +96,7 @@ test-gpu:
 	@$(READY_TEST)
 	$(SUDO) env PY="$(PY)" scripts/test-gpu.sh
 
-# WAY=parked: the campaign of jobs under the shim; WAY=ranks: of jobs of several ranks. Without N every (operation, step, fault) once, N=all every class of victim with each; RECORD=1 notes the steps anew.
+# WAY=parked: the campaign of jobs under the shim; WAY=ranks: of jobs of several ranks; WAY=containers: of containers. Without N every (operation, step, fault) once, N=all every class of victim with each; RECORD=1 notes the steps anew.
 # In parts: LIMIT=seconds SUMMARY=1.json, then SUMMARY=2.json WITHOUT=1.json, then MERGE="1.json 2.json" SUMMARY=all.json.
 faults:
 	@$(READY_TEST)

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from containers.engines import engines
 from surroundings import as_usual
 
 from campaign import cases, containers, parked, ranks
@@ -244,6 +245,8 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     chosen = parser.parse_args()
     as_usual()
+    if chosen.way == "containers" or (chosen.case and Case.named(chosen.case).boxed):
+        engines()  # fetched once, before rooms need them
     if chosen.ground == "real":
         os.environ["LIMOSA_CAMPAIGN"] = "real"
         chosen.count = chosen.count or "330"

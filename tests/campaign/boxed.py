@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 
 from campaign.boxes import BoxJob
 from campaign.processes import Found
@@ -35,6 +36,12 @@ class BoxedRun(Run):
 
     def _may_fail_to_undo(self) -> bool:
         return super()._may_fail_to_undo() or (self.kills_job and not self.first_lives())
+
+    def _remove_kept(self) -> None:
+        """A folder that was lent and that a disk does not let go is removed a day later (``lent.py``)."""
+        super()._remove_kept()
+        for folder in self.room.runtime.glob("*/lent/*") if self.case.step.startswith("disk.") else ():
+            shutil.rmtree(folder)
 
     def first_lives(self) -> bool:
         """Whether the container that the run began with is there still."""
@@ -88,6 +95,8 @@ class BoxedRun(Run):
             self.problems.append("success, and there is no clone")
         if rc not in (0, -9, 1, 40) and there and self.told.get("recovered") is None:
             self.problems.append(f"exit code {rc}, and a clone is there")
+        if there and self.fault.startswith("lost-"):  # it may have been on that GPU
+            return
         if there:
             with contextlib.ExitStack() as stack:
                 clone = BoxJob(self.room.boxes, self.case.victim, 0, name)

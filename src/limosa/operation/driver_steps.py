@@ -303,9 +303,7 @@ def _bring_back(
     for member in back:
         if journal is not None:
             journal.try_note(Noted.RESTORE_HOME, Phase.BEGIN, member.pid)
-    failed = _try_each(
-        back, lambda m: restore_one(driver, m, {b: a for a, b in m.map.items()} if m in away else m.home, told)
-    )
+    failed = _try_each(back, lambda m: _restore_home(driver, m, m in away, told))
     for member in back:
         if journal is not None and member.pid not in failed:
             journal.try_note(Noted.RESTORE_HOME, Phase.DONE, member.pid)
@@ -332,6 +330,21 @@ def _bring_back(
         raise UndoFailed(
             what="bringing the job back", detail="see above", undo_detail=now_is, job_state=JobState.UNKNOWN
         )
+
+
+def _restore_home(driver: gpu.Driver, member: Member, away: bool, tell: TellFn) -> None:
+    """Restores a member where it was, from where it is believed to be.
+
+    A state that the driver has told wrongly may be why it is believed away. One that has a container's GPU alone has a
+    map of one pair, which the driver refuses then, each time: it is at home, and is restored there.
+    """
+    if away:
+        try:
+            return restore_one(driver, member, {b: a for a, b in member.map.items()}, tell)
+        except DriverError as error:
+            if error.result != _REFUSED_MAP or not member.boxed:
+                raise
+    return restore_one(driver, member, member.home, tell)
 
 
 def _tell_where(
