@@ -248,10 +248,14 @@ runc = ["{engines["runc"]}"]
         words = [] if gpus is None else _gpu_options(gpus)
         words += [word for device in cdi for word in ("--device", device)]
         words += [word for one in env for word in ("--env", one)]
-        place = ["--name", name, "--cgroup-parent", self.parent, "--log-opt", f"path={log}"]
+        place = ["--name", name, *self.in_cgroups(), "--log-opt", f"path={log}"]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
         pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
         return self._started(id_, name, pid, log)
+
+    def in_cgroups(self) -> list[str]:
+        """The options that say in which cgroup a container is."""
+        return ["--cgroup-parent", self.parent]
 
     def words(self, log: Path) -> str:
         # "2026-11-26T20:46:08.000000000+00:00 stdout F the words"

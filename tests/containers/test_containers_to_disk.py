@@ -387,6 +387,29 @@ def test_what_comes_along(desk_of: Callable[[str], Desk], terminal: list[str], v
     assert lines == [f"line {n}" for n in range(1, len(lines) + 1)]
 
 
+def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
+    """A root that cannot be written to, a health check, a policy of restarts, /dev/shm, /tmp on tmpfs."""
+    desk = desk_of("podman")
+    podman = desk.runtime
+    options = ["--read-only", "--restart", "always", "--health-cmd", "cat /tmp/lives", "--health-interval", "disable"]
+    script = f"echo kept > /dev/shm/file; echo yes > /tmp/lives; {COUNTS}"
+    one = podman.start("/bin/sh", "-c", script, gpus=None, options=options, name=desk.name())
+    one.goes_on()
+    assert podman("healthcheck", "run", one.name, rc=None).rc == 0
+    desk.checkpoint(one)
+    time.sleep(1)
+    assert podman.names() == [], "no policy starts it again"
+    desk.restore()
+    again = desk.back()
+    again.goes_on()
+    assert again.run("cat", "/dev/shm/file", "/tmp/lives").stdout.split() == ["kept", "yes"]
+    assert again.run("touch", "/made", rc=None).rc != 0
+    assert podman("healthcheck", "run", again.name, rc=None).rc == 0
+    (found,) = podman("container", "inspect", again.name).json
+    assert found["HostConfig"]["RestartPolicy"]["Name"] == "always"
+    assert found["HostConfig"]["ReadonlyRootfs"]
+
+
 def test_what_cannot_come_along_is_refused_by_name(
     desk_of: Callable[[str], Desk], engines: Engines, image: Path
 ) -> None:
@@ -406,6 +429,8 @@ def test_what_cannot_come_along_is_refused_by_name(
     assert refused(waits("net", "--network", f"container:{first.name}")) == {"container-shares"}
     assert refused(waits("ipc", "--ipc", f"container:{first.name}")) == {"container-shares"}
     assert refused(waits("host", "--pid", "host")) == {"container-shares"}
+    podman("secret", "create", desk.name("secret"), "/etc/hostname")
+    assert refused(waits("secret", "--secret", desk.name("secret"))) == {"container-secrets"}
     pod = podman("pod", "create", "--infra=false", "--share", "", "--name", desk.name("pod")).stdout.strip()
     assert refused(waits("inpod", "--pod", pod)) == {"container-shares"}
     podman("exec", "--detach", first.id, "/bin/sleep", 1000)

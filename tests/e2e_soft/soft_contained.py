@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from soft_job import JOB, Job
+from soft_node import let_all_reach
 from support import VICTIMS
 
 from limosa.process.namespaces import is_ours
@@ -28,20 +29,10 @@ def inside_of(pid: int, kinds: Sequence[str] = ("pid", "mnt"), limit: float = 10
         time.sleep(0.01)
 
 
-def _let_all_reach(node: Any, path: Path) -> None:
-    """Lets everybody in the node come to a folder, which may lie in somebody's home that is closed to others."""
-    for closed in reversed(path.parents):
-        if closed.stat().st_mode & 0o005 != 0o005:
-            within = closed / path.relative_to(closed).parts[0]
-            words = 'm=$(mktemp -d); mount --bind "$2" "$m"; mount -t tmpfs -o mode=755 none "$1"; mkdir "$2"'
-            node.run(["sh", "-ec", f'{words}; mount --move "$m" "$2"; rmdir "$m"', "sh", closed, within])
-            return  # in the node alone, and only what leads to it is there
-
-
 def open_folder(node: Any) -> Path:
     """A new folder for a job of anybody's; runtime folder, Python and this are within everybody's reach."""
     if not node.n_jobs:
-        _let_all_reach(node, Path(sys.base_prefix))
+        let_all_reach(node, Path(sys.base_prefix))
     folder = node.place / f"job{node.n_jobs}"
     node.n_jobs += 1
     folder.mkdir()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pytest
 from soft_command import UNDER, importer_of
 from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
 from soft_job import JOB, Job
+from soft_ranks import Ranks
 
 from limosa.parking import LIBRARY
 from limosa.parking.names import names_of
 from limosa.parking.shim import Shim, ShimError
 from limosa.process.identity import Identity
-from limosa.process.namespaces import is_ours
+from limosa.process.namespaces import Pids, is_ours
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
 
@@ -90,6 +92,45 @@ def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
     limosa("resume", job.pid)
     assert parked.says(0, "", "move", job.pid, "--to", 0)["way"] == "parked", "by root"
     job.goes_on(2)
+    job.finish()
+
+
+class ContainedRanks(Ranks):
+    """Ranks that talk over NCCL, in namespaces of their own; what they call each other are their own pids."""
+
+    def __init__(self, node: Any, *options: object, ranks: int = 2):
+        super().__init__(node, *options, ranks=ranks, under=False)
+        self.pid = inside_of(self.pid)
+
+    def _argv(self, folder: Path, steps: int, more: list[str]) -> list[str]:
+        variables = [f"{name}={value}" for name, value in UNDER.items()]
+        network = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+        own = super()._argv(folder, steps, more)
+        return [sys.executable, str(IN_NAMESPACES), "--", *network, "env", *variables, *own]
+
+    @property
+    def pids(self) -> list[int]:
+        inner = super().pids
+        pids = Pids(self.pid)
+        return [pids.here(pid) for pid in inner]
+
+
+def test_ranks_in_a_container_move_as_one(soft: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+    node = soft(gpus=4, memory="512MiB")
+    job = ContainedRanks(node)
+    assert job.gpus() == [[0], [1]]
+    node.says(0, "", "move", job.pid, "--map", "0=1,1=0")
+    assert job.gpus() == [[1], [0]]
+    job.goes_on()
+    node.says(0, "", "move", job.pid, "--map", "0=2,1=3")
+    assert job.gpus() == [[3], [2]]
+    job.goes_on()
+    node.says(0, "", "suspend", job.pid)
+    node.says(0, "", "resume", job.pid, "--map", "2=0,3=1")
+    assert job.gpus() == [[1], [0]]
+    job.goes_on()
+    assert node.says(13, "", "move", job.pids[0], "--to", 2)["error"]["id"] == "nccl-ranks"
     job.finish()
 
 

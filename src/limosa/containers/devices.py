@@ -6,7 +6,8 @@ away (:func:`leave`), so that it can go back as long as it may have to.
 
 A container's /dev is a folder of its own, on a tmpfs that nothing else is. The container may put there what it likes:
 each name is made, looked at and removed in the open folder, no link is followed, and only a node of that very GPU is
-ever removed.
+ever removed. In a user namespace no node can be made that could be opened: there the machine's own is bound in, as
+rootless podman does (``node_mounts.py``).
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from limosa.containers import filter as filters
+from limosa.containers import node_mounts
 from limosa.containers.find import Containers, own_lines
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
 from limosa.process.namespaces import in_a_thread, is_ours
-from limosa.process.openat import closing, last_error, open_in
+from limosa.process.openat import closing, last_error
 from limosa.process.slurp import slurp
 from limosa.start import file_system
 
@@ -40,9 +42,10 @@ def refusal(pid: int, minors: Collection[int]) -> str:
         return "it is in no container: it has the machine's own /dev"
     if os.geteuid():
         return "only root can give a container another GPU"
-    if not is_ours(pid, "user"):
-        return "its container has a user namespace, in which no device node can be made"
     try:
+        if not is_ours(pid, "user"):
+            for minor in minors:
+                os.close(node_mounts.taken(f"/dev/{_name(minor)}", _node_here(minor).st_rdev))
         for minor in minors:
             _node_here(minor)
         with _dev_of(Identity.of(pid)):
@@ -72,7 +75,10 @@ def add(identity: Identity, minors: Collection[int]) -> None:
             else:
                 filters.change(folder, more={nodes[minor].st_rdev for minor in missing})
         for minor in missing:
-            _make(dev, minor, nodes[minor])
+            if is_ours(identity.pid, "user"):
+                _make(dev, minor, nodes[minor])
+            else:
+                node_mounts.bind(identity, dev, _name(minor), nodes[minor].st_rdev)
 
 
 def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -> None:
@@ -100,7 +106,9 @@ def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -
                 _deny(folder, gone.values())
             elif gone:
                 filters.change(folder, less=gone.values())
-        for minor in gone:
+        for minor, device in gone.items():
+            if not is_ours(identity.pid, "user"):
+                node_mounts.unbind(identity, dev, _name(minor), device)
             with suppress(FileNotFoundError):
                 os.unlink(_name(minor), dir_fd=dev)
 
@@ -141,7 +149,9 @@ def _mounted_here() -> set[str]:
 
 
 def _is_there(dev: int, minor: int, device: int) -> bool:
-    with suppress(OSError), closing(open_in(dev, _name(minor), os.O_PATH)) as fd:
+    # A node that is bound in is on another file system.
+    look = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(OSError), closing(os.open(_name(minor), look, dir_fd=dev)) as fd:
         found = os.fstat(fd)
         return stat.S_ISCHR(found.st_mode) and found.st_rdev == device
     return False

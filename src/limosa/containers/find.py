@@ -1,7 +1,9 @@
 """Which container a process is in, by its cgroup, and what the runtime calls it.
 
 The kernel says in which cgroup a process is. A container can make further cgroups below its own, and call them like
-another container's; so the outermost one that is a container's counts. Names come from what the runtimes note
+another container's; so the outermost one that is a container's counts. Where a container has none of its own (a
+rootless one, with version 1), its pid namespace says it, if it is that of the first process of a noted one. Names come
+from what the runtimes note
 (``state.py``), never from a process.
 """
 
@@ -17,6 +19,7 @@ from limosa.containers.state import State, read, states
 from limosa.errors import NoSuchProcess, UsageError
 from limosa.process.cgroups import cgroup_mounts
 from limosa.process.identity import Identity
+from limosa.process.namespaces import namespace_of
 from limosa.process.slurp import slurp
 
 RUNTIMES = ("podman", "docker", "containerd", "cri-o", "runc", "crun")
@@ -86,9 +89,13 @@ class Containers:
     def __init__(self) -> None:
         self._stored: dict[str, dict[str, str]] = {}
         self._known: dict[str, Container] = {}  # by the path of a cgroup, in whatever hierarchy
+        self._firsts: dict[tuple[int, int], Container] = {}  # by the pid namespace that its first process has
         mounts = cgroup_mounts()
         for state in states():
             noted = self._noted(state)
+            namespace = namespace_of(noted.init.pid, "pid") if noted.init is not None else None
+            if namespace is not None and namespace != namespace_of("self", "pid"):
+                self._firsts.setdefault(namespace, noted)
             for path in state.cgroups:
                 self._known.setdefault(_in_hierarchy(path, mounts), noted)
         self._known.pop("/", None)  # everything is in that
@@ -104,7 +111,10 @@ class Containers:
             for part in _outermost_first(path):
                 if part in self._known:
                     return msgspec.structs.replace(self._known[part], cgroup=part)
-        return next((found for path in paths if (found := _by_name(path)) is not None), None)
+        found = next((found for path in paths if (found := _by_name(path)) is not None), None)
+        if found is None and (namespace := namespace_of(pid, "pid")) is not None:
+            return self._firsts.get(namespace)  # a rootless one need not have a cgroup of its own
+        return found
 
     def meant(self, word: str, runtime: str = "") -> Container:
         """Return the container of a name, or of an id's beginning.
@@ -119,7 +129,7 @@ class Containers:
         """
         found = {
             c.id: c
-            for c in self._known.values()
+            for c in (*self._known.values(), *self._firsts.values())
             if c.init is not None and runtime in ("", c.runtime) and c.is_meant(word)
         }
         exact = {id_: c for id_, c in found.items() if word in (c.name, c.id)}

@@ -212,6 +212,14 @@ class _Mount(msgspec.Struct, rename="pascal"):
     destination: str = ""
 
 
+class _Secret(msgspec.Struct, rename="pascal"):
+    name: str = ""
+
+
+class _Config(msgspec.Struct, rename="pascal"):
+    secrets: list[_Secret] | None = None
+
+
 class _Inspected(msgspec.Struct, rename="pascal"):
     id: str
     name: str
@@ -220,6 +228,7 @@ class _Inspected(msgspec.Struct, rename="pascal"):
     pod: str = ""
     state: _State = msgspec.field(default_factory=_State)
     host_config: _Host = msgspec.field(default_factory=_Host)
+    config: _Config = msgspec.field(default_factory=_Config)
     mounts: list[_Mount] = []
     static_dir: str = ""
 
@@ -249,6 +258,7 @@ class _Podman(Runtime):
         shared += [
             f"it has the host's {k} namespace" for k, m in (("pid", host.pid), ("ipc", host.ipc)) if m == MACHINES
         ]
+        secrets = one.config.secrets or []
         return Contained(
             id=one.id,
             name=one.name,
@@ -260,7 +270,12 @@ class _Podman(Runtime):
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             log=host.log.path,
             restored=one.state.restored_at if one.state.restored else "",
-            against=(*((_SHARES, text) for text in shared), *self._against_oci(one.state.conmon_pid)),
+            against=(
+                *((_SHARES, text) for text in shared),
+                # Its copy of them goes with the container, and the one that it restores looks for that (podman 4.3).
+                *(("container-secrets", f"podman would not bring its secret {s.name} back") for s in secrets[:1]),
+                *self._against_oci(one.state.conmon_pid),
+            ),
         )
 
     def _against_oci(self, monitor: int) -> list[tuple[str, str]]:
