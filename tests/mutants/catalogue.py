@@ -109,8 +109,8 @@ UNDO = (
     Mutant(
         "home-by-the-same-map",
         _OPERATION + "driver_steps.py",
-        "{b: a for a, b in m.map.items()} if m in away else m.home",
-        "m.map if m in away else m.home",
+        "restore_one(driver, member, {b: a for a, b in member.map.items()}, tell)",
+        "restore_one(driver, member, member.map, tell)",
         "the way back leads further away",
         OPERATION,
     ),
