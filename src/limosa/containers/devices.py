@@ -25,7 +25,7 @@ from limosa.containers.find import Containers, own_lines
 from limosa.process.cgroups import cgroup_folders
 from limosa.process.identity import Identity
 from limosa.process.namespaces import in_a_thread, is_ours
-from limosa.process.openat import closing, last_error
+from limosa.process.openat import closing, last_error, open_in
 from limosa.process.slurp import slurp
 from limosa.start import file_system
 
@@ -66,8 +66,9 @@ def add(identity: Identity, minors: Collection[int]) -> None:
         LimosaError: the process has gone.
     """
     with _dev_of(identity) as dev:
+        bound = not is_ours(identity.pid, "user")
         nodes = {minor: _node_here(minor) for minor in minors}
-        missing = [minor for minor, node in nodes.items() if not _is_there(dev, minor, node.st_rdev)]
+        missing = [minor for minor, node in nodes.items() if not _is_there(dev, minor, node.st_rdev, bound=bound)]
         lacking = {nodes[minor].st_rdev for minor in minors}
         for version, folder in _levels(identity.pid):
             if version == "v1":
@@ -75,10 +76,10 @@ def add(identity: Identity, minors: Collection[int]) -> None:
             else:
                 filters.change(folder, more={nodes[minor].st_rdev for minor in missing})
         for minor in missing:
-            if is_ours(identity.pid, "user"):
-                _make(dev, minor, nodes[minor])
-            else:
+            if bound:
                 node_mounts.bind(identity, dev, _name(minor), nodes[minor].st_rdev)
+            else:
+                _make(dev, minor, nodes[minor])
 
 
 def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -> None:
@@ -94,11 +95,12 @@ def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -
         LimosaError: the process has gone.
     """
     with _dev_of(identity) as dev:
+        bound = not is_ours(identity.pid, "user")
         gone: dict[int, int] = {}
         for minor in set(known) - set(minors):
             with suppress(FileNotFoundError):
                 device = _node_here(minor).st_rdev
-                if _is_there(dev, minor, device):
+                if _is_there(dev, minor, device, bound=bound):
                     gone[minor] = device
         # The nodes go last: as long as one is there, whoever comes after a kill begins with it again.
         for version, folder in reversed(_levels(identity.pid)):
@@ -107,7 +109,7 @@ def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -
             elif gone:
                 filters.change(folder, less=gone.values())
         for minor, device in gone.items():
-            if not is_ours(identity.pid, "user"):
+            if bound:
                 node_mounts.unbind(identity, dev, _name(minor), device)
             with suppress(FileNotFoundError):
                 os.unlink(_name(minor), dir_fd=dev)
@@ -148,13 +150,18 @@ def _mounted_here() -> set[str]:
     return {fields[2] for line in lines if len(fields := line.split(" ")) > 4}
 
 
-def _is_there(dev: int, minor: int, device: int) -> bool:
-    # A node that is bound in is on another file system.
-    look = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-    with suppress(OSError), closing(os.open(_name(minor), look, dir_fd=dev)) as fd:
+def _is_there(dev: int, minor: int, device: int, *, bound: bool = False) -> bool:
+    with suppress(OSError), closing(_opened(dev, minor, bound)) as fd:
         found = os.fstat(fd)
         return stat.S_ISCHR(found.st_mode) and found.st_rdev == device
     return False
+
+
+def _opened(dev: int, minor: int, bound: bool) -> int:
+    """Open a name in a container's /dev; one that is bound in lies on another file system than that."""
+    if not bound:
+        return open_in(dev, _name(minor), os.O_PATH)
+    return os.open(_name(minor), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dev)
 
 
 def _make(dev: int, minor: int, like: os.stat_result) -> None:
