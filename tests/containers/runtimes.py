@@ -335,8 +335,15 @@ class Runc(Runtime):
                 return spec
         raise AssertionError(f"there is no CDI spec of {kind}")
 
-    def start(self, *command: object, gpus: Sequence[int] | None = (0,), name: str = "", **changes: Any) -> Container:
-        """``runc run --detach`` of a new bundle; its output goes to a file inside, ``/out``."""
+    def start(
+        self,
+        *command: object,
+        gpus: Sequence[int] | None = (0,),
+        name: str = "",
+        output: int | None = None,
+        **changes: Any,
+    ) -> Container:
+        """``runc run --detach`` of a new bundle; ``output`` is a descriptor, else it goes to a file outside."""
         name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
         bundle = self.bundle(name, command or ("/job",), gpus, **changes)
         log = self.place / f"{name}.log"
@@ -346,8 +353,8 @@ class Runc(Runtime):
             process = subprocess.Popen(
                 [*map(str, argv), "--pid-file", str(pid_file), name],
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+                stdout=out if output is None else output,
+                stderr=out if output is None else output,
                 env=self.environment(),
                 cwd="/",
                 preexec_fn=lambda: _join(self.node.pid),  # noqa: PLW1509 - it only makes system calls

@@ -216,6 +216,27 @@ def test_what_was_moved_in_place_goes_to_disk(desk_of: Callable[[str], Desk], ro
     as_undisturbed(desk, rootfs, desk.back())
 
 
+def test_several_processes_with_cuda_come_back_together(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
+    desk = desk_of("podman")
+    one = desk.runtime.start("/bin/sh", "-c", "/job 16 5 & exec /job 16 5", name=desk.name(), options=["--init"])
+    one.goes_on()
+
+    def holders() -> int:
+        (job,) = [job for job in desk.says(0, "ps")["jobs"] if job["container"]]
+        return len([p for p in job["processes"] if p["memory_used"] >= 16 << 20])
+
+    until(lambda: holders() == 2)
+    desk.checkpoint(one)
+    desk.restore("--to", 1)
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert holders() == 2
+    (job,) = [job for job in desk.says(0, "ps")["jobs"] if job["container"]]
+    assert [gpu["index"] for gpu in job["gpus"]] == [1]
+    desk.says(0, "move", desk.called(again), "--to", 0)
+    again.goes_on()
+
+
 # --- what goes wrong ------------------------------------------------------------------------------------------
 
 
@@ -474,6 +495,34 @@ def test_a_stopped_process_keeps_nobody_waiting(cgroups: str, desk: Desk) -> Non
     desk.checkpoint(one)
     desk.restore()
     desk.back().goes_on()
+
+
+def test_the_output_of_a_restored_container_of_runc_goes_to_a_file(desk_of: Callable[[str], Desk]) -> None:
+    """Its first output was a pipe of its caller's, as of whoever keeps logs of runc's containers."""
+    desk = desk_of("runc")
+    script = COUNTS.replace("; sleep", "; echo no >&2; sleep")
+    reader, writer = os.pipe()
+    one = desk.runtime.start("/bin/sh", "-c", script, gpus=None, name=desk.name(), output=writer)
+    os.close(writer)
+    said = b""
+    while b"step 3" not in said:
+        said += os.read(reader, 4096)
+    desk.checkpoint(one)
+    log = desk.place / "said.log"
+    log.write_text("before\n")
+    came = desk.restore("--log", log)
+    assert came["log"] == str(log)
+    until(lambda: len(steps_of(log.read_text())) > 3)
+    assert log.read_text().startswith("before\n")
+    assert min(steps_of(log.read_text())) > 3
+    lines = log.read_text().splitlines()[1:]
+    assert {line for line in lines if "step" not in line} == {"no"}, "both go there, one behind the other"
+    desk.checkpoint(desk.back(), image="again")
+    last = max(steps_of(log.read_text()))
+    desk.restore("--log", log, image="again")
+    until(lambda: max(steps_of(log.read_text())) > last + 3)
+    desk.back()
+    os.close(reader)
 
 
 def test_output_to_a_file_outside_is_refused(desk_of: Callable[[str], Desk]) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
     option("--name", metavar="NAME", help="A container: call it so, not as it was called."),
     option("--bundle", metavar="DIR", type=folder(), help="A container of runc: use this bundle of its own."),
+    option("--log", metavar="FILE", type=folder(), help="A container of runc: append its output here."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
     *CRIU_RESTORE,
     PRINT_STATS,
@@ -50,6 +51,7 @@ def command(  # noqa: PLR0913 - what is typed
     attach: bool,
     no_verify: bool,
     bundle: Path | None,
+    log: Path | None,
     criu: Path | None,
     timeout: float | None,
     force: Sequence[str],
@@ -76,6 +78,7 @@ def command(  # noqa: PLR0913 - what is typed
         **more,
         "verify": not no_verify,
         "bundle": str(bundle.absolute()) if bundle is not None else None,
+        "log": str(log.absolute()) if log is not None else None,
         "criu": str(criu) if criu is not None else None,
         "force": check_force(force),
     }

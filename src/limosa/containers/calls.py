@@ -87,6 +87,7 @@ def call(  # noqa: PLR0913 - options are keywords
     criu_folder: str = "",
     pass_fds: Sequence[int] = (),
     speaks: bool = True,
+    output: int = subprocess.DEVNULL,
     ends_early: bool = False,
     on_start: Callable[[Identity], None] = nobody,
     tick: Callable[[], None] = lambda: None,
@@ -98,7 +99,8 @@ def call(  # noqa: PLR0913 - options are keywords
         configured: what :func:`settings` has said; None: what it says now.
         criu_folder: as :func:`environment` has it.
         pass_fds: descriptors that it inherits.
-        speaks: whether what it says is kept; else its output is /dev/null, which a container may inherit.
+        speaks: whether what it says is kept; else its output is what a container may inherit.
+        output: a descriptor for that; /dev/null if nothing is said.
         ends_early: whether it may be ended where it works on alone, after ``tick`` has raised.
         on_start: told who it is, before it begins. If that raises, it does not begin.
         tick: called now and then. What it raises is raised once the program has ended; a CRIU that it has started is
@@ -118,8 +120,8 @@ def call(  # noqa: PLR0913 - options are keywords
                 [_SHELL, "-c", _WAITS, argv[0], *argv] if noted else argv,
                 env=environment(settings() if configured is None else configured, criu_folder),
                 stdin=waits if noted else subprocess.DEVNULL,
-                stdout=out if speaks else subprocess.DEVNULL,
-                stderr=err if speaks else subprocess.DEVNULL,
+                stdout=out if speaks else output,
+                stderr=err if speaks else output,
                 start_new_session=True,
                 pass_fds=pass_fds,
             )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -77,6 +78,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         work_fd: the folder for logs.
         tcp_established, file_locks, ext_unix_sk: as CRIU has them.
         stats: whether CRIU's statistics are wanted.
+        output: a descriptor of where the output of a container goes that has no place of its runtime's for that.
         on_start: told who the runtime's program is, before it begins.
         tick: called while it works; raises to have it stopped.
     """
@@ -88,6 +90,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     file_locks: bool = False
     ext_unix_sk: bool = False
     stats: bool = False
+    output: int = subprocess.DEVNULL
     on_start: Callable[[Identity], None] = calls.nobody
     tick: Callable[[], None] = lambda: None
 
@@ -500,7 +503,8 @@ class _Runc(Runtime):
             said = self._run(
                 "--root", folder, "--log", f"/proc/self/fd/{log}", "restore", "--detach", *folders_,
                 *_flags(kept), *_sockets(kept), "--bundle", bundle or record.bundle, "--", check_name(name),
-                criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd, log], speaks=False,
+                criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd, log],
+                speaks=False, output=kept.output,
                 on_start=kept.on_start, tick=kept.tick,
             )  # fmt: skip
             words = os.pread(log, 1 << 16, 0).decode(errors="replace")

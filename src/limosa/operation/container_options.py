@@ -42,7 +42,11 @@ def of_restore(options: restore_options.Options, record: ContainerRecord | None)
     """
     if record is None:
         text = "{} is for containers, and the image has none"
-        given = [("--name", options.name is not None), ("--bundle", options.bundle is not None)]
+        given = [
+            ("--name", options.name is not None),
+            ("--bundle", options.bundle is not None),
+            ("--log", options.log is not None),
+        ]
         return [
             Reason(id="container-option", text=text.format(name), exit_code=2) for name, is_given in given if is_given
         ]
@@ -51,6 +55,7 @@ def of_restore(options: restore_options.Options, record: ContainerRecord | None)
         ("--rewind-files", options.rewind_files, "its files come back as its runtime brings them"),
         ("--cgroup", options.cgroup is not None, "its runtime makes its control group"),
         ("--shell-job", options.shell_job, _TERMINAL),
+        ("--log", options.log is not None and record.runtime == "podman", "podman keeps its output (podman logs)"),
     ]
     return _refused(against)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 
 import msgspec
@@ -28,6 +29,8 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     rewind_files: bool = False
     name: str | None = None  # what a container is to be called; None: as it was
     bundle: str | None = None  # of runc: the bundle of a container; None: the one that it had
+    # of runc: the file that a container's output is appended to; None: nowhere
+    log: str | os.PathLike[str] | None = None
     cgroup: str | None = None  # control group for the job; None for the caller's
     # this and the next three as CRIU's; what the image was made with is taken by itself
     tcp_established: bool = False

@@ -8,7 +8,9 @@ those alone.
 from __future__ import annotations
 
 import os
+import subprocess
 
+from limosa import start
 from limosa.containers import Containers, devices
 from limosa.containers.runtimes import Contained, Kept, runtime_of
 from limosa.errors import FailedUndone, LimosaError, Reason, UndoFailed
@@ -23,6 +25,7 @@ from limosa.process import sees_inside
 from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
+from limosa.process.launch import open_log
 from limosa.process.namespaces import Pids
 
 
@@ -38,6 +41,8 @@ class ContainerReturning(Returning):
         self.runtime = runtime_of(self.record.runtime)
         self.called = options.name if options.name is not None else self.record.name
         self.contained: Contained | None = None
+        self.log = ""
+        self.keeper: subprocess.Popen[bytes] | None = None  # of its output
 
     def criu(self) -> None:
         work, given = self.work, self.manifest.options
@@ -54,6 +59,7 @@ class ContainerReturning(Returning):
             bundle=self.options.bundle or self.record.bundle,
         )
         log_fd = self.image.open_log()
+        output = self._kept_in(self.options.log) if self.options.log is not None else None
         extra = ["--tcp-close"] if given.get("tcp_close") or self.options.tcp_close else []
         try:
             with lent(self.program, extra, operation=work.id, restores=True) as folder:
@@ -65,6 +71,7 @@ class ContainerReturning(Returning):
                     file_locks=bool(given.get("file_locks")) or self.options.file_locks,
                     ext_unix_sk=bool(given.get("ext_unix_sk")),
                     stats=self.options.print_stats,
+                    output=output if output is not None else subprocess.DEVNULL,
                     on_start=self._started,
                     tick=work.check,
                 )
@@ -75,10 +82,35 @@ class ContainerReturning(Returning):
                 self.runtime.rename(self.contained, self.called)
         finally:
             os.close(log_fd)
+            if output is not None:
+                os.close(output)
         work.armed()
         assert self.contained.init is not None
         self._note_root(self.contained.init.pid)
         self._tell_of_devices()
+
+    def _kept_in(self, path: str | os.PathLike[str]) -> int:
+        """Return a pipe whose other end goes to a file, for as long as anybody has it.
+
+        CRIU opens anew what is in the place of the container's own pipe: a file would be written from its beginning.
+        """
+        program = start.program("cat")
+        if program is None:
+            raise FailedUndone(what="restore", detail="there is no program cat on the PATH that only root can change")
+        log = open_log(path)
+        reader, writer = os.pipe()
+        try:
+            self.keeper = start.popen(
+                [program], stdin=reader, stdout=log.fd, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        except BaseException:
+            os.close(writer)
+            raise
+        finally:
+            os.close(reader)
+            os.close(log.fd)
+        self.log = str(log.path)
+        return writer
 
     def here(self, pid: int) -> int:
         assert self.root is not None

@@ -103,6 +103,7 @@ class Returning(Op):
         self.looked: Looked | None = None
         self.cut_back: list[Rewind] = []
         self.noted = False  # what it sees of the GPUs
+        self.log = self.manifest.job.log or ""  # where its output goes
 
     @property
     def shims(self) -> Mapping[int, Shim]:
@@ -122,7 +123,7 @@ class Returning(Op):
             id=self.image.id,
             image=str(self.image.path),
             name=name,
-            log=self.manifest.job.log or "",
+            log=self.log,
             way=Route.PARKED if self.loading is not None else Route.DRIVER if self.members else Route.HOST,
             other=self.verb.other_way(shape_of(self.facts, self.manifest, self.options)),
             device_bytes=self.manifest.device_bytes,
