@@ -58,8 +58,8 @@ class ContainerReturning(Returning):
             made=self.runtime.made_as(self.called, work.id),
             bundle=self.options.bundle or self.record.bundle,
         )
-        log_fd = self.image.open_log()
         output = self._kept_in(self.options.log) if self.options.log is not None else None
+        log_fd = self.image.open_log()
         extra = ["--tcp-close"] if given.get("tcp_close") or self.options.tcp_close else []
         try:
             with lent(self.program, extra, operation=work.id, restores=True) as folder:
