@@ -505,7 +505,7 @@ def test_what_containerd_does_not_bring_back_is_refused_by_name(desk_of: Callabl
     assert refused(waits("nerdctl", "--label", "nerdctl/name=x")) == {"container-runtime"}
     again = waits("again", "--label", "containerd.io/restart.status=running")
     assert refused(again) == {"container-restarts"}
-    desk.checkpoint(again, "--leave-running")
+    desk.checkpoint(again, "--leave-running", image="kept")
     assert refused(waits("rootfs", "--rootfs", image=rootfs)) == {"container-image"}
     ours, its = os.openpty()
     words = [desk.runtime.engines["ctr"], "run", "--detach", "--tty", "--cgroup", f"{ctr.parent}/tty"]
@@ -599,7 +599,7 @@ def started_in(one: Container) -> list[int]:
 @pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
 def test_a_stopped_process_keeps_nobody_waiting(cgroups: str, desk: Desk) -> None:
     script = f"sleep 1000 & {COUNTS}"
-    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    one = desk.job("/bin/sh", "-c", shlex.quote(script) if desk.runtime.name == "runc" else script, gpus=None)
     one.goes_on()
     sleeper = next(p for p in started_in(one) if Path(f"/proc/{p}/cmdline").read_bytes() == b"sleep\x001000\0")
     os.kill(sleeper, signal.SIGSTOP)
