@@ -648,7 +648,7 @@ def test_options_without_effect_are_refused_and_the_others_have_one(cgroups: str
     """A listener that is stopped has a connection that it has not accepted."""
     script = "/bin/busybox httpd -f -p 127.0.0.1:8080 & sleep 1; kill -STOP $!; sleep 1; "
     script += f"sleep 1000 | /bin/busybox nc 127.0.0.1 8080 & {COUNTS}"
-    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    one = desk.job("/bin/sh", "-c", shlex.quote(script) if desk.runtime.name == "runc" else script, gpus=None)
     until(lambda: ":1F90 01 " in Path(f"/proc/{one.pid}/net/tcp").read_text())
     one.goes_on()
 
