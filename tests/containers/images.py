@@ -129,7 +129,12 @@ def make_old_rootfs(folder: Path, engines: Engines, c_library: Path) -> Path:
 
 
 def make_image(
-    archive: Path, rootfs: Path, name: str = NAME, env: tuple[str, ...] = (), annotations: dict[str, str] | None = None
+    archive: Path,
+    rootfs: Path,
+    name: str = NAME,
+    env: tuple[str, ...] = (),
+    annotations: dict[str, str] | None = None,
+    command: tuple[str, ...] = ("/job",),
 ) -> Path:
     """Write a root folder as an OCI archive that podman and containerd load.
 
@@ -139,6 +144,7 @@ def make_image(
         name: what the image is called.
         env: more of its environment, "NAME=value".
         annotations: of its manifest.
+        command: what a container of it runs.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
@@ -149,7 +155,7 @@ def make_image(
     config = _json(
         architecture=machine,
         os="linux",
-        config={"Cmd": ["/job"], "Env": ["PATH=/bin:/usr/bin", *env], "WorkingDir": "/"},
+        config={"Cmd": list(command), "Env": ["PATH=/bin:/usr/bin", *env], "WorkingDir": "/"},
         rootfs={"type": "layers", "diff_ids": [_digest(data)]},
         history=[{"created": "2020-01-01T00:00:00Z"}],
     )

@@ -24,12 +24,15 @@ from containers.engines import Engines
 from containers.images import NAME, library_folder
 from soft_node import Answer, Node
 
+from limosa.containers import grpc
+from limosa.containers.protobuf import Message, message
 from limosa_softgpu.build import LIBRARIES, SOFTGPU
 from limosa_softgpu.state import NODE_FOLDER
 
 _STEP = re.compile(r"step (\d+) hash (0x[0-9a-f]+)")
 _CONTROL = ("nvidiactl", "nvidia-uvm")
 # No CAP_SYS_RESOURCE may be there: the limits are none that would have to be raised.
+_OF_CONTAINER, _OF_NODE = 1, 2  # NamespaceMode of a pod's namespaces
 _LIMITS = {"nofile": 1024, "nproc": 512}
 
 
@@ -408,18 +411,19 @@ class Containerd(Runtime):
 
     name = "containerd"
 
-    def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = ""):
+    def __init__(self, node: Node, engines: Engines, place: Path, *, config: str = "", cri: bool = False):
         super().__init__(node, engines, place)
         self.config = place / "config.toml"
         self.socket = place / "containerd.sock"
-        # Its CRI wants a CNI, and more of the machine.
-        cri = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
+        self.logs: list[Path] = []
+        off = ["io.containerd.grpc.v1.cri", "io.containerd.cri.v1.images", "io.containerd.cri.v1.runtime"]
+        off = [] if cri else [*off, "io.containerd.nri.v1.nri"]
         self.config.write_text(
             f"""\
 version = 3
 root = "{place}/root"
 state = "{place}/state"
-disabled_plugins = {json.dumps([*cri, "io.containerd.nri.v1.nri"])}
+disabled_plugins = {json.dumps(off)}
 [grpc]
 address = "{self.socket}"
 [ttrpc]
@@ -448,30 +452,58 @@ address = "{self.socket}.ttrpc"
         """``containerd("containers", "list")``: its ctr."""
         return self.call(self.engines["ctr"], "--address", self.socket, *arguments, rc=rc, limit=limit)
 
-    def load(self, archive: Path) -> None:
+    def load(self, archive: Path, namespace: str = "default") -> None:
         """Puts an image into its store."""
-        self("images", "import", archive)
+        self("--namespace", namespace, "images", "import", archive)
+
+    def environment(self) -> dict[str, str]:
+        return {**super().environment(), "CONTAINERD_ADDRESS": str(self.socket)}
 
     def start(
-        self, *command: object, cdi: Sequence[str] = (), env: Sequence[str] = (), name: str = "", image: str = NAME
+        self,
+        *command: object,
+        gpus: Sequence[int] | None = None,
+        options: Sequence[object] = (),
+        cdi: Sequence[str] = (),
+        env: Sequence[str] = (),
+        name: str = "",
+        image: str = NAME,
     ) -> Container:
-        """``ctr run --detach``; ``cdi`` are devices of specs in the node's /etc/cdi."""
+        """``ctr run --detach``; ``options`` are more of ctr's, ``cdi`` devices of specs in the node's /etc/cdi."""
         name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
         log = self.place / f"{name}.log"
-        words = [word for device in cdi for word in ("--device", device)]
+        words = [] if gpus is None else _gpu_options_of_ctr(gpus)
+        words += [word for device in cdi for word in ("--device", device)]
         words += [word for one in env for word in ("--env", one)]
-        words += [
-            "--cgroup",
-            f"{self.parent}/{name}",
-            "--log-uri",
-            f"file://{log}",
-            "--runc-binary",
-            self.engines["runc"],
-        ]
-        self("run", "--detach", *words, image, name, *(command or ("/job",)))
-        tasks = [line.split() for line in self("tasks", "list").stdout.splitlines()]
-        pid = next(int(fields[1]) for fields in tasks if fields[0] == name)
-        return self._started(name, name, pid, log)
+        place = ["--cgroup", f"{self.parent}/{name}", "--log-uri", f"file://{log}"]
+        place += ["--runc-binary", self.engines["runc"], "--cpu-shares", "0"]  # there may be no controller for that
+        self("run", "--detach", *place, *words, *options, image, name, *(command or ("/job",)))
+        self.logs.append(log)
+        return self._started(name, name, self._tasks()[name], log)
+
+    def _tasks(self) -> dict[str, int]:
+        """Those that run → their pids."""
+        tasks = [line.split() for line in self("tasks", "list").stdout.splitlines()[1:]]
+        return {fields[0]: int(fields[1]) for fields in tasks if fields[2] == "RUNNING"}
+
+    def start_job(self, *command: object, **options: Any) -> Container:
+        return self.start(*command, **{"gpus": (0,), **options})
+
+    def known(self, name: str) -> Container:
+        return self._started(name, name, self._tasks()[name], self.logs[0])  # the task that it was has said which
+
+    def names(self) -> list[str]:
+        return self("containers", "list", "--quiet").stdout.split()
+
+    def snapshots(self) -> list[str]:
+        """The root file systems of containers that it has, of those that are there or not."""
+        lines = [line.split() for line in self("snapshots", "list").stdout.splitlines()[1:]]
+        return [fields[0] for fields in lines if fields[-1] != "Committed"]
+
+    def exec_words(self, container: Container) -> list[str]:
+        """What starts a program in a container, before its words."""
+        words = [self.engines["ctr"], "--address", str(self.socket), "tasks", "exec", "--exec-id", secrets.token_hex(4)]
+        return [*words, container.id]
 
     def enter(self, container: Container, argv: Sequence[object], rc: int | None) -> Answer:
         return self("tasks", "exec", "--exec-id", secrets.token_hex(4), container.id, *argv, rc=rc)
@@ -482,17 +514,89 @@ address = "{self.socket}.ttrpc"
         self.containers.remove(container)
 
     def close(self) -> None:
-        for container in list(self.containers):
-            self.remove(container)
+        for name in self.names():
+            self("tasks", "delete", "--force", name, rc=None)
+            self("containers", "delete", name, rc=None)
+        self.containers.clear()
         self.daemon.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.daemon.wait(10)
         super().close()
 
 
+class Pods(Containerd):
+    """containerd with pods, as a kubelet asks it for them; their network is the machine's: there is no CNI."""
+
+    PAUSE = "localhost/limosa-pause:1"
+
+    def __init__(self, node: Node, engines: Engines, place: Path):
+        cri = "plugins.'io.containerd.cri.v1"
+        config = f"""\
+[plugins.'io.containerd.nri.v1.nri']
+disable = true
+[{cri}.images'.pinned_images]
+sandbox = "{self.PAUSE}"
+[{cri}.runtime']
+restrict_oom_score_adj = true
+[{cri}.runtime'.cni]
+conf_dir = "{place}/cni"
+[{cri}.runtime'.containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[{cri}.runtime'.containerd.runtimes.runc.options]
+BinaryName = "{engines["runc"]}"
+SystemdCgroup = false
+"""
+        super().__init__(node, engines, place, config=config, cri=True)
+
+    def cri(self, method: str, *fields: Any) -> Message:
+        """What a kubelet asks: ``cri("Version")``."""
+        asked = grpc.call(str(self.socket), f"runtime.v1.RuntimeService/{method}", message(*fields), {})
+        return Message(next(asked, b""))
+
+    def start_pod(self, name: str, *command: str, gpus: Sequence[int] = (0,), image: str = NAME) -> tuple[str, int]:
+        """Starts a pod of one container; returns the container's id and pid."""
+        mode = message((1, _OF_NODE), (2, _OF_CONTAINER))
+        about = message((1, name), (2, f"uid-{name}"), (3, "shop"))
+        labels = {"io.kubernetes.pod.name": name, "io.kubernetes.pod.namespace": "shop"}
+        pod = message(
+            *((1, about), (3, str(self.place)), (6, labels)),
+            (8, message((1, self.parent), (2, message((1, mode))))),
+        )
+        sandbox = self.cri("RunPodSandbox", (1, pod)).text(1)
+        mounts = [message((1, to), (2, source), (3, int(source != NODE_FOLDER))) for source, to in gpu_mounts()]
+        paths = [f"/dev/{one}" for one in (*_CONTROL, *(f"nvidia{gpu}" for gpu in gpus))]
+        container = message(
+            *((1, message((1, "server"))), (2, message((1, image)))),
+            *((3, [word.encode() for word in command]), (7, mounts)),
+            (8, [message((1, path), (2, path), (3, "rw")) for path in paths]),
+            *((9, {**labels, "io.kubernetes.container.name": "server"}), (11, f"{name}.log")),
+            (15, message((2, message((3, mode))))),
+        )
+        id_ = self.cri("CreateContainer", (1, sandbox), (2, container), (3, pod)).text(1)
+        self.cri("StartContainer", (1, id_))
+        tasks = [line.split() for line in self("--namespace", "k8s.io", "tasks", "list").stdout.splitlines()]
+        return id_, next(int(fields[1]) for fields in tasks if fields[0] == id_)
+
+    def close(self) -> None:
+        for pod in self.cri("ListPodSandbox").all(1):
+            for method in ("StopPodSandbox", "RemovePodSandbox"):
+                self.cri(method, (1, Message(pod).text(1)))
+        super().close()
+
+
 def gpu_mounts() -> list[tuple[str, str]]:
     """What has to be bound into a container for software GPUs: from, to."""
     return [(NODE_FOLDER, NODE_FOLDER), *((str(SOFTGPU / one), f"{library_folder()}/{one}") for one in LIBRARIES)]
+
+
+def _gpu_options_of_ctr(gpus: Sequence[int]) -> list[str]:
+    words = []
+    for name in (*_CONTROL, *(f"nvidia{gpu}" for gpu in gpus)):
+        words += ["--device", f"/dev/{name}"]
+    for source, target in gpu_mounts():
+        options = "rbind:rw" if source == NODE_FOLDER else "rbind:ro"
+        words += ["--mount", f"type=bind,src={source},dst={target},options={options}"]
+    return words
 
 
 def _gpu_options(gpus: Sequence[int]) -> list[str]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from containers.engines import Engines
-from containers.runtimes import Container, Podman, cgroup_layouts, own_folders, steps_of
-from soft_node import Answer
+from containers.images import NAME, make_image
+from containers.runtimes import Container, Podman, Pods, cgroup_layouts, own_folders, steps_of
+from soft_node import Answer, Node
 
 from limosa.process.cgroups import cgroup_folders, frozen_by
 from limosa.process.tree import descendants, snapshot
@@ -86,7 +87,7 @@ def desk_of(
     return of
 
 
-@pytest.fixture(params=["podman", "runc"])
+@pytest.fixture(params=["podman", "runc", "containerd"])
 def desk(request: pytest.FixtureRequest, desk_of: Callable[[str], Desk]) -> Desk:
     return desk_of(request.param)
 
@@ -146,7 +147,7 @@ def test_a_container_ends_in_an_image_and_comes_back(desk: Desk, rootfs: Path) -
 
 
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
-@each("podman-parked", "runc-driver")
+@each("podman-parked", "runc-driver", "containerd-parked")
 def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.with_shim() if word == "parked" else desk.job()
     one.goes_on()
@@ -165,7 +166,7 @@ def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, wo
     again.goes_on()
 
 
-@each("podman-driver", "runc-parked")
+@each("podman-driver", "runc-parked", "containerd-driver")
 def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.with_shim() if word == "parked" else desk.job()
     one.goes_on()
@@ -256,16 +257,19 @@ def is_frozen(one: Container) -> bool:
 
 
 def started_by(desk: Desk, limosa: Any, *words: str) -> list[int]:
-    """The processes below a limosa whose command line has all these words."""
+    """The processes below a limosa, or what its runtime has let do that, whose command line has all these words."""
     processes = snapshot()
-    found = []
-    for pid in descendants(limosa.pid, processes):
-        with contextlib.suppress(OSError):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            waits = command[0].endswith(b"/sh")  # a shell that becomes the program once it is noted
-            if {word.encode() for word in words} <= set(command) and not waits:
-                found.append(pid)
-    return found
+    above = [limosa.pid]
+    if desk.runtime.name == "containerd":  # a daemon, whose shims are nobody's children
+        above += [pid for pid in processes if {"-id", "-address", str(desk.runtime.socket)} <= words_of(pid)]
+    below = [pid for one in above for pid in descendants(one, processes)]
+    return [pid for pid in below if set(words) <= words_of(pid) and not words_of(pid) & {"/bin/sh", "sh"}]
+
+
+def words_of(pid: int) -> set[str]:
+    with contextlib.suppress(OSError):
+        return set(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    return set()
 
 
 def begin(desk: Desk, *words: object) -> Any:
@@ -280,7 +284,10 @@ def recovered(desk: Desk) -> None:
 
 
 @pytest.mark.long
-@each("podman-frozen", "podman-image", "runc-driver", "runc-runtime", "runc-criu")
+@each(
+    *("podman-frozen", "podman-image", "runc-driver", "runc-runtime", "runc-criu"),
+    *("containerd-image", "containerd-runtime"),
+)
 def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.job()
     one.goes_on()
@@ -311,7 +318,7 @@ def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, 
     desk.limosa("verify", desk.image("another"))
 
 
-@each("podman-runtime", "podman-criu", "runc-runtime")
+@each("podman-runtime", "podman-criu", "runc-runtime", "containerd-criu")
 def test_a_runtime_that_is_killed_leaves_the_container_running(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.job()
     one.goes_on()
@@ -326,7 +333,10 @@ def test_a_runtime_that_is_killed_leaves_the_container_running(desk: Desk, rootf
     desk.checkpoint(one)
 
 
-@each("podman-runtime", "podman-made", "podman-driver", "runc-criu", "runc-driver")
+@each(
+    *("podman-runtime", "podman-made", "podman-driver", "runc-criu", "runc-driver"),
+    *("containerd-made", "containerd-criu", "containerd-driver"),
+)
 def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.job()
     one.goes_on()
@@ -335,7 +345,9 @@ def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, wor
         rule = desk.node.switches.add("function=cuCheckpointProcessRestore delay=0.5")
     limosa = begin(desk, "restore", desk.image(), "--to", "1")
     happened = {
-        "runtime": lambda: started_by(desk, limosa, "restore", *(["--detach"] if desk.runtime.name == "runc" else [])),
+        "runtime": lambda: started_by(
+            desk, limosa, "restore", *(["--detach"] if desk.runtime.name != "podman" else [])
+        ),
         "criu": lambda: started_by(desk, limosa, "swrk"),
         "made": lambda: desk.runtime.has(one.name),
         "driver": lambda: desk.node.switches.count(rule),
@@ -345,7 +357,7 @@ def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, wor
     limosa.wait(10)
     recovered(desk)
     if not desk.runtime.has(one.name):
-        assert desk.runtime.names() == []
+        assert nothing_left(desk)
         desk.restore("--to", 1)
     assert desk.runtime.names() == [one.name]
     again = desk.back()
@@ -353,16 +365,49 @@ def test_what_a_killed_restore_leaves_is_recovered(desk: Desk, rootfs: Path, wor
     assert nodes(again) == {"nvidia1"}
 
 
-@each("podman-Restore", "runc-Unlock")
+@each("podman-Restore", "runc-Unlock", "containerd-Unlock")
 def test_a_restore_that_fails_leaves_nothing(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.job()
     one.goes_on()
     desk.checkpoint(one)
     desk.node.switches.add(f"function=cuCheckpointProcess{word} result=UNKNOWN")
     desk.restore("--to", 1, rc=21)
-    assert desk.runtime.names() == []
+    assert nothing_left(desk)
     desk.restore("--to", 1)
     as_undisturbed(desk, rootfs, desk.back())
+
+
+@each("containerd-containerd-shim-runc-v2", "containerd-runc", "containerd-criu")
+def test_what_brings_it_back_is_killed(desk: Desk, rootfs: Path, word: str) -> None:
+    """The shim, the runc that it has started, or CRIU: nothing of the container is left, and the image is whole."""
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    limosa = begin(desk, "restore", desk.image(), "--to", "1")
+    words = {"criu": ("swrk",), "runc": ("restore", "--detach")}
+    if word in words:
+        killed = until(lambda: started_by(desk, limosa, *words[word]))
+    else:
+        until(lambda: started_by(desk, limosa, "restore", "--detach"))
+        killed = [pid for pid in snapshot() if {"-id", one.name, "-address"} <= words_of(pid)]
+    for pid in killed:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert limosa.wait(60) == 21
+    assert nothing_left(desk)
+    assert "nothing" in desk.limosa("recover").stdout
+    desk.restore("--to", 1)
+    as_undisturbed(desk, rootfs, desk.back())
+
+
+def nothing_left(desk: Desk) -> bool:
+    """Whether no container is there, nor what one was made of."""
+    assert desk.runtime.names() == []
+    if desk.runtime.name == "containerd":
+        assert desk.runtime.snapshots() == []
+        assert "limosa" not in desk.runtime("leases", "list").stdout
+        assert "limosa" not in desk.runtime("content", "active").stdout
+    return True
 
 
 # --- what comes along, and what does not ----------------------------------------------------------------------
@@ -431,6 +476,97 @@ def test_what_else_comes_along(desk_of: Callable[[str], Desk]) -> None:
     assert found["HostConfig"]["ReadonlyRootfs"]
 
 
+def test_what_comes_along_with_containerd(desk_of: Callable[[str], Desk]) -> None:
+    """Also what has changed in the root file system, into the snapshot of a container of another name."""
+    desk = desk_of("containerd")
+    (desk.place / "bound").mkdir()
+    words = TICKS.replace("/vol/file", "/bound/file")
+    mounts = ["type=tmpfs,src=tmpfs,dst=/scratch", f"type=bind,src={desk.place}/bound,dst=/bound,options=rbind:rw"]
+    options = ["--hostname", "here", *(word for one in mounts for word in ("--mount", one))]
+    one = desk.runtime.start("/bin/sh", "-c", words, gpus=None, options=options, name=desk.name())
+    one.goes_on()
+    assert desk.checkpoint(one)["way"] == "host"
+    assert nothing_left(desk)
+    (desk.place / "bound" / "since").write_text("seen")
+    desk.restore(name="other")
+    again = desk.back("other")
+    last = max(again.steps())
+    again.goes_on()
+    assert max(again.steps()) > last
+    told = again.run("cat", "/changed", "/scratch/file", "/bound/file", "/bound/since").stdout.split()
+    assert told == ["changed", "mine", "kept", "seen"]
+    assert "group" not in again.run("ls", "/etc").stdout.split()
+    assert again.run("hostname").stdout.strip() == "here"
+    lines = again.run("cat", "/tmp/open").stdout.split("\n")[:-1]
+    assert lines == [f"line {n}" for n in range(1, len(lines) + 1)]
+    desk.checkpoint(again, image="second")  # its own changes are still to what the image was
+    desk.restore(image="second", name="third")
+    third = desk.back("third")
+    assert third.run("cat", "/changed").stdout == "changed\n"
+    third.goes_on()
+    third.remove()
+    assert nothing_left(desk)
+
+
+def test_what_containerd_does_not_bring_back_is_refused_by_name(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
+    desk = desk_of("containerd")
+    ctr = desk.runtime
+
+    def refused(one: Container) -> set[str]:
+        plan = desk.says(13, "plan", "checkpoint", desk.called(one), "--output", desk.image())
+        return {reason["id"] for reason in plan["reasons"] if reason["exit_code"]}
+
+    def waits(name: str, *options: object, **more: Any) -> Container:
+        return ctr.start("/bin/sleep", 1000, name=desk.name(name), options=options, **more)
+
+    first = waits("first")
+    ctr("tasks", "exec", "--detach", "--exec-id", "more", first.id, "/bin/sleep", 1000)
+    assert "container-exec" in refused(first)
+    assert refused(waits("ipc", "--with-ns", f"ipc:/proc/{first.pid}/ns/ipc")) == {"container-shares"}
+    assert refused(waits("nerdctl", "--label", "nerdctl/name=x")) == {"container-runtime"}
+    again = waits("again", "--label", "containerd.io/restart.status=running")
+    assert refused(again) == {"container-restarts"}
+    desk.checkpoint(again, "--leave-running", image="kept")
+    assert refused(waits("rootfs", "--rootfs", image=rootfs)) == {"container-image"}
+    ours, its = os.openpty()
+    words = [desk.runtime.engines["ctr"], "run", "--detach", "--tty", "--cgroup", f"{ctr.parent}/tty"]
+    words += ["--cpu-shares", "0", "--runc-binary", desk.runtime.engines["runc"], NAME, desk.name("tty"), "/bin/sh"]
+    started = desk.node.popen(words, env=ctr.environment(), stdin=its, stdout=its, stderr=its, start_new_session=True)
+    assert started.wait(30) == 0, os.read(ours, 4096)
+    assert refused(ctr.known(desk.name("tty"))) == {"container-terminal"}
+
+
+def test_an_image_comes_back_where_its_image_is(desk_of: Callable[[str], Desk]) -> None:
+    """A containerd that does not have what the container was made of is told so, and nothing is made."""
+    desk = desk_of("containerd")
+    one = desk.runtime.start("/bin/sleep", 1000, name=desk.name())
+    desk.checkpoint(one)
+    desk.runtime("images", "delete", "--sync", NAME)
+    assert desk.restore(rc=23)["error"]["id"] == "container-image"
+    assert desk.restore("--bundle", desk.place, rc=23)["error"]["id"] == "container-bundle"
+    assert nothing_left(desk)
+
+
+def test_nobody_elses_socket_is_containerds(desk_of: Callable[[str], Desk]) -> None:
+    """Another user who listens at the address is not asked."""
+    desk = desk_of("containerd")
+    one = desk.runtime.start("/bin/sleep", 1000, name=desk.name())
+    (place := desk.place / "theirs").mkdir()
+    code = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); os.setuid(1000); s.listen()\n"
+    )
+    code += "s.accept()[0].recv(1)"
+    liar = desk.node.popen([sys.executable, "-c", code, place / "socket"])
+    until((place / "socket").exists)
+    time.sleep(0.2)
+    environment = {**desk.runtime.environment(), "CONTAINERD_ADDRESS": str(place / "socket")}
+    del environment["HOME"]
+    words = ["checkpoint", "-o", "json", desk.called(one), "--output", desk.image()]
+    error = desk.limosa(*words, rc=13, env=environment).json["error"]
+    assert (error["id"], "root" in error["message"]) == ("container-runtime", True)
+    liar.kill()
+
+
 def test_what_cannot_come_along_is_refused_by_name(
     desk_of: Callable[[str], Desk], engines: Engines, image: Path
 ) -> None:
@@ -484,7 +620,7 @@ def started_in(one: Container) -> list[int]:
 @pytest.mark.parametrize("cgroups", cgroup_layouts()[:1], indirect=True)
 def test_a_stopped_process_keeps_nobody_waiting(cgroups: str, desk: Desk) -> None:
     script = f"sleep 1000 & {COUNTS}"
-    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    one = desk.job("/bin/sh", "-c", shlex.quote(script) if desk.runtime.name == "runc" else script, gpus=None)
     one.goes_on()
     sleeper = next(p for p in started_in(one) if Path(f"/proc/{p}/cmdline").read_bytes() == b"sleep\x001000\0")
     os.kill(sleeper, signal.SIGSTOP)
@@ -561,7 +697,7 @@ def test_options_without_effect_are_refused_and_the_others_have_one(cgroups: str
     """A listener that is stopped has a connection that it has not accepted."""
     script = "/bin/busybox httpd -f -p 127.0.0.1:8080 & sleep 1; kill -STOP $!; sleep 1; "
     script += f"sleep 1000 | /bin/busybox nc 127.0.0.1 8080 & {COUNTS}"
-    one = desk.job("/bin/sh", "-c", script if desk.runtime.name == "podman" else shlex.quote(script), gpus=None)
+    one = desk.job("/bin/sh", "-c", shlex.quote(script) if desk.runtime.name == "runc" else script, gpus=None)
     until(lambda: ":1F90 01 " in Path(f"/proc/{one.pid}/net/tcp").read_text())
     one.goes_on()
 
@@ -586,6 +722,31 @@ def test_options_without_effect_are_refused_and_the_others_have_one(cgroups: str
     came = desk.restore("--print-stats")
     assert came["stats"]["pages_restored"] > 0, came
     desk.back().goes_on()
+
+
+def test_a_pods_container_goes_to_disk_and_runs_on(
+    node: Node, engines: Engines, image: Path, rootfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it ends its kubelet starts it anew, and what it comes back as is no pod's: both are refused by name."""
+    with contextlib.closing(Pods(node, engines, tmp_path / "pods")) as pods:
+        monkeypatch.setenv("LIMOSA_VAULT_IDLE", "2")
+        desk = Desk(pods, tmp_path)
+        pods.load(image, "k8s.io")
+        pods.load(make_image(tmp_path / "pause.tar", rootfs, Pods.PAUSE, command=("/job", "wait")), "k8s.io")
+        id_, pid = pods.start_pod(desk.name("web"), "/bin/sh", "-c", "exec /job 16 5 > /out")
+        one = Container(pods, id_, "server", pid, Path(f"/proc/{pid}/root/out"))
+        one.goes_on()
+        job = f"containerd:shop/{desk.name('web')}/server"
+        refused = desk.says(13, "checkpoint", job, "--output", desk.image())
+        assert refused["error"]["id"] == "container-restarts"
+        done = desk.says(0, "checkpoint", job, "--output", desk.image(), "--leave-running")
+        assert (done["state"], done["way"]) == ("running", "driver")
+        as_undisturbed(desk, rootfs, one)
+        desk.limosa("verify", desk.image())
+        told = desk.says(0, "inspect", desk.image())["container"]
+        assert (told["namespace"], told["pod"]) == ("k8s.io", f"shop/{desk.name('web')}")
+        assert desk.restore(name="clone", rc=23)["error"]["id"] == "container-pod"
+        desk.limosa("rm", desk.image())
 
 
 def test_names_are_checked(desk_of: Callable[[str], Desk]) -> None:

@@ -27,7 +27,7 @@ from limosa.process.identity import Identity, read_stat
 from limosa.process.slurp import head
 from limosa.process.tree import pids
 
-_CONFIGURATION = ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF")
+_CONFIGURATION = ("CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "CONTAINERS_REGISTRIES_CONF", "CONTAINERD_ADDRESS")
 _MOST_SAID = 8 << 20
 _MOST_ARGUMENTS = 1 << 12
 _TICK = 0.02

@@ -29,7 +29,8 @@ _FOLDERS = (
     "/run/docker/runtime-runc/moby",
     "/run/docker/runtime-crun/moby",
 )
-_OF_CONTAINERD = "/run/containerd/runc"
+OF_CONTAINERD = "/run/containerd/runc"
+"""Where the shim of containerd has runc note its containers, in a folder for each namespace."""
 _T = TypeVar("_T")
 
 
@@ -104,7 +105,7 @@ def folders(besides: Sequence[str] = ()) -> list[str]:
         found += [f"/run/user/{os.geteuid()}/{name}" for name in ("runc", "crun")]
     found += _FOLDERS
     with contextlib.suppress(OSError):
-        found += [f"{_OF_CONTAINERD}/{name}" for name in sorted(os.listdir(_OF_CONTAINERD))[:_MOST_CONTAINERS]]
+        found += [f"{OF_CONTAINERD}/{name}" for name in sorted(os.listdir(OF_CONTAINERD))[:_MOST_CONTAINERS]]
     return list(dict.fromkeys(found))
 
 

@@ -259,18 +259,22 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The container that the job ran in, whose runtime has written its host side into ``criu/``.
 
     Attributes:
-        runtime: which: "podman" (``criu/container.tar`` is its archive) or "runc" (``criu/`` has CRIU's own files).
+        runtime: which: "podman" (``criu/container.tar`` is its archive), "runc" (``criu/`` has CRIU's own files) or
+            "containerd" (those, ``rootfs-diff.tar`` and ``containerd.json``).
         id, name: as the runtime called it.
-        image, image_id: the image that it was made of, by name and by id; "" where the runtime knows none.
+        image, image_id: the image that it was made of, by name and by id (for containerd: the snapshot that its root
+            file system began as); "" where the runtime knows none.
         bundle: its OCI bundle.
         folder: where the runtime kept its state, for runc.
         network: "host", "none" or "private".
         ports: TCP ports of the machine that it listened on, where its network was the machine's.
         volumes: its named volumes.
         log: the file that its output went to.
+        namespace, snapshotter: of containerd's.
+        pod: the pod that it was of, "NAMESPACE/POD".
     """
 
-    runtime: Annotated[str, msgspec.Meta(pattern=r"^(podman|runc)\Z")]
+    runtime: Annotated[str, msgspec.Meta(pattern=r"^(podman|runc|containerd)\Z")]
     id: ContainerName
     name: ContainerName
     image: Text = ""
@@ -281,6 +285,9 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
     ports: Annotated[list[Annotated[int, msgspec.Meta(ge=1, le=65535)]], msgspec.Meta(max_length=65536)] = []
     volumes: Annotated[list[ContainerName], msgspec.Meta(max_length=1000)] = []
     log: PathText = ""
+    namespace: Text = ""
+    snapshotter: Text = ""
+    pod: Text = ""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ def look_at(
     find: Callable[[str | None], Criu] = find_criu,
 ) -> Prepared:
     """Plans a checkpoint, within the time that ``clock`` gives."""
-    box, against = container_plan.boxed(which.root)
+    box, against = container_plan.boxed(which.root, leave_running=options.leave_running)
 
     def more(observation: JobObservation, members: Sequence[Member]) -> list[Reason]:
         found: list[Reason] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from limosa.containers.runtimes import Runtime
+from limosa.containers.runtime import Runtime
 from limosa.errors import Reason
 from limosa.image import ContainerRecord
 from limosa.operation import dump_options, restore_options

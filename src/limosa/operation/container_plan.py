@@ -11,7 +11,8 @@ import msgspec
 
 from limosa.containers import Container, Containers
 from limosa.containers.freezer import cannot_be_traced, freezer_of
-from limosa.containers.runtimes import Contained, Runtime, check_name, known, runtime_of
+from limosa.containers.runtime import Contained, Runtime, check_name
+from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
 from limosa.process.identity import Identity
@@ -34,10 +35,14 @@ class Boxed(NamedTuple):
     freezer: str  # the folder of the cgroup by which it is frozen
 
 
-def boxed(root: Identity) -> tuple[Boxed | None, list[Reason]]:
+def boxed(root: Identity, *, leave_running: bool) -> tuple[Boxed | None, list[Reason]]:
     """Return the container whose first process a job's topmost one is, and what stands against writing it to disk.
 
     None without a reason: it is in no container that a runtime here notes.
+
+    Args:
+        root: the process.
+        leave_running: whether it goes on afterwards.
     """
     if is_ours(root.pid, "mnt"):
         return None, []
@@ -53,11 +58,14 @@ def boxed(root: Identity) -> tuple[Boxed | None, list[Reason]]:
     except LimosaError as error:
         return None, [_refused("container-runtime", str(error), error.hint, root)]
     freezer = freezer_of(root, container)
-    return Boxed(runtime, container, contained, freezer), _against(root, contained, freezer)
+    return Boxed(runtime, container, contained, freezer), _against(root, contained, freezer, leave_running)
 
 
-def _against(root: Identity, contained: Contained, freezer: str) -> list[Reason]:
+def _against(root: Identity, contained: Contained, freezer: str, leave_running: bool) -> list[Reason]:
     found = [_refused(id_, f"{contained.name}: {why}", "", root) for id_, why in contained.against]
+    if contained.stays and not leave_running:
+        text = f"container {contained.name} would not end: {contained.stays}"
+        found.append(_refused("container-restarts", text, "--leave-running", root))
     if os.geteuid() or not is_ours(root.pid, "user"):
         text = f"container {contained.name} is rootless: it has a user namespace, which does not come back as it was"
         found.append(_refused("container-rootless", text, "root's containers can be written to disk", root))

@@ -11,19 +11,30 @@ import msgspec
 from limosa import gpu
 from limosa.containers.calls import settle
 from limosa.containers.freezer import thaw
-from limosa.containers.runtimes import Runtime, runtime_of
+from limosa.containers.runtime import Runtime
+from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
 from limosa.operation import driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
-from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, still_an_image
+from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, is_committed, still_an_image
 from limosa.operation.restored import end_tree
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
+
+
+class _Written(msgspec.Struct):
+    """What a journal says of a container that is written."""
+
+    runtime: str = ""
+    program: str = ""
+    container: str = ""
+    configured: dict[str, str] = {}
+    notes: list[str] = []
 
 
 class _Made(msgspec.Struct):
@@ -46,7 +57,13 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         if root.alive() and not _is_ending(dead):
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
-    return recover_images.recover_checkpoint(dead, driver, progress)
+    entry = recover_images.recover_checkpoint(dead, driver, progress)
+    if frozen is not None and entry.state == "gone" and is_committed(dead):
+        written = msgspec.convert(frozen.data, ready(_Written))
+        if written.runtime:  # which may have been told to end it, and not yet to take it away
+            args = written.runtime, written.program, written.configured, written.notes
+            runtime_of(*args).remove(written.container)
+    return entry
 
 
 def _is_ending(dead: Journal) -> bool:

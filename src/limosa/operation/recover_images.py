@@ -62,7 +62,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
     """
     header = dead.header
     _wait_for_criu(dead, "dump", progress)
-    committed = _committed(dead)
+    committed = is_committed(dead)
     job_lives = bool(header.roots) and not (committed and has_ended(header.roots[0])) and header.roots[0].alive()
     # Its children may live on without it; they are in no image then.
     job_lives = job_lives or (not committed and any(m.identity.alive() for m in header.members))
@@ -133,7 +133,8 @@ def remove_drafts(dead: Journal) -> list[str]:
     return did
 
 
-def _committed(dead: Journal) -> bool:
+def is_committed(dead: Journal) -> bool:
+    """Return whether the image that an operation was writing is there, whole."""
     record = dead.last(Noted.COMMIT)
     if record is None:
         return False

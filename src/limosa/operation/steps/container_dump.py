@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.containers.freezer import cannot_be_traced, freeze, thaw
-from limosa.containers.runtimes import MACHINES, Kept, folder_of
+from limosa.containers.runtime import MACHINES, Kept
+from limosa.containers.runtimes import folder_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
 from limosa.operation.container_plan import stopped_words
@@ -52,7 +53,18 @@ class ContainerDumping(Dumping):
         work = self.work
         work.armed()
         work.push(_STILL, self._go_on)
-        work.note(Noted.FREEZE, Phase.BEGIN, self.root.pid, folder=self.box.freezer)
+        runtime = self.box.runtime
+        work.note(
+            Noted.FREEZE,
+            Phase.BEGIN,
+            self.root.pid,
+            folder=self.box.freezer,
+            runtime=runtime.name,
+            program=runtime.program,
+            configured=runtime.configured,
+            notes=runtime.notes,
+            container=runtime.word_of(self.box.contained),
+        )
         freeze(self.box.freezer)
         self._refuse_stopped()
         self._write()
@@ -154,6 +166,9 @@ class ContainerDumping(Dumping):
             ports=sorted(ports) if contained.network == MACHINES else [],
             volumes=[volume.name for volume in contained.volumes],
             log=contained.log,
+            namespace=contained.namespace,
+            snapshotter=contained.snapshotter,
+            pod=contained.pod,
         )
         device = [self._device_inside(one) for one in manifest.device]
         return msgspec.structs.replace(manifest, container=record, job=job, device=device)
@@ -170,7 +185,7 @@ class ContainerDumping(Dumping):
         others = [i for i in self.job.tree if i != self.root]
         _signal(others, signal.SIGSTOP)
         try:
-            self.box.runtime.remove(self.box.contained.id, self._started)
+            self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
         except LimosaError as error:
             if has_ended(self.root):
                 end_rest(self.job.tree)

@@ -12,7 +12,8 @@ import subprocess
 
 from limosa import start
 from limosa.containers import Containers, devices
-from limosa.containers.runtimes import Contained, Kept, runtime_of
+from limosa.containers.runtime import Contained, Kept
+from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, Reason, UndoFailed
 from limosa.image import Image
 from limosa.operation.journal import Noted, Phase
@@ -40,6 +41,7 @@ class ContainerReturning(Returning):
         self.record = self.manifest.container
         self.runtime = runtime_of(self.record.runtime)
         self.called = options.name if options.name is not None else self.record.name
+        self.made_as = self.runtime.made_as(self.called, work.id, self.record)
         self.contained: Contained | None = None
         self.log = ""
         self.keeper: subprocess.Popen[bytes] | None = None  # of its output
@@ -55,28 +57,36 @@ class ContainerReturning(Returning):
             program=self.runtime.program,
             configured=self.runtime.configured,
             notes=self.runtime.notes,
-            made=self.runtime.made_as(self.called, work.id),
+            made=self.made_as,
             bundle=self.options.bundle or self.record.bundle,
         )
         output = self._kept_in(self.options.log) if self.options.log is not None else None
         log_fd = self.image.open_log()
-        extra = ["--tcp-close"] if given.get("tcp_close") or self.options.tcp_close else []
+        options = self.options
+        chosen = {
+            "--tcp-close": given.get("tcp_close") or options.tcp_close,
+            "--tcp-established": given.get("tcp_established") or options.tcp_established,
+            "--file-locks": given.get("file_locks") or options.file_locks,
+            "--ext-unix-sk": given.get("ext_unix_sk"),
+        }
+        extra = [word for word, is_chosen in chosen.items() if is_chosen]
         try:
-            with lent(self.program, extra, operation=work.id, restores=True) as folder:
+            with lent(
+                self.program, extra, operation=work.id, restores=True, name_stays=self.runtime.keeps_path
+            ) as folder:
                 kept = Kept(
                     criu_folder=folder,
                     images_fd=self.image.criu_fd,
                     work_fd=log_fd,
-                    tcp_established=bool(given.get("tcp_established")) or self.options.tcp_established,
-                    file_locks=bool(given.get("file_locks")) or self.options.file_locks,
-                    ext_unix_sk=bool(given.get("ext_unix_sk")),
+                    tcp_established=bool(chosen["--tcp-established"]),
+                    file_locks=bool(chosen["--file-locks"]),
+                    ext_unix_sk=bool(chosen["--ext-unix-sk"]),
                     stats=self.options.print_stats,
                     output=output if output is not None else subprocess.DEVNULL,
                     on_start=self._started,
                     tick=work.check,
                 )
-                made = self.runtime.made_as(self.called, work.id)
-                self.contained = self.runtime.bring_back(self.record, made, self.options.bundle or "", kept)
+                self.contained = self.runtime.bring_back(self.record, self.made_as, self.options.bundle or "", kept)
                 self.stats = dict(self.contained.stats)
                 work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
                 self.runtime.rename(self.contained, self.called)
@@ -159,9 +169,8 @@ class ContainerReturning(Returning):
         except UndoFailed as error:
             failed = error  # its runtime may still do it
         if self.loading is None or not self.loading.opened:
-            made = self.runtime.made_as(self.called, self.work.id)
-            id_ = self.contained.id if self.contained is not None else made
-            self.runtime.remove_made(id_, self.options.bundle or self.record.bundle)
+            for word in dict.fromkeys([self.made_as, *([self.contained.id] if self.contained is not None else [])]):
+                self.runtime.remove_made(word, self.options.bundle or self.record.bundle)
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 

@@ -18,15 +18,20 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from limosa import start
+from limosa.errors import PermissionDenied
 from limosa.process.criu.program import Criu
 from limosa.process.places import own_folder
 
 _OLD_SECONDS = 24 * 3600.0  # longer than any dump: whoever made it has died
+_KEPT = Path("/var/lib/limosa")
 _ELSEWHERE = ("/var/tmp", "/tmp")  # noqa: S108 - a folder of a new name, which is the caller's alone
 
 
 @contextlib.contextmanager
-def lent(criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: bool = False) -> Iterator[str]:
+def lent(
+    criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: bool = False, name_stays: bool = False
+) -> Iterator[str]:
     """Make a folder whose ``criu`` is this one.
 
     Args:
@@ -34,11 +39,13 @@ def lent(criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: boo
         extra: arguments of CRIU's that it is always given.
         operation: the id of whose it is.
         restores: whether it is for a restore (``lent_main.py``).
+        name_stays: whether what is started keeps the folder's name when it is gone: nobody else can make another.
 
     Yields:
         The folder.
     """
-    folder = Path(tempfile.mkdtemp(prefix=f"criu-{operation}-", dir=_place()))
+    place = kept_places("lent")[0] if name_stays else _place()
+    folder = Path(tempfile.mkdtemp(prefix=f"criu-{operation}-", dir=place))
     try:
         options = [*extra, "--network-lock", criu.network_lock]
         if criu.plugin_dir:
@@ -56,12 +63,33 @@ def lent(criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: boo
 
 def forget(operation: str) -> None:
     """Remove what an operation that was killed has left: nothing that it has lent is in use any more."""
-    for place in (str(own_folder("lent")), *_ELSEWHERE):
+    for place in (str(own_folder("lent")), str(_KEPT / "lent"), *_ELSEWHERE):
         for folder in Path(place).glob(f"criu-{operation}-*"):
             with contextlib.suppress(OSError):
                 found = os.lstat(folder)
                 if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                     shutil.rmtree(folder)
+
+
+def kept_places(kind: str) -> list[Path]:
+    """Return folders in which only root can make anything, and from which programs may be started; the first is used.
+
+    Args:
+        kind: what is kept there.
+    """
+    places = [own_folder(kind), _KEPT / kind]
+    if not _may_start_from(places[0]):
+        places.reverse()
+    places[0].mkdir(mode=0o755, parents=True, exist_ok=True)
+    if not start.trusted(places[0]):
+        raise PermissionDenied(f"others than root can change {places[0]}")
+    return [place for place in places if place.is_dir()]
+
+
+def _may_start_from(folder: str | os.PathLike[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return not os.statvfs(folder).f_flag & os.ST_NOEXEC
+    return False
 
 
 def _place() -> str:
@@ -72,7 +100,6 @@ def _place() -> str:
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
                 shutil.rmtree(old)
     for folder in (str(own), *_ELSEWHERE):
-        with contextlib.suppress(OSError):
-            if not os.statvfs(folder).f_flag & os.ST_NOEXEC:
-                return folder
+        if _may_start_from(folder):
+            return folder
     return str(own)

@@ -14,6 +14,10 @@ What a container has bound in is opened by CRIU without following a link, and ru
 does: Debian's ``/usr/libexec/podman/catatonit`` (``podman run --init``) is one. Here it is named by where that leads.
 A link of another user's on the way, who may have put it there since, is no way at all: there will be no CRIU.
 
+The shim of containerd cannot be told that connections, sockets to others or locks of files are to come back
+(``--tcp-established``, ``--ext-unix-sk``, ``--file-locks``). What CRIU is started with here says it, and the request
+says otherwise; so it is changed, too.
+
 The program that the runtime has started becomes CRIU: it is CRIU's pid that it puts into the cgroup, and whose children
 it expects. The relay is nobody's child. CRIU opens folders by the descriptors of whoever made its socket, which is not
 the runtime then: they are opened here, and the request names these.
@@ -33,12 +37,13 @@ import socket
 import stat
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from select import POLLHUP, POLLIN, poll
 
 _MOST_BYTES = 1 << 20
 _MOST_FDS = 64
 _TYPE, _OPTS, _CG_ROOT = 1, 2, 25  # criu_req.type, criu_req.opts, criu_opts.cg_root
+_SWITCHES = {"--tcp-established": 5, "--ext-unix-sk": 4, "--file-locks": 8}  # criu_opts.tcp_established, …
 _FOLDERS = (1, 17)  # criu_opts.images_dir_fd, criu_opts.work_dir_fd
 _HIGH = 200
 _MOST_LINKS = 40
@@ -64,7 +69,8 @@ def main(arguments: list[str]) -> None:
         asked = socket.socket(fileno=int(arguments[-1]))
         data = asked.recv(_MOST_BYTES, socket.MSG_PEEK)  # by then the runtime has put us into the cgroup
         try:
-            changed = adjusted(data, _cgroup_of("self"))
+            switches = [field for word, field in _SWITCHES.items() if word in arguments]
+            changed = adjusted(data, _cgroup_of("self"), switches)
         except PermissionError as error:
             _log(data, _peer(asked), str(error))
             sys.exit(1)
@@ -220,12 +226,13 @@ def _cgroup_of(pid: str) -> str:
     return found[0] if found and found[0] != "/" else ""
 
 
-def adjusted(request: bytes, cgroup: str) -> bytes:
+def adjusted(request: bytes, cgroup: str, switches: Sequence[int] = ()) -> bytes:
     """Return a request to CRIU that names the cgroup of what is restored, and no links.
 
     Args:
         request: as the runtime made it; one that is no restore comes back as it is.
         cgroup: the path; "" for none. It is named where the runtime names none.
+        switches: fields of ``criu_opts`` that are to be true.
 
     Raises:
         PermissionError: what is bound in is reached by a link of another user's.
@@ -236,7 +243,8 @@ def adjusted(request: bytes, cgroup: str) -> bytes:
         if (_TYPE, _RESTORE) not in {(n, c) for n, c, _ in fields} or opts is None:
             return request
         named = any(number == _CG_ROOT for number, _, _ in _fields(opts))
-        opts = b"".join(_without_link(one) for one in _fields(opts))
+        opts = b"".join(_without_link(one) for one in _fields(opts) if one[0] not in switches)
+        opts += b"".join(_varint(number << 3) + _varint(1) for number in switches)
     except (IndexError, ValueError):
         return request  # CRIU will say what it is
     if cgroup and not named:

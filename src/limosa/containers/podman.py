@@ -1,0 +1,281 @@
+"""podman: its archive of a container is the host side, and it makes a container of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from limosa import start
+from limosa.containers import calls
+from limosa.containers.runtime import (
+    MACHINES,
+    NAME,
+    SHARES,
+    Contained,
+    Kept,
+    Runtime,
+    Volume,
+    check_name,
+    criu_said,
+    flags,
+    living,
+)
+from limosa.errors import FailedUndone
+from limosa.image import ContainerRecord
+from limosa.process.criu.stats import DumpStats
+from limosa.process.identity import Identity
+from limosa.process.slurp import head
+from limosa.structs import ready
+
+ARCHIVE = "container.tar"
+"""What podman's archive of a container is called among an image's files."""
+
+_NETWORKS = (MACHINES, "none")
+_SHARED = ("container:", "ns:")
+_MOST_ARGUMENTS = 1 << 16
+_ROOT_CHANGES = "rootfs-diff.tar"  # podman puts together what goes into its archive
+
+
+class _State(msgspec.Struct, rename="pascal"):
+    status: str = ""
+    pid: int = 0
+    conmon_pid: int = 0
+    restored: bool = False
+    restored_at: str = ""
+
+
+class _Log(msgspec.Struct, rename="pascal"):
+    path: str = ""
+
+
+class _Host(msgspec.Struct, rename={"uts": "UTSMode"}):
+    network: str = msgspec.field(default="", name="NetworkMode")
+    pid: str = msgspec.field(default="", name="PidMode")
+    ipc: str = msgspec.field(default="", name="IpcMode")
+    uts: str = msgspec.field(default="", name="UTSMode")
+    user: str = msgspec.field(default="", name="UsernsMode")
+    log: _Log = msgspec.field(default_factory=_Log, name="LogConfig")
+
+
+class _Mount(msgspec.Struct, rename="pascal"):
+    type: str = ""
+    name: str = ""
+    destination: str = ""
+
+
+class _Secret(msgspec.Struct, rename="pascal"):
+    name: str = ""
+
+
+class _Config(msgspec.Struct, rename="pascal"):
+    secrets: list[_Secret] | None = None
+
+
+class _Inspected(msgspec.Struct, rename="pascal"):
+    id: str
+    name: str
+    image: str = ""
+    image_name: str = ""
+    pod: str = ""
+    state: _State = msgspec.field(default_factory=_State)
+    host_config: _Host = msgspec.field(default_factory=_Host)
+    config: _Config = msgspec.field(default_factory=_Config)
+    mounts: list[_Mount] = []
+    static_dir: str = ""
+
+
+class Podman(Runtime):
+    """podman, with the OCI runtime below it that a container was made with."""
+
+    name = "podman"
+
+    def find(self, word: str) -> Contained | None:
+        said = self._run("container", "inspect", "--", word)
+        if said.rc:
+            return None
+        try:
+            (one,) = msgspec.json.decode(said.out, type=ready(list[_Inspected]))
+        except (msgspec.DecodeError, ValueError) as error:
+            raise FailedUndone(what="podman container inspect", detail=f"it cannot be understood: {error}") from error
+        if word not in (one.id, one.name):
+            return None  # a part of an id
+        host = one.host_config
+        shared = [
+            f"it shares its {kind} namespace with {mode.partition(':')[2][:12] or mode}"
+            for kind, mode in (("network", host.network), ("pid", host.pid), ("ipc", host.ipc), ("uts", host.uts))
+            if mode.startswith(_SHARED)
+        ]
+        shared += [f"it is in pod {one.pod[:12]}"] if one.pod else []
+        shared += [
+            f"it has the host's {k} namespace" for k, m in (("pid", host.pid), ("ipc", host.ipc)) if m == MACHINES
+        ]
+        secrets = one.config.secrets or []
+        return Contained(
+            id=one.id,
+            name=one.name,
+            init=living(one.state.pid),
+            image=one.image_name,
+            image_id=one.image,
+            bundle=one.static_dir,
+            network=host.network if host.network in _NETWORKS else "private",
+            volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
+            log=host.log.path,
+            restored=one.state.restored_at if one.state.restored else "",
+            against=(
+                *((SHARES, text) for text in shared),
+                # Its copy of them goes with the container, and the one that it restores looks for that (podman 4.3).
+                *(("container-secrets", f"podman would not bring its secret {s.name} back") for s in secrets[:1]),
+                *self._against_oci(one.state.conmon_pid),
+            ),
+        )
+
+    def _against_oci(self, monitor: int) -> list[tuple[str, str]]:
+        """What keeps the OCI runtime that a container's monitor has started it with from using CRIU."""
+        try:
+            words = head(f"/proc/{monitor}/cmdline", _MOST_ARGUMENTS).split(b"\0") if monitor > 0 else []
+        except OSError:
+            words = []
+        program = os.fsdecode(words[words.index(b"-r") + 1]) if b"-r" in words[:-1] else ""
+        if os.path.basename(program) != "crun" or not start.trusted(program):
+            return []
+        if b"+CRIU" in calls.call([program, "--version"]).out:
+            return []
+        return [("container-runtime", f"{program}, which podman started it with, was built without CRIU")]
+
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
+        options = ["--leave-running", "--compress=none", f"--export=/proc/self/fd/{kept.images_fd}/{ARCHIVE}"]
+        try:
+            said = self._run(
+                "container", "checkpoint", *options, *flags(kept), *_print_stats(kept), "--", contained.id,
+                criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
+                ends_early=True,  # a file with a hole of terabytes goes into the archive with all of its zeros
+            )  # fmt: skip
+        except BaseException:
+            _remove(contained.bundle, _ROOT_CHANGES)
+            raise
+        if said.rc:
+            _remove(contained.bundle, _ROOT_CHANGES)
+            why = criu_said(os.path.join(contained.bundle, "dump.log")) or said.why
+            raise FailedUndone(what="podman container checkpoint", detail=why)
+        return _stats_of_podman(said.out)
+
+    def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        found = []
+        if bundle:
+            found.append(
+                ("container-bundle", "podman makes the bundles of its containers itself", "leave out --bundle")
+            )
+        if self._run("container", "exists", "--", name).rc == 0:
+            hint = f"another name with --name, or podman rm {name}"
+            found.append(("container-name", f"podman has a container {name} already", hint))
+        if not self._image(record):
+            text = f"podman does not have the image {record.image} ({record.image_id[:12]}) that it was made of"
+            found.append(("container-image", text, "podman pull, or podman load"))
+        there = self._volumes(record)
+        if there and len(there) < len(record.volumes):
+            text = f"the volume {there[0]} is there already, and others of the container are not"
+            found.append(("container-volumes", text, f"podman volume rm {there[0]}, or make the others"))
+        return found
+
+    def _image(self, record: ContainerRecord) -> bool:
+        words = [word for word in (record.image_id, record.image) if word and not word.startswith("-")]
+        return any(self._run("image", "exists", "--", word).rc == 0 for word in words)
+
+    def _volumes(self, record: ContainerRecord) -> list[str]:
+        """Those of a container's volumes that are there."""
+        return [v for v in record.volumes if NAME.fullmatch(v) and not self._run("volume", "exists", "--", v).rc]
+
+    def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
+        options = [f"--import=/proc/self/fd/{kept.images_fd}/{ARCHIVE}", f"--name={check_name(name)}"]
+        if name != record.name:  # those are the other one's
+            options += ["--ignore-static-ip", "--ignore-static-mac"]
+        if self._volumes(record):
+            options.append("--ignore-volumes")
+        said = self._run(
+            "container", "restore", *options, *flags(kept), *_print_stats(kept),
+            criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
+        )  # fmt: skip
+        found = self.find(name)
+        if said.rc or found is None or found.init is None:
+            why = (criu_said(os.path.join(found.bundle, "restore.log")) if found is not None else "") or said.why
+            raise FailedUndone(what="podman container restore", detail=why)
+        return msgspec.structs.replace(found, stats=_restore_stats_of_podman(said.out) if kept.stats else {})
+
+    def made_as(self, name: str, operation: str, record: ContainerRecord) -> str:
+        return f"{name[:60]}-{operation}"  # nobody else's: so what is left of a failure is known
+
+    def rename(self, contained: Contained, name: str) -> None:
+        said = self._run("rename", "--", contained.id, name)
+        if said.rc:
+            raise FailedUndone(what=f"naming the container {name}", detail=said.why)
+
+    def remove_made(self, word: str, bundle: str) -> None:
+        found = self.find(word)
+        if found is not None:
+            self.remove(found.id)
+
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
+        said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
+        if said.rc and self._run("container", "exists", "--", id_).rc == 0:
+            raise FailedUndone(what="podman rm", detail=said.why)
+
+
+def _print_stats(kept: Kept) -> list[str]:
+    return ["--print-stats"] if kept.stats else []
+
+
+class _CriuStats(msgspec.Struct):
+    """CRIU's statistics as podman prints them: times in microseconds."""
+
+    freezing_time: int = 0
+    frozen_time: int = 0
+    memdump_time: int = 0
+    memwrite_time: int = 0
+    pages_written: int = 0
+    forking_time: int = 0
+    restore_time: int = 0
+    pages_restored: int = 0
+
+
+class _OfOne(msgspec.Struct):
+    criu_statistics: _CriuStats = msgspec.field(default_factory=_CriuStats)
+
+
+class _Printed(msgspec.Struct):
+    container_statistics: list[_OfOne] = []
+
+
+def _printed(said: bytes) -> _CriuStats:
+    """Statistics fail nothing: none where it is something else that podman has said."""
+    with contextlib.suppress(msgspec.DecodeError):
+        for one in msgspec.json.decode(said, type=ready(_Printed)).container_statistics:
+            return one.criu_statistics
+    return _CriuStats()
+
+
+def _stats_of_podman(said: bytes) -> DumpStats:
+    found = _printed(said)
+    return DumpStats(
+        freezing_time=found.freezing_time / 1e6,
+        frozen_time=found.frozen_time / 1e6,
+        memdump_time=found.memdump_time / 1e6,
+        memwrite_time=found.memwrite_time / 1e6,
+        pages=found.pages_written,
+        bytes=found.pages_written * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+def _restore_stats_of_podman(said: bytes) -> dict[str, float]:
+    found = _printed(said)
+    times = {"forking_time": found.forking_time / 1e6, "restore_time": found.restore_time / 1e6}
+    return {**times, "pages_restored": found.pages_restored}
+
+
+def _remove(folder: str, name: str) -> None:
+    """Remove what a runtime that was ended has left in a folder of its own."""
+    if os.path.isabs(folder) and start.trusted(folder):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))

@@ -1,0 +1,156 @@
+"""runc alone: its containers have bundles that somebody else makes and keeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from limosa.containers import calls
+from limosa.containers.calls import Said
+from limosa.containers.runtime import (
+    SHARES,
+    Contained,
+    Kept,
+    Runtime,
+    alive,
+    check_name,
+    criu_said_in,
+    flags,
+    sockets,
+)
+from limosa.containers.state import State, folders, read, states
+from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.image import ContainerRecord
+from limosa.process.criu.stats import DumpStats, dump_stats, restore_stats
+from limosa.process.identity import Identity
+
+
+class _Namespace(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+class _Linux(msgspec.Struct):
+    namespaces: list[_Namespace] = []
+
+
+class _Spec(msgspec.Struct):
+    linux: _Linux = msgspec.field(default_factory=_Linux)
+
+
+class Runc(Runtime):
+    """runc alone: its containers have bundles that somebody else makes and keeps."""
+
+    name = "runc"
+
+    def find(self, word: str) -> Contained | None:
+        state = self._state(word)
+        if state is None:
+            return None
+        spec = read(state.bundle, "config.json", _Spec)
+        namespaces = {n.type: n.path for n in spec.linux.namespaces} if spec is not None else {}
+        against = []
+        if spec is None:
+            text = f"its bundle {state.bundle} cannot be read, or others can change it"
+            against.append(("container-bundle", text))
+        else:
+            against += joined_namespaces(namespaces)
+        return Contained(
+            id=state.id,
+            name=state.id,
+            init=alive(Identity(state.pid, state.start_time)),
+            bundle=state.bundle,
+            network="private" if "network" in namespaces else "host",
+            against=tuple(against),
+        )
+
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
+        state = self._state(contained.id)
+        if state is None:
+            raise CannotBeMoved(detail=f"container {contained.id} has ended")
+        return write_by_runc(self.program, self.configured, state, kept)
+
+    def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        found = []
+        if self.find(name) is not None:
+            found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
+        place = bundle or record.bundle
+        if not bundle and any(s.bundle == place for s in states(self.notes)):
+            text = f"another container lives in the bundle {place}"
+            found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
+        elif read(place, "config.json", _Spec) is None:
+            text = f"there is no bundle {place} whose config.json only root can change"
+            found.append(("container-bundle", text, "--bundle names one with the same root file system"))
+        return found
+
+    def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
+        known_ = folders(self.notes)
+        folder = record.folder if record.folder in known_ else known_[0]
+        folders_ = ["--image-path", f"/proc/self/fd/{kept.images_fd}", "--work-path", f"/proc/self/fd/{kept.work_fd}"]
+        log = os.memfd_create("limosa-runc", os.MFD_CLOEXEC)
+        try:
+            said = self._run(
+                "--root", folder, "--log", f"/proc/self/fd/{log}", "restore", "--detach", *folders_,
+                *flags(kept), *sockets(kept), "--bundle", bundle or record.bundle, "--", check_name(name),
+                criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd, log],
+                speaks=False, output=kept.output, on_start=kept.on_start, tick=kept.tick,
+            )  # fmt: skip
+            words = os.pread(log, 1 << 16, 0).decode(errors="replace")
+        finally:
+            os.close(log)
+        found = self.find(name)
+        if said.rc or found is None or found.init is None:
+            why = criu_said_in(kept.work_fd, "restore.log") or Said(said.rc, b"", words).why
+            raise FailedUndone(what="runc restore", detail=why)
+        return msgspec.structs.replace(found, stats=restore_stats(kept.work_fd) if kept.stats else {})
+
+    def made_as(self, name: str, operation: str, record: ContainerRecord) -> str:
+        return name
+
+    def rename(self, contained: Contained, name: str) -> None:
+        """It has it."""
+
+    def remove_made(self, word: str, bundle: str) -> None:
+        found = self.find(word)
+        if found is not None and found.bundle == bundle:
+            self.remove(found.id)
+
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
+        state = self._state(id_)
+        if state is None:
+            return
+        said = self._run("--root", state.folder, "delete", "--force", "--", id_, on_start=on_start)
+        if said.rc and self._state(id_) is not None:
+            raise FailedUndone(what="runc delete", detail=said.why)
+
+
+def joined_namespaces(namespaces: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what stands against a container by its namespaces: kind → path of the one that it joins, or ""."""
+    joined = [kind for kind, path in namespaces.items() if path and kind != "network"]
+    found = [(SHARES, f"its {kind} namespace is another's") for kind in joined]
+    if "pid" not in namespaces or "mount" not in namespaces:
+        found.append((SHARES, "it has the host's pid or mount namespace"))
+    return found
+
+
+def write_by_runc(program: str, configured: Mapping[str, str], state: State, kept: Kept) -> DumpStats:
+    """Have runc write a container that it has noted; return CRIU's statistics, if asked for.
+
+    Raises:
+        FailedUndone: it failed, and the container is as it was.
+    """
+    folders_ = ["--image-path", f"/proc/self/fd/{kept.images_fd}", "--work-path", f"/proc/self/fd/{kept.work_fd}"]
+    argv = [program, "--root", state.folder, "checkpoint", "--leave-running", *folders_, *flags(kept)]
+    said = calls.call(
+        [*argv, *sockets(kept), "--", state.id],
+        configured,
+        criu_folder=kept.criu_folder,
+        pass_fds=[kept.images_fd, kept.work_fd],
+        on_start=kept.on_start,
+        tick=kept.tick,
+    )
+    if said.rc:
+        raise FailedUndone(what="runc checkpoint", detail=criu_said_in(kept.work_fd, "dump.log") or said.why)
+    return dump_stats(kept.work_fd) if kept.stats else DumpStats()

@@ -1,0 +1,232 @@
+"""What a container runtime is asked for, whichever it is: to write a container to disk, and to bring it back.
+
+Names and ids are checked before they are told to a program: an id is what the runtime's own notes say, and no name
+begins with a dash. What a runtime says of a container is compared with what the kernel says: which first process it
+has, in which cgroup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from limosa import start
+from limosa.containers import calls
+from limosa.containers.calls import Said
+from limosa.containers.state import State, states
+from limosa.errors import InvalidArgument, LimosaError
+from limosa.image import ContainerRecord
+from limosa.process.criu.log import Cause, cause
+from limosa.process.criu.stats import DumpStats
+from limosa.process.identity import Identity
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
+MACHINES = "host"
+"""What the network, and any other namespace, of a container is called that has the machine's."""
+
+SHARES = "container-shares"
+
+
+class Volume(msgspec.Struct, frozen=True):
+    """A named volume of a container."""
+
+    name: str
+    path: str
+
+
+class Contained(msgspec.Struct, frozen=True, kw_only=True):
+    """What a runtime says of one of its containers."""
+
+    id: str
+    name: str
+    init: Identity | None  # its first process, if it runs
+    image: str = ""  # the name of the image that it was made of
+    image_id: str = ""
+    bundle: str = ""
+    network: str = ""  # "host", "none", "private"
+    volumes: tuple[Volume, ...] = ()
+    log: str = ""  # the file that its output goes to
+    namespace: str = ""  # of containerd's
+    snapshotter: str = ""  # of containerd's, which keeps its root file system
+    pod: str = ""  # "NAMESPACE/POD", where it is one's
+    stays: str = ""  # why ending it would not end it for good
+    restored: str = ""  # when it was brought back from an image, where the runtime says that
+    stats: Mapping[str, float] = {}  # what CRIU says of the restore that has made it, where that was asked for
+    # what keeps the runtime from writing it to disk: id of the refusal and text of each
+    against: tuple[tuple[str, str], ...] = ()
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """How the host side of a container is to be written, or brought back.
+
+    Attributes:
+        criu_folder: the folder with the CRIU that the runtime is to use.
+        images_fd: the image's folder ``criu/``.
+        work_fd: the folder for logs.
+        tcp_established, file_locks, ext_unix_sk: as CRIU has them.
+        stats: whether CRIU's statistics are wanted.
+        output: a descriptor of where the output of a container goes that has no place of its runtime's for that.
+        on_start: told who the runtime's program is, before it begins.
+        tick: called while it works; raises to have it stopped.
+    """
+
+    criu_folder: str
+    images_fd: int
+    work_fd: int
+    tcp_established: bool = False
+    file_locks: bool = False
+    ext_unix_sk: bool = False
+    stats: bool = False
+    output: int = subprocess.DEVNULL
+    on_start: Callable[[Identity], None] = calls.nobody
+    tick: Callable[[], None] = lambda: None
+
+
+def check_name(name: str) -> str:
+    """Return a name for a container that may be told to a runtime.
+
+    Raises:
+        InvalidArgument: it may not.
+    """
+    if not NAME.fullmatch(name):
+        raise InvalidArgument(
+            detail=f"{name!r} is no name for a container: letters, digits, '_', '.' and '-', and no dash to begin with"
+        )
+    return name
+
+
+class Runtime(ABC):
+    """One runtime's program.
+
+    Args:
+        program: its absolute path.
+        configured: by which variables (:func:`limosa.containers.calls.settings`).
+        notes: folders in which it notes its containers, besides the usual ones.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str] = ""  # the program that is told what to do; "": of the runtime's own name
+    keeps_path: ClassVar[bool] = False  # whether what it starts for a restore keeps the name of the lent CRIU's folder
+
+    def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):
+        self.program, self.configured, self.notes = program, dict(configured), list(notes)
+
+    @abstractmethod
+    def find(self, word: str) -> Contained | None:
+        """Return what it says of the container of an id or a name; None where it has none."""
+
+    @abstractmethod
+    def write(self, contained: Contained, kept: Kept) -> DumpStats:
+        """Write a container to disk, and let it run on: frozen, it stays so. Return CRIU's statistics, if asked for.
+
+        Raises:
+            FailedUndone: it failed, and the container is as it was.
+        """
+
+    @abstractmethod
+    def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        """Return what stands against bringing a container back under a name: (id, text, hint) of each."""
+
+    @abstractmethod
+    def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
+        """Make a container of the image's files.
+
+        Raises:
+            FailedUndone: it failed; nothing of it is left, as far as the runtime clears up after itself.
+        """
+
+    @abstractmethod
+    def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
+        """End a container and take it away.
+
+        Raises:
+            FailedUndone: it is still there.
+        """
+
+    @abstractmethod
+    def made_as(self, name: str, operation: str, record: ContainerRecord) -> str:
+        """Return the name under which an operation makes a container that is to be called so."""
+
+    @abstractmethod
+    def rename(self, contained: Contained, name: str) -> None:
+        """Give a container that an operation has made the name that it is to have.
+
+        Raises:
+            FailedUndone: another has that name by now.
+        """
+
+    @abstractmethod
+    def remove_made(self, word: str, bundle: str) -> None:
+        """Take a container away that an operation has begun to make, if it is there.
+
+        Args:
+            word: its id, or what :meth:`made_as` has said.
+            bundle: its bundle.
+
+        Raises:
+            FailedUndone: it is still there.
+        """
+
+    def word_of(self, contained: Contained) -> str:
+        """Return what :meth:`remove` takes for a container, also when it does not run any more."""
+        return contained.id
+
+    def _run(self, *arguments: str, **options: Any) -> Said:
+        return calls.call([self.program, *arguments], self.configured, **options)
+
+    def _state(self, id_: str) -> State | None:
+        return next((s for s in states(self.notes) if s.id == id_), None)
+
+
+def flags(kept: Kept) -> list[str]:
+    """Return what podman and runc call these options."""
+    given = ["--tcp-established"] if kept.tcp_established else []
+    return [*given, *(["--file-locks"] if kept.file_locks else [])]
+
+
+def sockets(kept: Kept) -> list[str]:
+    """Return what runc calls that option."""
+    return ["--ext-unix-sk"] if kept.ext_unix_sk else []
+
+
+def living(pid: int) -> Identity | None:
+    """Return who has a pid now; None for nobody."""
+    if pid <= 0:
+        return None
+    with contextlib.suppress(LimosaError):
+        return Identity.of(pid)
+    return None
+
+
+def alive(identity: Identity) -> Identity | None:
+    """Return it where it lives, else None."""
+    return identity if identity.pid > 0 and identity.alive() else None
+
+
+def criu_said(path: str) -> str:
+    """Return the cause that CRIU's log names; "" where there is none."""
+    if not os.path.isabs(path) or not start.trusted(path):
+        return ""
+    with contextlib.suppress(OSError), open(path, "rb") as log:
+        return _named(cause(log.read(64 << 20).decode(errors="replace"), 0))
+    return ""
+
+
+def criu_said_in(folder: int, name: str) -> str:
+    """Return the cause that CRIU's log in an open folder names; "" where there is none."""
+    with contextlib.suppress(OSError):
+        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        with open(fd, "rb") as log:
+            return _named(cause(log.read(64 << 20).decode(errors="replace"), 0))
+    return ""
+
+
+def _named(found: Cause) -> str:
+    return f"CRIU: {found.text}" if found.raw else ""
