@@ -23,6 +23,7 @@ SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 FOUND = (
     "recover-exchanged/runc/call.restore.0/after-999",
     "recover-exchanged/runc/call.state.1/state-1",
+    "restore/runc/run/none",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 
