@@ -17,7 +17,7 @@ from campaign.summary import replay
 from campaign.twice import ROOMS, part, run_and_replay
 
 RUNC, PODMAN = 88, 22
-CHUNKS = 6
+CHUNKS = 4
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
 FOUND = (
