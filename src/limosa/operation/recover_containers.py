@@ -82,9 +82,12 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _take_away(dead, runtime, made)
         return entry_of(dead, did=f"took the container away, the image is the copy ({error})", state="gone")
     # The driver may have brought it back and nobody have seen to that.
-    driver_steps.leave_where_it_is(members, members, driver_steps.by_progress(progress))
-    with contextlib.suppress(LimosaError, OSError):  # it runs
+    tell = driver_steps.by_progress(progress)
+    driver_steps.leave_where_it_is(members, members, tell)
+    try:
         container_gpus.keep_only(root, members)
+    except (LimosaError, OSError) as error:  # it runs, and goes on
+        driver_steps.tell_what_stays(root.pid, error, tell)
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 
