@@ -72,6 +72,8 @@ class BoxedRun(Run):
             on = room.places(job)
             if state == "running" and on:
                 nodes, may = job.nodes(), job.allowed(room.ground.gpus)
+                if "limosa-nofile" in self.fault:  # what could not be taken away stays, and is told
+                    nodes, may = ([gpu for gpu in found if gpu in on] for found in (nodes, may))
                 if not nodes == may == on:
                     problems.append(f"the job is on GPU {on}, the container has the nodes of {nodes} and may use {may}")
         names = set(job.runtime.names())

@@ -167,7 +167,7 @@ def watch(disturber: Disturber) -> None:
             if hasattr(module, name):
                 disturber.around(module, name, lambda *_, _name=name: _name)
     for name in ("add", "leave"):
-        disturber.around(devices, name, lambda *_, _name=name: f"{_name} of devices")
+        disturber.around(devices, name, lambda *_, _name=name, **__: f"{_name} of devices")
     assert container_gpus.devices is devices
 
 

@@ -166,6 +166,23 @@ def test_it_comes_back_on_another_gpu(cgroups: str, desk: Desk, rootfs: Path, wo
     again.goes_on()
 
 
+@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
+@each("runc-driver")
+def test_one_that_was_moved_before_comes_back_with_that_gpu_alone(
+    cgroups: str, desk: Desk, rootfs: Path, word: str
+) -> None:
+    """Its runtime's record, from which the new device cgroup is made, names the one that it began with."""
+    one = desk.job()
+    one.goes_on()
+    desk.says(0, "move", desk.called(one), "--to", 1)
+    desk.checkpoint(one)
+    assert desk.restore()["way"] == word
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert nodes(again) == {"nvidia1"}
+    assert [may_open(desk, again, gpu) for gpu in (0, 1)] == ["Operation not permitted", "No such device or address"]
+
+
 @each("podman-driver", "runc-parked", "containerd-driver")
 def test_left_running_it_goes_on_and_its_copies_do_as_well(desk: Desk, rootfs: Path, word: str) -> None:
     one = desk.with_shim() if word == "parked" else desk.job()

@@ -58,8 +58,13 @@ def refusal(pid: int, minors: Collection[int]) -> str:
     return ""
 
 
-def add(identity: Identity, minors: Collection[int]) -> None:
+def add(identity: Identity, minors: Collection[int], *, anew: bool = False) -> None:
     """Let a process's container open the GPUs of these minor numbers, besides what it can open.
+
+    Args:
+        identity: the process.
+        minors: of the GPUs.
+        anew: as :func:`leave` has it.
 
     Raises:
         OSError: it cannot be; what has been added by then stays, for :func:`leave`.
@@ -74,7 +79,7 @@ def add(identity: Identity, minors: Collection[int]) -> None:
             if version == "v1":
                 _allow(folder, lacking)
             else:
-                filters.change(folder, more={nodes[minor].st_rdev for minor in missing})
+                filters.change(folder, more={nodes[minor].st_rdev for minor in (minors if anew else missing)})
         for minor in missing:
             if bound:
                 node_mounts.bind(identity, dev, _name(minor), nodes[minor].st_rdev)
@@ -82,13 +87,15 @@ def add(identity: Identity, minors: Collection[int]) -> None:
                 _make(dev, minor, nodes[minor])
 
 
-def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -> None:
+def leave(identity: Identity, minors: Collection[int], known: Collection[int], *, anew: bool = False) -> None:
     """Let a process's container open these GPUs alone.
 
     Args:
         identity: the process.
         minors: of the GPUs that it keeps.
         known: of all GPUs of this machine; other devices are left alone.
+        anew: whether its runtime has just made its device cgroup, by a record that may name others than there are
+            nodes of.
 
     Raises:
         OSError: something stays that should go.
@@ -97,17 +104,20 @@ def leave(identity: Identity, minors: Collection[int], known: Collection[int]) -
     with _dev_of(identity) as dev:
         bound = not is_ours(identity.pid, "user")
         gone: dict[int, int] = {}
+        others: set[int] = set()
         for minor in set(known) - set(minors):
             with suppress(FileNotFoundError):
                 device = _node_here(minor).st_rdev
                 if _is_there(dev, minor, device, bound=bound):
                     gone[minor] = device
+                others |= {device} if anew else set()
+        others |= set(gone.values())
         # The nodes go last: as long as one is there, whoever comes after a kill begins with it again.
         for version, folder in reversed(_levels(identity.pid)):
             if version == "v1":
-                _deny(folder, gone.values())
-            elif gone:
-                filters.change(folder, less=gone.values())
+                _deny(folder, others)
+            elif others:
+                filters.change(folder, less=others)
         for minor, device in gone.items():
             if bound:
                 node_mounts.unbind(identity, dev, _name(minor), device)

@@ -42,6 +42,26 @@ def leave(member: Member, uuids: Iterable[str]) -> None:
             devices.leave(member.identity, _minors(member, uuids), known)
 
 
+def give(root: Identity, members: Iterable[Member]) -> None:
+    """Lets a container that was brought back open the GPUs that its members are to be on. OSError: it cannot."""
+    if wanted := _wanted(members):
+        devices.add(root, wanted, anew=True)
+
+
+def keep_only(root: Identity, members: Sequence[Member]) -> None:
+    """Takes from a container that was brought back all GPUs but these. OSError: one stays.
+
+    Its /dev is that of the image, and its device cgroup is what the runtime's record says of the container: it may name
+    the GPU that the job had before it was moved.
+    """
+    if wanted := _wanted(members):
+        devices.leave(root, wanted, {minor for m in members for minor in m.nodes.values()}, anew=True)
+
+
+def _wanted(members: Iterable[Member]) -> list[int]:
+    return sorted({m.nodes[uuid] for m in members for uuid in m.map.values() if uuid in m.nodes})
+
+
 def _minors(member: Member, uuids: Iterable[str]) -> list[int]:
     return [member.nodes[uuid] for uuid in uuids if uuid in member.nodes]
 

@@ -427,12 +427,16 @@ def _leave(member: Member, uuids: Iterable[str], tell: TellFn) -> None:
     try:
         container_gpus.leave(member, uuids)
     except (OSError, LimosaError) as error:
-        if has_gone(member.pid):
-            return
+        tell_what_stays(member.pid, error, tell)
+
+
+def tell_what_stays(pid: int, error: Exception, tell: TellFn) -> None:
+    """Tells that a container keeps a GPU which its job is not on, unless that process has ended."""
+    if not has_gone(pid):
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        text = f"the container of process {member.pid} can still open a GPU that its job is not on: {why}"
+        text = f"the container of process {pid} can still open a GPU that its job is not on: {why}"
         hint = "it goes with the container, or with the next move"
-        tell(Reason(id="container-devices", text=text, hint=hint, pid=member.pid))
+        tell(Reason(id="container-devices", text=text, hint=hint, pid=pid))
 
 
 def by_progress(progress: ProgressFn) -> TellFn:

@@ -6,6 +6,8 @@ back as any job, and a container that was not made to its end is taken away: its
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from limosa import gpu
@@ -14,7 +16,7 @@ from limosa.containers.freezer import thaw
 from limosa.containers.runtime import Runtime
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
-from limosa.operation import driver_steps, recover_images
+from limosa.operation import container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
 from limosa.operation.leftovers import has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
@@ -85,6 +87,8 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _take_away(dead, runtime, made)
         return entry_of(dead, did="nothing runs; the image is the copy", state="gone")
     root = roots[0]
+    with contextlib.suppress(LimosaError, OSError):  # where it is needed, the driver says so
+        container_gpus.give(root, dead.header.members)
     try:
         members = finish(dead, driver, root, progress)
     except LimosaError as error:
@@ -95,7 +99,12 @@ def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> 
         _take_away(dead, runtime, made)
         return entry_of(dead, did=f"took the container away, the image is the copy ({error})", state="gone")
     # The driver may have brought it back and nobody have seen to that.
-    driver_steps.leave_where_it_is(members, members, driver_steps.by_progress(progress))
+    tell = driver_steps.by_progress(progress)
+    driver_steps.leave_where_it_is(members, members, tell)
+    try:
+        container_gpus.keep_only(root, members)
+    except (LimosaError, OSError) as error:  # it runs, and goes on
+        driver_steps.tell_what_stays(root.pid, error, tell)
     did = "finished it: the container runs" + (f" ({len(members)} with CUDA)" if members else "")
     return entry_of(dead, did=did, state="running")
 

@@ -11,13 +11,13 @@ import os
 import subprocess
 
 from limosa import start
-from limosa.containers import Containers, devices
+from limosa.containers import Containers
 from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, Reason, UndoFailed
 from limosa.image import Image
+from limosa.operation import container_gpus
 from limosa.operation.journal import Noted, Phase
-from limosa.operation.members import minors
 from limosa.operation.restore_options import ImageFacts, Options
 from limosa.operation.step import Verb
 from limosa.operation.steps.returning import Checked, Returning
@@ -139,14 +139,12 @@ class ContainerReturning(Returning):
             self.work.warnings.append(Reason(id="container-record", text=text + "gets those"))
 
     def restore(self) -> None:
-        wanted, known = self._wanted(), list(minors(self.facts.inventory).values()) if self.facts.inventory else []
+        assert self.root is not None
         try:
-            if self.root is not None and wanted:
-                devices.add(self.root, wanted)
+            container_gpus.give(self.root, self.members)
             self._show_those()
             super().restore()
-            if self.root is not None and wanted:
-                devices.leave(self.root, wanted, known)
+            container_gpus.keep_only(self.root, self.members)
         except OSError as error:
             raise FailedUndone(what="restore", detail=f"the container's devices: {error.strerror}") from error
 
@@ -156,10 +154,6 @@ class ContainerReturning(Returning):
             if path := sees_inside.file_of(member.pid):
                 seen = [member.nodes[uuid] for uuid in member.map.values() if uuid in member.nodes]
                 sees_inside.show(member.identity, path, seen)
-
-    def _wanted(self) -> list[int]:
-        """The minor numbers of the GPUs that the container is to have."""
-        return sorted({m.nodes[uuid] for m in self.members for uuid in m.map.values() if uuid in m.nodes})
 
     def end_tree(self) -> None:
         """The container is taken away again; the image is the copy."""
