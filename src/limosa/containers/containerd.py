@@ -52,6 +52,7 @@ _PID, _STDOUT, _STDERR, _TERMINAL = 3, 6, 7, 8  # types.Process
 _MOST_BYTES = 8 << 20
 _KILL_SECONDS = 60.0
 _RESTORE_SECONDS = 3600.0
+_OLD_SECONDS = 24 * 3600.0
 _TICK = 0.05
 _SIGKILL = 9
 
@@ -447,8 +448,9 @@ def _shim(api: Api, id_: str, criu_folder: str) -> str:
     places = kept_places("shims")
     for place in places:
         for old in place.iterdir():
-            if old.name not in names:
-                old.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # those of restores that have not come so far are newer
+                if old.name not in names and time.time() - old.lstat().st_mtime > _OLD_SECONDS:
+                    old.unlink()
     path = Path(places[0], _called(api, id_))
     new = path.with_name(f".{path.name}")
     new.write_text(f'#!/bin/sh\nPATH={shlex.quote(criu_folder)}:$PATH\nexport PATH\nexec {shlex.quote(program)} "$@"\n')
