@@ -24,6 +24,7 @@ FOUND = (
     "recover-exchanged/runc/call.restore.0/after-999",
     "recover-exchanged/runc/call.state.1/state-1",
     "restore/runc/run/none",
+    "recover-writing/runc/run/limosa-nofile.0",
 )
 """What failed when more of it was run, one of each cause (docs/reliability.md)."""
 

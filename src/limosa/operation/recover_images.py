@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -116,11 +117,20 @@ def _its_memory_back(dead: Journal, driver_home: Callable[[], None]) -> None:
 
 
 def remove_drafts(dead: Journal) -> list[str]:
-    """Removes the unfinished folder of this operation."""
+    """Removes the unfinished folder of this operation. FailedUndone: this process can open no file more."""
     header = dead.header
-    did = []
+    did: list[str] = []
+    parent = Path(header.image).parent
+    try:
+        listed = unfinished(parent)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise FailedUndone(f"what was not finished in {parent} cannot be looked for: {error.strerror}") from error
+        return did
+    except LimosaError:
+        return did
     with contextlib.suppress(LimosaError, OSError):
-        for folder in unfinished(Path(header.image).parent):
+        for folder in listed:
             # Without a marker it died between making the folder and marking it; the name tells whose it was.
             nameless = folder.state == "dead" and not folder.operation
             ours = nameless and folder.path.name.startswith(partial_name(Path(header.image).name, ""))

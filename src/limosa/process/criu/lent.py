@@ -8,6 +8,7 @@ there for runtimes still counts.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -62,13 +63,20 @@ def lent(
 
 
 def forget(operation: str) -> None:
-    """Remove what an operation that was killed has left: nothing that it has lent is in use any more."""
+    """Remove what an operation that was killed has left: nothing that it has lent is in use any more.
+
+    Raises:
+        OSError: this process can open no file more.
+    """
     for place in (str(own_folder("lent")), str(_KEPT / "lent"), *_ELSEWHERE):
         for folder in Path(place).glob(f"criu-{operation}-*"):
-            with contextlib.suppress(OSError):
+            try:
                 found = os.lstat(folder)
                 if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
                     shutil.rmtree(folder)
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):  # it can be done when it is run again
+                    raise
 
 
 def kept_places(kind: str) -> list[Path]:
