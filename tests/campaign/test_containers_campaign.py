@@ -16,7 +16,7 @@ from campaign.__main__ import record, run, spread
 from campaign.summary import replay
 from campaign.twice import ROOMS, part, run_and_replay
 
-RUNC, PODMAN = 88, 22
+RUNC, PODMAN = 88, 14
 CHUNKS = 4
 SEED = int(os.environ.get("LIMOSA_CAMPAIGN_SEED", "1"))
 
