@@ -30,6 +30,7 @@ WORDS = {term.value for terms in TERMS for term in terms} | set(VERBS) | {"recov
 OTHERS = {  # the same text, which means something else there
     "cli/options.py: one in ('all', 'any', 'everything')",  # no ids of refusals
     "cli/softgpu.py: name == 'all'",  # all rules
+    "containers/containerd.py: record.labels.get(_RESTARTED) == 'running'",  # what its restart monitor calls it
     "native/loads.py: text != 'ok'",  # what a child process prints
     "operation/ways.py: 'refused' in str(error)",  # a part of a sentence
     # CRIU's own verbs and hooks

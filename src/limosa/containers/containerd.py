@@ -404,7 +404,7 @@ def _record(made_of: MadeOf, word: _Word, before: str) -> Record:
 def _in_own_cgroup(spec: bytes, name: str) -> bytes:
     """A specification for a container of another name, whose cgroup is beside the one that it was written for."""
     try:
-        told: dict[str, Any] = msgspec.json.decode(spec, type=dict[str, Any])
+        told: dict[str, Any] = msgspec.json.decode(spec, type=ready(dict[str, Any]))
         path = told["linux"]["cgroupsPath"]
         mark = ":" if ":" in path else "/"  # systemd's: SLICE:PREFIX:NAME
         told["linux"]["cgroupsPath"] = f"{path.rpartition(mark)[0]}{mark}{name}"

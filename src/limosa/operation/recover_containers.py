@@ -27,6 +27,7 @@ from limosa.process.criu.lent import forget
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
+from limosa.terms import JobState
 
 
 class _Written(msgspec.Struct):
@@ -60,7 +61,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
     entry = recover_images.recover_checkpoint(dead, driver, progress)
-    if frozen is not None and entry.state == "gone" and is_committed(dead):
+    if frozen is not None and entry.state == JobState.GONE and is_committed(dead):
         written = msgspec.convert(frozen.data, ready(_Written))
         if written.runtime:  # which may have been told to end it, and not yet to take it away
             args = written.runtime, written.program, written.configured, written.notes
