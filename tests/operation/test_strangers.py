@@ -138,6 +138,10 @@ ROWS = {  # the first column → what of it is attacked here, or which test does
     "`claims/ID.json`": ("claims",),
     "`journals/ID.jsonl` (0600)": ("journals",),
     "`sees/NAME`": ("sees",),
+    "`sees/NAME` in a container": (
+        "tests/containers/test_containers_moved.py",
+        "test_what_a_job_sees_is_not_written_to_something_else",
+    ),
     "`logs/ID.log` (0600)": ("logs",),
     "`driver/…`": ("tests/gpu_room/test_gpu_worker_idle.py", "test_who_stands_elsewhere_does_not_get_it"),
     "`vault/socket-*`, `mover/socket-*` (0600)": ("vault", "mover"),
