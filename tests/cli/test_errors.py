@@ -129,7 +129,18 @@ def test_no_such_process_in_words(cli):
 
 
 def test_no_such_job_by_name(cli):
-    assert cli("suspend", "nobody").returncode == 10
+    ran = cli("suspend", "nobody")
+    assert ran.returncode == 10
+    assert "a container is named with its runtime, as podman:NAME" in ran.stderr
+
+
+def test_no_such_container(cli):
+    ran = cli("suspend", "--container", "nobody")
+    assert ran.returncode == 10
+    assert ran.stderr.splitlines() == [
+        "limosa: no container nobody runs here",
+        "limosa: hint: limosa ps lists those that run with a GPU",
+    ]
 
 
 def test_a_plan_is_printed_also_where_there_is_nothing_to_plan(inside, tmp_path):

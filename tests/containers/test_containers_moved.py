@@ -129,10 +129,12 @@ def test_a_container_with_one_gpu_is_given_another(cgroups: str, box: Any) -> No
     assert nodes(one) == {"nvidia0"}
     plan = says(box, 0, "plan", "move", "--container", TRAIN, "--to", 1)
     assert [r["id"] for r in plan["reasons"]] == ["container-record"]
+    record = f"{box.runtime.name}:{TRAIN} does not change: started again, it gets what it was started with"
     assert len(plan["map"]) == 1, "the map is of the one GPU that the job can open"
     for to in (1, 0, 1):
         said = says(box, 0, "move", "--container", TRAIN, "--to", to)
         assert len(said["map"]) == 1
+        assert [record in w["text"] for w in said["warnings"]] == [True], "also after it went back to the first GPU"
         assert gpus_of(jobs(box)[TRAIN]) == [to]
         one.goes_on()
         assert nodes(one) == {f"nvidia{to}"}

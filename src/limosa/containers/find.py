@@ -135,9 +135,9 @@ class Containers:
         exact = {id_: c for id_, c in found.items() if word in (c.name, c.id)}
         found = exact if len(exact) == 1 else found
         if not found:
-            raise NoSuchProcess(
-                f"no container {word} runs here" + (f" in {runtime}" if runtime else ""), pid=0, hint="limosa ps"
-            )
+            where = f" in {runtime}" if runtime else ""
+            hint = "limosa ps lists those that run with a GPU"
+            raise NoSuchProcess(f"no container {word} runs here{where}", pid=0, hint=hint)
         if len(found) > 1:
             listed = ", ".join(sorted(f"{c.called} ({c.short})" for c in found.values()))
             raise UsageError(detail=f"{word} may be several containers: {listed}", hint="give more of its id")

@@ -106,7 +106,7 @@ def _of_container(member: Member, box: Container | None, tree: Sequence[Identity
             )
         )
     who = box.called if box is not None else "the container"
-    text = f"the runtime's record of {who} still says the GPU that it has now: started again, it gets that one"
+    text = f"the runtime's record of {who} does not change: started again, it gets what it was started with"
     found.append(Reason(id="container-record", text=text, pid=member.pid))
     return found
 
