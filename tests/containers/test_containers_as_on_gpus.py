@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
-@pytest.mark.parametrize("what", ["training", pytest.param("server", marks=pytest.mark.long)])
+@pytest.mark.parametrize("what", ["training", "server"])
+@pytest.mark.long  # beside three others its first move went by the driver, and alone the parked way: not explained yet
 def test_the_proofs_on_gpus_run_here(node: Node, cgroups: str, engines: Engines, tmp_path: Path, what: str) -> None:
     own_folders(node, "/etc", "/usr/local/lib")
     words = ["-q", "-s", "--basetemp", tmp_path / "inner", "-m", "gpu_containers", "-k", f"{what} and plain"]

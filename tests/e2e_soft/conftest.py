@@ -148,6 +148,10 @@ class Soft(Node):
             time.sleep(0.002)
         assert process.poll() is None, f"it has ended with {step}"
 
+    def has(self, who: str) -> bool:
+        """Whether there is a vault, or a mover, of that name."""
+        return any(name_of(pid) == who for pid in self.processes())
+
     def kill(self, who: str, process: Any = None) -> None:
         """SIGKILL to a process of limosa's, or to each vault or mover; there has to be one."""
         victims = (
