@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import pytest
 from containers.engines import engines
 
 from campaign import cases, containers
-from campaign.__main__ import record, run, spread
-from campaign.summary import replay
-from campaign.twice import ROOMS, part, run_and_replay
+from campaign.__main__ import spread
+from campaign.twice import part, points_are_known, run_and_replay, run_what_failed_once
 
 RUNC, PODMAN = 88, 14
 CHUNKS = 4
@@ -63,11 +61,7 @@ def test_the_sample_has_every_operation_victim_and_fault_of_containers() -> None
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=containers RECORD=1`` writes them down."""
     only = [f"{operation}/runc" for operation in ("move", "checkpoint", "restore-to", "recover-boxed-dump")]
-    known, found = cases.table(containers.STEPS), record(1, "soft", only, "containers")
-    assert set(found) == set(only)
-    for name, row in found.items():
-        points, before = (Counter(one for one, _, _ in table["points"]) for table in (row, known[name]))
-        assert points == before, name
+    points_are_known(containers.STEPS, only, "containers")
 
 
 @pytest.mark.timeout(240)
@@ -78,6 +72,4 @@ def test_one_container_is_left_or_an_image(chunk: int, tmp_path_factory: pytest.
 
 @pytest.mark.timeout(240)
 def test_what_has_failed_once() -> None:
-    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=ROOMS)
-    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
-    assert len(results) == len(FOUND)
+    run_what_failed_once(FOUND)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from campaign import cases, parked
-from campaign.__main__ import record, run, spread
-from campaign.summary import replay
-from campaign.twice import ROOMS, part, run_and_replay
+from campaign.__main__ import record, spread
+from campaign.twice import part, run_and_replay, run_what_failed_once
 
 RUNS = 260
 CHUNKS = 20
@@ -97,7 +96,5 @@ def test_the_memory_is_there_once_and_nothing_else_is(chunk: int, tmp_path_facto
 
 @pytest.mark.timeout(240)
 def test_what_has_failed_once() -> None:
-    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=ROOMS)
+    results = run_what_failed_once(FOUND)
     assert [r["name"] for r in results if not r["happened"]] == []
-    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
-    assert len(results) == len(FOUND)

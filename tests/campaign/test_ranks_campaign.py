@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 
 import pytest
 
 from campaign import cases, ranks
-from campaign.__main__ import record, run, spread
-from campaign.summary import replay
-from campaign.twice import ROOMS, part, run_and_replay
+from campaign.__main__ import spread
+from campaign.twice import part, points_are_known, run_and_replay, run_what_failed_once
 
 RUNS = 180
 CHUNKS = 12
@@ -52,11 +50,7 @@ def test_the_sample_has_every_operation_victim_and_fault_of_ranks() -> None:
 def test_the_steps_are_those_that_the_operations_take_now() -> None:
     """A new step is a new row: ``make faults WAY=ranks RECORD=1`` writes them down."""
     only = [f"{operation}/ranks-parked" for operation in ("exchange", "suspend", "resume", "recover-unjoined")]
-    known, found = cases.table(ranks.STEPS), record(1, "soft", only, "ranks")
-    assert set(found) == set(only)
-    for name, row in found.items():
-        points, before = (Counter(one for one, _, _ in table["points"]) for table in (row, known[name]))
-        assert points == before, name
+    points_are_known(ranks.STEPS, only, "ranks")
 
 
 @pytest.mark.timeout(240)
@@ -67,6 +61,4 @@ def test_all_ranks_are_there_once_and_go_on(chunk: int, tmp_path_factory: pytest
 
 @pytest.mark.timeout(240)
 def test_what_has_failed_once() -> None:
-    results = run([(cases.Case.named(name), 1) for name in FOUND], rooms=ROOMS)
-    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
-    assert len(results) == len(FOUND)
+    run_what_failed_once(FOUND)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from campaign.__main__ import run
-from campaign.cases import Case
+from campaign.__main__ import record, run
+from campaign.cases import Case, table
 from campaign.summary import replay
 
 ONCE = 2
@@ -44,6 +46,23 @@ def run_and_replay(todo: Sequence[tuple[Case, int]], session: pytest.TempPathFac
     assert not told, "\n".join(told)
     all_once = _noted(session, [f"{replay(r)}: {r['problems']}" for r in once])
     assert not once or len(all_once) <= ONCE, "right when repeated alone, but too many:\n" + "\n".join(all_once)
+
+
+def run_what_failed_once(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs cases by their names: all of them, and each has to be right. Returns the results."""
+    results = run([(Case.named(name), 1) for name in names], rooms=ROOMS)
+    assert {replay(r): r["problems"] for r in results if r["problems"]} == {}
+    assert len(results) == len(names)
+    return results
+
+
+def points_are_known(steps: Path, only: Sequence[str], way: str) -> None:
+    """Records the points of some operations anew: they have to be those that stand in the table."""
+    known, found = table(steps), record(1, "soft", only, way)
+    assert set(found) == set(only)
+    for name, row in found.items():
+        points, before = (Counter(one for one, _, _ in told["points"]) for told in (row, known[name]))
+        assert points == before, name
 
 
 def _noted(session: pytest.TempPathFactory, lines: list[str]) -> list[str]:

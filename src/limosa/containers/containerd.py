@@ -26,7 +26,7 @@ from limosa import start
 from limosa.containers import calls, grpc
 from limosa.containers.containerd_api import OPTIONS, Api, Layer, Record, address
 from limosa.containers.protobuf import Malformed, Message, message
-from limosa.containers.runc import joined_namespaces, write_by_runc
+from limosa.containers.runc import Spec, joined_namespaces, write_by_runc
 from limosa.containers.runtime import SHARES, Contained, Kept, Runtime, alive, check_name, criu_said_in
 from limosa.containers.state import OF_CONTAINERD, State, states
 from limosa.errors import CannotBeMoved, FailedUndone
@@ -308,22 +308,9 @@ def _end(api: Api, record: Record) -> None:
 # --- what stands against it -----------------------------------------------------------------------------------
 
 
-class _Namespace(msgspec.Struct):
-    type: str
-    path: str = ""
-
-
-class _Linux(msgspec.Struct):
-    namespaces: list[_Namespace] = []
-
-
-class _Spec(msgspec.Struct):
-    linux: _Linux = msgspec.field(default_factory=_Linux)
-
-
 def _namespaces(record: Record) -> dict[str, str]:
     with contextlib.suppress(msgspec.DecodeError):
-        return {n.type: n.path for n in msgspec.json.decode(record.spec, type=ready(_Spec)).linux.namespaces}
+        return msgspec.json.decode(record.spec, type=ready(Spec)).namespaces()
     return {}
 
 

@@ -2,9 +2,8 @@
 
 The kernel says in which cgroup a process is. A container can make further cgroups below its own, and call them like
 another container's; so the outermost one that is a container's counts. Where a container has none of its own (a
-rootless one, with version 1), its pid namespace says it, if it is that of the first process of a noted one. Names come
-from what the runtimes note
-(``state.py``), never from a process.
+rootless one, with version 1), its pid namespace says it, if it is that of the first process of a noted one. Names
+come from what the runtimes note (``state.py``), never from a process.
 """
 
 from __future__ import annotations

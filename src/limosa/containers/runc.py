@@ -36,8 +36,14 @@ class _Linux(msgspec.Struct):
     namespaces: list[_Namespace] = []
 
 
-class _Spec(msgspec.Struct):
+class Spec(msgspec.Struct):
+    """What is read of a container's specification (config.json)."""
+
     linux: _Linux = msgspec.field(default_factory=_Linux)
+
+    def namespaces(self) -> dict[str, str]:
+        """Return the namespaces that it has: kind → path of the one that it joins, or ""."""
+        return {one.type: one.path for one in self.linux.namespaces}
 
 
 class Runc(Runtime):
@@ -49,8 +55,8 @@ class Runc(Runtime):
         state = self._state(word)
         if state is None:
             return None
-        spec = read(state.bundle, "config.json", _Spec)
-        namespaces = {n.type: n.path for n in spec.linux.namespaces} if spec is not None else {}
+        spec = read(state.bundle, "config.json", Spec)
+        namespaces = spec.namespaces() if spec is not None else {}
         against = []
         if spec is None:
             text = f"its bundle {state.bundle} cannot be read, or others can change it"
@@ -80,7 +86,7 @@ class Runc(Runtime):
         if not bundle and any(s.bundle == place for s in states(self.notes)):
             text = f"another container lives in the bundle {place}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
-        elif read(place, "config.json", _Spec) is None:
+        elif read(place, "config.json", Spec) is None:
             text = f"there is no bundle {place} whose config.json only root can change"
             found.append(("container-bundle", text, "--bundle names one with the same root file system"))
         return found

@@ -14,11 +14,11 @@ import os
 import pwd
 import re
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from limosa.process import belief, places
+from limosa.process.namespaces import in_a_thread
 from limosa.process.openat import closing, open_folder_in, open_in
 from limosa.process.runtime import write_atomic
 
@@ -182,26 +182,18 @@ def _as(uid: int, call: Callable[[], None]) -> None:
         OSError: what the call raised, or the rights may not be taken.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    failed: list[BaseException] = []
 
-    def run() -> None:
+    def with_his_rights() -> None:
         try:
-            try:
-                gid = pwd.getpwuid(uid).pw_gid
-            except KeyError:
-                gid = uid
-            if libc.syscall(_SETGROUPS, 0, None):  # the C library's would take them from all threads
-                raise OSError(ctypes.get_errno(), "setgroups")
-            libc.setfsgid(gid)
-            libc.setfsuid(uid)
-            if libc.setfsgid(gid) != gid or libc.setfsuid(uid) != uid:  # they answer what was before
-                raise PermissionError(errno.EPERM, f"this is not for uid {os.geteuid()} to change")
-            call()
-        except BaseException as error:
-            failed.append(error)
+            gid = pwd.getpwuid(uid).pw_gid
+        except KeyError:
+            gid = uid
+        if libc.syscall(_SETGROUPS, 0, None):  # the C library's would take them from all threads
+            raise OSError(ctypes.get_errno(), "setgroups")
+        libc.setfsgid(gid)
+        libc.setfsuid(uid)
+        if libc.setfsgid(gid) != gid or libc.setfsuid(uid) != uid:  # they answer what was before
+            raise PermissionError(errno.EPERM, f"this is not for uid {os.geteuid()} to change")
+        call()
 
-    thread = threading.Thread(target=run, name="limosa-sees")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
+    in_a_thread(with_his_rights)
