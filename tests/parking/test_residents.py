@@ -592,7 +592,7 @@ def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path, monkeypa
         path = resident.socket_path("vault", os.geteuid())
         os.chmod(path, 0o666)
         for folder in path.parents:
-            os.chmod(folder, 0o755) if folder != Path("/tmp") and folder != Path("/") else None
+            folder.chmod(folder.stat().st_mode | 0o055)  # no less than it was: /var/tmp may be one of them
         asks = (
             "import msgspec, socket, sys\n"
             "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(10); s.connect(sys.argv[1])\n"
