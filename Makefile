@@ -26,7 +26,7 @@ PYTEST = $(PY) -m pytest
 
 help:
 	@echo "make demo       a job, disturbed and undisturbed: both end with the same bits (no GPU needed)"
-	@echo "make test       what CI runs: lint and all tests that need no GPU; 15 minutes on two cores"
+	@echo "make test       what CI runs: lint and all tests that need no GPU; forty minutes on two cores"
 	@echo "make check      of these, the fast ones: two minutes"
 	@echo "make test-criu  those that need CRIU; make test-soft: those on software GPUs, the fault campaign among them"
 	@echo "make test-long  every kill of the parked way, 90 of them (make test has a third): ten minutes"

@@ -56,7 +56,7 @@ def rootless(
 ) -> Iterator[Rootless]:
     let_all_reach(node, Path(sys.base_prefix))
     node.limosa("ps")  # root makes the folder in which users have theirs
-    for closed in (*tmp_path.parents[:2], tmp_path, *runtime.parents[:2], runtime):
+    for closed in (tmp_path, *tmp_path.parents, runtime, *runtime.parents):  # pytest's own folder is closed, too
         closed.chmod(closed.stat().st_mode | 0o055)
     with contextlib.closing(Rootless(node, engines, tmp_path / "rootless")) as made:
         shutil.copy(image, made.place / "image.tar")
