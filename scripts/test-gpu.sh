@@ -15,7 +15,7 @@
 # LIMOSA_ONE_GPU=1: what one GPU is enough for; where the others move a job there and back, it is suspended and resumed.
 # LIMOSA_PROOF_TURNS=6: how often a training is moved in "parked", instead of twenty times, and in "nccl", instead of ten.
 # LIMOSA_LLM_GB=30, LIMOSA_RUNC=path: of "containers" the server's size, and the runc if it is not that of scripts/gpu-carry.
-# LIMOSA_PROOF_PAIR=1: "nccl" is on GPUs 2 and 3, whoever runs it.
+# LIMOSA_PROOF_PAIR=1: "nccl" and "containers" are on GPUs 2 and 3, whoever runs it.
 # KEYS='swapped and ddp': which of these proofs (pytest's -k); PROOFS=work without, PROOFS=loop only the long loop.
 # PY=python (default: .venv's, else python3), COMMIT=… where there is no git, OUT=folder, LIMIT=seconds for each part,
 # PYTHONPATH=folders of packages (those that others can write to, and relative ones, do not count),

@@ -26,6 +26,9 @@ from limosa.gpu import Inventory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.gpu_containers, pytest.mark.two_gpus]
 TURNS = int(os.environ.get("LIMOSA_PROOF_TURNS", "20"))
+A = 2 * int(os.environ.get("LIMOSA_PROOF_PAIR", "0"))
+B = A + 1
+"""The two GPUs that are used, by their indices."""
 LLM_GB = float(os.environ.get("LIMOSA_LLM_GB", "30"))
 LIMIT = {"plain": 60, "torch": 150, "llm": 180}
 TRAININGS = {
@@ -120,7 +123,7 @@ class Twin:
         with open(folder / "log", "w") as log:
             self.process = subprocess.Popen(
                 self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, start_new_session=True,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "1"},
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": str(B)},
             )  # fmt: skip
 
     def results(self, steps: int, limit: float) -> list[str]:
@@ -148,13 +151,13 @@ def test_a_training(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str) -
     argv = [sys.executable, str(VICTIMS / program), *words]
     twin = Twin(argv, tmp_path / "twin")
     try:
-        box = boxes.start("train", argv, gpus=[0])
+        box = boxes.start("train", argv, gpus=[A])
         box.until(lambda: box.steps() > 10, 100, "steps")
-        assert box.nodes() == {"nvidia0"}
+        assert box.nodes() == {f"nvidia{A}"}
         shims = box.shims()
         assert any(one["parked"] for one in shims.values()), shims
         for turn in range(TURNS if kind == "torch" else min(TURNS, 4)):
-            told.move(box, 1 - turn % 2, uuids)
+            told.move(box, B if turn % 2 == 0 else A, uuids)
         here = box.nodes()
         timed(told, "suspend", lambda: single(operation.suspend(box.called, timeout=60)))
         assert not on(box.pid), "a suspended job holds nothing on any GPU"
@@ -162,7 +165,7 @@ def test_a_training(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str) -
         box.goes_on()
         assert box.nodes() == here
         functions, parked = known_only(box.shims()), sum(one["parked"] for one in box.shims().values())
-        there = 1 - int(here.pop()[6:])
+        there = A if here == {f"nvidia{B}"} else B
         image = boxes.images / "train"
         written = timed(told, "checkpoint", lambda: operation.checkpoint(box.called, image, timeout=90))
         assert (written.state, written.way) == ("ended", "parked"), written
@@ -173,7 +176,7 @@ def test_a_training(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str) -
         again.goes_on()
         assert again.nodes() == {f"nvidia{there}"}
         assert on(again.pid) == {there}
-        told.move(again, 1 - there, uuids)
+        told.move(again, A if there == B else B, uuids)
         again.stop_at(again.steps() + 50)
         again.ends()
         results = again.results()
@@ -234,7 +237,7 @@ class Load:
 
 def serving(boxes: Boxes, name: str, kind: str) -> Box:
     program, *words = SERVERS[kind]
-    box = boxes.start(name, [sys.executable, str(VICTIMS / program), *words], gpus=[0])
+    box = boxes.start(name, [sys.executable, str(VICTIMS / program), *words], gpus=[A])
     box.until(lambda: "SERVING" in box.text(), 100, "SERVING")
     return box
 
@@ -251,7 +254,7 @@ def test_a_server(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str, req
     loads = [Load(box, tmp_path / "load")]
     try:
         (load,) = loads
-        for to in (1, 0, 1, 0):
+        for to in (B, A, B, A):
             told.move(box, to, uuids)
             load.answered(3)
             load.right()
@@ -270,7 +273,7 @@ def test_a_server(boxes: Boxes, uuids: list[str], tmp_path: Path, kind: str, req
         seen = load.end()
         told(asked=len(seen["times"]), lost=0, device_bytes=written.device_bytes)
         box.remove()
-        for gpu in (0, 1):
+        for gpu in (A, B):
             bundle = boxes.same_bundle(box, f"clone{gpu}")
             options = {"to": str(gpu), "name": f"clone{gpu}", "bundle": str(bundle), "tcp_close": True, "timeout": 90}
             timed(told, f"clone on GPU {gpu}", lambda options=options: operation.restore(image, **options))
