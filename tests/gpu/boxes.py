@@ -300,15 +300,17 @@ def _mounts() -> set[str]:
 
 
 def _binds(needed: Iterable[str]) -> list[dict[str, Any]]:
-    """Mounts of what does not lie in the file system of the machine's root."""
+    """Mounts of what does not lie in the file system of the machine's root.
+
+    Each by itself, those that lie in another one too: of a mount that came along with a folder's (rbind), CRIU does not
+    know where it is to come from again.
+    """
     mounts = _mounts()
     apart: set[str] = set()
-    for path in sorted(needed):
-        inside = any(path == mount or path.startswith(f"{mount}/") for mount in mounts)
-        below = any(mount.startswith(f"{path}/") for mount in mounts)
-        if (inside or below) and not any(path.startswith(f"{other}/") for other in apart):
-            apart.add(path)
-    found = [{"destination": p, "type": "bind", "source": p, "options": ["rbind", "ro"]} for p in sorted(apart)]
+    for path in needed:
+        apart |= {mount for mount in mounts if mount.startswith(f"{path}/")}
+        apart |= {path} if any(path == mount or path.startswith(f"{mount}/") for mount in mounts) else set()
+    found = [{"destination": p, "type": "bind", "source": p, "options": ["bind", "ro"]} for p in sorted(apart)]
     if os.path.isdir(NODE_FOLDER):
         found.append({"destination": NODE_FOLDER, "type": "bind", "source": NODE_FOLDER, "options": ["rbind", "rw"]})
     return found

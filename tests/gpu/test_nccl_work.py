@@ -147,7 +147,7 @@ class Served:
         self.job.until((self.folder / "port").exists, 150, "port")
         argv = [sys.executable, str(RANKS / "client.py"), str(self.folder)]
         self.clients = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
-        self.job.until(lambda: self.job.steps() > 60, 120, "answers")
+        self.job.until(lambda: self.job.steps() > 30, 120, "answers")
 
     def end(self) -> tuple[int, int, int]:
         """Asked, answered, wrong."""
@@ -198,7 +198,7 @@ def test_a_server_loses_no_request(
     """Connections live on, also through an end and a return; every answer is what an undisturbed server says."""
     twin = served("twin", kind)  # it ends first
     twin.begin()
-    twin.job.goes_on(150, limit=150)
+    twin.job.goes_on(90, limit=150)
     assert twin.end()[2] == 0
     moved = served("moved", kind)
     turn.take(moved.pair)
@@ -210,8 +210,8 @@ def test_a_server_loses_no_request(
             image = images / f"image-{lap}"
             operation.checkpoint(moved.job.pid, image, timeout=120, tcp_established=True)
             operation.restore(image, gpu_map=moved.pair.swap, force=BESIDE, timeout=120, tcp_established=True)
-        moved.job.goes_on(20)
-    moved.job.goes_on(100)
+        moved.job.goes_on(8)
+    moved.job.goes_on(60)
     asked, answered, wrong = moved.end()
     assert (answered, wrong) == (asked, 0)
     mine, other = moved.answers(), twin.answers()
