@@ -366,7 +366,7 @@ def test_resumed_on_a_gpu_that_it_did_not_see(parked: Any) -> None:
     job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     parked.limosa("suspend", job.pid)
     for rule in (
-        "function=cuMemCreate caller=job.py result=OUT_OF_MEMORY",
+        "function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY",
         "function=cuMemcpyHtoDAsync result=UNKNOWN",
     ):
         switch = parked.switches.add(rule)

@@ -133,9 +133,10 @@ def test_an_undo_that_was_killed_between_two_gates_is_gone_on_with(parked: Any) 
     """Neither process saw the GPU that it was to go to; one cannot make its memory there, one has come home."""
     job = parked.job("--mib", 48, "--child", env=UNDER | {"CUDA_VISIBLE_DEVICES": "0"})
     child_of(job)
-    parked.switches.add("function=cuMemCreate caller=job.py result=OUT_OF_MEMORY")
+    rule = parked.switches.add("function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY")
     died = parked.run([sys.executable, "-c", _KILLED, "move", job.pid, 1], rc=None)
     assert died.rc == -signal.SIGKILL, died
+    parked.switches.remove(rule)
     parked.run([sys.executable, "-c", _KILLED, "recover", "", ""], rc=None)
     parked.limosa("recover")
     job.goes_on(3)

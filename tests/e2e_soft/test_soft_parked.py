@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -43,12 +44,28 @@ def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> N
         assert [m.imported for m in pieces(job) if m.plain] == [to == 0]
     with parked.switches.fill(0, leave=32 * MIB):
         parked.says(14, "gpu-room", "move", job.pid, "--to", 0)
-    parked.switches.add("function=cuMemCreate caller=job.py result=OUT_OF_MEMORY")
+    parked.switches.add("function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY")
     parked.says(0, "", "move", job.pid, "--to", 0)  # there it imports
     parked.says(21, "", "move", job.pid, "--to", 1)
     job.goes_on(2)
     on = used(parked)
     assert on[0] > 64 * MIB > on[1]
+    job.finish()
+
+
+@pytest.mark.parametrize("room", ["for both", "for one", "for both, and then not"])
+def test_what_it_makes_itself_was_there_before_it(parked: Any, room: str) -> None:
+    """The GPU has it twice for a moment; where it has not the room, or has no more, contents come afterwards."""
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
+    rule = parked.switches.add("function=cuMemcpyDtoDAsync caller=limosa-mover every=1 delay=0")
+    with parked.switches.fill(1, leave=144 * MIB) if room == "for one" else contextlib.nullcontext():
+        if room.endswith("not"):
+            parked.switches.add("function=cuMemCreate caller=job.py nth=1 result=OUT_OF_MEMORY")
+        assert parked.says(0, "", "move", job.pid, "--to", 1)["way"] == "parked"
+    copied = parked.switches.count(rule)
+    assert (copied > 1) is (room != "for one"), copied
+    job.goes_on(2)
+    assert used(parked)[0] < 32 * MIB
     job.finish()
 
 

@@ -226,6 +226,8 @@ TO_A_MOVER: list[tuple[Said, int]] = [
     ({"verb": "load-open", "chunk": 4 * MIB}, 1),
     ({"verb": "load-make", **PIECES}, 0),
     ({"verb": "load-take", **PIECES}, 2),
+    ({"verb": "load-move", **PIECES}, 2),
+    ({"verb": "load-drop", "pid": 1, "ids": [1]}, 0),
     ({"verb": "load-want", "parts": [[1, 1, 0, bytes(32)]]}, 0),
     ({"verb": "load-start"}, 0),
 ]

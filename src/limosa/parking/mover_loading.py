@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from limosa.gpu.vmm import Contexts, Piece
+from limosa.gpu.vmm import Contexts, Piece, call
 from limosa.image.chunks import chunk_path, name_of
 from limosa.parking.crew import Crew, Hand, Place, default_threads
 from limosa.parking.mover_chunks import Staging, begin, of, only, read_whole
 from limosa.parking.mover_memory import made
-from limosa.parking.mover_protocol import LoadMake, LoadOpen, LoadStart, LoadTake, LoadWant
+from limosa.parking.mover_protocol import LoadDrop, LoadMake, LoadMove, LoadOpen, LoadStart, LoadTake, LoadWant
 from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.vault_protocol import Request
 
@@ -43,6 +43,32 @@ class Load(Staging):
         user = [self._contexts.ordinal(asked.gpu)]
         for id_, size, fd in zip(asked.ids, asked.sizes, fds, strict=True):
             self._pieces[asked.pid, id_] = Piece.take(fd, size, user), asked.gpu
+
+    def move_on(self, asked: LoadMove, fds: Sequence[int]) -> None:
+        """Copy what was read for pieces into memory that their process has made itself, and have that instead."""
+        self._contexts.use(asked.gpu)
+        user = [self._contexts.ordinal(asked.gpu)]
+        keys = [(asked.pid, id_) for id_ in asked.ids]
+        came = [self._pieces[key][0] for key in keys]
+        if any(piece.bytes != size for piece, size in zip(came, asked.sizes, strict=True)):
+            raise ValueError("pieces of other sizes than what was read for them")
+        stream = call("cuStreamCreate", 1)
+        try:
+            for key, piece, fd in zip(keys, came, fds, strict=True):
+                there = Piece.take(fd, piece.bytes, user)
+                self._pieces[key] = there, asked.gpu
+                call("cuMemcpyDtoDAsync", there.at, piece.at, piece.bytes, stream)
+            call("cuStreamSynchronize", stream)
+        finally:
+            call("cuStreamDestroy", stream)
+            for piece in came:
+                piece.close()
+
+    def drop(self, asked: LoadDrop, fds: Sequence[int]) -> None:
+        """Let go of pieces, and of what was read for them."""
+        for id_ in asked.ids:
+            if (key := (asked.pid, id_)) in self._pieces:
+                self._pieces.pop(key)[0].close()
 
     def want(self, asked: LoadWant, fds: Sequence[int]) -> None:
         """Note what belongs where."""
@@ -102,6 +128,8 @@ VERBS: dict[type[Request], Verb] = {
     LoadOpen: load_open,
     LoadMake: of(Load, Load.make),
     LoadTake: of(Load, Load.take),
+    LoadMove: of(Load, Load.move_on),
+    LoadDrop: of(Load, Load.drop),
     LoadWant: of(Load, Load.want),
     LoadStart: of(Load, Load.start),
 }

@@ -188,6 +188,17 @@ class LoadTake(_Pieces, tag="load-take"):
     """Map pieces of a process's memory on a GPU."""
 
 
+class LoadMove(_Pieces, tag="load-move"):
+    """Copy what was read for pieces into memory that their process has made itself, on the same GPU."""
+
+
+class LoadDrop(Request, tag="load-drop"):
+    """Let go of pieces, and of what was read for them."""
+
+    pid: Count
+    ids: Annotated[list[Id], msgspec.Meta(max_length=MOST_DESCRIPTORS)]
+
+
 class LoadWant(Request, tag="load-want"):
     """What belongs where: pid, id, from which chunk on, names of 32 bytes each."""
 

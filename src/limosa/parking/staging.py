@@ -153,6 +153,21 @@ class Loader(_Staging):
                 raise FailedUndone(f"the mover made {len(found)} of {len(ids)} pieces of memory")
             return found.take()
 
+    def move_on(self, pid: int, ids: Sequence[int], sizes: Sequence[int], gpu: str, fds: Sequence[int]) -> None:
+        """Have what was read for pieces copied into memory that their process has made itself, on the same GPU.
+
+        The descriptors of that stay ours; it takes the place of what was read into.
+        """
+        for start in range(0, len(ids), _MOST_IDS):
+            some = slice(start, start + _MOST_IDS)
+            message = protocol.LoadMove(pid=pid, ids=list(ids[some]), sizes=list(sizes[some]), gpu=gpu)
+            self._mover.ask(message, fds=fds[some])
+
+    def drop(self, pid: int, ids: Sequence[int]) -> None:
+        """Have it let go of pieces, and of what was read for them."""
+        for start in range(0, len(ids), _MOST_IDS):
+            self._mover.ask(protocol.LoadDrop(pid=pid, ids=list(ids[start : start + _MOST_IDS])))
+
     def want(self, pieces: Sequence[tuple[int, int, int]], names: Sequence[Sequence[str]]) -> None:
         """Say which chunks belong into pieces (pid, id, bytes)."""
         for parts in _parts(pieces, self.chunk):

@@ -5,21 +5,24 @@ there beside it. A chunk that does not match its name does not get there, and th
 Until then the image is the copy.
 
 On a GPU that a process did not see when it initialised the driver it can import nothing: there it makes the memory
-itself, once the driver has brought it back, and that is filled then.
+itself, once the driver has brought it back; the contents wait there (``ahead.py``), or are read then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 
-from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.errors import CannotBeMoved, FailedUndone, NoRoomOnGpu
 from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.ipc.packet import close_all
 from limosa.operation.background import Background
-from limosa.operation.journal import Member, Noted, Phase
+from limosa.operation.journal import Member, Noted, Phase, added_up
+from limosa.operation.parked import ahead
 from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.gates import Gates
 from limosa.operation.parked.shares import one_each
@@ -38,6 +41,7 @@ class _Part:
         self.member, self.saw = member, set(memory.saw)
         self.pieces = [piece for piece in memory.pieces if self._imports(piece)]
         self.late = [piece for piece in memory.pieces if not self._imports(piece)]
+        self.ahead: set[str] = set()  # GPUs where what is late waits for the process to make its memory
         self.target: dict[int, int] = {}
         self.shim: Shim | None = None
 
@@ -46,6 +50,13 @@ class _Part:
         if self.shim is None:
             self.shim = Shim(self.member.identity)
         return self.shim
+
+    def late_on(self) -> dict[str, list[DevicePiece]]:
+        """What it makes itself, by the GPU that it goes to."""
+        found: dict[str, list[DevicePiece]] = {}
+        for piece in self.late:
+            found.setdefault(self.there(piece), []).append(piece)
+        return found
 
     def there(self, piece: DevicePiece) -> str:
         return self.member.map.get(piece.gpu, piece.gpu)
@@ -114,6 +125,20 @@ class Loading(Carrier):
             loader.want([(part.member.pid, p.id, p.bytes) for p in own], [p.chunks for p in own])
             for piece in own:
                 part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
+        for part in self._parts:
+            self._come_ahead(loader, part)
+
+    def _come_ahead(self, loader: Loader, part: _Part) -> None:
+        """Has what it will make itself read into memory of the mover's, on GPUs that have room for both."""
+        pid, late = part.member.pid, part.late_on()
+        sizes = {gpu: [piece.bytes for piece in mine] for gpu, mine in late.items()}
+        for gpu in ahead.fits(self._work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
+            mine = late[gpu]
+            with contextlib.suppress(NoRoomOnGpu):  # somebody was quicker
+                close_all(loader.make(pid, [piece.id for piece in mine], sizes[gpu], gpu))
+                loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
+                part.ahead.add(gpu)
+                self._work.made = added_up([self._work.made, {gpu: sum(sizes[gpu])}])  # it can be given up
 
     def copy(self) -> None:
         self._reading.start(self._read)
@@ -148,19 +173,34 @@ class Loading(Carrier):
             raise FailedUndone(f"{self.done.bytes} of {self.bytes} bytes of device memory were read")
 
     def _make_late(self) -> None:
-        """Have the processes make memory themselves, where they can import none."""
+        """Have the processes make memory themselves, where they can import none, and fill it with what came ahead.
+
+        What did not is wanted from the image.
+        """
         assert self._loader is not None
         for part in self._parts:
-            pid = part.member.pid
-            for gpu in sorted({part.there(piece) for piece in part.late}):
-                mine = [piece for piece in part.late if part.there(piece) == gpu]
-                ids = [piece.id for piece in mine]
-                fds = part.connected().make(ids)
+            pid, loader = part.member.pid, self._loader
+            for gpu, mine in part.late_on().items():
+                ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]
+                fds, came = ahead.made(part.connected(), ids, partial(self._give_up, part))
                 try:
-                    self._loader.take(pid, ids, [piece.bytes for piece in mine], gpu, fds)
+                    if gpu in part.ahead and came:
+                        loader.move_on(pid, ids, sizes, gpu, fds)
+                        continue
+                    loader.take(pid, ids, sizes, gpu, fds)
                 finally:
                     close_all(fds)
-                self._loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
+                loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
+
+    def _give_up(self, part: _Part) -> None:
+        """Lets go of what came ahead: the process needs the room. It is read once more."""
+        assert self._loader is not None
+        for gpu, mine in part.late_on().items():
+            if gpu in part.ahead:
+                self._loader.drop(part.member.pid, [piece.id for piece in mine])
+                again = sum(piece.bytes for piece in mine)
+                self.done = Done(self.done.chunks, self.done.bytes - again, self.done.seconds)
+        part.ahead.clear()
 
     def arrive(self) -> None:
         for part in self._parts:

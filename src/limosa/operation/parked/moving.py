@@ -17,7 +17,7 @@ from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.ipc.packet import close_all
 from limosa.operation import counting
 from limosa.operation.journal import Member, Noted, Phase
-from limosa.operation.parked import gates, shares
+from limosa.operation.parked import ahead, gates, shares
 from limosa.operation.parked.calls import together
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held
@@ -69,11 +69,15 @@ class _Part(Process):
 
 
 class _Later(NamedTuple):
-    """Pieces that their process makes itself when it is there; until then the mover keeps the room for them."""
+    """Pieces that their process makes itself when it is there; until then the mover keeps the room for them.
+
+    ``ahead``: their contents are in that room by then.
+    """
 
     key: str
     pieces: list[Memory]
     gpu: str
+    ahead: bool
 
 
 class Moving(Beside[_Part]):
@@ -127,7 +131,10 @@ class Moving(Beside[_Part]):
                 if any(m.share for m in pieces):
                     raise CannotBeMoved(detail=_BLIND)
                 close_all(mover.make(f"{key}/room", sizes, there))
-                part.later.append(_Later(key, pieces, there))
+                fits = bool(ahead.fits(self._work, {there: sum(sizes)}))
+                if fits:
+                    copies.append((f"{key}/source", f"{key}/room", there))
+                part.later.append(_Later(key, pieces, there, fits))
                 continue
             made = mover.make(f"{key}/target", sizes, there)
             part.target.update(zip(ids, made, strict=True))
@@ -195,27 +202,34 @@ class Moving(Beside[_Part]):
                 raise FailedUndone(f"process {part.member.pid} could not be given its memory back")
 
     def _make_there(self) -> None:
-        """Has processes make what they cannot import, in the room that was kept for it, and fills that."""
+        """Has processes make what they cannot import, and fills that: with what came ahead, or from where it was."""
         copies: dict[int, list[tuple[str, str, str]]] = {}
         with self._work.spent("make"):
             for part in self._parts:
-                mover = self._residents.mover(part.shim.owner)
                 for later in part.later:
-                    pieces = [m for m in later.pieces if m.id in part.source]  # others it has freed since
-                    mover.drop(f"{later.key}/room")
-                    fds = part.shim.make([m.id for m in pieces])
-                    try:
-                        sizes = [m.bytes for m in pieces]
-                        if len(pieces) < len(later.pieces):
-                            mover.drop(f"{later.key}/source")
-                            mover.take(f"{later.key}/source", [part.source[m.id] for m in pieces], sizes, later.gpu)
-                        mover.take(f"{later.key}/target", fds, sizes, later.gpu)
-                    finally:
-                        close_all(fds)
-                    copies.setdefault(part.shim.owner, []).append(
-                        (f"{later.key}/source", f"{later.key}/target", later.gpu)
-                    )
+                    copies.setdefault(part.shim.owner, []).append(self._made_by_itself(part, later))
             self._copy(copies)
+
+    def _made_by_itself(self, part: _Part, later: _Later) -> tuple[str, str, str]:
+        """Has it make these pieces; returns what is to be copied into them."""
+        mover, gpu = self._residents.mover(part.shim.owner), later.gpu
+        source, room, target = (f"{later.key}/{what}" for what in ("source", "room", "target"))
+        pieces = [m for m in later.pieces if m.id in part.source]  # others it has freed since
+        all_there = len(pieces) == len(later.pieces)
+        ids, sizes = [m.id for m in pieces], [m.bytes for m in pieces]
+        if later.ahead and all_there:
+            fds, came = ahead.made(part.shim, ids, lambda: mover.drop(room))
+        else:
+            mover.drop(room)
+            fds, came = part.shim.make(ids), False
+        try:
+            if not all_there:
+                mover.drop(source)
+                mover.take(source, [part.source[i] for i in ids], sizes, gpu)
+            mover.take(target, fds, sizes, gpu)
+        finally:
+            close_all(fds)
+        return room if came else source, target, gpu
 
     def _copy(self, copies: Mapping[int, Sequence[tuple[str, str, str]]]) -> None:
         limit, movers = copy_limit(self.bytes), self._residents.mover

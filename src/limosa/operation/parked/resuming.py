@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-from limosa.errors import FailedUndone, LimosaError
+from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
+from limosa.ipc.packet import close_all
 from limosa.operation.journal import Member, Noted, Phase, added_up
-from limosa.operation.parked import shares
+from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
 from limosa.operation.parked.carrier import Beside, Process
 from limosa.operation.parked.holders import Held, aside_key
@@ -26,6 +28,7 @@ class _Coming(Process):
         super().__init__(member, shim, arena)
         self.segments, layout = parts_of(member, arena)
         self.layout, self.saw = layout.pieces, set(layout.saw)
+        self.ahead: set[str] = set()  # GPUs where contents wait for it to make its memory
 
     def held(self, side: str) -> list[Held]:
         return [Held(p.id, p.bytes, self.there(p)) for p in self.layout if p.id in self.target]
@@ -46,10 +49,10 @@ class _Coming(Process):
                 found.setdefault(self.there(placed), []).append(placed)
         return found
 
-    def copies(self, *, seen: bool) -> list[Copy]:
-        """What is to be copied to these: key, arena, where in it, GPU."""
-        pid = self.member.pid
-        return [(f"{pid}/{gpu}", f"{pid}/arena", mine[0].offset, gpu) for gpu, mine in self.on(seen=seen).items()]
+    def copies(self, gpus: Iterable[str], what: str = "") -> list[Copy]:
+        """What is to be copied to the pieces that go to these GPUs: key, arena, where in it, GPU."""
+        pid, mine = self.member.pid, {**self.on(seen=True), **self.on(seen=False)}
+        return [(f"{pid}/{gpu}{what}", f"{pid}/arena", mine[gpu][0].offset, gpu) for gpu in gpus]
 
 
 class Resuming(Beside[_Coming]):
@@ -73,13 +76,27 @@ class Resuming(Beside[_Coming]):
         for part in self._parts:
             pid, mover = part.member.pid, self._residents.mover(part.shim.owner)
             mover.prepare(sorted(part.on(seen=False)))
+            self._come_ahead(part)
             self._hold(part)
             if part.layout:
                 total = sum(p.bytes for p in part.layout)
                 mover.hold(f"{pid}/arena", part.segments, total, part.there(part.layout[0]), pin=False)
 
+    def _come_ahead(self, part: _Coming) -> None:
+        """Makes memory for what it will have to make itself, on GPUs that have room for both."""
+        mover, late = self._residents.mover(part.shim.owner), part.on(seen=False)
+        sizes = {gpu: [p.bytes for p in mine] for gpu, mine in late.items()}
+        for gpu in ahead.fits(self._work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
+            with contextlib.suppress(NoRoomOnGpu):  # somebody was quicker
+                close_all(mover.make(f"{part.member.pid}/{gpu}/ahead", sizes[gpu], gpu))
+                part.ahead.add(gpu)
+                self._work.made = added_up([self._work.made, {gpu: sum(sizes[gpu])}])  # it can be given up
+
     def copy(self) -> None:
-        copies = [(part.shim.owner, part.copies(seen=True)) for part in self._parts]
+        copies = [
+            (part.shim.owner, [*part.copies(part.on(seen=True)), *part.copies(part.ahead, "/ahead")])
+            for part in self._parts
+        ]
         self._copying.start(lambda: copy_all(self._work, self._residents, "in", copies, self.bytes))
 
     def arrive(self) -> None:
@@ -99,14 +116,26 @@ class Resuming(Beside[_Coming]):
     def _made_by_itself(self, part: _Coming) -> Stand:
         mover, pid = self._residents.mover(part.shim.owner), part.member.pid
         late = part.on(seen=False)
-        ids = [p.id for mine in late.values() for p in mine]
-        part.target.update(zip(ids, part.shim.make(ids), strict=True))
-        self._hold(part)
         for gpu, mine in late.items():
-            mover.take(f"{pid}/{gpu}", [part.target[p.id] for p in mine], [p.bytes for p in mine], gpu)
+            ids = [p.id for p in mine]
+            fds, came = ahead.made(part.shim, ids, partial(self._give_up, part))
+            part.target.update(zip(ids, fds, strict=True))
+            if not came:
+                part.ahead.clear()
+            mover.take(f"{pid}/{gpu}", fds, [p.bytes for p in mine], gpu)
+        self._hold(part)
         with self._work.spent("copy-late"):
-            mover.host("in", part.copies(seen=False), copy_limit(self.bytes))
-        return part.shim.map(ids)
+            there = [(f"{pid}/{gpu}/ahead", f"{pid}/{gpu}", gpu) for gpu in part.ahead]
+            if there:
+                mover.copy(there, copy_limit(self.bytes))
+            if others := part.copies(late.keys() - part.ahead):
+                mover.host("in", others, copy_limit(self.bytes))
+        return part.shim.map([p.id for mine in late.values() for p in mine])
+
+    def _give_up(self, part: _Coming) -> None:
+        """Lets go of what came ahead: the process needs the room."""
+        for gpu in part.ahead:
+            self._residents.mover(part.shim.owner).drop(f"{part.member.pid}/{gpu}/ahead")
 
     def back(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""

@@ -3,10 +3,11 @@
     torchrun --nproc-per-node=2 groups.py --record FILE --kind plain|threads|graph
 
 Every collective that PyTorch knows is used, each on another group, some of them at the same time. threads: a second
-thread of each rank has a group of its own. graph: an all-reduce is captured in a CUDA graph and replayed.
+thread of each rank has a group of its own, before each step: NCCL wants all ranks to use their communicators in one
+order (two threads at once hung where nobody moved the job). graph: an all-reduce is captured in a CUDA graph and
+replayed.
 """
 
-import os
 import threading
 
 import torch
@@ -72,7 +73,7 @@ class Groups:
 
 
 class Beside:
-    """A thread with a group of its own: as many rounds as there are steps, at any time during the step."""
+    """A thread with a group of its own: as many rounds as there are steps."""
 
     def __init__(self, record):
         self.device = record.device
@@ -131,19 +132,17 @@ class Graph:
 
 def main():
     chosen = options("plain", "threads", "graph")
-    if chosen.kind == "threads":  # or streams share queues on the GPU, in another order on each of them
-        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
     record = begin(chosen, eager=True)
     groups = Groups(record) if chosen.kind != "graph" else None
     beside = Beside(record) if chosen.kind == "threads" else None
     graph = Graph(record) if chosen.kind == "graph" else None
     last = False
     while not last:
+        total = 0.0
         if beside is not None:
             beside.start()
-        total = graph.step() if graph is not None else groups.step(record.steps)
-        if beside is not None:
             total += beside.join()
+        total += graph.step() if graph is not None else groups.step(record.steps)
         last = record.step(total, [graph.x if graph is not None else groups.x])
     if graph is not None:
         graph.end()
