@@ -7,8 +7,11 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
+import pytest
+
+from limosa.ipc.packet import Wrong
 from limosa.native.build import SHIM, compilers
-from limosa.parking import protocol
+from limosa.parking import answers, protocol
 
 HEADER = (SHIM / "protocol.h").read_text()
 REAL = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13" / "include"
@@ -167,3 +170,11 @@ def test_every_function_that_the_shim_calls_takes_as_many_arguments_as_nvidias(t
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
+
+
+def test_what_a_program_has_imported_and_not_mapped_yet_has_no_size() -> None:
+    """NCCL does so while it makes a communicator. Of any other piece no size is a lie."""
+    (found,) = answers.memories(protocol.RECORD.pack(7, 0, 0, 0, 1, protocol.SHARED, 0, 0), 1)
+    assert (found.id, found.bytes, found.shared) == (7, 0, True)
+    with pytest.raises(Wrong):
+        list(answers.memories(protocol.RECORD.pack(7, 0, 0, 0, 1, 0, 0, 0), 1))

@@ -43,7 +43,7 @@ class Memory(msgspec.Struct, frozen=True):
     """One piece of device memory that the shim looks after."""
 
     id: int  # its number in that process, never used twice
-    bytes: int  # physical size, a multiple of 2 MiB
+    bytes: int  # physical size, a multiple of 2 MiB; 0: shared, and not mapped yet
     device: int  # the process's number of its GPU
     at: int = 0  # the address where it is first mapped, 0 where it is not
     plain: bool = False  # whether it is of cuMemAlloc (else of cuMemCreate)
@@ -149,7 +149,8 @@ def memories(data: bytes, n: int) -> Iterator[Memory]:
     """Yield the pieces of one packet."""
     exactly(data, n * protocol.RECORD.size)
     for id_, bytes_, at, share, device, flags, owner, _ in protocol.RECORD.iter_unpack(data):
-        if not 0 < bytes_ <= MOST_BYTES or device >= MOST_GPUS or flags & ~_FLAGS or not -1 <= owner <= _MOST_PID:
+        least = 0 if flags & SHARED else 1  # what the program has imported and not mapped yet: nobody knows its size
+        if not least <= bytes_ <= MOST_BYTES or device >= MOST_GPUS or flags & ~_FLAGS or not -1 <= owner <= _MOST_PID:
             raise Wrong(f"a piece of memory that there cannot be ({bytes_} bytes on device {device})")
         yield Memory(
             id_,
