@@ -216,6 +216,10 @@ class Containerd(Runtime):
     def made_as(self, name: str, operation: str, record: ContainerRecord) -> str:
         return f"{record.namespace}/{name}/{operation}"
 
+    def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
+        made, used = super().alone(record, f"{record.namespace}/{name}", bundle)
+        return made, used
+
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         word = _Word.of(name)
         assert word is not None

@@ -188,6 +188,12 @@ class Podman(Runtime):
         """Those of a container's volumes that are there."""
         return [v for v in record.volumes if NAME.fullmatch(v) and not self._run("volume", "exists", "--", v).rc]
 
+    def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
+        made, used = super().alone(record, name, bundle)
+        there = self._volumes(record)
+        made += [f"volume {v}" for v in record.volumes if v not in there]
+        return made, [*used, *(f"volume {v}" for v in there)]
+
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         options = [f"--import=/proc/self/fd/{kept.images_fd}/{ARCHIVE}", f"--name={check_name(name)}"]
         if name != record.name:  # those are the other one's

@@ -84,13 +84,20 @@ class Runc(Runtime):
         if self.find(name) is not None:
             found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
         place = bundle or record.bundle
-        if not bundle and any(s.bundle == place for s in states(self.notes)):
+        if any(s.bundle == place for s in states(self.notes)):
             text = f"another container lives in the bundle {place}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
         elif read(place, "config.json", Spec) is None:
             text = f"there is no bundle {place} whose config.json only root can change"
             found.append(("container-bundle", text, "--bundle names one with the same root file system"))
         return found
+
+    def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
+        made, used = super().alone(record, name, bundle)
+        return [*made, f"bundle {os.path.realpath(bundle or record.bundle)}"], used
+
+    def taken_since(self, name: str) -> bool:
+        return self.find(name) is not None  # what is there under the name would be taken for what was made
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         known_ = folders(self.notes)

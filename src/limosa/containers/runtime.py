@@ -32,6 +32,7 @@ MACHINES = "host"
 """What the network, and any other namespace, of a container is called that has the machine's."""
 
 SHARES = "container-shares"
+_MOST_PORTS = 2000
 
 
 class Volume(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         criu_folder: the folder with the CRIU that the runtime is to use.
         images_fd: the image's folder ``criu/``.
-        work_fd: the folder for logs.
+        work_fd: the folder for logs, for this run alone.
         tcp_established, file_locks, ext_unix_sk: as CRIU has them.
         stats: whether CRIU's statistics are wanted.
         output: a descriptor of where the output of a container goes that has no place of its runtime's for that.
@@ -134,6 +135,22 @@ class Runtime(ABC):
     @abstractmethod
     def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         """Return what stands against bringing a container back under a name: (id, text, hint) of each."""
+
+    def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
+        """Return what of a container that is brought back there is one of on the machine, in words.
+
+        Returns:
+            What it makes or takes, so that no other can at the same time; and what is there already and others may use
+            as well, once it has been made.
+        """
+        del bundle
+        ports = [f"port {port}" for port in record.ports[:_MOST_PORTS]]
+        return [f"container {self.name}:{name}", *ports], []
+
+    def taken_since(self, name: str) -> bool:
+        """Whether a container of that name is there, where making another one would not tell."""
+        del name
+        return False
 
     @abstractmethod
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:

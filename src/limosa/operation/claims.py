@@ -20,6 +20,11 @@ its own user and root may work on a process, and both are believed about it (``e
 and again. That ends in Busy for both after a second, and nothing is touched. Room on GPUs is looked
 at in step 3 as well, when one's own claim can be seen by others.
 
+An image may be restored several times at once, where each restore makes a container of its own (``shared``): these
+claims of one folder do not keep each other out, and all others do: a checkpoint into it, its removal, a restore under
+the job's own pids. What only one of them can have besides is claimed by name: the container's name, its bundle, a port
+of the machine.
+
 A claim in a container is not seen outside, nor the other way round: between these stands a lock of the kernel's
 (``across_namespaces.py``).
 """
@@ -54,8 +59,13 @@ class Claim(msgspec.Struct, kw_only=True):
     holder: Identity  # the process that made it
     pids: list[Identity] = []  # the processes it works on
     gpus: Sizes = {}  # bytes by GPU UUID that must stay free for it (its destination, and its way back)
-    # image folders it writes or restores, by all their names
+    # image folders it writes, removes or restores, by all their names
     paths: Annotated[list[PathText], msgspec.Meta(max_length=16)] = []
+    shared: bool = False  # whether it only reads these: others that do are not kept out
+    # what it brings into being, or takes, that there is one of on the machine: "container podman:train", "port 80"
+    names: Annotated[list[PathText], msgspec.Meta(max_length=4096)] = []
+    # what is there already, and others may use at the same time: but not while one makes it ("volume data")
+    uses: Annotated[list[PathText], msgspec.Meta(max_length=4096)] = []
     since: Time = msgspec.field(default_factory=time.time)
     owner: int = -1  # whose it is. This and the next two are for whoever reads it to say, whatever the file says.
     alive: bool = True  # whether its holder lives, and is the owner's
@@ -111,7 +121,7 @@ def everybodys(*, whole: bool = False, of: Iterable[Identity] = ()) -> list[Clai
             if not claim.left and note.owner != caller:
                 continue
             if note.owner not in (0, caller):  # to be recovered: that is between him, his processes and root
-                claim.gpus, claim.paths = {}, []
+                claim.gpus, claim.paths, claim.names, claim.uses = {}, [], [], []
         found.append(claim)
     return found
 
@@ -127,16 +137,28 @@ def being_worked_on() -> set[int]:
     return {process.pid for claim in everybodys() if claim.alive for process in claim.pids}
 
 
-def in_the_way(claim: Claim, paths: Collection[str]) -> str:
+def in_the_way(claim: Claim, paths: Collection[str], *, shared: bool = False) -> str:
     """Which of these folders another's claim speaks for; "" where it is none.
 
-    A user speaks for folders of his, and for those that he could make: for all others he could do nothing either. The
-    folders looked at are the caller's own, by the names that he has for them (``names_of``).
+    ``shared``: they are only to be read. A user speaks for folders of his, and for those that he could make: for all
+    others he could do nothing either. The folders looked at are the caller's own, by the names that he has for them
+    (``names_of``).
     """
-    for path in sorted(set(paths) & set(claim.paths)):
+    for path in () if shared and claim.shared else sorted(set(paths) & set(claim.paths)):
         if claim.owner in (0, os.geteuid()) or _could_make(path, claim.owner):
             return path
     return ""
+
+
+def _name_in_the_way(claim: Claim, other: Claim) -> str:
+    """What only one can have and another's claim speaks for; "" where it is nothing.
+
+    Only root brings containers back, so nobody else has a say in it.
+    """
+    if other.owner not in (0, os.geteuid()):
+        return ""
+    taken = set(claim.names) & {*other.names, *other.uses} | set(claim.uses) & set(other.names)
+    return min(taken, default="")
 
 
 def _could_make(path: str, uid: int) -> bool:
@@ -156,10 +178,11 @@ def lives(process: Identity) -> bool:
         return True
 
 
-def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
+def make(claim: Claim, check: Callable[[], None] = lambda: None, *, past_dead: bool = False) -> Claim:
     """Claims jobs (and images), or says who has them; see the module.
 
     ``check`` is called when the claim is written (is there room?); what it raises is passed on, and the claim is gone.
+    ``past_dead``: what an operation that died has left in the middle keeps nobody out.
     Raises Busy (another works on one of them, or died working on it) and FailedUndone (nobody can say what is claimed).
     """
     claim.paths = sorted(set().union(*map(names_of, claim.paths)))
@@ -169,11 +192,11 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
         while True:
             tries, begun = tries + 1, time.monotonic()
             before = now = everybodys(whole=True, of=claim.pids)
-            _refuse(claim, before)
+            _refuse(claim, before, past_dead)
             claim.save()
             try:
                 now = everybodys(whole=True, of=claim.pids)
-                _refuse(claim, now)
+                _refuse(claim, now, past_dead)
                 across_namespaces.hold(claim.id, claim.pids)
                 check()
                 return claim
@@ -187,19 +210,28 @@ def make(claim: Claim, check: Callable[[], None] = lambda: None) -> Claim:
             time.sleep(random.uniform(0, min(_PATIENCE / 3, looked * 2**tries)))  # noqa: S311 - who goes first
 
 
-def _refuse(claim: Claim, others: Iterable[Claim]) -> None:
+def refuse(claim: Claim, *, past_dead: bool = False) -> None:
+    """Raises Busy as ``make`` does, and claims nothing."""
+    claim.paths = sorted(set().union(*map(names_of, claim.paths)))
+    _refuse(claim, everybodys(whole=True, of=claim.pids), past_dead)
+
+
+def _refuse(claim: Claim, others: Iterable[Claim], past_dead: bool) -> None:
     """Raises Busy for what somebody else has; removes a claim of the caller's own whose operation is gone."""
     wanted = set(claim.pids)
     for other in others:
-        shared, path = wanted & set(other.pids), in_the_way(other, claim.paths)
-        if (other.id == claim.id and other.owner == os.geteuid()) or not (shared or path):
+        both = wanted & set(other.pids)
+        thing = in_the_way(other, claim.paths, shared=claim.shared) or _name_in_the_way(claim, other)
+        if (other.id == claim.id and other.owner == os.geteuid()) or not (both or thing):
             continue
-        pid = min(shared).pid if shared else 0
+        pid = min(both).pid if both else 0
         if other.alive:
             who = f"{other.operation} by process {other.holder.pid}"
-            raise Busy(pid=pid, by=who) if shared else Busy(f"{path} is being worked on by {who}", pid=0)
+            raise Busy(pid=pid, by=who) if both else Busy(f"{thing} is being worked on by {who}", pid=0)
+        if other.left and past_dead:
+            continue
         if other.left:
-            what = f"process {pid}" if shared else path
+            what = f"process {pid}" if both else thing
             raise Busy(f"a {other.operation} that died has left {what} in the middle", hint="limosa recover", pid=pid)
         other.release()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import time
 from collections.abc import Iterator
 
-from limosa.errors import Busy, LimosaError, UsageError
+from limosa.errors import LimosaError, UsageError
 from limosa.image import Image, open_image
 from limosa.image.files import open_folder
 from limosa.image.manifest import LOG_NAME
@@ -16,6 +18,7 @@ from limosa.operation import claims
 from limosa.operation.leftovers import remove_table, tables_of
 from limosa.process.criu.run import DUMP_LOG
 from limosa.process.criu.stats import run_id
+from limosa.process.identity import Identity
 
 _SHORTEST = 8  # characters of a run's id that tell it from all others
 
@@ -25,14 +28,32 @@ _LONGEST = 4096  # PATH_MAX of Linux
 def remove_image(path: str | os.PathLike[str]) -> int:
     """Removes an image, or an unfinished folder, and the nftables table that its dump left; returns the bytes freed.
 
-    Raises UsageError (it is neither) and Busy (a living checkpoint writes it).
+    Raises UsageError (it is neither) and Busy (a living operation writes or reads it).
     """
     if len(os.fspath(path)) > _LONGEST:
         raise UsageError(detail=f"a path of {len(os.fspath(path))} characters is none")
-    names = claims.names_of(path)
-    for claim in claims.everybodys(whole=True):
-        if claim.alive and (found := claims.in_the_way(claim, names)):
-            raise Busy(f"{found} is being worked on: {claim.operation} by process {claim.holder.pid}", pid=0)
+    with _claimed(path):
+        return _remove(path)
+
+
+@contextlib.contextmanager
+def _claimed(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps restores and checkpoints away meanwhile; Busy: one of them has it."""
+    me = Identity.of(os.getpid())
+    claim = claims.Claim(id=f"rm-{me.pid}-{time.time_ns():x}", operation="rm", holder=me, paths=[os.fspath(path)])
+    try:
+        claims.make(claim, past_dead=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        claims.refuse(claim, past_dead=True)  # the disk is full: what rm is for
+    try:
+        yield
+    finally:
+        claim.release()
+
+
+def _remove(path: str | os.PathLike[str]) -> int:
     tables: set[str] = set()
 
     def look(fd: int) -> None:

@@ -204,7 +204,7 @@ class Work(Clock):
             self._driver = drivers.driver()
         return self._driver
 
-    def begin(
+    def begin(  # noqa: PLR0913 - options are keywords
         self,
         members: Sequence[Member],
         *,
@@ -213,11 +213,15 @@ class Work(Clock):
         image: str = "",
         leave_running: bool = False,
         gpus: Mapping[str, int] | None = None,
+        shared: bool = False,
+        names: Sequence[str] = (),
+        uses: Sequence[str] = (),
         check: Callable[[], None] = lambda: None,
     ) -> Journal:
         """Claims the job (Busy), opens the journal, and leaves the worker its will: undo if this process dies.
 
-        ``gpus``: bytes to claim by GPU UUID; ``check`` looks, under the lock of all claims, whether they are there.
+        ``gpus``: bytes to claim by GPU UUID; ``shared``, ``names``, ``uses``: as a claim has them. ``check`` looks,
+        under the lock of all claims, whether all that is there.
         """
         self._image = image
         header = Header(
@@ -237,6 +241,9 @@ class Work(Clock):
             pids=list(tree),
             gpus=dict(gpus or {}),
             paths=[image] if image else [],
+            shared=shared,
+            names=list(names),
+            uses=list(uses),
         )
         self.state_before = JobState.GONE if self.brings_job else common_state(members)
         self.claim = make(claim, check)

@@ -7,24 +7,29 @@ those alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
+from typing import Any
 
 from limosa import start
 from limosa.containers import Containers
 from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
-from limosa.errors import FailedUndone, LimosaError, Reason, UndoFailed
+from limosa.errors import FailedUndone, LimosaError, Reason, Refused, UndoFailed
 from limosa.image import Image
 from limosa.operation import container_gpus
 from limosa.operation.journal import Noted, Phase
+from limosa.operation.leftovers import keep_log
 from limosa.operation.restore_options import ImageFacts, Options
 from limosa.operation.step import Verb
 from limosa.operation.steps.returning import Checked, Returning
 from limosa.operation.work import Work
 from limosa.process import sees_inside
-from limosa.process.criu.lent import lent
+from limosa.process.criu.lent import lent, work_folder
 from limosa.process.criu.program import Criu
+from limosa.process.criu.run import RESTORE_LOG
 from limosa.process.identity import Identity
 from limosa.process.launch import open_log
 from limosa.process.namespaces import Pids
@@ -46,6 +51,17 @@ class ContainerReturning(Returning):
         self.log = ""
         self.keeper: subprocess.Popen[bytes] | None = None  # of its output
 
+    def claims(self) -> dict[str, Any]:
+        """The image is only read: others may make containers of it at the same time, under other names."""
+        names, uses = self.runtime.alone(self.record, self.called, self.options.bundle or "")
+        return {"shared": True, "names": names, "uses": uses}
+
+    def look_again(self) -> None:
+        super().look_again()
+        if self.runtime.taken_since(self.called):
+            text = f"{self.runtime.name} has a container {self.called} by now"
+            raise Refused([Reason(id="container-name", text=text, exit_code=23, hint="another name with --name")])
+
     def criu(self) -> None:
         work, given = self.work, self.manifest.options
         if self.members:
@@ -61,7 +77,6 @@ class ContainerReturning(Returning):
             bundle=self.options.bundle or self.record.bundle,
         )
         output = self._kept_in(self.options.log) if self.options.log is not None else None
-        log_fd = self.image.open_log()
         options = self.options
         chosen = {
             "--tcp-close": given.get("tcp_close") or options.tcp_close,
@@ -71,9 +86,12 @@ class ContainerReturning(Returning):
         }
         extra = [word for word, is_chosen in chosen.items() if is_chosen]
         try:
-            with lent(
-                self.program, extra, operation=work.id, restores=True, name_stays=self.runtime.keeps_path
-            ) as folder:
+            with (
+                lent(
+                    self.program, extra, operation=work.id, restores=True, name_stays=self.runtime.keeps_path
+                ) as folder,
+                self._logs(folder) as log_fd,
+            ):
                 kept = Kept(
                     criu_folder=folder,
                     images_fd=self.image.criu_fd,
@@ -91,13 +109,24 @@ class ContainerReturning(Returning):
                 work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
                 self.runtime.rename(self.contained, self.called)
         finally:
-            os.close(log_fd)
             if output is not None:
                 os.close(output)
         work.armed()
         assert self.contained.init is not None
         self._note_root(self.contained.init.pid)
         self._tell_of_devices()
+
+    @contextlib.contextmanager
+    def _logs(self, folder: str) -> Iterator[int]:
+        """A folder for CRIU's log: nothing is written into the image. What says why it failed is kept."""
+        with work_folder(folder) as fd:
+            try:
+                yield fd
+            except FailedUndone as error:
+                with contextlib.suppress(OSError):
+                    os.stat(RESTORE_LOG, dir_fd=fd, follow_symlinks=False)
+                    error.hint = error.hint or f"CRIU's log is {keep_log(fd, RESTORE_LOG, self.work.id)}"
+                raise
 
     def _kept_in(self, path: str | os.PathLike[str]) -> int:
         """Return a pipe whose other end goes to a file, for as long as anybody has it.
@@ -121,6 +150,9 @@ class ContainerReturning(Returning):
             os.close(log.fd)
         self.log = str(log.path)
         return writer
+
+    def half_made(self) -> list[int]:
+        return []  # the image's pids are of its own namespace, and its runtime takes away what it has made
 
     def here(self, pid: int) -> int:
         assert self.root is not None

@@ -7,11 +7,21 @@ import ctypes
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
 from limosa import gpu
-from limosa.errors import CriuFailed, FailedUndone, LimosaError, NoRoomOnGpu, PermissionDenied, Reason, Refused
+from limosa.errors import (
+    CriuFailed,
+    FailedUndone,
+    LimosaError,
+    NoRoomOnGpu,
+    NoSuchImage,
+    PermissionDenied,
+    Reason,
+    Refused,
+)
 from limosa.image import Image, open_image
 from limosa.image.verify import VerifyResult
 from limosa.image.verify import verify as verify_image
@@ -111,7 +121,8 @@ class Returning(Op):
 
     def run(self) -> RestoreResult:
         work = self.work
-        work.begin(self.members, image=str(self.image.path), gpus=room.needs(self.members), check=self._refuse_shortage)
+        gpus = room.needs(self.members)
+        work.begin(self.members, image=str(self.image.path), gpus=gpus, check=self.look_again, **self.claims())
         run(self.verb, self)
         if self.loading is not None:  # it runs: nothing that comes now is a reason to end it
             with contextlib.suppress(LimosaError, OSError, EOFError):
@@ -199,7 +210,18 @@ class Returning(Op):
         if self.remade is not None:
             self.remade.undo()
 
-    def _refuse_shortage(self) -> None:
+    def claims(self) -> dict[str, Any]:
+        """What ``Work.begin`` is to claim besides: as the pids of the image, it is this restore's alone."""
+        return {}
+
+    def look_again(self) -> None:
+        """What others may have done since it was looked at, now that they see the claim."""
+        try:
+            there = os.path.samestat(os.stat(self.image.path), os.fstat(self.image.fd))
+        except OSError:
+            there = False
+        if not there:  # ``rm`` was faster
+            raise NoSuchImage(path=self.image.path)
         if self.members:
             idle.refuse_shortage(self.work.driver, self.members, self.work.id)
 
@@ -267,6 +289,10 @@ class Returning(Op):
             return Refused(reasons)
         error.hint = "nothing was started; the image is as it was"
         return error
+
+    def half_made(self) -> list[int]:
+        """The pids that a CRIU which was killed may have left processes under."""
+        return [p.pid for p in self.manifest.tree]
 
     def here(self, pid: int) -> int:
         """What a process of the image is called here."""
@@ -362,4 +388,4 @@ class Returning(Op):
             end_tree(self.work.driver, self.root.pid, awake, self.work.started, self.root)
         elif self.criu_process is not None:
             # CRIU has said no root: what it has made, and only that, is under its own session or the image's pids.
-            leftovers.end_unfinished(self.criu_process, [p.pid for p in self.manifest.tree])
+            leftovers.end_unfinished(self.criu_process, self.half_made())

@@ -62,6 +62,25 @@ def lent(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def work_folder(folder: str) -> Iterator[int]:
+    """Make a folder for the logs of what uses a lent CRIU, which goes away with it: an image may be read by several.
+
+    Args:
+        folder: what :func:`lent` has made.
+
+    Yields:
+        A descriptor of it.
+    """
+    path = Path(folder, "work")
+    path.mkdir(mode=0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def forget(operation: str) -> None:
     """Remove what an operation that was killed has left: nothing that it has lent is in use any more.
 

@@ -1,0 +1,107 @@
+"""Several restores of one image at the same moment: each makes a container of its own, and they are all right."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from containers.runtimes import Container
+from soft_node import Node
+from test_containers_to_disk import Desk, as_undisturbed, begin, desk_of, gpus_of, recovered, until
+
+__all__ = ["desk_of"]
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+
+
+@pytest.fixture
+def node(new_node: Callable[..., Node]) -> Node:
+    return new_node(gpus=3, memory="256MiB")
+
+
+@pytest.fixture(params=["podman", "runc", "containerd"])
+def desk(request: pytest.FixtureRequest, desk_of: Callable[[str], Desk]) -> Desk:
+    return desk_of(request.param)
+
+
+def bundle(desk: Desk, one: Container, name: str) -> list[str]:
+    """runc's clones need one each."""
+    return ["--bundle", desk.runtime.same_bundle(one, desk.name(name))] if desk.runtime.name == "runc" else []
+
+
+def begin_clone(desk: Desk, one: Container, name: str, gpu: int) -> Any:
+    more = bundle(desk, one, name)
+    return begin(desk, "restore", desk.image(), "--to", gpu, "--name", desk.name(name), *more, "-o", "json")
+
+
+def holds_the_image(desk: Desk, limosa: Any) -> None:
+    """Waits until a restore is in the middle: the driver is at it."""
+    runtime = {"podman": "import", "runc": "--detach", "containerd": "swrk"}
+    del runtime
+    claims = Path(
+        desk.node.run(
+            [sys.executable, "-c", "from limosa.process.places import own_folder as o; print(o('claims'))"],
+            env=desk.runtime.environment(),
+        ).stdout.strip()
+    )
+    until(lambda: list(claims.glob(f"restore-{limosa.pid}-*.json")), 60)
+
+
+def test_three_at_the_same_moment(desk: Desk, rootfs: Path) -> None:
+    one = desk.with_shim() if desk.runtime.name != "containerd" else desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    clones = [begin_clone(desk, one, f"clone{gpu}", gpu) for gpu in range(3)]
+    assert [clone.wait(120) for clone in clones] == [0, 0, 0]
+    for gpu in range(3):
+        clone = desk.back(f"clone{gpu}")
+        as_undisturbed(desk, rootfs, clone)
+        assert gpus_of(desk, clone) == [gpu]
+    assert len(desk.runtime.names()) == 3
+    desk.limosa("verify", desk.image())
+    assert not (desk.image() / "log/restore.log").exists()
+
+
+def test_one_is_killed_and_the_other_goes_on(desk: Desk, rootfs: Path) -> None:
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
+    killed = begin_clone(desk, one, "killed", 0)
+    holds_the_image(desk, killed)
+    other = begin_clone(desk, one, "other", 1)
+    holds_the_image(desk, other)
+    assert desk.says(19, "rm", desk.image())["error"]["id"] == "busy"
+    desk.limosa("verify", desk.image())
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait(10)
+    assert other.wait(120) == 0
+    recovered(desk)
+    clone = desk.back("other")
+    as_undisturbed(desk, rootfs, clone)
+    assert gpus_of(desk, clone) == [1]
+    if desk.runtime.has(desk.name("killed")):  # its worker had all that it needed, and has finished it
+        as_undisturbed(desk, rootfs, desk.back("killed"))
+    desk.restore("--to", 2, *bundle(desk, one, "third"), name="third")
+    as_undisturbed(desk, rootfs, desk.back("third"))
+
+
+def test_two_of_one_name_are_not_begun(desk: Desk, rootfs: Path) -> None:
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one)
+    desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
+    first = begin(desk, "restore", desk.image(), "--to", "0", "-o", "json")
+    holds_the_image(desk, first)
+    refused = desk.limosa("restore", desk.image(), "--to", "1", "-o", "json", rc=None)
+    said = refused.json["error"]
+    assert (refused.rc, said["id"]) in {(19, "busy"), (23, "container-name")}
+    assert one.name in said["message"]
+    assert first.wait(120) == 0
+    again = desk.back()
+    as_undisturbed(desk, rootfs, again)
+    assert gpus_of(desk, again) == [0]
