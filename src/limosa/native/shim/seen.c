@@ -13,6 +13,7 @@
  *
  * In doubt nothing is done, and the job makes its memory anew as before. */
 #include "seen.h"
+#include "compiler.h"
 #include "driver.h"
 #include "find.h"
 #include "gate.h"
@@ -21,7 +22,11 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <stdatomic.h>
+#include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
