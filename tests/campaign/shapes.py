@@ -69,7 +69,7 @@ class Shape(NamedTuple):
         idle: processes of the tree without CUDA state.
         behaviour: what it does when it is told to: "exit", "fork", "stop", "busy", or "".
         shim: whether it runs under the shim, as ``limosa run`` starts it.
-        blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES), and its driver neither.
+        blind: whether it sees no GPU but its first (CUDA_VISIBLE_DEVICES).
         hidden: whether the other GPUs are hidden from it, as by ``limosa run --gpus``.
         box: the runtime whose container it is; its job is that of ``tests/containers``.
         ranks: what its processes but the first compute together over NCCL; the first starts them, waits for them, and

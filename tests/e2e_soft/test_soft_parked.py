@@ -56,7 +56,7 @@ def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> N
 @pytest.mark.parametrize("room", ["for both", "for one", "for both, and then not"])
 def test_what_it_makes_itself_was_there_before_it(parked: Any, room: str) -> None:
     """The GPU has it twice for a moment; where it has not the room, or has no more, contents come afterwards."""
-    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0", LIMOSA_SHIM_WITHOUT="unseen")
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     rule = parked.switches.add("function=cuMemcpyDtoDAsync caller=limosa-mover every=1 delay=0")
     with parked.switches.fill(1, leave=144 * MIB) if room == "for one" else contextlib.nullcontext():
         if room.endswith("not"):

@@ -23,15 +23,15 @@ from limosa.process.identity import Identity
 MIB = 1 << 20
 pytestmark = pytest.mark.timeout(90)
 IN_MUSL = """
-__errno_location _exit accept4 access bind calloc clock_gettime close closedir connect dl_iterate_phdr dladdr dlopen
-__environ faccessat fcntl free fstat ftruncate getegid geteuid getgid getpid getrandom getrlimit getsockname
-getsockopt getuid listen madvise malloc memchr memcmp memcpy memmove mremap munmap nanosleep open opendir poll prctl
-pthread_attr_destroy pthread_attr_init pthread_attr_setdetachstate pthread_attr_setstacksize pthread_cond_broadcast
-pthread_cond_init pthread_cond_signal pthread_cond_timedwait pthread_cond_wait pthread_condattr_init
-pthread_condattr_setclock pthread_create pthread_join pthread_key_create pthread_mutex_init pthread_mutex_lock
-pthread_mutex_timedlock pthread_mutex_unlock pthread_once pthread_setcancelstate pthread_setspecific pthread_sigmask
-qsort read readdir realloc recv recvmsg send sendmsg setrlimit setsockopt shutdown sigfillset snprintf socket strcmp
-strcspn strdup strlen strncasecmp strncmp strnlen strrchr strspn strstr syscall environ
+__errno_location _exit accept4 bind calloc clock_gettime close closedir connect dl_iterate_phdr dladdr
+dlopen fcntl free fstat ftruncate secure_getenv geteuid getpid getrandom getrlimit getsockname getsockopt listen madvise
+malloc memchr memcmp memcpy memmove mremap munmap nanosleep open opendir poll prctl pthread_attr_destroy
+pthread_attr_init
+pthread_attr_setdetachstate pthread_attr_setstacksize pthread_cond_broadcast pthread_cond_init pthread_cond_signal
+pthread_cond_timedwait pthread_cond_wait pthread_condattr_init pthread_condattr_setclock pthread_create pthread_join
+pthread_key_create pthread_mutex_init pthread_mutex_lock pthread_mutex_timedlock pthread_mutex_unlock pthread_once
+pthread_setcancelstate pthread_setspecific pthread_sigmask qsort read readdir realloc recv recvmsg send sendmsg
+setrlimit setsockopt shutdown sigfillset snprintf socket strcmp strdup strlen strncmp strnlen strrchr strstr syscall
 """
 """What the shim asks of a C library, all of which musl has, too: it is looked up where musl is installed."""
 

@@ -13,7 +13,6 @@
  *
  * In doubt nothing is done, and the job makes its memory anew as before. */
 #include "seen.h"
-#include "compiler.h"
 #include "driver.h"
 #include "find.h"
 #include "gate.h"
@@ -22,11 +21,7 @@
 #include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <limits.h>
-#include <stdatomic.h>
-#include <stdbool.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

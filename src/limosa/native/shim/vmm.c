@@ -205,9 +205,7 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 
 static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
 {
-    if (!all) /* the driver says what that is */
-        return real(cuMemSetAccess)(at, bytes, all, n);
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; all && i < n; i++)
         if (all[i].location.type == LOCATION_DEVICE && seen_is_hidden(all[i].location.id))
             return CUDA_ERROR_INVALID_DEVICE;
     CUresult result = has_plain(at, bytes) ? CUDA_ERROR_INVALID_VALUE : real(cuMemSetAccess)(at, bytes, all, n);
