@@ -363,7 +363,7 @@ def test_shared_memory_that_cannot_go_home_is_shared_afterwards(parked: Any) -> 
 
 def test_resumed_on_a_gpu_that_it_did_not_see(parked: Any) -> None:
     """It cannot import memory of that GPU, and makes it itself; what fails there leaves it suspended."""
-    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0", LIMOSA_SHIM_WITHOUT="unseen")
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     parked.limosa("suspend", job.pid)
     for rule in (
         "function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY",

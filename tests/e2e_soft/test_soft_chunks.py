@@ -171,7 +171,7 @@ def test_a_job_that_was_moved_or_restored_is_written_again(parked: Any, tmp_path
 
 def test_a_job_that_saw_one_gpu_is_restored_on_another(parked: Any, tmp_path: Path) -> None:
     """There it can import nothing: it makes its memory itself. Back on the first one it imports again."""
-    job = start(parked, "--mib", 32, CUDA_VISIBLE_DEVICES="0", LIMOSA_SHIM_WITHOUT="unseen")
+    job = start(parked, "--mib", 32, CUDA_VISIBLE_DEVICES="0")
     for n, to in enumerate((1, 0, 1)):
         parked.limosa("checkpoint", job.pid, "--output", tmp_path / f"image{n}", *SMALL)
         job.until_gone()

@@ -131,7 +131,7 @@ else:
 
 def test_an_undo_that_was_killed_between_two_gates_is_gone_on_with(parked: Any) -> None:
     """Neither process saw the GPU that it was to go to; one cannot make its memory there, one has come home."""
-    job = parked.job("--mib", 48, "--child", env=UNDER | {"CUDA_VISIBLE_DEVICES": "0", "LIMOSA_SHIM_WITHOUT": "unseen"})
+    job = parked.job("--mib", 48, "--child", env=UNDER | {"CUDA_VISIBLE_DEVICES": "0"})
     child_of(job)
     rule = parked.switches.add("function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY")
     died = parked.run([sys.executable, "-c", _KILLED, "move", job.pid, 1], rc=None)

@@ -36,7 +36,7 @@ def test_there_and_back_with_the_same_memory(parked: Any) -> None:
 
 def test_a_job_that_sees_one_gpu_makes_its_memory_there_itself(parked: Any) -> None:
     """It can import no memory of a GPU that it did not see when it began."""
-    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0", LIMOSA_SHIM_WITHOUT="unseen")
+    job = start(parked, "--mib", 64, CUDA_VISIBLE_DEVICES="0")
     for to in (1, 0, 1):
         said = parked.says(0, "", "move", job.pid, "--to", to)
         assert said["way"] == "parked"

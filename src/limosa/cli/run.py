@@ -31,10 +31,9 @@ ENDED_BY_CHECKPOINT = 75
     flag("--no-shim", help="Leave its device memory to the driver: moves take longer."),
     option(
         "--without",
-        type=click.Choice(["bulk", "stack", "ranks", "unseen"]),
+        type=click.Choice(["bulk", "stack", "ranks"]),
         multiple=True,
-        help="Leave alone: memory made ready (bulk), small stacks (stack), NCCL (ranks), GPUs that it does not see "
-        "(unseen); may be repeated.",
+        help="Leave alone: memory made ready (bulk), small stacks (stack), NCCL (ranks); may be repeated.",
     ),
     settings={"allow_interspersed_args": False},  # what follows COMMAND is COMMAND's
 )

@@ -9,7 +9,6 @@
 #include "late.h"
 #include "memory.h"
 #include "plain.h"
-#include "seen.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -86,19 +85,19 @@ EXPORT CUresult cuCtxCreate_v2(CUcontext *context, unsigned flags, CUdevice devi
 {
     entry_called(AT_cuCtxCreate_v2);
     if (!shim_ready())
-        return real(cuCtxCreate_v2) ? real(cuCtxCreate_v2)(context, flags, seen_device(device)) : CUDA_ERROR_NO_DEVICE;
+        return real(cuCtxCreate_v2) ? real(cuCtxCreate_v2)(context, flags, device) : CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    return gate_left(reader, made(real(cuCtxCreate_v2)(context, flags, seen_device(device)), context));
+    return gate_left(reader, made(real(cuCtxCreate_v2)(context, flags, device), context));
 }
 
 EXPORT CUresult cuCtxCreate_v3(CUcontext *context, void *affinities, int n, unsigned flags, CUdevice device)
 {
     entry_called(AT_cuCtxCreate_v3);
     if (!shim_ready())
-        return real(cuCtxCreate_v3) ? real(cuCtxCreate_v3)(context, affinities, n, flags, seen_device(device))
+        return real(cuCtxCreate_v3) ? real(cuCtxCreate_v3)(context, affinities, n, flags, device)
                                     : CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    return gate_left(reader, made(real(cuCtxCreate_v3)(context, affinities, n, flags, seen_device(device)), context));
+    return gate_left(reader, made(real(cuCtxCreate_v3)(context, affinities, n, flags, device), context));
 }
 
 /* From CUDA 12.5 on; drivers before it do not have it. */
@@ -111,9 +110,9 @@ EXPORT CUresult cuCtxCreate_v4(CUcontext *context, void *parameters, unsigned fl
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     if (!shim_ready())
-        return function(context, parameters, flags, seen_device(device));
+        return function(context, parameters, flags, device);
     struct reader *reader = gate_enter();
-    return gate_left(reader, made(function(context, parameters, flags, seen_device(device)), context));
+    return gate_left(reader, made(function(context, parameters, flags, device), context));
 }
 
 /* With memory_lock held: its memory goes with it. */
@@ -317,20 +316,20 @@ static CUresult primary_ends(CUdevice device, int place, bool resets)
 
 EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device)
 {
-    return primary_ends(seen_device(device), AT_cuDevicePrimaryCtxRelease, false);
+    return primary_ends(device, AT_cuDevicePrimaryCtxRelease, false);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
 {
-    return primary_ends(seen_device(device), AT_cuDevicePrimaryCtxRelease_v2, false);
+    return primary_ends(device, AT_cuDevicePrimaryCtxRelease_v2, false);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxReset(CUdevice device)
 {
-    return primary_ends(seen_device(device), AT_cuDevicePrimaryCtxReset, true);
+    return primary_ends(device, AT_cuDevicePrimaryCtxReset, true);
 }
 
 EXPORT CUresult cuDevicePrimaryCtxReset_v2(CUdevice device)
 {
-    return primary_ends(seen_device(device), AT_cuDevicePrimaryCtxReset_v2, true);
+    return primary_ends(device, AT_cuDevicePrimaryCtxReset_v2, true);
 }

@@ -136,8 +136,7 @@ void *find_driver(void)
 void *find_in(void *library, const char *symbol)
 {
     find_begin();
-    dlsym_function *real = (dlsym_function *)shim_real_dlsym;
-    return real ? real(library, symbol) : NULL; /* not the program's, so not ours */
+    return ((dlsym_function *)shim_real_dlsym)(library, symbol); /* not the program's, so not ours */
 }
 
 void *find_in_driver(const char *symbol)

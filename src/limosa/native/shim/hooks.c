@@ -11,7 +11,6 @@
 #include "forks.h"
 #include "gate.h"
 #include "reach.h"
-#include "seen.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -62,37 +61,9 @@ typedef uint64_t word;
 
 typedef word function(WORDS);
 
-/* Which arguments name a device, the first one's bit the lowest; above them those that are a place by value. */
-#define PLACES 8
-#define BIT(n) ((n) ? 1U << (n) >> 1 : 0U)
-static const unsigned names_device[LISTED] = {
-#define DEVICE(symbol, first, second) [AT_##symbol] = BIT(first) | BIT(second),
-#define PLACE(symbol, which) [AT_##symbol] = BIT(which) << PLACES,
-#include "devices.list"
-#undef DEVICE
-#undef PLACE
-};
-
-/* An argument of which the program may not see what it names becomes one that names nothing. */
-static inline __attribute__((always_inline)) word seen_word(unsigned named, unsigned which, word given)
+/* copies is known where it is compiled: what others hand on stays as short as it would be without. */
+static inline __attribute__((always_inline)) word hand_on(bool copies, struct entry *entry, WORDS)
 {
-    if (named & 1U << which)
-        return (uint32_t)seen_device((CUdevice)(uint32_t)given);
-    if (named & 1U << (which + PLACES) && (uint32_t)given == LOCATION_DEVICE)
-        return (uint32_t)given | (word)(uint32_t)seen_device((CUdevice)(uint32_t)(given >> 32)) << 32;
-    return given;
-}
-
-/* copies and named are known where it is compiled: what others hand on stays as short as it would be without. */
-static inline __attribute__((always_inline)) word hand_on(bool copies, unsigned named, struct entry *entry, WORDS)
-{
-    if (named) {
-        a = seen_word(named, 0, a);
-        b = seen_word(named, 1, b);
-        c = seen_word(named, 2, c);
-        d = seen_word(named, 3, d);
-        e = seen_word(named, 4, e);
-    }
     function *real = (function *)atomic_load_explicit(&entry->real, memory_order_relaxed);
     if (UNLIKELY(!real) && !(real = (function *)real_of(entry)))
         return CUDA_ERROR_NO_DEVICE;
@@ -112,7 +83,7 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, unsigned 
     EXPORT word symbol(WORDS);                                                                                         \
     word symbol(WORDS)                                                                                                 \
     {                                                                                                                  \
-        return hand_on(copies, names_device[AT_##symbol], &entries[AT_##symbol], PASSED);                              \
+        return hand_on(copies, &entries[AT_##symbol], PASSED);                                                         \
     }
 #define HOOK_PASS(symbol) HAND_ON(symbol, false)
 #define HOOK_COPY(symbol) HAND_ON(symbol, true)
@@ -128,7 +99,7 @@ static inline __attribute__((always_inline)) word hand_on(bool copies, unsigned 
 #define SPARE_1(x)                                                                                                     \
     static word spare_##x(WORDS)                                                                                       \
     {                                                                                                                  \
-        return hand_on(false, 0, &entries[LISTED + 0x##x], PASSED);                                                    \
+        return hand_on(false, &entries[LISTED + 0x##x], PASSED);                                                       \
     }
 /* clang-format off */
 #define SPARE_16(x)                                                                                                    \

@@ -11,7 +11,6 @@
 #include "hooks.h"
 #include "memory.h"
 #include "protocol.h"
-#include "seen.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -147,7 +146,6 @@ static CUresult get_uuid(int entry, unsigned char *answer, CUdevice device)
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    device = seen_device(device);
     CUresult result = function(answer, device);
     if (!result && UNLIKELY(told()) && find(device, answer, &place))
         copy(answer, place.is);
@@ -173,7 +171,6 @@ EXPORT CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice device)
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    device = seen_device(device);
     CUresult result = function(id, length, device);
     if (!result && ask(device, &place)) {
         char text[32];
@@ -195,7 +192,6 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     if (!function)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
-    device = seen_device(device);
     CUresult result = function(value, attribute, device);
     if (!result && (attribute == DEVICE_PCI_BUS || attribute == DEVICE_PCI_SLOT || attribute == DEVICE_PCI_DOMAIN)
         && ask(device, &place)) {
@@ -257,17 +253,11 @@ EXPORT CUresult cuDeviceGetByPCIBusId(CUdevice *device, const char *id)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     if (device && id && UNLIKELY(told()) && read_bus_id(id, &wanted))
-        for (CUdevice each = 0; each < n_first && !seen_is_hidden(each); each++)
+        for (CUdevice each = 0; each < n_first; each++)
             if (ask(each, &place) && place.domain == wanted.domain && place.bus == wanted.bus
                 && place.slot == wanted.slot && place.function == wanted.function) {
                 *device = each;
                 return gate_left(reader, CUDA_SUCCESS);
             }
-    CUdevice found = 0;
-    CUresult result = function(device ? &found : NULL, id);
-    if (!result && device && seen_is_hidden(found))
-        result = CUDA_ERROR_INVALID_DEVICE;
-    if (!result && device)
-        *device = found;
-    return gate_left(reader, result);
+    return gate_left(reader, function(device, id));
 }

@@ -8,7 +8,6 @@
 #include "hooks.h"
 #include "late.h"
 #include "memory.h"
-#include "seen.h"
 
 #include <fcntl.h>
 #include <stdint.h>
@@ -41,8 +40,6 @@ static CUresult create_once(CUhandle *handle, size_t bytes, const CUmemAllocatio
 
     if (!handle || !prop)
         return real(cuMemCreate)(handle, bytes, prop, flags);
-    if (prop->location.type == LOCATION_DEVICE && seen_is_hidden(prop->location.id))
-        return CUDA_ERROR_INVALID_DEVICE;
     CUmemAllocationProp more = *prop;
     bool stays = flags || prop->type != ALLOCATION_PINNED || prop->location.type != LOCATION_DEVICE
         || prop->requestedHandleTypes & ~HANDLE_POSIX_FD || prop->location.id < 0 || prop->location.id >= MAX_DEVICES;
@@ -205,9 +202,6 @@ EXPORT CUresult cuMemUnmap(CUdeviceptr at, size_t bytes)
 
 static CUresult my_cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc *all, size_t n)
 {
-    for (size_t i = 0; all && i < n; i++)
-        if (all[i].location.type == LOCATION_DEVICE && seen_is_hidden(all[i].location.id))
-            return CUDA_ERROR_INVALID_DEVICE;
     CUresult result = has_plain(at, bytes) ? CUDA_ERROR_INVALID_VALUE : real(cuMemSetAccess)(at, bytes, all, n);
 
     if (result)
@@ -388,7 +382,7 @@ EXPORT CUresult cuMulticastAddDevice(CUhandle object, CUdevice device)
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     struct memory *held;
-    CUresult result = function(theirs(object, &held), seen_device(device));
+    CUresult result = function(theirs(object, &held), device);
     and_stays(held, false);
     return gate_left(reader, result);
 }
@@ -446,8 +440,7 @@ EXPORT CUresult cuMulticastBindMem_v2(CUhandle object, CUdevice device, size_t a
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     struct memory *held, *memory;
-    CUresult result = function(theirs(object, &held), seen_device(device), at, theirs(handle, &memory), offset, bytes,
-                               flags);
+    CUresult result = function(theirs(object, &held), device, at, theirs(handle, &memory), offset, bytes, flags);
     and_stays(memory, !result);
     and_stays(held, false);
     return gate_left(reader, result);
@@ -462,7 +455,7 @@ EXPORT CUresult cuMulticastBindAddr_v2(CUhandle object, CUdevice device, size_t 
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     struct memory *held;
-    CUresult result = function(theirs(object, &held), seen_device(device), at, pointer, bytes, flags);
+    CUresult result = function(theirs(object, &held), device, at, pointer, bytes, flags);
     if (!result)
         range_stays(pointer, bytes);
     and_stays(held, false);
@@ -505,7 +498,7 @@ EXPORT CUresult cuMulticastUnbind(CUhandle object, CUdevice device, size_t at, s
         return CUDA_ERROR_NO_DEVICE;
     struct reader *reader = gate_enter();
     struct memory *held;
-    CUresult result = function(theirs(object, &held), seen_device(device), at, bytes);
+    CUresult result = function(theirs(object, &held), device, at, bytes);
     and_stays(held, false);
     return gate_left(reader, result);
 }
