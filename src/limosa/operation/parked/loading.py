@@ -39,6 +39,7 @@ class _Part:
 
     def __init__(self, member: Member, memory: DeviceMemory):
         self.member, self.saw = member, set(memory.saw)
+        self.number = member.pid  # what the mover knows it by: in a container it comes back with another pid
         self.pieces = [piece for piece in memory.pieces if self._imports(piece)]
         self.late = [piece for piece in memory.pieces if not self._imports(piece)]
         self.ahead: set[str] = set()  # GPUs where what is late waits for the process to make its memory
@@ -119,10 +120,10 @@ class Loading(Carrier):
             for gpu in sorted({part.there(piece) for piece in own}):
                 mine = [piece for piece in own if part.there(piece) == gpu]
                 ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]
-                part.target.update(zip(ids, loader.make(part.member.pid, ids, sizes, gpu), strict=True))
+                part.target.update(zip(ids, loader.make(part.number, ids, sizes, gpu), strict=True))
             shared.update({piece.share: part.target[piece.id] for piece in own if piece.share})
             part.target.update({p.id: os.dup(shared[p.share]) for p in part.pieces if p.id not in part.target})
-            loader.want([(part.member.pid, p.id, p.bytes) for p in own], [p.chunks for p in own])
+            loader.want([(part.number, p.id, p.bytes) for p in own], [p.chunks for p in own])
             for piece in own:
                 part.member.held[piece.gpu] = max(0, part.member.held.get(piece.gpu, 0) - piece.bytes)
         for part in self._parts:
@@ -130,7 +131,7 @@ class Loading(Carrier):
 
     def _come_ahead(self, loader: Loader, part: _Part) -> None:
         """Has what it will make itself read into memory of the mover's, on GPUs that have room for both."""
-        pid, late = part.member.pid, part.late_on()
+        pid, late = part.number, part.late_on()
         sizes = {gpu: [piece.bytes for piece in mine] for gpu, mine in late.items()}
         for gpu in ahead.fits(self._work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
             mine = late[gpu]
@@ -179,7 +180,7 @@ class Loading(Carrier):
         """
         assert self._loader is not None
         for part in self._parts:
-            pid, loader = part.member.pid, self._loader
+            pid, loader = part.number, self._loader
             for gpu, mine in part.late_on().items():
                 ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]
                 fds, came = ahead.made(part.connected(), ids, partial(self._give_up, part))
@@ -197,7 +198,7 @@ class Loading(Carrier):
         assert self._loader is not None
         for gpu, mine in part.late_on().items():
             if gpu in part.ahead:
-                self._loader.drop(part.member.pid, [piece.id for piece in mine])
+                self._loader.drop(part.number, [piece.id for piece in mine])
                 again = sum(piece.bytes for piece in mine)
                 self.done = Done(self.done.chunks, self.done.bytes - again, self.done.seconds)
         part.ahead.clear()
