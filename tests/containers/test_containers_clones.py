@@ -38,17 +38,11 @@ def begin_clone(desk: Desk, one: Container, name: str, gpu: int) -> Any:
     return begin(desk, "restore", desk.image(), "--to", gpu, "--name", desk.name(name), *more, "-o", "json")
 
 
-def holds_the_image(desk: Desk, limosa: Any) -> None:
-    """Waits until a restore is in the middle: the driver is at it."""
-    runtime = {"podman": "import", "runc": "--detach", "containerd": "swrk"}
-    del runtime
-    claims = Path(
-        desk.node.run(
-            [sys.executable, "-c", "from limosa.process.places import own_folder as o; print(o('claims'))"],
-            env=desk.runtime.environment(),
-        ).stdout.strip()
-    )
-    until(lambda: list(claims.glob(f"restore-{limosa.pid}-*.json")), 60)
+def is_at_it(desk: Desk, limosa: Any) -> None:
+    """Waits until a restore has its claim."""
+    code = "from limosa.process.places import own_folder; print(own_folder('claims'))"
+    place = Path(desk.node.run([sys.executable, "-c", code], env=desk.runtime.environment()).stdout.strip())
+    until(lambda: list(place.glob(f"restore-{limosa.pid}-*.json")), 60)
 
 
 def test_three_at_the_same_moment(desk: Desk, rootfs: Path) -> None:
@@ -72,9 +66,9 @@ def test_one_is_killed_and_the_other_goes_on(desk: Desk, rootfs: Path) -> None:
     desk.checkpoint(one)
     desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
     killed = begin_clone(desk, one, "killed", 0)
-    holds_the_image(desk, killed)
+    is_at_it(desk, killed)
     other = begin_clone(desk, one, "other", 1)
-    holds_the_image(desk, other)
+    is_at_it(desk, other)
     assert desk.says(19, "rm", desk.image())["error"]["id"] == "busy"
     desk.limosa("verify", desk.image())
     os.kill(killed.pid, signal.SIGKILL)
@@ -96,7 +90,7 @@ def test_two_of_one_name_are_not_begun(desk: Desk, rootfs: Path) -> None:
     desk.checkpoint(one)
     desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
     first = begin(desk, "restore", desk.image(), "--to", "0", "-o", "json")
-    holds_the_image(desk, first)
+    is_at_it(desk, first)
     refused = desk.limosa("restore", desk.image(), "--to", "1", "-o", "json", rc=None)
     said = refused.json["error"]
     assert (refused.rc, said["id"]) in {(19, "busy"), (23, "container-name")}

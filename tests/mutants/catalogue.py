@@ -470,7 +470,7 @@ ONE_AT_A_TIME = (
     Mutant(
         "not-looked-at-again",
         _OPERATION + "claims.py",
-        "                now = everybodys(whole=True, of=claim.pids)\n                _refuse(claim, now)\n",
+        "                now = everybodys(whole=True, of=claim.pids)\n                _refuse(claim, now, past_dead)\n",
         "                now = everybodys(whole=True, of=claim.pids)\n",
         "a user's operation and root's have the same job",
         CLAIMS,

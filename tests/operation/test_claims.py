@@ -143,3 +143,28 @@ def test_a_claim_is_released_where_no_file_can_be_opened_any_more(own_runtime: P
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert list(own_runtime.rglob("*.json")) == []
+
+
+def of_image(name: str, path: Path, **more: object) -> Claim:
+    return Claim(id=name, operation="restore", holder=ME, paths=[str(path)], **more)  # type: ignore[arg-type]
+
+
+def test_an_image_is_shared_by_those_that_only_read_it(own_runtime: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        claims.make(of_image(name, tmp_path, shared=True, names=[f"container podman:{name}"], uses=["volume data"]))
+    for one in (of_image("c", tmp_path), of_image("d", tmp_path / "." / "", shared=False)):
+        with pytest.raises(Busy, match="is being worked on by restore"):
+            claims.make(one)
+    for taken in ("container podman:a", "volume data"):
+        with pytest.raises(Busy, match=taken):
+            claims.make(of_image("e", tmp_path, shared=True, names=[taken]))
+    claims.released("a")
+    claims.released("b")
+    claims.make(of_image("f", tmp_path, names=["volume data"]))
+    with pytest.raises(Busy, match="volume data"):
+        claims.make(of_image("g", tmp_path / "other", shared=True, uses=["volume data"]))
+
+
+def test_another_user_takes_nobodys_names(own_runtime: Path, theirs: Identity) -> None:
+    claim_of_nobody(own_runtime, Claim(id="his", operation="restore", holder=theirs, names=["port 80"]))
+    assert claims.make(of_image("mine", own_runtime, names=["port 80"])).names == ["port 80"]
