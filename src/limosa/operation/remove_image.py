@@ -43,6 +43,8 @@ def _claimed(path: str | os.PathLike[str]) -> Iterator[None]:
     claim = claims.Claim(id=f"rm-{me.pid}-{time.time_ns():x}", operation="rm", holder=me, paths=[os.fspath(path)])
     try:
         claims.make(claim, past_dead=True)
+    except UnicodeEncodeError:  # a name that is no text cannot be noted: nobody else has a claim on it either
+        claims.refuse(claim, past_dead=True)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
