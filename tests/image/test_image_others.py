@@ -321,3 +321,12 @@ def test_what_took_an_images_place_goes_back_over_nobodys_file(theirs: Path, mon
         remove(theirs / "image")
     assert (theirs / "image").read_text() == "another's"
     assert Path(str(raised.value).split("which is ")[1].split(" now")[0]).read_text() == "a decoy"
+
+
+def test_an_image_whose_name_is_no_text_is_removed(tmp_path: Path, runtime: Path) -> None:
+    """Nothing can be noted of it, so nobody else has it either."""
+    write_image(tmp_path / "image").close()
+    strange = os.path.join(os.fsencode(tmp_path), b"\xed\xb2")
+    os.rename(tmp_path / "image", strange)
+    assert verb.remove_image(os.fsdecode(strange)) > 0
+    assert not os.path.exists(strange)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 from pathlib import Path
 
@@ -28,13 +27,6 @@ def test_an_image_is_removed_with_its_logs(whole: Path) -> None:
     assert list(whole.parent.iterdir()) == []
     with pytest.raises(NoSuchImage):
         remove(whole)
-
-
-def test_one_whose_name_is_no_text_is_removed(whole: Path) -> None:
-    strange = os.path.join(os.fsencode(whole.parent), b"\xed\xb2")
-    os.rename(whole, strange)
-    assert remove_image(os.fsdecode(strange)) > 0
-    assert not os.path.exists(strange)
 
 
 @pytest.mark.parametrize("damage", ["manifest.json", "manifest.blake3", "criu/pages-1.img", "link", "extra"])
