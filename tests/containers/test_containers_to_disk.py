@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import shlex
@@ -11,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from limosa.process.cgroups import cgroup_folders, frozen_by
 from limosa.process.tree import descendants, snapshot
 
 SHIM = "limosa.dev/job=shim"
-_PR_SET_CHILD_SUBREAPER = 36
 pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
 
 
@@ -335,61 +333,6 @@ def test_what_a_killed_checkpoint_leaves_is_recovered(desk: Desk, rootfs: Path, 
         desk.limosa("verify", desk.image())
     desk.checkpoint(one, image="another")
     desk.limosa("verify", desk.image("another"))
-
-
-_ENDS_BEFORE_IT_THAWS = """
-import os, signal
-from limosa.cli.main import entry
-from limosa.operation.steps import container_dump
-container_dump.thaw = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
-entry()
-"""
-
-
-@pytest.mark.parametrize("cgroups", cgroup_layouts(), indirect=True)
-def test_one_that_was_told_to_end_is_gone_after_a_recover(
-    cgroups: str, desk_of: Callable[[str], Desk], rootfs: Path
-) -> None:
-    """Limosa is killed when the container has been told to end, and is still frozen: its image is there."""
-    desk = desk_of("runc")
-    one = desk.job()
-    one.goes_on()
-    environment = desk.runtime.environment()
-    del environment["HOME"]
-    words = ["checkpoint", desk.called(one), "--output", str(desk.image())]
-    limosa = desk.node.popen([sys.executable, "-c", _ENDS_BEFORE_IT_THAWS, *words], env=environment)
-    assert limosa.wait(30) == -signal.SIGKILL
-    said = one.steps()
-    recovered(desk)
-    assert not one.lives()
-    assert not desk.runtime.names()
-    assert one.steps() == said
-    desk.limosa("verify", desk.image())
-    desk.restore()
-    as_undisturbed(desk, rootfs, desk.back())
-
-
-@pytest.fixture
-def adopts() -> Iterator[None]:
-    """What loses its parent meanwhile is this process's child, which reaps nothing of it."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    yield
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-def test_nobody_waits_for_who_reaps_it(desk_of: Callable[[str], Desk], rootfs: Path, adopts: None) -> None:
-    """What has ended keeps its pids out here until this process, its parent by now, has reaped it."""
-    desk = desk_of("runc")
-    one = desk.job()
-    one.goes_on()
-    done = desk.checkpoint(one)
-    assert Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[:2] == ["Z", str(os.getpid())]
-    assert (done["unreaped"], done["warnings"]) == ({}, [])
-    assert done["timings"]["reap"] < 5
-    desk.restore()
-    as_undisturbed(desk, rootfs, desk.back())
-    os.waitpid(one.pid, 0)
 
 
 @each("podman-runtime", "podman-criu", "runc-runtime", "containerd-criu")

@@ -50,7 +50,6 @@ class Runc(Runtime):
     """runc alone: its containers have bundles that somebody else makes and keeps."""
 
     name = "runc"
-    left_to_us = True
 
     def find(self, word: str) -> Contained | None:
         state = self._state(word)

@@ -114,7 +114,6 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # the program that is told what to do; "": of the runtime's own name
-    left_to_us: ClassVar[bool] = False  # whether nobody would start a container again that has ended by a signal
     keeps_path: ClassVar[bool] = False  # whether what it starts for a restore keeps the name of the lent CRIU's folder
 
     def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):

@@ -7,7 +7,6 @@ back as any job, and a container that was not made to its end is taken away: its
 from __future__ import annotations
 
 import contextlib
-import signal
 
 import msgspec
 
@@ -25,7 +24,6 @@ from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, fi
 from limosa.operation.restored import end_tree
 from limosa.operation.results import Recovered
 from limosa.process.criu.lent import forget
-from limosa.process.identity import Identity, is_pending
 from limosa.process.tree import job_tree
 from limosa.progress import Progress, ProgressFn
 from limosa.structs import ready
@@ -60,12 +58,8 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         _wait_for_runtime(dead, Noted.DUMP, progress)
         root = dead.header.roots[0]
         if root.alive() and not _is_ending(dead):
-            killed = _is_killed(root)
-            if not killed:
-                let_go_on(job_tree(root))
+            let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
-            if killed:
-                has_ended(root)
     entry = recover_images.recover_checkpoint(dead, driver, progress)
     if frozen is not None and entry.state == JobState.GONE and is_committed(dead):
         written = msgspec.convert(frozen.data, ready(_Written))
@@ -78,13 +72,6 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
 def _is_ending(dead: Journal) -> bool:
     """Whether its runtime was told to end it and has: what it has killed takes a moment."""
     return dead.began(Noted.COMMIT) and has_ended(dead.header.roots[0])
-
-
-def _is_killed(root: Identity) -> bool:
-    """Whether it was told to end, and is frozen: its image is there, and it is not to go on for a moment."""
-    with contextlib.suppress(OSError):
-        return is_pending(f"/proc/{root.pid}", signal.SIGKILL)
-    return False
 
 
 def recover_restore(dead: Journal, driver: gpu.Driver, progress: ProgressFn) -> Recovered:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import time
 from collections.abc import Sequence
 
 import msgspec
@@ -33,11 +32,9 @@ from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Handle, Identity
 from limosa.process.namespaces import inside
-from limosa.process.records import SuspendRecord
 from limosa.process.tree import job_tree
 
 _STILL = "still"
-_END_SECONDS = 10.0  # a process that has been killed gives much memory back
 
 
 class ContainerDumping(Dumping):
@@ -188,7 +185,7 @@ class ContainerDumping(Dumping):
         others = [i for i in self.job.tree if i != self.root]
         _signal(others, signal.SIGSTOP)
         try:
-            self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._ends)
+            self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
         except LimosaError as error:
             if has_ended(self.root):
                 end_rest(self.job.tree)
@@ -198,29 +195,6 @@ class ContainerDumping(Dumping):
             text = f"{error}; the image was committed all the same: {self.dest}"
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
-
-    def _ends(self, who: Identity) -> None:
-        """Its runtime is noted, and has not begun: runc looks only every 100 ms whether what it has killed has ended.
-
-        What goes wrong here it does itself.
-        """
-        self._started(who)
-        if self.box.runtime.left_to_us:
-            with contextlib.suppress(LimosaError, OSError), Handle(self.root) as handle:
-                handle.signal(signal.SIGKILL)
-                thaw(self.box.freezer)  # with version 1 it cannot end before
-                handle.wait(_END_SECONDS)
-
-    def see_off(self) -> None:
-        """Waits until the job has ended. Its pids are another namespace's: a restore needs none of those out here.
-
-        So nobody waits for whoever reaps them; that is the machine's first process, which takes a second or two.
-        """
-        SuspendRecord(root=self.root).forget()
-        end = time.monotonic() + _END_SECONDS
-        for identity in self.job.tree:
-            with contextlib.suppress(LimosaError), Handle(identity) as handle:
-                handle.wait(max(0.0, end - time.monotonic()))
 
 
 def _signal(processes: Sequence[Identity], number: int) -> None:
