@@ -61,10 +61,7 @@ def points_are_known(steps: Path, only: Sequence[str], way: str) -> None:
     known, found = table(steps), record(1, "soft", only, way)
     assert set(found) == set(only)
     for name, row in found.items():
-        # A runtime may have done what it is to do before it is looked at.
-        points, before = (
-            Counter(one for one, _, _ in told["points"] if not one.startswith("during")) for told in (row, known[name])
-        )
+        points, before = (Counter(one for one, _, _ in told["points"]) for told in (row, known[name]))
         assert points == before, name
 
 
