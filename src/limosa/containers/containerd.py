@@ -217,8 +217,7 @@ class Containerd(Runtime):
         return f"{record.namespace}/{name}/{operation}"
 
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
-        made, used = super().alone(record, f"{record.namespace}/{name}", bundle)
-        return made, used
+        return super().alone(record, f"{record.namespace}/{name}", bundle)
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         word = _Word.of(name)

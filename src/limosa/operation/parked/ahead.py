@@ -8,9 +8,13 @@ contents come afterwards.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+from limosa.errors import NoRoomOnGpu
+from limosa.ipc.packet import close_all
 from limosa.operation import claims
+from limosa.operation.journal import added_up
 from limosa.operation.work import Work
 from limosa.parking.shim import Shim, ShimError
 
@@ -29,6 +33,26 @@ def fits(work: Work, wanted: Mapping[str, int]) -> set[str]:
         spoken_for = claims.reserved(uuid, but=work.id, most=there.memory_total)
         if there.memory_free - spoken_for - there.memory_total // SPARE >= size:
             found.add(uuid)
+    return found
+
+
+def rooms(work: Work, sizes: Mapping[str, Sequence[int]], make: Callable[[str], list[int]]) -> set[str]:
+    """Make memory for what comes ahead, on GPUs that have room for both.
+
+    Args:
+        work: the operation, whose own room on GPUs this is.
+        sizes: of the pieces that are wanted, by GPU UUID.
+        make: makes them on a GPU; returns descriptors, which are closed: the mover has the memory.
+
+    Returns:
+        The GPUs on which there is some.
+    """
+    found = set()
+    for gpu in fits(work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
+        with contextlib.suppress(NoRoomOnGpu):  # somebody was quicker
+            close_all(make(gpu))
+            found.add(gpu)
+            work.made = added_up([work.made, {gpu: sum(sizes[gpu])}])  # it can be given up
     return found
 
 

@@ -10,18 +10,17 @@ itself, once the driver has brought it back; the contents wait there (``ahead.py
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Sequence
 from functools import partial
 
-from limosa.errors import CannotBeMoved, FailedUndone, NoRoomOnGpu
+from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import Image
 from limosa.image.manifest import DeviceMemory, DevicePiece
 from limosa.ipc.packet import close_all
 from limosa.operation.background import Background
-from limosa.operation.journal import Member, Noted, Phase, added_up
+from limosa.operation.journal import Member, Noted, Phase
 from limosa.operation.parked import ahead
 from limosa.operation.parked.carrier import Carrier
 from limosa.operation.parked.gates import Gates
@@ -131,15 +130,15 @@ class Loading(Carrier):
 
     def _come_ahead(self, loader: Loader, part: _Part) -> None:
         """Has what it will make itself read into memory of the mover's, on GPUs that have room for both."""
-        pid, late = part.number, part.late_on()
+        late = part.late_on()
         sizes = {gpu: [piece.bytes for piece in mine] for gpu, mine in late.items()}
-        for gpu in ahead.fits(self._work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
-            mine = late[gpu]
-            with contextlib.suppress(NoRoomOnGpu):  # somebody was quicker
-                close_all(loader.make(pid, [piece.id for piece in mine], sizes[gpu], gpu))
-                loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
-                part.ahead.add(gpu)
-                self._work.made = added_up([self._work.made, {gpu: sum(sizes[gpu])}])  # it can be given up
+
+        def make(gpu: str) -> list[int]:
+            return loader.make(part.number, [piece.id for piece in late[gpu]], sizes[gpu], gpu)
+
+        part.ahead = ahead.rooms(self._work, sizes, make)
+        for gpu in part.ahead:
+            loader.want([(part.number, p.id, p.bytes) for p in late[gpu]], [p.chunks for p in late[gpu]])
 
     def copy(self) -> None:
         self._reading.start(self._read)
@@ -183,9 +182,9 @@ class Loading(Carrier):
             pid, loader = part.number, self._loader
             for gpu, mine in part.late_on().items():
                 ids, sizes = [piece.id for piece in mine], [piece.bytes for piece in mine]
-                fds, came = ahead.made(part.connected(), ids, partial(self._give_up, part))
+                fds, _ = ahead.made(part.connected(), ids, partial(self._give_up, part, gpu))
                 try:
-                    if gpu in part.ahead and came:
+                    if gpu in part.ahead:
                         loader.move_on(pid, ids, sizes, gpu, fds)
                         continue
                     loader.take(pid, ids, sizes, gpu, fds)
@@ -193,15 +192,16 @@ class Loading(Carrier):
                     close_all(fds)
                 loader.want([(pid, p.id, p.bytes) for p in mine], [p.chunks for p in mine])
 
-    def _give_up(self, part: _Part) -> None:
-        """Lets go of what came ahead: the process needs the room. It is read once more."""
+    def _give_up(self, part: _Part, gpu: str) -> None:
+        """Lets go of what came ahead to a GPU: the process needs the room. It is read once more."""
+        if gpu not in part.ahead:
+            return
         assert self._loader is not None
-        for gpu, mine in part.late_on().items():
-            if gpu in part.ahead:
-                self._loader.drop(part.number, [piece.id for piece in mine])
-                again = sum(piece.bytes for piece in mine)
-                self.done = Done(self.done.chunks, self.done.bytes - again, self.done.seconds)
-        part.ahead.clear()
+        part.ahead.discard(gpu)
+        mine = part.late_on()[gpu]
+        self._loader.drop(part.number, [piece.id for piece in mine])
+        again = sum(piece.bytes for piece in mine)
+        self.done = Done(self.done.chunks, self.done.bytes - again, self.done.seconds)
 
     def arrive(self) -> None:
         for part in self._parts:

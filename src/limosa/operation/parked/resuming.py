@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from functools import partial
 
-from limosa.errors import FailedUndone, LimosaError, NoRoomOnGpu
-from limosa.ipc.packet import close_all
+from limosa.errors import FailedUndone, LimosaError
 from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.parked import ahead, shares
 from limosa.operation.parked.aside import Copy, Placed, arena_of, copy_all, parts_of
@@ -86,11 +85,9 @@ class Resuming(Beside[_Coming]):
         """Makes memory for what it will have to make itself, on GPUs that have room for both."""
         mover, late = self._residents.mover(part.shim.owner), part.on(seen=False)
         sizes = {gpu: [p.bytes for p in mine] for gpu, mine in late.items()}
-        for gpu in ahead.fits(self._work, {gpu: 2 * sum(of) for gpu, of in sizes.items()}):
-            with contextlib.suppress(NoRoomOnGpu):  # somebody was quicker
-                close_all(mover.make(f"{part.member.pid}/{gpu}/ahead", sizes[gpu], gpu))
-                part.ahead.add(gpu)
-                self._work.made = added_up([self._work.made, {gpu: sum(sizes[gpu])}])  # it can be given up
+        part.ahead = ahead.rooms(
+            self._work, sizes, lambda gpu: mover.make(f"{part.member.pid}/{gpu}/ahead", sizes[gpu], gpu)
+        )
 
     def copy(self) -> None:
         copies = [
@@ -118,10 +115,8 @@ class Resuming(Beside[_Coming]):
         late = part.on(seen=False)
         for gpu, mine in late.items():
             ids = [p.id for p in mine]
-            fds, came = ahead.made(part.shim, ids, partial(self._give_up, part))
+            fds, _ = ahead.made(part.shim, ids, partial(self._give_up, part, gpu))
             part.target.update(zip(ids, fds, strict=True))
-            if not came:
-                part.ahead.clear()
             mover.take(f"{pid}/{gpu}", fds, [p.bytes for p in mine], gpu)
         self._hold(part)
         with self._work.spent("copy-late"):
@@ -132,10 +127,10 @@ class Resuming(Beside[_Coming]):
                 mover.host("in", others, copy_limit(self.bytes))
         return part.shim.map([p.id for mine in late.values() for p in mine])
 
-    def _give_up(self, part: _Coming) -> None:
-        """Lets go of what came ahead: the process needs the room."""
-        for gpu in part.ahead:
-            self._residents.mover(part.shim.owner).drop(f"{part.member.pid}/{gpu}/ahead")
+    def _give_up(self, part: _Coming, gpu: str) -> None:
+        """Lets go of what came ahead to a GPU: the process needs the room."""
+        part.ahead.discard(gpu)
+        self._residents.mover(part.shim.owner).drop(f"{part.member.pid}/{gpu}/ahead")
 
     def back(self) -> None:
         """What a resume leaves that was undone: the arenas, and nothing on the GPUs."""
