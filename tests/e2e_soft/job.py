@@ -222,6 +222,9 @@ def main() -> None:
         library.write_bytes(bytes(4096))
         with library.open("rb") as file:
             library = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    (options.folder / f"ready-{os.getpid()}").touch()
+    while child is not None and child.poll() is None and not (options.folder / f"ready-{child.pid}").exists():
+        time.sleep(0.02)  # whoever suspends the two is to meet both
     print("READY", os.getpid(), flush=True)
     number, rests = 0, False
     while not (options.folder / "stop").exists():

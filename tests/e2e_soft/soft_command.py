@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from limosa.errors import LimosaError
 from limosa.parking import LIBRARY
 from limosa.parking.shim import Shim
 from limosa.process.identity import Identity
@@ -19,11 +18,8 @@ UNDER = {"LD_PRELOAD": str(LIBRARY)}
 
 
 def start(node: Any, *arguments: object, **env: str) -> Any:
-    """A job under the shim; its child, too, has its memory: a job that still grows is tried anew, or is 19."""
-    job = node.job(*arguments, env={**UNDER, **env})
-    if "--child" in arguments and "--child-without" not in arguments:
-        child_of(job)
-    return job
+    """A job under the shim."""
+    return node.job(*arguments, env={**UNDER, **env})
 
 
 def pieces(job: Any) -> list[Any]:
@@ -89,16 +85,7 @@ def importer_of(job: Any) -> int:
 
 
 def child_of(job: Any) -> int:
-    """The job's child, once it has memory of its own."""
-
-    def has_memory() -> bool:
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        for pid in map(int, children):
-            with contextlib.suppress(LimosaError), Shim(Identity.of(pid)) as shim:
-                return shim.hello().bytes > 0
-        return False
-
-    job.until(has_memory, what="a child with memory")
+    """The job's child."""
     return int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text())
 
 

@@ -64,7 +64,6 @@ def meanwhile(node: Any, where: str, job: Any, ask: str, told: str, verb: str, o
 @pytest.mark.parametrize("verb", ["move", "suspend"])
 def test_memory_that_is_shared_once_all_is_prepared_is_one_afterwards(parked: Any, verb: str) -> None:
     job = start(parked, "--mib", 64, "--partner")
-    child_of(job)
     where, options = ("moving.Moving", '{"to": "1"}') if verb == "move" else ("suspending.Suspending", "{}")
     assert "done" in meanwhile(parked, where, job, "share", "shared", verb, options)
     if verb == "suspend":
@@ -132,7 +131,6 @@ else:
 def test_an_undo_that_was_killed_between_two_gates_is_gone_on_with(parked: Any) -> None:
     """Neither process saw the GPU that it was to go to; one cannot make its memory there, one has come home."""
     job = parked.job("--mib", 48, "--child", env=UNDER | {"CUDA_VISIBLE_DEVICES": "0"})
-    child_of(job)
     rule = parked.switches.add("function=cuMemCreate caller=job.py every=1 result=OUT_OF_MEMORY")
     died = parked.run([sys.executable, "-c", _KILLED, "move", job.pid, 1], rc=None)
     assert died.rc == -signal.SIGKILL, died
@@ -192,7 +190,6 @@ def test_a_restored_job_that_runs_is_not_ended_by_who_cancels_then(parked: Any, 
 
 def test_a_restore_that_was_killed_between_two_gates_is_finished_and_not_ended(parked: Any, tmp_path: Path) -> None:
     job = start(parked, "--mib", 16, "--child")
-    child_of(job)
     parked.limosa("checkpoint", job.pid, "--output", tmp_path / "image", *SMALL)
     job.until_gone()
     died = parked.run([sys.executable, "-c", _KILLED, "restore", tmp_path / "image", ""], rc=None)
