@@ -124,7 +124,12 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, st
 
 def test_the_tables_name_every_step_in_its_order(tmp_path: Path) -> None:
     for verb, names in (("write", step_of), ("remove", removal_step_of)):
-        assert list(dict.fromkeys(names(label) for label in noted(tmp_path, verb))) == list(TABLES[verb])
+        found = list(dict.fromkeys(names(label) for label in noted(tmp_path, verb)))
+        if verb == "write":  # `chunks` is done beside the two rows above it
+            assert found.index("store") < found.index("chunks") < found.index("manifest")
+            found.remove("chunks")
+            found.insert(found.index("manifest"), "chunks")
+        assert found == list(TABLES[verb])
 
 
 @pytest.mark.parametrize(("verb", "step", "when"), CASES)

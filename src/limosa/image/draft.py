@@ -13,6 +13,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -210,10 +211,11 @@ class Draft:
         Raises: as ``commit``, all with nothing committed.
         """
         with typed_errors(WHAT):
-            files, self.timings = hash_and_sync(self.criu_fd, self._files, progress, cancel=cancel, threads=threads)
-            self._files.fsync(self.criu_fd)
-            if self.chunks_fd >= 0:
-                sync_chunks(self.chunks_fd, manifest.chunk_sizes(), self._files, cancel=cancel)
+            with ThreadPoolExecutor(1, thread_name_prefix="limosa-chunks") as beside:
+                chunks = beside.submit(self._sync_chunks, manifest, cancel)
+                files, self.timings = hash_and_sync(self.criu_fd, self._files, progress, cancel=cancel, threads=threads)
+                self._files.fsync(self.criu_fd)
+                chunks.result()
             self._manifest = msgspec.structs.replace(manifest, files=files)
             try:
                 data = encode(self._manifest)
@@ -225,6 +227,10 @@ class Draft:
             secure_files(self.log_fd, self._files)
             self._files.fsync(self.fd)
             stop_if(cancel)
+
+    def _sync_chunks(self, manifest: Manifest, cancel: Cancel | None) -> None:
+        if self.chunks_fd >= 0:
+            sync_chunks(self.chunks_fd, manifest.chunk_sizes(), self._files, cancel=cancel)
 
     @property
     def id(self) -> str:

@@ -40,6 +40,11 @@ def threads_here() -> int:
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
+def files_at_once(threads: int | None = None) -> int:
+    """How many files are hashed side by side, each by ``threads``: half as many as those, for reading takes longer."""
+    return max(1, (threads or threads_here()) // 2)
+
+
 def hash_fd(
     fd: int,
     *,

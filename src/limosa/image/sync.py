@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from limosa.errors import CancelledUndone, FailedUndone
 from limosa.image.chunks import Chunks, chunk_path
 from limosa.image.files import FILE_MODE, FOLDER_MODE, Files, open_file, syncs_whole
-from limosa.image.hashing import Cancel, Stopped, hash_fd
+from limosa.image.hashing import Cancel, Stopped, files_at_once, hash_fd
 from limosa.image.manifest import CRIU_NAME, ImageFile, is_file_name
 from limosa.progress import Progress, ProgressFn
 
@@ -63,14 +64,28 @@ def hash_and_sync(
     sizes = _sizes(criu_fd)
     total, done = sum(sizes.values()), 0
     at_once = len(sizes) > MANY and syncs_whole(criu_fd)
+    lock = threading.Lock()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        progress(Progress("hash", done, total))
+        with lock:
+            done += count
+            progress(Progress("hash", done, total))
 
-    result = []
-    with ThreadPoolExecutor(8, thread_name_prefix="limosa-fsync") as pool:
+    def hashed(name: str) -> ImageFile:
+        stop_if(cancel)
+        fd = open_file(name, criu_fd)
+        try:
+            digest, size = hash_fd(fd, threads=threads, advance=advance, cancel=cancel)
+        finally:
+            os.close(fd)
+        return ImageFile(path=f"{CRIU_NAME}/{name}", size=size, blake3=digest)
+
+    hashes: dict[str, Future[ImageFile]] = {}
+    with (
+        ThreadPoolExecutor(8, thread_name_prefix="limosa-fsync") as pool,
+        ThreadPoolExecutor(files_at_once(threads), thread_name_prefix="limosa-hash") as hashing,
+    ):
         # The largest first, for it takes longest; the small ones side by side, for the journal's sake.
         by_size = sorted(sizes, key=lambda name: -sizes[name])
         if at_once:
@@ -79,22 +94,18 @@ def hash_and_sync(
             syncs = [pool.submit(_sync, name, criu_fd, files) for name in by_size]
         try:
             begin = time.monotonic()
-            for name in sizes:
-                stop_if(cancel)
-                fd = open_file(name, criu_fd)
-                try:
-                    digest, size = hash_fd(fd, threads=threads, advance=advance, cancel=cancel)
-                finally:
-                    os.close(fd)
-                result.append(ImageFile(path=f"{CRIU_NAME}/{name}", size=size, blake3=digest))
-            hashed = time.monotonic() - begin
+            hashes = {name: hashing.submit(hashed, name) for name in by_size}
+            result = [hashes[name].result() for name in sizes]
+            taken = time.monotonic() - begin
             spans = [sync.result() for sync in syncs]
         except Stopped:
             raise CancelledUndone(what=WHAT)
         finally:
             for sync in syncs:
                 sync.cancel()
-    return result, CommitTimings(hash=hashed, sync=_covered(spans), bytes=total)
+            for one in hashes.values():
+                one.cancel()
+    return result, CommitTimings(hash=taken, sync=_covered(spans), bytes=total)
 
 
 def sync_chunks(

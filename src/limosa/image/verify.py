@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ import msgspec
 from limosa.errors import CancelledUndone, DamagedImage
 from limosa.image.chunks import CHUNKS_NAME, Chunks, chunk_path
 from limosa.image.files import open_file, typed_errors
-from limosa.image.hashing import Cancel, Stopped, hash_fd, threads_here
+from limosa.image.hashing import Cancel, Stopped, files_at_once, hash_fd, threads_here
 from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile
 from limosa.image.read import MARKER_NAME, Image, open_image
 from limosa.progress import Progress, ProgressFn, silent
@@ -142,14 +142,9 @@ def verify(
             progress(Progress("verify", done, total))
 
     hasher = functools.partial(hash_fd, threads=threads, advance=advance, cancel=cancel)
-    sizes = {f.size for f in wanted}
-    found: dict[str, _Found] = {}
     try:
         with typed_errors(_WHAT):
-            for file in wanted:
-                if cancel is not None and cancel.is_set():
-                    raise Stopped
-                found[file.path] = _look(file, sizes, image.criu_fd, hasher)
+            found = _files(wanted, image.criu_fd, hasher, threads, cancel)
             one = functools.partial(hash_fd, threads=1, advance=advance, cancel=cancel) if read_chunks else None
             wrong = _chunks(image, chunks, one, threads or threads_here())
             extra = _extra(image, chunks)
@@ -167,6 +162,30 @@ def verify(
         bytes=done,
         seconds=time.monotonic() - begin,
     )
+
+
+def _files(
+    wanted: Sequence[ImageFile],
+    criu_fd: int,
+    hasher: Callable[[int], tuple[str, int]],
+    threads: int | None,
+    cancel: Cancel | None,
+) -> dict[str, _Found]:
+    """What each file of ``criu/`` is, the largest begun first."""
+    sizes = {f.size for f in wanted}
+
+    def look(file: ImageFile) -> _Found:
+        if cancel is not None and cancel.is_set():
+            raise Stopped
+        return _look(file, sizes, criu_fd, hasher)
+
+    with ThreadPoolExecutor(files_at_once(threads), thread_name_prefix="limosa-verify") as pool:
+        looks = {f.path: pool.submit(look, f) for f in sorted(wanted, key=lambda f: -f.size)}
+        try:
+            return {f.path: looks[f.path].result() for f in wanted}
+        finally:
+            for waits in looks.values():
+                waits.cancel()
 
 
 def _look(file: ImageFile, sizes: set[int], criu_fd: int, hasher: Callable[[int], tuple[str, int]]) -> _Found:
