@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from limosa import start
 from limosa.containers import calls
 from limosa.process.criu import lent
+from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
+from limosa.process.places import own_folder
 
 
 def works_on(path: Path) -> bool:
@@ -73,13 +76,13 @@ def test_a_session_whose_leaders_pid_is_anothers_has_ended() -> None:
 
 def test_what_was_lent_is_forgotten_with_its_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(lent, "_ELSEWHERE", (str(tmp_path / "tmp"),))
-    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(lent, "_KEPT", tmp_path / "var")
+    (tmp_path / "var/lent").mkdir(parents=True)
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept/file").touch()
-    own = Path(lent._place())
-    left = [own / "criu-0abc-xy", tmp_path / "tmp/criu-0abc-xy"]
-    others = [own / "criu-0abd-xy", tmp_path / "tmp/criu-0abc-link"]
+    own = own_folder("lent")
+    left = [own / "criu-0abc-xy", tmp_path / "var/lent/criu-0abc-xy"]
+    others = [own / "criu-0abd-xy", tmp_path / "var/lent/criu-0abc-link"]
     for folder in (*left, others[0]):
         folder.mkdir(parents=True)
         (folder / "criu").touch()
@@ -88,3 +91,19 @@ def test_what_was_lent_is_forgotten_with_its_operation(tmp_path: Path, monkeypat
     assert not any(folder.exists() for folder in left)
     assert all(folder.exists() for folder in others)
     assert (tmp_path / "kept/file").exists()
+
+
+@pytest.mark.parametrize("own_may", [True, False])
+def test_what_is_lent_lies_where_only_root_can_make_another(
+    own_may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor keeps its name on root's PATH when it is gone; where /run starts no program it was once in /var/tmp."""
+    monkeypatch.setenv("LIMOSA_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setattr(lent, "_KEPT", tmp_path / "var")
+    monkeypatch.setattr(lent, "_may_start_from", lambda folder: own_may or "run" not in str(folder))
+    criu = Criu(argv=["/bin/true"], version="4.2", network_lock="skip")
+    with lent.lent(criu, operation="0abc") as folder:
+        above = Path(folder).parent
+        assert above == (own_folder("lent") if own_may else tmp_path / "var/lent")
+        assert not above.stat().st_mode & 0o022
+        assert start.trusted(above)

@@ -192,6 +192,44 @@ def test_a_link_in_a_users_folder_brings_no_other_folder_into_a_container(noted:
     assert noted.known(name).run("cat", "/data/file").stdout == "secret"
 
 
+@pytest.mark.criu
+@pytest.mark.parametrize("way", ["folder", "file", "own"])
+def test_no_link_leads_out_by_what_criu_has_open(noted: Runc, tmp_path: Path, way: str) -> None:
+    """While CRIU makes a process anew, that has the image's folder open, and all of the machine is above that."""
+    theirs, secret = tmp_path / "theirs", tmp_path / "secret"
+    for folder in (theirs, theirs / "d", secret):
+        folder.mkdir()
+        (folder / "f").write_text("secret")
+    config = bundle_config("", noted.parent, ["/bin/sh"], None)
+    mount = {"destination": "/data", "type": "bind", "source": str(theirs), "options": ["rbind", "rw"]}
+    script = {
+        "folder": "cd /data/d && exec sleep 1000",
+        "file": "exec 5<>/data/d/f && exec sleep 1000",
+        "own": "mkdir /d && cd /d && exec sleep 1000",
+    }[way]
+    name = f"train-{os.getpid()}"
+    one = noted.start_job("/bin/sh", "-c", f"'{script}'", gpus=None, name=name, mounts=[*config["mounts"], mount])
+    inside_ = Path(f"/proc/{one.pid}/root")
+    end = time.monotonic() + 20
+    while Path(f"/proc/{one.pid}/comm").read_text() != "sleep\n":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    limosa(noted, "checkpoint", "--leave-running", f"runc:{name}", "--output", tmp_path / "image")
+    moved = inside_ if way == "own" else theirs
+    (moved / "d").rename(moved / "was")
+    (moved / "d").symlink_to(f"/proc/self/fd/126{'/..' * 12}{secret}")
+    noted("delete", "--force", one.id)
+    said = limosa(noted, "restore", tmp_path / "image", rc=None)
+    assert "leads through a symbolic link of somebody else's" in said.stderr, said
+    assert said.rc in (21, 23)
+    assert noted.names() == []
+    if way != "own":
+        (theirs / "d").unlink()
+        (theirs / "was").rename(theirs / "d")
+        limosa(noted, "restore", tmp_path / "image")
+        assert noted.known(name).run("echo", "here").stdout == "here\n"
+
+
 def test_a_container_may_tell_of_as_many_processes_as_it_likes(noted: Runc) -> None:
     one = noted.start("/bin/sh", "-c", "sleep 1000 & exec sleep 1000", gpus=None)
     pids, begun = Pids(one.pid), time.monotonic()

@@ -401,3 +401,43 @@ def test_who_cannot_become_root_again_opens_nothing_more(tmp_path) -> None:
     subprocess.run([str(word) for word in argv], check=True, timeout=60)
     ran = subprocess.run([program], capture_output=True, text=True, timeout=20, check=True)
     assert ran.stdout == "-1 1\n"
+
+
+def test_a_folder_with_a_random_name_is_ones_own(guarded: Callable[[str], dict], places: tuple[Path, Path]) -> None:
+    """CRIU makes one where everybody may make names, and gives it another mode afterwards."""
+    code = """
+import ctypes
+named = ctypes.create_string_buffer(os.fsencode(M + "/made-XXXXXX"))
+libc = ctypes.CDLL(None, use_errno=True)
+if not libc.mkdtemp(named):
+    raise OSError(ctypes.get_errno(), "mkdtemp")
+os.chmod(named.value, 0o711)
+said["name"] = os.path.basename(os.fsdecode(named.value))
+if libc.mkdtemp(ctypes.create_string_buffer(os.fsencode(M + "/made"))):
+    raise OSError(errno.EEXIST, "made")
+"""
+    said = guarded(code)
+    assert said["done"]
+    assert stat.S_IMODE((places[0] / said["name"]).stat().st_mode) == 0o711
+    link = "os.symlink(R, M + '/to'); os.lchown(M + '/to', 4242, 4242)\n"
+    through = link + code.replace("/made-XXXXXX", "/to/made-XXXXXX")
+    assert guarded(through) == {"error": "ELOOP"}
+    assert os.listdir(places[1]) == ["file"]
+
+
+def test_names_are_found_where_there_is_no_proc(guarded: Callable[[str], dict]) -> None:
+    """While the mounts of a container are put together."""
+    code = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+mounts = (b"none", b"/", None, 0x44000, None), (b"t", b"/proc", b"tmpfs", 0, None)
+if libc.unshare(0x20000) or any(libc.mount(*one) for one in mounts):
+    raise OSError(ctypes.get_errno(), "mount")
+for flags in (os.O_PATH, os.O_RDONLY):
+    assert os.path.samestat(os.fstat(os.open(R + "/file", flags)), os.stat(R + "/file"))
+os.open(R, os.O_RDONLY | os.O_DIRECTORY)
+os.open(R + "/none", os.O_RDONLY)
+"""
+    assert guarded(code) == {"error": "ENOENT"}
+    link = "os.symlink(R, M + '/to'); os.lchown(M + '/to', 4242, 4242)\n"
+    assert guarded(link + code.replace('R + "/file", flags', "M + '/to/file', flags")) == {"error": "ELOOP"}

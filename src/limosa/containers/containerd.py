@@ -29,12 +29,13 @@ from limosa.containers.protobuf import Malformed, Message, message
 from limosa.containers.runc import Spec, joined_namespaces, write_by_runc
 from limosa.containers.runtime import SHARES, Contained, Kept, Runtime, alive, check_name, criu_said_in
 from limosa.containers.state import OF_CONTAINERD, State, states
-from limosa.errors import CannotBeMoved, FailedUndone
+from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import ContainerRecord
 from limosa.process.criu.lent import kept_places
 from limosa.process.criu.stats import DumpStats, restore_stats
-from limosa.process.identity import Identity
+from limosa.process.identity import Handle, Identity
 from limosa.process.openat import closing, open_in
+from limosa.process.slurp import head, slurp
 from limosa.structs import ready
 
 DIFF, MADE_OF = "rootfs-diff.tar", "containerd.json"
@@ -51,6 +52,8 @@ _OF_RUNC = (1, 2, 3, 4, 5, 7, 9)  # those of a task that a restored one has as w
 _PID, _STDOUT, _STDERR, _TERMINAL = 3, 6, 7, 8  # types.Process
 _MOST_BYTES = 8 << 20
 _KILL_SECONDS = 60.0
+_SHIM_SECONDS = 10.0
+_QUIET_SECONDS = 2.0  # a shim that containerd was asked for begins within
 _RESTORE_SECONDS = 3600.0
 _OLD_SECONDS = 24 * 3600.0
 _TICK = 0.05
@@ -101,7 +104,6 @@ class Containerd(Runtime):
 
     name = "containerd"
     needs = "runc"
-    keeps_path = True
 
     # --- what it says ---------------------------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class Containerd(Runtime):
             api = self._api(made.namespace)
             record = api.container(made.id)
             if record is not None and record.labels.get(_RESTORED_BY) == made.operation:
-                _end(api, record)
+                _end(api, record, made.operation)
             api.end_lease(made.lease)  # and with it what nothing else keeps
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
@@ -285,9 +287,15 @@ class Containerd(Runtime):
         return f"{contained.namespace}/{contained.id}"
 
 
-def _end(api: Api, record: Record) -> None:
-    """End a container's task, and take its record and its root file system away."""
-    end = time.monotonic() + _KILL_SECONDS
+def _end(api: Api, record: Record, operation: str = "") -> None:
+    """End a container's task, and take its record and its root file system away.
+
+    Args:
+        api: of its namespace.
+        record: containerd's.
+        operation: which was restoring it, where it did not come to its end.
+    """
+    end, known = time.monotonic() + _KILL_SECONDS, True
     while True:
         with contextlib.suppress(grpc.Refused):
             api.ask("tasks.v1.Tasks/Kill", (1, record.id), (3, _SIGKILL), (4, 1))
@@ -296,16 +304,61 @@ def _end(api: Api, record: Record) -> None:
             break
         except grpc.Refused as error:
             if error.status == grpc.NOT_FOUND:
+                known = False
                 break
             if time.monotonic() > end:
                 raise
         time.sleep(_TICK)
+    _see_off_shim(api.namespace, record.id, operation if not known else "")
     api.forget(record.id)
     if record.snapshot:
         api.remove_snapshot(record.snapshotter, record.snapshot)
     for place in kept_places("shims"):
         with contextlib.suppress(OSError):
             (place / _called(api, record.id)).unlink()
+
+
+def _see_off_shim(namespace: str, id_: str, operation: str) -> None:
+    """Wait until nobody works on a container that containerd itself does not know any more.
+
+    A shim may still begin, by a request whose asker has died, and containerd never ends that one; or containerd may be
+    clearing up after a shim that has died, by another one. A new container of that id would be started by the old shim,
+    with the CRIU that was lent to that; or it would find runc's note of the old one.
+
+    Args:
+        namespace: containerd's.
+        id_: the container's.
+        operation: whose shims are to be ended; "" where containerd does that.
+    """
+    now = time.monotonic()
+    end, seen, quiet = now + _SHIM_SECONDS, now, _QUIET_SECONDS if operation else 0.0
+    while now < end:
+        shims = list(_shims(namespace, id_))
+        for pid in shims if operation else []:
+            _end_shim(pid, operation)
+        if shims or any(s.id == id_ and _namespace_of(s) == namespace for s in states()):
+            seen = now
+        elif now - seen >= quiet:
+            return
+        time.sleep(_TICK)
+        now = time.monotonic()
+
+
+def _shims(namespace: str, id_: str) -> Iterator[int]:
+    """The processes of root's that are shims started for a container."""
+    wanted = {b"-namespace", os.fsencode(namespace), b"-id", os.fsencode(id_)}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == 0 and wanted <= set(head(f"/proc/{pid}/cmdline", 4096).split(b"\0")):
+                yield int(pid)
+
+
+def _end_shim(pid: int, operation: str) -> None:
+    """End a shim, if it has the CRIU on its PATH that was lent to that operation."""
+    with contextlib.suppress(OSError, LimosaError), Handle(Identity.of(pid)) as handle:
+        variables = slurp(f"/proc/{pid}/environ").split(b"\0")
+        if any(one.startswith(b"PATH=") and b"/criu-%b-" % os.fsencode(operation) in one for one in variables):
+            handle.signal(_SIGKILL)
 
 
 # --- what stands against it -----------------------------------------------------------------------------------

@@ -114,7 +114,6 @@ class Runtime(ABC):
 
     name: ClassVar[str]
     needs: ClassVar[str] = ""  # the program that is told what to do; "": of the runtime's own name
-    keeps_path: ClassVar[bool] = False  # whether what it starts for a restore keeps the name of the lent CRIU's folder
 
     def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):
         self.program, self.configured, self.notes = program, dict(configured), list(notes)

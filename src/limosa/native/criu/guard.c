@@ -117,6 +117,13 @@ static int raw_open(int folder, const char *name, int flags, mode_t mode)
 	return (int)syscall(SYS_openat, folder, name, flags, mode);
 }
 
+static bool there_is(const char *path)
+{
+	struct stat info;
+
+	return !syscall(SYS_newfstatat, AT_FDCWD, path, &info, AT_SYMLINK_NOFOLLOW);
+}
+
 /* fstat(2), without the C library, whose own is a new one (2.33). */
 static int look_at(int fd, struct stat *info)
 {
@@ -522,6 +529,28 @@ static int open_of_kernel(int at, const char *path, int flags, mode_t mode)
 	return -1;
 }
 
+/*
+ * Opens what was found once more. While CRIU puts a container's mounts together there is no /proc to do it by; then the
+ * name is taken again, and it must be the same.
+ */
+static int open_found(int found, const struct place *place, const struct stat *info, int flags)
+{
+	struct stat again;
+	char link[64];
+	int fd;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", found);
+	fd = raw_open(AT_FDCWD, link, flags, 0);
+	if (fd >= 0 || errno != ENOENT || there_is("/proc/self"))
+		return fd;
+	fd = raw_open(place->folder, place->name, flags | O_NOFOLLOW, 0);
+	if (fd < 0 || (!look_at(fd, &again) && again.st_dev == info->st_dev && again.st_ino == info->st_ino))
+		return fd;
+	drop(fd);
+	errno = ELOOP;
+	return -1;
+}
+
 static int guarded_open(int at, const char *path, int flags, mode_t mode)
 {
 	bool follow = !(flags & O_NOFOLLOW) && (flags & (O_CREAT | O_EXCL)) != (O_CREAT | O_EXCL);
@@ -548,19 +577,21 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	}
 	/* O_NOFOLLOW would stay among the descriptor's flags: what was found is opened once more. */
 	found = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
-	drop(place.folder);
-	if (found < 0)
+	if (found < 0) {
+		drop(place.folder);
 		return -1;
+	}
 	if (look_at(found, &info) || S_ISLNK(info.st_mode)) {
 		drop(found);
+		drop(place.folder);
 		errno = ELOOP;
 		blame(path, "is a symbolic link now");
 		return -1;
 	}
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", found);
 	/* CRIU holds both ends of a job's pipe by then. Put there by another, it would hold us up until he opens it. */
 	pipe = S_ISFIFO(info.st_mode) && !(flags & O_PATH);
-	fd = raw_open(AT_FDCWD, link, pipe ? flags | O_NONBLOCK : flags, mode);
+	fd = open_found(found, &place, &info, pipe ? flags | O_NONBLOCK : flags);
+	drop(place.folder);
 	if (fd >= 0 && pipe && !(flags & O_NONBLOCK))
 		fcntl(fd, F_SETFL, flags);
 	drop(found);
@@ -708,6 +739,31 @@ EXPORT int mkdirat(int at, const char *path, mode_t mode)
 EXPORT int mkdir(const char *path, mode_t mode)
 {
 	return mkdirat(AT_FDCWD, path, mode);
+}
+
+/* mkdtemp(3), whose mkdir(2) would be the C library's own: CRIU gives the folder another mode afterwards. */
+EXPORT char *mkdtemp(char *path)
+{
+	static const char letters[] = "abcdefghijklmnopqrstuvwxyz0123456789";
+	size_t length = strlen(path), i;
+	unsigned char random[6];
+	int tries;
+
+	if (length < sizeof(random) || strcmp(path + length - sizeof(random), "XXXXXX")) {
+		errno = EINVAL;
+		return NULL;
+	}
+	for (tries = 0; tries < 100; tries++) {
+		if (syscall(SYS_getrandom, random, sizeof(random), 0) != sizeof(random))
+			return NULL;
+		for (i = 0; i < sizeof(random); i++)
+			path[length - sizeof(random) + i] = letters[random[i] % (sizeof(letters) - 1)];
+		if (!mkdirat(AT_FDCWD, path, 0700))
+			return path;
+		if (errno != EEXIST)
+			return NULL;
+	}
+	return NULL;
 }
 
 EXPORT int mknodat(int at, const char *path, mode_t mode, dev_t device)
@@ -1018,11 +1074,13 @@ EXPORT int connect(int fd, const struct sockaddr *address, socklen_t length)
 	if (!walk(AT_FDCWD, path, true, &place))
 		return -1;
 	found = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
-	drop(place.folder);
-	if (found < 0)
+	if (found < 0) {
+		drop(place.folder);
 		return -1;
+	}
 	if (look_at(found, &info) || S_ISLNK(info.st_mode)) {
 		drop(found);
+		drop(place.folder);
 		errno = ELOOP;
 		blame(path, "is a symbolic link now");
 		return -1;

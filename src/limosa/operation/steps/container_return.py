@@ -17,7 +17,7 @@ from limosa import start
 from limosa.containers import Containers
 from limosa.containers.runtime import Contained, Kept
 from limosa.containers.runtimes import runtime_of
-from limosa.errors import FailedUndone, LimosaError, Reason, Refused, UndoFailed
+from limosa.errors import FailedUndone, LimosaError, NoWorkingCriu, Reason, Refused, UndoFailed
 from limosa.image import Image
 from limosa.operation import container_gpus
 from limosa.operation.journal import Noted, Phase
@@ -64,6 +64,9 @@ class ContainerReturning(Returning):
 
     def criu(self) -> None:
         work, given = self.work, self.manifest.options
+        if self.program.plugin_dir is None:
+            text = "files are opened by names that a container could change, and Limosa's plugin is not built"
+            raise NoWorkingCriu(detail=text, hint="limosa doctor --fix builds it")
         if self.members:
             work.driver.warm()
         work.note(
@@ -87,9 +90,7 @@ class ContainerReturning(Returning):
         extra = [word for word, is_chosen in chosen.items() if is_chosen]
         try:
             with (
-                lent(
-                    self.program, extra, operation=work.id, restores=True, name_stays=self.runtime.keeps_path
-                ) as folder,
+                lent(self.program, extra, operation=work.id, restores=True) as folder,
                 self._logs(folder) as log_fd,
             ):
                 kept = Kept(

@@ -26,34 +26,40 @@ from limosa.process.places import own_folder
 
 _OLD_SECONDS = 24 * 3600.0  # longer than any dump: whoever made it has died
 _KEPT = Path("/var/lib/limosa")
-_ELSEWHERE = ("/var/tmp", "/tmp")  # noqa: S108 - a folder of a new name, which is the caller's alone
 
 
 @contextlib.contextmanager
-def lent(
-    criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: bool = False, name_stays: bool = False
-) -> Iterator[str]:
+def lent(criu: Criu, extra: Sequence[str] = (), *, operation: str, restores: bool = False) -> Iterator[str]:
     """Make a folder whose ``criu`` is this one.
+
+    What a runtime starts beside a container (podman's monitor, containerd's shim) keeps the folder's name on its PATH
+    as long as the container lives, and root's programs are looked for there: nobody else may ever make that name.
 
     Args:
         criu: which.
         extra: arguments of CRIU's that it is always given.
         operation: the id of whose it is.
         restores: whether it is for a restore (``lent_main.py``).
-        name_stays: whether what is started keeps the folder's name when it is gone: nobody else can make another.
 
     Yields:
         The folder.
+
+    Raises:
+        PermissionDenied: others than root can change where it would be.
     """
-    place = kept_places("lent")[0] if name_stays else _place()
+    place = kept_places("lent")[0]
+    _clear(place)
     folder = Path(tempfile.mkdtemp(prefix=f"criu-{operation}-", dir=place))
     try:
         options = [*extra, "--network-lock", criu.network_lock]
         if criu.plugin_dir:
             options += ["--libdir", criu.plugin_dir]
         # XFSZ: so it can be told to write no more, and undoes what it has done.
-        relay = [sys.executable, "-I", "-S", str(Path(__file__).with_name("lent_main.py"))] if restores else []
-        text = f'#!/bin/sh\ntrap "" XFSZ\nexec {shlex.join([*relay, *criu.argv, *options])} "$@"\n'
+        relay, guard = [], ""
+        if restores:
+            relay = [sys.executable, "-I", "-S", str(Path(__file__).with_name("lent_main.py"))]
+            guard = f"export LIMOSA_GUARD={start.installer()}\n"
+        text = f'#!/bin/sh\ntrap "" XFSZ\n{guard}exec {shlex.join([*relay, *criu.argv, *options])} "$@"\n'
         script = folder / "criu"
         script.write_text(text)
         script.chmod(0o700)
@@ -87,8 +93,8 @@ def forget(operation: str) -> None:
     Raises:
         OSError: this process can open no file more.
     """
-    for place in (str(own_folder("lent")), str(_KEPT / "lent"), *_ELSEWHERE):
-        for folder in Path(place).glob(f"criu-{operation}-*"):
+    for place in (own_folder("lent"), _KEPT / "lent"):
+        for folder in place.glob(f"criu-{operation}-*"):
             try:
                 found = os.lstat(folder)
                 if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
@@ -119,14 +125,9 @@ def _may_start_from(folder: str | os.PathLike[str]) -> bool:
     return False
 
 
-def _place() -> str:
-    """Where programs may be started from."""
-    own = own_folder("lent")
-    for old in own.glob("criu-*"):
+def _clear(place: Path) -> None:
+    """Remove what was left there long ago."""
+    for old in place.glob("criu-*"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_SECONDS:
                 shutil.rmtree(old)
-    for folder in (str(own), *_ELSEWHERE):
-        if _may_start_from(folder):
-            return folder
-    return str(own)
