@@ -43,3 +43,30 @@ def test_it_is_said_that_it_is_removed_and_what_comes_back(desk: Desk) -> None:
     came = desk.restore("--to", 1, *more[2:], name="other")
     assert [w["id"] for w in came["warnings"]] == ["container-record"]
     assert came["name"] == other
+
+
+def test_it_is_named_whoever_names_it(desk: Desk) -> None:
+    one = desk.job()
+    called, name = desk.called(one), desk.name()
+    until(lambda: desk.says(0, "ps")["jobs"])
+    assert [job["name"] for job in desk.says(0, "ps")["jobs"]] == [called]
+    held = [p for gpu in desk.says(0, "gpus")["gpus"] for p in gpu["processes"] if p["pid"] == one.pid]
+    assert [(p["name"], p["job"]) for p in held] == [(called, one.pid)]
+    for words in (["--gpu", 0], [one.pid], ["--all"], ["--container", called]):
+        assert desk.limosa("suspend", *words).stdout.startswith(f"{called} (process {one.pid}) is suspended"), words
+        assert desk.says(0, "resume", *words)["name"] == called
+
+    for wrong in (name, f"docker:{name}"):
+        said = desk.limosa("suspend", wrong, rc=10).stderr
+        assert said.endswith(f"hint: {called} runs\n")
+    error = desk.says(2, "logs", called)["error"]
+    if desk.runtime.name == "podman":
+        assert (error["message"], error["hint"]) == (f"podman keeps the output of {called}", f"podman logs {name}")
+    else:
+        assert error["hint"] == f"ls -l /proc/{one.pid}/fd/1 says where it goes"
+    desk.checkpoint(one)
+    said = desk.limosa("resume", called, rc=10).stderr
+    assert said.endswith(f"hint: a checkpoint ended it: limosa restore {desk.image()}\n")
+    if desk.runtime.name == "podman":
+        error = desk.restore("--shell-job", "--log", "x", rc=2)["error"]
+        assert error["hint"] == "leave out --shell-job; leave out --log"

@@ -412,7 +412,7 @@ class Dumping(OnGpus):
         try:
             if not self.options.leave_running:
                 # Before the rename, so that an attached `limosa run` finds it however we end.
-                EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
+                EndedRecord(root=self.root, image=str(self.dest), image_id=image_id, name=self.job.job.name).save()
             work.note(Noted.COMMIT, Phase.BEGIN, self.root.pid, image_id=image_id)
             work.check()
             self.image = self.draft.publish()
