@@ -230,6 +230,7 @@ class NoSuchImage(DamagedImage):
     """There is nothing where the image should be."""
 
     id, template = "no-such-image", "there is no image at {path}"
+    hint_template = "limosa images DIR lists images"
 
 
 class NotAnImage(NoSuchImage):
@@ -430,7 +431,8 @@ class Refused(LimosaError):
         self.reasons = [r for r in reasons if r.refuses]
         first = self.reasons[0]
         text = first.text if len(self.reasons) == 1 else "; ".join(r.text for r in self.reasons)
-        super().__init__(text, hint=first.hint, job_state="")
+        hints = dict.fromkeys(r.hint for r in self.reasons if r.hint)
+        super().__init__(text, hint="; ".join(hints), job_state="")
         self.warnings = [r for r in reasons if not r.refuses]
         # Instance values shadow the class's: a refusal is as diverse as its reasons.
         self.id = first.id  # type: ignore[misc]

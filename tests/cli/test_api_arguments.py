@@ -81,5 +81,5 @@ def test_one_job_that_is_named_twice_is_refused():
 
 def test_recover_takes_one_folder_for_one_folder(tmp_path: Path):
     for folder in (tmp_path / "missing", str(tmp_path / "missing")):
-        (found,) = limosa.recover(folder, dry_run=True)
-        assert str(tmp_path / "missing") in found.error
+        with pytest.raises(limosa.UsageError, match=f"there is no folder {tmp_path / 'missing'}"):
+            limosa.recover(folder, dry_run=True)

@@ -10,6 +10,15 @@ import pytest
 
 from limosa.cli.main import VERBS
 
+
+def test_what_is_said_of_containers(inside):
+    assert "or a container (podman:train)" in " ".join(inside("--help").stdout.split())
+    cdi = inside("cdi", "--help").stdout
+    assert "  limosa cdi\n\n  podman run " in cdi
+    assert "/usr/local/lib/limosa, is filled with --output - as well" in " ".join(cdi.split())
+    assert "it is removed, and what podman has logged" in " ".join(inside("checkpoint", "--help").stdout.split())
+
+
 WITH_DRY_RUN = ("move", "suspend", "resume", "toggle", "checkpoint", "restore", "recover")
 
 

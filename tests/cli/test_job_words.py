@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from limosa.cli import words
 from limosa.cli.on_jobs import _line, _plan_text, refused
-from limosa.errors import NoSuchImage, UnknownGpu
+from limosa.cli.verify import _text as _verified
+from limosa.errors import NoSuchImage, Reason, Refused, UnknownGpu
 from limosa.gpu import Gpu, Inventory, find_gpu
+from limosa.image.verify import FileCheck, VerifyResult
 from limosa.operation.results import Estimate, JobResult, OtherWay, Plan
+from limosa.process.identity import Identity
+from limosa.process.records import EndedRecord
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 SWAP = {A: B, B: A, C: C}
@@ -67,7 +73,63 @@ def test_what_is_so_already(fields, said):
 
 def test_a_plan_for_what_is_not_there_names_no_process():
     plan = refused("restore", NoSuchImage("there is no image at /data/x"))
-    assert _plan_text(plan) == "restore: refused\n  refused [no-such-image]: there is no image at /data/x"
+    assert _plan_text(plan).splitlines() == [
+        "restore: refused",
+        "  refused [no-such-image]: there is no image at /data/x",
+        "    → limosa images DIR lists images",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (
+            "move podmn:x --to 1",
+            2,
+            "there is no runtime podmn; podman, docker, containerd, cri-o, runc, crun are known",
+        ),
+        ("move podmn:x --to 1", 2, "hint: did you mean podman:x?\n"),
+        ("suspend xyzzy:x", 2, "hint: limosa suspend --help\n"),
+        ("suspend podman:", 2, "podman: names no container\nlimosa: hint: podman:NAME, or"),
+        ("suspend --container nobody", 10, "no container nobody runs here\n"),
+        ("suspend --container podman:nobody", 10, "no container nobody runs here in podman\n"),
+        ("suspend --container podmn:nobody", 2, "there is no runtime podmn"),
+        ("restore /nosuch", 16, "hint: limosa images DIR lists images\n"),
+    ],
+)
+def test_who_is_meant_and_is_not_there_is_told_with_a_way_on(inside, typed, code, said):
+    ran = inside(*typed.split())
+    assert (ran.returncode, said in ran.stderr) == (code, True), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("record", "typed"), [("e2e", "e2e"), ("podman:web", "podman:web"), ("podman:web", "container:web")]
+)
+def test_a_job_that_a_checkpoint_has_ended_is_told_by_its_image(inside, tmp_path, record, typed):
+    image = tmp_path / "the image"
+    EndedRecord(root=Identity(1 << 22, 1), image=str(image), name=record).save()
+    assert "a checkpoint" not in inside("resume", typed).stderr, "its image has gone"
+    image.mkdir()
+    ran = inside("resume", typed)
+    assert ran.returncode == 10
+    assert f"hint: a checkpoint ended it: limosa restore '{image}'\n" in ran.stderr
+    assert "a checkpoint" not in inside("resume", "docker:e2e").stderr
+
+
+def test_each_reason_against_it_has_its_way_out():
+    reasons = [Reason(id=one, text=one, exit_code=2, hint=f"leave out --{one}") for one in ("log", "shell", "log")]
+    assert Refused(reasons).hint == "leave out --log; leave out --shell"
+
+
+def test_one_file_is_no_files():
+    file = FileCheck(path="a", size=0, ok=True)
+    one = VerifyResult(image=Path("/x"), id="a", ok=True, files=[file], problems=[], bytes=0, seconds=0)
+    assert _verified(one).startswith("whole: 1 file, ")
+    assert _verified(msgspec.structs.replace(one, files=[file, file])).startswith("whole: 2 files, ")
+
+
+def test_a_jobs_name_does_not_drive_the_terminal():
+    assert words.job("podman:\x1b[2J", 7) == "podman:\\x1b[2J (process 7)"
 
 
 def inventory(numbers: Sequence[int]) -> Inventory:

@@ -52,7 +52,7 @@ def test_recover_says_what_is_wrong_with_a_folder(limosa, tmp_path, name, code):
     (tmp_path / "folder").mkdir()
     found, said = limosa("recover", name)
     assert found == code
-    assert code == 0 or name[:20] in said
+    assert code == 0 or (said.startswith("limosa: ") and name[:20] in said)
 
 
 EMPTY = ["rm", "recover", "restore", "checkpoint 1 --output", "move --to 1"]

@@ -244,14 +244,18 @@ runc = ["{engines["runc"]}"]
         env: Sequence[str] = (),
         name: str = "",
         image: str = NAME,
+        own_log: bool = False,
     ) -> Container:
-        """``podman run --detach``; ``options`` are more of podman's, ``gpus`` None for none of the node's."""
+        """``podman run --detach``; ``options`` are more of podman's, ``gpus`` None for none of the node's.
+
+        ``own_log``: its log goes to podman's own file, which nobody outside of the node sees.
+        """
         name = name or f"c{len(self.containers)}-{secrets.token_hex(3)}"
         log = self.place / f"{name}.log"
         words = [] if gpus is None else _gpu_options(gpus)
         words += [word for device in cdi for word in ("--device", device)]
         words += [word for one in env for word in ("--env", one)]
-        place = ["--name", name, *self.in_cgroups(), "--log-opt", f"path={log}"]
+        place = ["--name", name, *self.in_cgroups(), *([] if own_log else ["--log-opt", f"path={log}"])]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
         pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
         return self._started(id_, name, pid, log)

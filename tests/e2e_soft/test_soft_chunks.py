@@ -80,6 +80,18 @@ def test_nothing_of_ours_is_in_the_job_while_criu_dumps(parked: Any, tmp_path: P
     job.finish()
 
 
+@pytest.mark.parametrize("more", [[], ["-R"]])
+def test_what_was_suspended_was_not_copied_while_it_ran(parked: Any, tmp_path: Path, more: list[str]) -> None:
+    job = start(parked, "--mib", 16)
+    parked.limosa("suspend", job.pid)
+    said = parked.limosa("checkpoint", job.pid, "--output", tmp_path / "image", *more).stdout
+    assert "MiB of device memory" in said
+    assert "while it ran" not in said
+    if more:
+        parked.limosa("resume", job.pid)
+        job.finish()
+
+
 def frozen(pid: int) -> bool:
     """Whether CRIU holds it: a tracer, and stopped."""
     try:

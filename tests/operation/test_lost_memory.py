@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from limosa import operation
 from limosa.cli.recover import _text
+from limosa.errors import UsageError
 from limosa.operation.journal import Header, Journal
 from limosa.operation.parked.holders import LostMemory
 from limosa.operation.recover import _lost
@@ -61,8 +64,13 @@ def test_the_record_of_a_job_that_was_killed_while_suspended_is_removed(runtime:
 
 
 def test_whoever_names_a_job_is_told_that_recover_takes_none(runtime: Path, tmp_path: Path) -> None:
-    (told,) = operation.recover([tmp_path / "train"])
-    assert told.exit_code == 2
-    assert (
-        told.error == f"there is no folder {tmp_path / 'train'}; jobs are not named here, recover sees to all of them"
-    )
+    with subprocess.Popen(["true"]) as job:
+        path = SuspendRecord(root=Identity.of(job.pid)).save()
+        job.wait(10)
+    with pytest.raises(UsageError) as caught:
+        operation.recover([tmp_path, tmp_path / "train"])
+    assert str(caught.value) == f"there is no folder {tmp_path / 'train'}"
+    assert caught.value.hint == "limosa recover names no job: it looks at all"
+    assert path.exists(), "nothing was done"
+    operation.recover([tmp_path])
+    assert not path.exists()

@@ -25,6 +25,7 @@ def command(report: Report, *, output: Path | None, remove: bool) -> None:
     """Let containers have what limosa run gives a job.
 
     limosa cdi
+
     podman run --device limosa.dev/job=shim --device nvidia.com/gpu=0 IMAGE
 
     Writes a CDI spec for podman, Docker, containerd and CRI-O. A container
@@ -32,6 +33,9 @@ def command(report: Report, *, output: Path | None, remove: bool) -> None:
     without a change to its image, entrypoint or LD_PRELOAD. Needs root. Call
     it again after an update of Limosa. limosa doctor says what a runtime needs
     besides.
+
+    The folder, /usr/local/lib/limosa, is filled with --output - as well: a
+    spec must name libraries that are there.
     """
     from limosa import cdi
 

@@ -72,6 +72,9 @@ def command(  # noqa: PLR0913 - what is typed
     The job is ended only when the image is whole and on disk. If anything
     fails before that, it runs on. limosa restore DIR brings it back. Needs
     root or capabilities, which limosa doctor names.
+
+    A container (podman:train) is not only ended: it is removed, and what
+    podman has logged of it goes too.
     """
     if more["tcp_established"] and more["tcp_close"]:
         raise UsageError(detail="--tcp-established or --tcp-close, not both")
@@ -113,6 +116,8 @@ def _text(done: CheckpointResult, stats: bool) -> str:
     who = words.job(done.name, done.pid)
     asleep = done.state == JobState.CHECKPOINTED
     became = "is suspended, as before" if asleep else "runs on" if done.left_running else "has ended"
+    if done.removed:  # not only ended: nobody is to look for it, or for what it has said
+        became = f"is removed{', its logs too' if done.removed[1:] else ''}"
     pause = done.timings.get("pause_seconds")
     if done.left_running and pause is not None:
         became += f", stood still for {words.seconds(pause)}"
@@ -121,7 +126,7 @@ def _text(done: CheckpointResult, stats: bool) -> str:
         last = sum(r.bytes for r in done.rounds if r.in_pause)
         before = len([r for r in done.rounds if not r.in_pause])
         text = f"{words.size(done.device_bytes)} of device memory"
-        if before and not asleep:
+        if before and not done.was_suspended:
             text += f", copied in {before} round{'s'[: before > 1]} while it ran"
         lines.append(f"{text}; {words.size(last)} in the pause" if (done.left_running and not asleep) or last else text)
     if stats:

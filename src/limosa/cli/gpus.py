@@ -68,4 +68,4 @@ def _who(holder: Holder) -> str:
     if holder.limosa:
         return f"Limosa's own, for {holder.user}"
     command = words.command_line([os.path.basename(holder.command[0]), *holder.command[1:]]) if holder.command else "?"
-    return f"{holder.name}: {command}" if holder.name else command
+    return f"{words.clean(holder.name)}: {command}" if holder.name else command

@@ -56,6 +56,7 @@ def command(report: Report, *, job: str, follow: bool, last: int | None) -> None
         raise
     record = RunRecord.of(found.root)
     if record is None or not record.log:
+        _refuse_contained(found.root.pid)
         raise UsageError(
             detail=f"process {found.root.pid} was not started by limosa run: nobody keeps its output",
             hint=f"ls -l /proc/{found.root.pid}/fd/1 says where it goes",
@@ -80,6 +81,20 @@ def command(report: Report, *, job: str, follow: bool, last: int | None) -> None
         _follow(report, found, tail) if follow else tail.copy_rest()
     finally:
         tail.close()
+
+
+def _refuse_contained(pid: int) -> None:
+    """Raises UsageError for a container: its output is its runtime's to keep."""
+    from limosa.containers import Containers
+
+    box = Containers().of(pid)
+    program = {"podman": "podman", "docker": "docker", "cri-o": "crictl"}.get(box.runtime, "") if box else ""
+    if box is not None and box.runtime == "containerd" and box.pod:
+        program = "crictl"
+    if box is not None and program:
+        word = box.short if program == "crictl" or not box.name else box.name
+        detail = f"{box.runtime} keeps the output of {words.clean(box.called)}"
+        raise UsageError(detail=detail, hint=f"{program} logs {words.clean(word)}")
 
 
 def _follow(report: Report, job: Job, tail: Tail) -> None:

@@ -112,7 +112,7 @@ app = Verbs(
     help="Move, suspend and checkpoint running GPU jobs.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="limosa VERB --help tells more. JOB is a pid, or a name given to limosa run.",
+    epilog="limosa VERB --help tells more. JOB is a pid, a name given to limosa run, or a container (podman:train).",
 )
 
 

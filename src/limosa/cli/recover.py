@@ -31,9 +31,11 @@ def command(report: Report, *, folders: Sequence[Path], dry_run: bool) -> None:
     your own operations. Root also starts recover for every other user, as
     that user; those results are shown but do not count in the exit code.
 
-    Exit code 0: nothing is left. 2, 11: DIR is no folder, or may not be read.
-    40: something is left, and the message says what to do. 41: a job had to
-    stay suspended.
+    It names no job: it looks at all.
+
+    Exit code 0: nothing is left. 2, 11: DIR is no folder, or may not be read;
+    nothing was done. 40: something is left, and the message says what to do.
+    41: a job had to stay suspended.
     """
     from limosa.cli.signals import cancelling
     from limosa.operation import recover

@@ -64,7 +64,8 @@ def _nothing(path: str, error: DamagedImage) -> dict[str, Any]:
 def _text(result: VerifyResult) -> str:
     rate = words.rate(result.bytes / result.seconds) if result.seconds > 0.001 else "at once"
     if result.ok:
-        return f"whole: {len(result.files)} files, {words.size(result.bytes)}, {rate}\nid {result.id}"
+        n = len(result.files)
+        return f"whole: {n} file{'s'[: n != 1]}, {words.size(result.bytes)}, {rate}\nid {result.id}"
     many = len(result.problems)
     lines = [f"damaged: {many} problem{'s' if many > 1 else ''}"]
     lines += [f"  {p['problem']}: {words.clean(p['text'])}" for p in plain(result.problems)]

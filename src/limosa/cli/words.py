@@ -60,7 +60,7 @@ def seconds(number: float | None) -> str:
 
 def job(name: str, pid: int) -> str:
     """A job as sentences call it."""
-    return f"{name} (process {pid})" if name else f"process {pid}"
+    return f"{clean(name)} (process {pid})" if name else f"process {pid}"
 
 
 def command_line(command: Sequence[str]) -> str:

@@ -63,6 +63,11 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     # what keeps the runtime from writing it to disk: id of the refusal and text of each
     against: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def log_goes(self) -> bool:
+        """Whether its output goes to a file that its runtime removes with it."""
+        return bool(self.bundle) and self.log.startswith(f"{self.bundle}/")
+
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """How the host side of a container is to be written, or brought back.

@@ -15,6 +15,7 @@ from limosa.containers.runtime import Contained, Runtime, check_name
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
+from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
 from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
@@ -130,6 +131,20 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
             text = f"the container listened on port {port} of the machine, and somebody has that"
             found.append(Reason(id="port-taken", text=text, exit_code=23, hint="end who has it (ss -ltnp)"))
     return found
+
+
+def record_stays(record: ContainerRecord, name: str | None, members: Collection[Member]) -> list[Reason]:
+    """Say what a container that comes back on other GPUs would get if its runtime started it again.
+
+    Args:
+        record: what the image says of it.
+        name: what it is to be called; None for what it was called.
+        members: its processes that use GPUs.
+    """
+    if not any(m.changes_gpu for m in members):
+        return []
+    text = f"{record.runtime}'s record of {name if name is not None else record.name} still says the GPUs that it had: "
+    return [Reason(id="container-record", text=text + "started again, it gets those")]
 
 
 def _is_taken(port: int) -> bool:

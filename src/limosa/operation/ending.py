@@ -103,7 +103,7 @@ def stop(
         else:
             tree = _left(found.root, tree)
         if tree:
-            progress(Progress("stop", message=f"SIGKILL to {len(tree)} processes"))
+            progress(Progress("stop", message=f"SIGKILL to {len(tree)} process{'es'[: 2 * (len(tree) > 1)]}"))
             killed = [one.pid for one in tree]
             _send(tree, signal.SIGKILL)
             _wait_for(found.root, tree, time.monotonic() + _KILLED_SECONDS, None)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import pwd
+import shlex
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +30,7 @@ from limosa.operation.drivers import using
 from limosa.process import records
 from limosa.process.candidates import candidates, is_own
 from limosa.process.identity import Identity, ancestors, pid_in
+from limosa.process.namespaces import is_ours
 from limosa.process.places import refuse_unusable
 from limosa.process.slurp import MOST_COMMAND, head
 from limosa.process.tree import group_by_topmost, snapshot, under_first
@@ -56,8 +59,8 @@ JobLike = int | str | Identity | Job | _Started
 """What functions take for a job: pid, name or pid as text, identity, a Job, or what ``limosa.run`` gave back."""
 
 
-def job(like: JobLike) -> Job:
-    """The job that is meant.
+def job(like: JobLike, *, containers: Containers | None = None) -> Job:
+    """The job that is meant; ``containers``: those of this machine, where they were looked at just now.
 
     Raises:
         NoSuchProcess: no such pid or name.
@@ -69,17 +72,21 @@ def job(like: JobLike) -> Job:
     refuse_unusable()
     known = getattr(like, "identity", like)
     if isinstance(known, Identity):
-        return Job(known, _name_of(known))
+        return Job(known, _name_of(known, containers))
     if isinstance(like, bool) or not isinstance(like, (int, str)):
         raise InvalidArgument(f"{like!r} is no job: a job is a pid, a name, or what limosa.run or limosa.resolve gave")
     pid = like if isinstance(like, int) else pid_in(like)
     if pid is None and (contained := in_container(str(like))) is not None:
         return contained
     if pid is None:
-        record = records.job_named(str(like))
+        try:
+            record = records.job_named(str(like))
+        except NoSuchProcess as error:
+            error.hint = _instead(str(like)) or error.hint
+            raise
         return Job(record.root, record.name)
     identity = Identity.of(pid)
-    return Job(identity, _name_of(identity))
+    return Job(identity, _name_of(identity, containers))
 
 
 def in_container(like: str) -> Job | None:
@@ -87,12 +94,24 @@ def in_container(like: str) -> Job | None:
 
     Raises:
         NoSuchProcess: no such container runs.
-        UsageError: several are meant.
+        UsageError: several are meant, or there is no such runtime.
     """
     runtime, colon, word = like.partition(":")
-    if not colon or runtime not in (*RUNTIMES, ANY_RUNTIME):
+    if not colon:
         return None
-    found = Containers().meant(word, "" if runtime == ANY_RUNTIME else runtime)
+    if runtime == ANY_RUNTIME and ":" in word:  # --container podman:train
+        return in_container(word)
+    if runtime not in (*RUNTIMES, ANY_RUNTIME):
+        near = difflib.get_close_matches(runtime, RUNTIMES, n=1)
+        hint = f"did you mean {near[0]}:{word}?" if near else ""
+        raise UsageError(detail=f"there is no runtime {runtime}; {', '.join(RUNTIMES)} are known", hint=hint)
+    if not word:
+        raise UsageError(detail=f"{like} names no container", hint=f"{like}NAME, or the beginning of its id")
+    try:
+        found = Containers().meant(word, "" if runtime == ANY_RUNTIME else runtime)
+    except NoSuchProcess as error:
+        error.hint = _instead(like) or error.hint
+        raise
     assert found.init is not None
     return Job(found.init, found.called)
 
@@ -103,9 +122,30 @@ def refuse_twice(jobs: Sequence[Job]) -> None:
         raise UsageError(detail="the same job is named twice")
 
 
-def _name_of(identity: Identity) -> str:
+def _instead(typed: str) -> str:
+    """What helps whoever has named no job that lives: a container is called so, or a checkpoint has ended it; or ""."""
+    runtime, colon, word = typed.rpartition(":")
+    try:
+        return f"{Containers().meant(word).called} runs"
+    except NoSuchProcess:
+        pass
+    except UsageError as several:
+        return several.message
+    for ended in reversed(records.EndedRecord.all()):
+        any_runtime = not colon or runtime == ANY_RUNTIME
+        is_meant = ended.name == typed or (any_runtime and ended.name.rpartition(":")[2] == word)
+        if is_meant and os.path.isdir(ended.image):
+            return f"a checkpoint ended it: limosa restore {shlex.quote(ended.image)}"
+    return ""
+
+
+def _name_of(identity: Identity, containers: Containers | None = None) -> str:
+    """The name that it was given; of a container's first process what the container is called."""
     record = records.RunRecord.of(identity)
-    return record.name if record else ""
+    if record is not None or is_ours(identity.pid, "mnt"):
+        return record.name if record else ""
+    found = (containers or Containers()).of(identity.pid)
+    return found.called if found is not None and found.init == identity else ""
 
 
 def resolve(
@@ -130,9 +170,10 @@ def resolve(
         states = set(cuda_states(asked))
         wanted = states if everything else _on_gpu(asked, str(on_gpu))  # a job on the CPU alone has nothing to move
     jobs = []
+    containers = Containers()
     for root in roots_of(wanted, states):
         with contextlib.suppress(NoSuchProcess):
-            jobs.append(job(root))
+            jobs.append(job(root, containers=containers))
     if not jobs:
         raise NoSuchProcess(f"no job on GPU {on_gpu}" if on_gpu is not None else "no job here holds CUDA state", pid=0)
     return jobs
@@ -202,8 +243,8 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
     """A process that holds memory on a GPU, and the job that it belongs to."""
 
     pid: int  # the process
-    job: int  # pid of the job's topmost process; the process itself where nobody started it by ``limosa run``
-    name: str = ""  # the job's name, or ""
+    job: int  # pid of the job's topmost process; the process itself where it is in no container or ``limosa run`` job
+    name: str = ""  # the job's name, or what its container is called, or ""
     user: str = ""  # the process's owner
     command: list[str] = []  # its argument vector; empty where it cannot be seen from here
     limosa: bool = False  # whether it is Limosa's own (the mover, the vault): nobody's job
@@ -216,10 +257,16 @@ def holders(pids: Iterable[int]) -> dict[int, Holder]:
     names = {record.root.pid: record.name for record in records.RunRecord.all()}
     root = {pid: top for top, members in group_by_topmost(wanted, names).items() for pid in members}
     found = {}
+    containers: Containers | None = None
     for pid in sorted(wanted):
         own = is_own(pid)
         top = pid if own else root.get(pid, pid)
         name = "" if own else names.get(top, "")
+        if not own and top not in names and not is_ours(pid, "mnt"):
+            containers = containers or Containers()
+            box = containers.of(pid)
+            if box is not None and box.init is not None:
+                top, name = box.init.pid, box.called
         found[pid] = Holder(pid=pid, job=top, name=name, user=user_of(pid), command=command_of(pid), limosa=own)
     return found
 

@@ -78,6 +78,8 @@ class Prepared(msgspec.Struct, kw_only=True):
             processes=len(self.tree),
             output=self.output,
             communicators=self.comms.n,
+            container=self.box.container.called if self.box is not None else "",
+            log_goes=self.box is not None and self.box.contained.log_goes,
         )
 
     @property

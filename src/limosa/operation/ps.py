@@ -47,7 +47,7 @@ def ps(driver: gpu.Driver | None = None) -> list[Ps]:
         found = []
         for pid in roots_of(set(states) | runs, states):
             try:
-                shown = _one(job(pid), states, inventory, asked, pid in runs, silent)
+                shown = _one(job(pid, containers=containers), states, inventory, asked, pid in runs, silent)
                 found.append(msgspec.structs.replace(shown, container=_container(containers, pid)))
             except NoSuchProcess:
                 continue  # it ended while we looked

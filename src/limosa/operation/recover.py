@@ -40,11 +40,8 @@ from limosa.process.runtime import remove_half_written
 from limosa.progress import Progress, ProgressFn, silent
 from limosa.terms import JobState
 
-_NOT_READ = {
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG), UsageError.exit_code),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), PermissionDenied.exit_code),
-}
-"""The exit codes for folders that were named and cannot be read."""
+_NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_NO_JOBS = "limosa recover names no job: it looks at all"
 
 
 @many_descriptors()
@@ -57,11 +54,17 @@ def recover(
 ) -> list[Recovered]:
     """Finishes or undoes what dead operations left, and cleans up after them: an entry for each thing found.
 
-    None of it raises: what could not be done, or not be looked at, is in ``error``, with exit code 40 (or 41, where a
-    job stays suspended for want of room). ``folders``: where to look for unfinished images besides: of no journal,
+    What could not be done, or not be looked at, is in ``error``, with exit code 40 (or 41, where a job stays suspended
+    for want of room). ``folders``: where to look for unfinished images besides: of no journal,
     after a restart of the machine, say. ``only``: the id of the one operation to look at.
+
+    Raises:
+        UsageError, PermissionDenied: a folder that was named is none, or may not be read. Nothing was done.
     """
     found: list[Recovered] = []
+    folders = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+    for folder in folders:
+        _refuse_no_folder(Path(folder))
     try:
         _everything(found, folders, dry_run, progress, only)
     except (FailedUndone, OSError) as error:  # nobody can say what else there is: no file can be opened any more, say
@@ -74,7 +77,7 @@ def recover(
 
 def _everything(
     found: list[Recovered],
-    folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    folders: Sequence[str | os.PathLike[str]],
     dry_run: bool,
     progress: ProgressFn,
     only: str | None,
@@ -99,8 +102,21 @@ def _everything(
             did = "would remove" if dry_run else "removed"
             found.append(Recovered(kind="record", id=claim.id, operation=claim.operation, did=f"{did} a stale claim"))
         found += open_left(dry_run=dry_run)
-    for folder in [folders] if isinstance(folders, (str, os.PathLike)) else folders:
+    for folder in folders:
         found += _unfinished_in(Path(folder), dry_run, list(found))
+
+
+def _refuse_no_folder(folder: Path) -> None:
+    """Raises where a folder that was named is none or may not be read: a job's name, say."""
+    try:
+        unfinished(folder)
+    except OSError as error:
+        text = f"{folder} cannot be read: {error.strerror}"
+        if error.errno in _NO_FOLDER:
+            text = f"there is no folder {folder}" if error.errno == errno.ENOENT else text
+            raise UsageError(detail=text, hint=_NO_JOBS) from error
+        if isinstance(error, PermissionError):
+            raise PermissionDenied(detail=text) from error
 
 
 def _unread(error: Exception) -> Recovered:
@@ -114,10 +130,8 @@ def _unfinished_in(folder: Path, dry_run: bool, before: Sequence[Recovered]) -> 
         listed = unfinished(folder)
     except OSError as error:
         text = f"{folder} cannot be read: {error.strerror}"
-        if error.errno == errno.ENOENT:
-            text = f"there is no folder {folder}; jobs are not named here, recover sees to all of them"
-        return [Recovered(kind="folder", image=str(folder), error=text, exit_code=_NOT_READ.get(error.errno or 0, 40))]
-    except PermissionDenied as error:  # behind a link of another user's
+        return [Recovered(kind="folder", image=str(folder), error=text, exit_code=40)]
+    except PermissionDenied as error:  # it has become a link of another user's
         return [Recovered(kind="folder", image=str(folder), error=str(error), exit_code=error.exit_code)]
     for litter in listed:
         if any(str(litter.path) in one.did for one in before):

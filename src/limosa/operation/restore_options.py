@@ -70,4 +70,13 @@ def shape_of(facts: ImageFacts, manifest: Manifest, options: Options) -> Shape:
         processes=len(manifest.tree),
         files=[(r.path, r.size) for r in facts.rewind],
         verify=options.verify,
+        container=called_back(manifest, options) if manifest.container is not None else "",
     )
+
+
+def called_back(manifest: Manifest, options: Options) -> str:
+    """What the job will be called."""
+    box = manifest.container
+    if box is None:
+        return manifest.job.name
+    return f"{box.runtime}:{options.name if options.name is not None else box.name}"

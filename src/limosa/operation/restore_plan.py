@@ -22,7 +22,7 @@ from limosa.operation.journal import Member, added_up
 from limosa.operation.members import Where, minors
 from limosa.operation.prepare import refuse_no_text
 from limosa.operation.refusals import MOVE_DRIVER, SUSPEND_DRIVER
-from limosa.operation.restore_options import ImageFacts, Options, shape_of
+from limosa.operation.restore_options import ImageFacts, Options, called_back, shape_of
 from limosa.operation.results import Plan
 from limosa.operation.rewind import changed_files
 from limosa.operation.rules import apply_force, as_reason
@@ -55,7 +55,7 @@ def look_at(image: str | os.PathLike[str], options: Options) -> Plan:
             raise
         return Plan(operation="restore", pid=0, verdict=Verdict.REFUSED, reasons=[as_reason(error)])
     shape = shape_of(facts, manifest, options)
-    return RESTORE.plan(shape, facts.reasons, pid=manifest.job.pid, name=manifest.job.name)
+    return RESTORE.plan(shape, facts.reasons, pid=manifest.job.pid, name=called_back(manifest, options))
 
 
 # --- looking --------------------------------------------------------------------------------------------------
@@ -81,6 +81,8 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
     reasons += memory_reasons(manifest.host_bytes, options.cgroup, stop or (lambda: False), contained=contained)
     if any(p.cuda for p in manifest.tree):
         reasons += _gpu_reasons(facts, options)
+    if manifest.container is not None:
+        reasons += container_plan.record_stays(manifest.container, options.name, facts.members)
     facts.reasons = apply_force(reasons, options.force)
     return facts
 

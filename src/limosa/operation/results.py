@@ -134,6 +134,8 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
         other: what the other way would have cost, by estimate.
         device_bytes: device memory that is in the image as chunks.
         rounds: how it was copied there.
+        was_suspended: whether the job was suspended before.
+        removed: of a container that was ended, what is gone: its name, and the file that its runtime logged to.
     """
 
     image: str
@@ -146,6 +148,8 @@ class CheckpointResult(msgspec.Struct, kw_only=True):
     device_bytes: int = 0
     rounds: list[Round] = []
     left_running: bool = False
+    was_suspended: bool = False
+    removed: list[str] = []
     state: str = "ended"
     timings: dict[str, float] = {}
     warnings: list[Reason] = []

@@ -46,6 +46,8 @@ class Shape(msgspec.Struct, kw_only=True, frozen=True):
     files: Sequence[tuple[str, int]] = ()  # names of files that a restore cuts back, each with its size
     communicators: int = 0  # of NCCL's, between the job's processes
     verify: bool = True  # whether a restore compares every hash first
+    container: str = ""  # which one the job is, where an image is written or read: podman:train
+    log_goes: bool = False  # whether what its runtime keeps of its output goes with it
 
     @property
     def bytes(self) -> int:

@@ -228,11 +228,13 @@ class EndedRecord(Record, kw_only=True):
     Attributes:
         image: the image's absolute path.
         image_id: the image's id.
+        name: what the job was called.
     """
 
     kind: ClassVar[str] = "ended"
     image: PathText
     image_id: Text = ""
+    name: Text = ""
 
     def believed(self, owner: int, processes: Processes) -> bool:
         """Whether the folder's owner is root or the reader himself."""

@@ -46,6 +46,13 @@ class ContainerDumping(Dumping):
         self.box = job.box
         self._pids: dict[int, int] = {}  # what its processes are called here → inside
 
+    @property
+    def removed(self) -> list[str]:
+        if self.leave_running:
+            return []
+        contained = self.box.contained
+        return [self.box.container.called, *([contained.log] if contained.log_goes else [])]
+
     def look_at_names(self) -> None:
         """They are the container's own, and its runtime brings its /dev/shm back."""
 

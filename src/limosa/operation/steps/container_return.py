@@ -115,7 +115,6 @@ class ContainerReturning(Returning):
         work.armed()
         assert self.contained.init is not None
         self._note_root(self.contained.init.pid)
-        self._tell_of_devices()
 
     @contextlib.contextmanager
     def _logs(self, folder: str) -> Iterator[int]:
@@ -165,11 +164,6 @@ class ContainerReturning(Returning):
             text = f"{self.runtime.name} says that process {pid} is its first one, and its control group is another's"
             raise FailedUndone(what="restore", detail=text)
         super()._note_root(pid)
-
-    def _tell_of_devices(self) -> None:
-        if any(m.changes_gpu for m in self.members):
-            text = f"{self.runtime.name}'s record of {self.called} still says the GPUs that it had: started again, it "
-            self.work.warnings.append(Reason(id="container-record", text=text + "gets those"))
 
     def restore(self) -> None:
         assert self.root is not None

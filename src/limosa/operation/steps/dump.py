@@ -152,7 +152,10 @@ class SeeOff(_Dumped):
         return not op.leave_running
 
     def words(self, shape: Shape) -> str:
-        return "" if shape.leave_running else "end the job"
+        if shape.leave_running:
+            return ""
+        logs = ", its logs go too" if shape.log_goes else ""
+        return f"remove {shape.container}{logs}" if shape.container else "end the job"
 
     def do(self, op: Dumping) -> None:
         op.see_off()

@@ -115,6 +115,11 @@ class Dumping(OnGpus):
         return [m for m in self.members if m.was != gpu.State.CHECKPOINTED] if self.leave_running else []
 
     @property
+    def removed(self) -> list[str]:
+        """What of a container is gone."""
+        return []
+
+    @property
     def locked(self) -> list[Member]:
         return self.asleep
 
@@ -407,7 +412,7 @@ class Dumping(OnGpus):
         try:
             if not self.options.leave_running:
                 # Before the rename, so that an attached `limosa run` finds it however we end.
-                EndedRecord(root=self.root, image=str(self.dest), image_id=image_id).save()
+                EndedRecord(root=self.root, image=str(self.dest), image_id=image_id, name=self.job.job.name).save()
             work.note(Noted.COMMIT, Phase.BEGIN, self.root.pid, image_id=image_id)
             work.check()
             self.image = self.draft.publish()
@@ -516,7 +521,8 @@ class Dumping(OnGpus):
 
     def _result(self, image: Image) -> CheckpointResult:
         state = "running" if self.options.leave_running else "ended"
-        if self.options.leave_running and self.job.states == {gpu.State.CHECKPOINTED}:
+        was_suspended = self.job.states == {gpu.State.CHECKPOINTED}
+        if self.options.leave_running and was_suspended:
             state = "checkpointed"
         self.work.progress(Progress("done", message=f"image {self.dest}"))
         return CheckpointResult(
@@ -530,6 +536,8 @@ class Dumping(OnGpus):
             device_bytes=image.manifest.device_bytes,
             rounds=self.saving.rounds if self.saving is not None else [],
             left_running=self.options.leave_running,
+            was_suspended=was_suspended,
+            removed=self.removed,
             state=state,
             warnings=[*self.work.warnings, *self.job.warnings()],
             unreaped=self.unreaped,

@@ -17,6 +17,11 @@ TREE = "tree"
 _RECOVERED = "finished if CRIU was done and everything fits; otherwise the job is ended: the image is the copy"
 
 
+def _who(shape: Shape) -> str:
+    """Who comes back: the pids in an image of a container are its own, and mean nothing here."""
+    return shape.container or pids(shape.members)
+
+
 class _Returned(Step["Returning"], abstract=True):
     """Undone by ending the tree: the image is the copy."""
 
@@ -139,7 +144,7 @@ class RestoreThere(_Returned):
         return estimate.device_bytes(op.members)
 
     def words(self, shape: Shape) -> str:
-        return f"restore {pids(shape.members)}" if shape.members else ""
+        return f"restore {_who(shape)}" if shape.members else ""
 
     def cost(self, shape: Shape) -> float:
         seconds = estimate.restore_seconds(shape.members)
@@ -158,7 +163,7 @@ class UnlockThere(_Returned):
         return bool(op.members)
 
     def words(self, shape: Shape) -> str:
-        return f"unlock {pids(shape.members)}" if shape.members else ""
+        return f"unlock {_who(shape)}" if shape.members else ""
 
     def do(self, op: Returning) -> None:
         op.unlock()
