@@ -792,3 +792,26 @@ def test_a_cgroup_that_is_called_like_a_containers_leads_to_nothing(desk_of: Cal
     assert plan["reasons"][0]["id"] in ("container-part", "container-runtime")
     os.kill(inner, signal.SIGKILL)
     stranger.wait(10)
+
+
+# --- the bundle of a container of runc's ------------------------------------------------------------------------
+
+
+def test_a_bundle_is_the_same_by_whatever_path_it_is_named(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
+    """Over a link and over "..": where a container lives nobody comes in, and one that fails is not left there."""
+    desk = desk_of("runc")
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one, "--leave-running")
+    (link := desk.place / "link").symlink_to(desk.runtime.place)
+    ways = [link / one.name, desk.runtime.place / "state" / ".." / one.name]
+    for way in ways:
+        error = desk.restore("--bundle", way, name="clone", rc=23)["error"]
+        assert (error["id"], "another container lives" in error["message"]) == ("container-bundle", True)
+    one.remove()
+    own = desk.runtime.same_bundle(one, desk.name("own"))
+    rule = desk.node.switches.add("function=cuCheckpointProcessRestore result=UNKNOWN every=1")
+    for way in (link / own.name, own.parent / "state" / ".." / own.name):
+        desk.restore("--bundle", way, name="clone", rc=21)
+        assert nothing_left(desk)
+    assert desk.node.switches.count(rule)

@@ -25,6 +25,7 @@ from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import ContainerRecord
 from limosa.process.criu.stats import DumpStats, dump_stats, restore_stats
 from limosa.process.identity import Identity
+from limosa.start import trusted
 
 
 class _Namespace(msgspec.Struct):
@@ -82,18 +83,21 @@ class Runc(Runtime):
         found = []
         if self.find(name) is not None:
             found.append(("container-name", f"runc has a container {name} already", "another name with --name"))
-        place = bundle or record.bundle
-        if any(s.bundle == place for s in states(self.notes)):
+        given, place = bundle or record.bundle, self.bundle_of(record, bundle)
+        if any(os.path.realpath(s.bundle) == place for s in states(self.notes) if s.bundle):
             text = f"another container lives in the bundle {place}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
-        elif read(place, "config.json", Spec) is None:
+        elif not trusted(given) or read(place, "config.json", Spec) is None:  # nor can others change a link to it
             text = f"there is no bundle {place} whose config.json only root can change"
             found.append(("container-bundle", text, "--bundle names one with the same root file system"))
         return found
 
+    def bundle_of(self, record: ContainerRecord, bundle: str) -> str:
+        return os.path.realpath(bundle or record.bundle)  # as runc notes it, which makes it its working directory
+
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         made, used = super().alone(record, name, bundle)
-        return [*made, f"bundle {os.path.realpath(bundle or record.bundle)}"], used
+        return [*made, f"bundle {self.bundle_of(record, bundle)}"], used
 
     def taken_since(self, name: str) -> bool:
         return self.find(name) is not None  # what is there under the name would be taken for what was made
@@ -106,7 +110,7 @@ class Runc(Runtime):
         try:
             said = self._run(
                 "--root", folder, "--log", f"/proc/self/fd/{log}", "restore", "--detach", *folders_,
-                *flags(kept), *sockets(kept), "--bundle", bundle or record.bundle, "--", check_name(name),
+                *flags(kept), *sockets(kept), "--bundle", self.bundle_of(record, bundle), "--", check_name(name),
                 criu_folder=kept.criu_folder, pass_fds=[kept.images_fd, kept.work_fd, log],
                 speaks=False, output=kept.output, on_start=kept.on_start, tick=kept.tick,
             )  # fmt: skip
@@ -127,7 +131,7 @@ class Runc(Runtime):
 
     def remove_made(self, word: str, bundle: str) -> None:
         found = self.find(word)
-        if found is not None and found.bundle == bundle:
+        if found is not None and os.path.realpath(found.bundle) == os.path.realpath(bundle):
             self.remove(found.id)
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:

@@ -139,6 +139,15 @@ class Runtime(ABC):
     def against_return(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
         """Return what stands against bringing a container back under a name: (id, text, hint) of each."""
 
+    def bundle_of(self, record: ContainerRecord, bundle: str) -> str:
+        """Return the bundle of a container that is brought back, in the one form that all others are compared with.
+
+        Args:
+            record: what the image says of it.
+            bundle: the one that was named; "" for none.
+        """
+        return bundle or record.bundle
+
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         """Return what of a container that is brought back there is one of on the machine, in words.
 

@@ -46,6 +46,7 @@ class ContainerReturning(Returning):
         self.record = self.manifest.container
         self.runtime = runtime_of(self.record.runtime)
         self.called = options.name if options.name is not None else self.record.name
+        self.bundle = self.runtime.bundle_of(self.record, options.bundle or "")
         self.made_as = self.runtime.made_as(self.called, work.id, self.record)
         self.contained: Contained | None = None
         self.log = ""
@@ -53,7 +54,7 @@ class ContainerReturning(Returning):
 
     def claims(self) -> dict[str, Any]:
         """The image is only read: others may make containers of it at the same time, under other names."""
-        names, uses = self.runtime.alone(self.record, self.called, self.options.bundle or "")
+        names, uses = self.runtime.alone(self.record, self.called, self.bundle)
         return {"shared": True, "names": names, "uses": uses}
 
     def look_again(self) -> None:
@@ -77,7 +78,7 @@ class ContainerReturning(Returning):
             configured=self.runtime.configured,
             notes=self.runtime.notes,
             made=self.made_as,
-            bundle=self.options.bundle or self.record.bundle,
+            bundle=self.bundle,
         )
         output = self._kept_in(self.options.log) if self.options.log is not None else None
         options = self.options
@@ -105,7 +106,7 @@ class ContainerReturning(Returning):
                     on_start=self._started,
                     tick=work.check,
                 )
-                self.contained = self.runtime.bring_back(self.record, self.made_as, self.options.bundle or "", kept)
+                self.contained = self.runtime.bring_back(self.record, self.made_as, self.bundle, kept)
                 self.stats = dict(self.contained.stats)
                 work.note(Noted.CRIU_RESTORE, Phase.NOTE, made=self.contained.id)
                 self.runtime.rename(self.contained, self.called)
@@ -191,7 +192,7 @@ class ContainerReturning(Returning):
             failed = error  # its runtime may still do it
         if self.loading is None or not self.loading.opened:
             for word in dict.fromkeys([self.made_as, *([self.contained.id] if self.contained is not None else [])]):
-                self.runtime.remove_made(word, self.options.bundle or self.record.bundle)
+                self.runtime.remove_made(word, self.bundle)
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 
