@@ -380,10 +380,10 @@ class Runc(Runtime):
         made.log = self.place / made.name / "up" / "out"  # where the node has mounted it nobody else sees
         return made
 
-    def same_bundle(self, one: Container, name: str) -> Path:
+    def same_bundle(self, one: Container, name: str, cgroup: str = "") -> Path:
         """Makes a bundle with the configuration and the root of another as it is now."""
         config = json.loads((self.place / one.name / "config.json").read_text())
-        config["linux"]["cgroupsPath"] = f"{self.parent}/{name}"
+        config["linux"]["cgroupsPath"] = cgroup or f"{self.parent}/{name}"
         bundle = self.place / name
         (bundle / "work").mkdir(parents=True)
         (bundle / "rootfs").mkdir()

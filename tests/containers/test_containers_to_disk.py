@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from containers.engines import Engines
 from containers.images import NAME, make_image
-from containers.runtimes import Container, Podman, Pods, cgroup_layouts, own_folders, steps_of
+from containers.runtimes import Container, Podman, Pods, bundle_config, cgroup_layouts, own_folders, steps_of
 from soft_node import Answer, Node
 
 from limosa.process.cgroups import cgroup_folders, frozen_by
@@ -815,3 +815,46 @@ def test_a_bundle_is_the_same_by_whatever_path_it_is_named(desk_of: Callable[[st
         desk.restore("--bundle", way, name="clone", rc=21)
         assert nothing_left(desk)
     assert desk.node.switches.count(rule)
+
+
+def test_a_copied_bundle_needs_a_cgroup_of_its_own(desk_of: Callable[[str], Desk], rootfs: Path) -> None:
+    """Else the clone would be in the first one's: held still with it, and given its GPUs."""
+    desk = desk_of("runc")
+    one = desk.job()
+    one.goes_on()
+    desk.checkpoint(one, "--leave-running")
+    copy = desk.runtime.same_bundle(one, desk.name("copy"), cgroup=f"{desk.runtime.parent}//{one.name}/")
+    error = desk.restore("--bundle", copy, name="copy", rc=23)["error"]
+    assert (error["id"], one.name in error["message"]) == ("container-bundle", True)
+    assert "cgroupsPath" in error["hint"]
+    one.goes_on()
+    one.remove()  # two clones at once, in the same cgroup: one is
+    cgroup = f"{desk.runtime.parent}/both"
+    copies = [desk.runtime.same_bundle(one, desk.name(word), cgroup) for word in ("a", "b")]
+    desk.node.switches.add("function=cuCheckpointProcessRestore delay=1.5 every=1")
+    words = [("--name", copy.name, "--bundle", copy, "--to", n) for n, copy in enumerate(copies)]
+    both = [begin(desk, "restore", desk.image(), *more, "-o", "json") for more in words]
+    codes = [limosa.wait(60) for limosa in both]
+    assert sorted(codes) in ([0, 19], [0, 23])
+    assert desk.runtime.names() == [copies[codes.index(0)].name]
+    as_undisturbed(desk, rootfs, desk.runtime.known(copies[codes.index(0)].name))
+
+
+def test_two_containers_in_one_cgroup_are_told_apart(desk_of: Callable[[str], Desk]) -> None:
+    """Neither is called by the other's name, nor frozen or given a GPU with it."""
+    desk = desk_of("runc")
+    linux = bundle_config("", desk.runtime.parent, [], (0,))["linux"]
+    both = {"linux": {**linux, "cgroupsPath": f"{desk.runtime.parent}/both"}}
+    first, second = (desk.job("/job", 16, 5, name=word, **both) for word in ("first", "second"))
+    first.goes_on()
+    second.goes_on()
+    called = {job["pid"]: job["container"]["name"] for job in desk.says(0, "ps")["jobs"]}
+    assert called == {first.pid: first.name, second.pid: second.name}
+    for one in (first, second):
+        assert desk.checkpoint(one, rc=13)["error"]["id"] == "container-shares"
+        assert desk.says(13, "move", desk.called(one), "--to", 1)["error"]["id"] == "container-shared"
+        assert gpus_of(desk, one) == [0]
+        one.goes_on()
+    first.remove()
+    desk.says(0, "move", desk.called(second), "--to", 1)
+    second.goes_on()

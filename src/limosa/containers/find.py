@@ -2,15 +2,17 @@
 
 The kernel says in which cgroup a process is. A container can make further cgroups below its own, and call them like
 another container's; so the outermost one that is a container's counts. Where a container has none of its own (a
-rootless one, with version 1), its pid namespace says it, if it is that of the first process of a noted one. Names
-come from what the runtimes note (``state.py``), never from a process.
+rootless one, with version 1), its pid namespace says it, if it is that of the first process of a noted one; and so it
+does where several were given the same cgroup. Names come from what the runtimes note (``state.py``), never from a
+process.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -18,7 +20,7 @@ from limosa.containers.state import State, read, states
 from limosa.errors import NoSuchProcess, UsageError
 from limosa.process.cgroups import cgroup_mounts
 from limosa.process.identity import Identity
-from limosa.process.namespaces import namespace_of
+from limosa.process.namespaces import namespace_of, pid_namespaces
 from limosa.process.slurp import slurp
 
 RUNTIMES = ("podman", "docker", "containerd", "cri-o", "runc", "crun")
@@ -87,7 +89,7 @@ class Containers:
 
     def __init__(self) -> None:
         self._stored: dict[str, dict[str, str]] = {}
-        self._known: dict[str, Container] = {}  # by the path of a cgroup, in whatever hierarchy
+        self._known: dict[str, list[Container]] = {}  # by the path of a cgroup, in whatever hierarchy
         self._firsts: dict[tuple[int, int], Container] = {}  # by the pid namespace that its first process has
         mounts = cgroup_mounts()
         for state in states():
@@ -95,25 +97,38 @@ class Containers:
             namespace = namespace_of(noted.init.pid, "pid") if noted.init is not None else None
             if namespace is not None and namespace != namespace_of("self", "pid"):
                 self._firsts.setdefault(namespace, noted)
-            for path in state.cgroups:
-                self._known.setdefault(_in_hierarchy(path, mounts), noted)
+            for path in {in_hierarchy(path, mounts) for path in state.cgroups}:
+                self._known.setdefault(path, []).append(noted)
         self._known.pop("/", None)  # everything is in that
 
     def of(self, pid: int) -> Container | None:
-        """Return the container that a process is in; None where it is in none, or has gone."""
-        try:
-            text = os.fsdecode(slurp(f"/proc/{pid}/cgroup", most=_MOST_CGROUPS))
-        except OSError:
-            return None
-        paths = [line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2]
-        for path in dict.fromkeys(paths):
-            for part in _outermost_first(path):
-                if part in self._known:
-                    return msgspec.structs.replace(self._known[part], cgroup=part)
+        """Return the container that a process is in.
+
+        None where it is in none, has gone, or is in a cgroup of several and in none of their pid namespaces alone.
+        """
+        paths = _cgroups_of(pid)
+        part = self._noted_cgroup(paths)
+        if part:
+            noted = self._known[part]
+            one = _living_of(noted) or noted[:1]
+            one = one if len(one) == 1 else _told_apart(one, pid)
+            return msgspec.structs.replace(one[0], cgroup=part) if len(one) == 1 else None
         found = next((found for path in paths if (found := _by_name(path)) is not None), None)
         if found is None and (namespace := namespace_of(pid, "pid")) is not None:
             return self._firsts.get(namespace)  # a rootless one need not have a cgroup of its own
         return found
+
+    def sharing(self, pid: int) -> list[Container]:
+        """Return the containers that live in the cgroup which a process's container has: more than one by a mistake.
+
+        What is done to the cgroup of one of them, to hold it still or to give it a GPU, is done to all.
+        """
+        part = self._noted_cgroup(_cgroups_of(pid))
+        return _living_of(self._known[part]) if part else []
+
+    def _noted_cgroup(self, paths: list[str]) -> str:
+        """The outermost cgroup that is a noted container's; "" for none."""
+        return next((part for path in paths for part in _outermost_first(path) if part in self._known), "")
 
     def meant(self, word: str, runtime: str = "") -> Container:
         """Return the container of a name, or of an id's beginning.
@@ -128,7 +143,7 @@ class Containers:
         """
         found = {
             c.id: c
-            for c in (*self._known.values(), *self._firsts.values())
+            for c in (*itertools.chain(*self._known.values()), *self._firsts.values())
             if c.init is not None and runtime in ("", c.runtime) and c.is_meant(word)
         }
         exact = {id_: c for id_, c in found.items() if word in (c.name, c.id)}
@@ -192,12 +207,40 @@ def own_lines(cgroup_file: str, cgroup: str) -> str:
     return "\n".join(f"{n}:{kinds}:{cgroup}" for n, kinds, path in lines if f"{path}/".startswith(f"{cgroup}/"))
 
 
-def _in_hierarchy(folder: str, mounts: list[tuple[str, str]]) -> str:
-    """A cgroup's path in its hierarchy, as ``/proc/PID/cgroup`` has it; runc notes where it is mounted before that."""
+def in_hierarchy(folder: str, mounts: list[tuple[str, str]]) -> str:
+    """Return a cgroup's path in its hierarchy, as ``/proc/PID/cgroup`` has it; runc notes where that is mounted, too.
+
+    Args:
+        folder: what is noted.
+        mounts: where the hierarchies are (:func:`limosa.process.cgroups.cgroup_mounts`).
+    """
     for root, mount_point in mounts:
         if folder == mount_point or folder.startswith(f"{mount_point}/"):
             return f"{root.rstrip('/')}{folder[len(mount_point) :]}" or "/"
     return folder
+
+
+def _cgroups_of(pid: int) -> list[str]:
+    """The cgroups of a process, each once; none where it has gone."""
+    try:
+        text = os.fsdecode(slurp(f"/proc/{pid}/cgroup", most=_MOST_CGROUPS))
+    except OSError:
+        return []
+    return list(dict.fromkeys(line.split(":", 2)[2] for line in text.split("\n") if line.count(":") >= 2))
+
+
+def _living_of(noted: Sequence[Container]) -> list[Container]:
+    """Those that live, each once, in however many folders it is noted."""
+    return list({one.init: one for one in reversed(noted) if one.init is not None}.values())[::-1]
+
+
+def _told_apart(several: Sequence[Container], pid: int) -> list[Container]:
+    """Those of several containers whose pid namespace a process is in: with the innermost that is one's."""
+    for namespace in pid_namespaces(pid):
+        found = [c for c in several if c.init is not None and namespace_of(c.init.pid, "pid") == namespace]
+        if found:
+            return found
+    return []
 
 
 def _outermost_first(path: str) -> Iterator[str]:

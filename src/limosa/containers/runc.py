@@ -9,6 +9,7 @@ import msgspec
 
 from limosa.containers import calls
 from limosa.containers.calls import Said
+from limosa.containers.find import in_hierarchy
 from limosa.containers.runtime import (
     SHARES,
     Contained,
@@ -23,6 +24,7 @@ from limosa.containers.runtime import (
 from limosa.containers.state import State, folders, read, states
 from limosa.errors import CannotBeMoved, FailedUndone
 from limosa.image import ContainerRecord
+from limosa.process.cgroups import cgroup_mounts
 from limosa.process.criu.stats import DumpStats, dump_stats, restore_stats
 from limosa.process.identity import Identity
 from limosa.start import trusted
@@ -33,8 +35,9 @@ class _Namespace(msgspec.Struct):
     path: str = ""
 
 
-class _Linux(msgspec.Struct):
+class _Linux(msgspec.Struct, rename="camel"):
     namespaces: list[_Namespace] = []
+    cgroups_path: str = ""
 
 
 class Spec(msgspec.Struct):
@@ -45,6 +48,12 @@ class Spec(msgspec.Struct):
     def namespaces(self) -> dict[str, str]:
         """Return the namespaces that it has: kind → path of the one that it joins, or ""."""
         return {one.type: one.path for one in self.linux.namespaces}
+
+    @property
+    def cgroup(self) -> str:
+        """The cgroup that it is to have, as it is called in there; "" where its runtime chooses one."""
+        path = self.linux.cgroups_path
+        return os.path.normpath(path) if path else ""
 
 
 class Runc(Runtime):
@@ -87,9 +96,12 @@ class Runc(Runtime):
         if any(os.path.realpath(s.bundle) == place for s in states(self.notes) if s.bundle):
             text = f"another container lives in the bundle {place}"
             found.append(("container-bundle", text, "--bundle names a bundle of its own for this one"))
-        elif not trusted(given) or read(place, "config.json", Spec) is None:  # nor can others change a link to it
+        elif not trusted(given) or (spec := read(place, "config.json", Spec)) is None:  # nor a link on the way to it
             text = f"there is no bundle {place} whose config.json only root can change"
             found.append(("container-bundle", text, "--bundle names one with the same root file system"))
+        elif other := self._in_cgroup(spec.cgroup):
+            text = f"container {other} lives in the control group that {place}/config.json names, {spec.cgroup}"
+            found.append(("container-bundle", text, "give its config.json another linux.cgroupsPath"))
         return found
 
     def bundle_of(self, record: ContainerRecord, bundle: str) -> str:
@@ -97,10 +109,31 @@ class Runc(Runtime):
 
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         made, used = super().alone(record, name, bundle)
-        return [*made, f"bundle {self.bundle_of(record, bundle)}"], used
+        place = self.bundle_of(record, bundle)
+        spec = read(place, "config.json", Spec)
+        cgroup = [f"control group {spec.cgroup}"] if spec is not None and spec.cgroup else []
+        return [*made, f"bundle {place}", *cgroup], used
 
-    def taken_since(self, name: str) -> bool:
-        return self.find(name) is not None  # what is there under the name would be taken for what was made
+    def _in_cgroup(self, cgroup: str) -> str:
+        """The container that lives in a cgroup, as a config.json names it; "" for none.
+
+        A name may be one of below the cgroup that runc itself is in, or of below systemd: so what the others' bundles
+        say is compared as well.
+        """
+        mounts = cgroup_mounts()
+        here = {os.path.normpath(f"{root}/{cgroup}") for root, _ in mounts} if os.path.isabs(cgroup) else set()
+        for state in states(self.notes) if cgroup else ():
+            if alive(Identity(state.pid, state.start_time)) is None:
+                continue
+            spec = read(state.bundle, "config.json", Spec)
+            if not here.isdisjoint(in_hierarchy(path, mounts) for path in state.cgroups) or (
+                spec is not None and spec.cgroup == cgroup
+            ):
+                return state.id
+        return ""
+
+    def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        return self.against_return(record, name, bundle)  # what has the name would be taken for what was made
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         known_ = folders(self.notes)

@@ -159,10 +159,10 @@ class Runtime(ABC):
         ports = [f"port {port}" for port in record.ports[:_MOST_PORTS]]
         return [f"container {self.name}:{name}", *ports], []
 
-    def taken_since(self, name: str) -> bool:
-        """Whether a container of that name is there, where making another one would not tell."""
-        del name
-        return False
+    def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        """Return what stands against it by now, as :meth:`against_return`, where making it would not tell."""
+        del record, name, bundle
+        return []
 
     @abstractmethod
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:

@@ -81,10 +81,22 @@ def reasons(members: Sequence[Member], tree: Sequence[Identity], inventory: gpu.
             found.append(Reason(id="container-devices", text=text, exit_code=13, hint=hint, pid=member.pid))
             continue
         containers = containers or Containers()
+        found += [r for r in _of_cgroup(member, containers) if r.id not in told]
         box = containers.of(member.pid)
         found += [r for r in _of_container(member, box, tree) if r.id not in told]
         told |= {r.id for r in found}
     return found
+
+
+def _of_cgroup(member: Member, containers: Containers) -> list[Reason]:
+    """What a container is let open, its cgroup says; where that is another's as well, it says it for both."""
+    sharing = containers.sharing(member.pid)
+    if len(sharing) < 2:
+        return []
+    both = ", ".join(one.called for one in sharing)
+    text = f"containers {both} have one control group: each can open what one of them is given"
+    hint = "start them with different linux.cgroupsPath"
+    return [Reason(id="container-shared", text=text, exit_code=13, hint=hint, pid=member.pid)]
 
 
 def _of_container(member: Member, box: Container | None, tree: Sequence[Identity]) -> list[Reason]:

@@ -11,7 +11,7 @@ import msgspec
 
 from limosa.containers import Container, Containers
 from limosa.containers.freezer import cannot_be_traced, freezer_of
-from limosa.containers.runtime import Contained, Runtime, check_name
+from limosa.containers.runtime import SHARES, Contained, Runtime, check_name
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
@@ -59,7 +59,15 @@ def boxed(root: Identity, *, leave_running: bool) -> tuple[Boxed | None, list[Re
     except LimosaError as error:
         return None, [_refused("container-runtime", str(error), error.hint, root)]
     freezer = freezer_of(root, container)
-    return Boxed(runtime, container, contained, freezer), _against(root, contained, freezer, leave_running)
+    against = [*_shared_cgroup(root, container), *_against(root, contained, freezer, leave_running)]
+    return Boxed(runtime, container, contained, freezer), against
+
+
+def _shared_cgroup(root: Identity, container: Container) -> list[Reason]:
+    """Held still by its cgroup, another would be as well."""
+    others = [one.called for one in Containers().sharing(root.pid) if one.init != root]
+    text = f"container {container.called} has its control group together with {', '.join(others)}"
+    return [_refused(SHARES, text, "start them with different linux.cgroupsPath", root)] if others else []
 
 
 def _against(root: Identity, contained: Contained, freezer: str, leave_running: bool) -> list[Reason]:

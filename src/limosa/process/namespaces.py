@@ -56,6 +56,20 @@ def level_of(pid: int) -> int:
     return len(_numbers(pid))
 
 
+def pid_namespaces(pid: int) -> list[tuple[int, int]]:
+    """Return what names the pid namespace of a process and those above it, as far as the caller may see them."""
+    found = []
+    with contextlib.suppress(OSError):
+        fd = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        for _ in range(_MOST_LEVELS):
+            with closing(fd):
+                info = os.fstat(fd)
+                found.append((info.st_dev, info.st_ino))
+                fd = fcntl.ioctl(fd, _NS_GET_PARENT)
+        os.close(fd)
+    return found
+
+
 def enter(fd: int, kind: int) -> None:
     """Have the calling thread enter an open namespace (setns(2)).
 
@@ -120,16 +134,7 @@ class Pids:
 
     def _is_in(self, pid: int) -> bool:
         """Whether a process is in the namespace, or in one that was made in it."""
-        with contextlib.suppress(OSError):
-            fd = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-            for _ in range(_MOST_LEVELS):
-                with closing(fd):
-                    found = os.fstat(fd)
-                    if (found.st_dev, found.st_ino) == self._namespace:
-                        return True
-                    fd = fcntl.ioctl(fd, _NS_GET_PARENT)
-            os.close(fd)
-        return False
+        return self._namespace in pid_namespaces(pid)
 
 
 def _numbers(pid: int) -> list[int]:

@@ -59,9 +59,8 @@ class ContainerReturning(Returning):
 
     def look_again(self) -> None:
         super().look_again()
-        if self.runtime.taken_since(self.called):
-            text = f"{self.runtime.name} has a container {self.called} by now"
-            raise Refused([Reason(id="container-name", text=text, exit_code=23, hint="another name with --name")])
+        if since := self.runtime.taken_since(self.record, self.called, self.bundle):
+            raise Refused([Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in since])
 
     def criu(self) -> None:
         work, given = self.work, self.manifest.options
