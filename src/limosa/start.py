@@ -288,7 +288,8 @@ def _held(path: str | os.PathLike[str]) -> tuple[os.stat_result, str | None, int
 def trusted(path: str | os.PathLike[str]) -> bool:
     """Return whether nobody but root, we and whoever installed Limosa can change what is at a path.
 
-    The file or folder, every folder above it, and those that links lead to. What is not there yet is as its folder is.
+    The file or folder, every folder above it, and those that links lead to. What is not there yet is as its folder is:
+    in one that others can write to as well (``/tmp``), anybody may make it a moment later.
     """
     try:
         return untrusted_part(path) is None
@@ -343,7 +344,7 @@ def untrusted_part(path: str | os.PathLike[str]) -> str | None:
         try:
             info, link, server = _held(at / name)
         except FileNotFoundError:
-            return None
+            return str(at) if _others_write(info, at) else None  # sticky: nobody replaces what is there, anybody adds
         if link is None:
             at /= name
             continue

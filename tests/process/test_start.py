@@ -228,6 +228,13 @@ def test_what_a_stranger_can_change_is_not_trusted(tmp_path, strange):
     assert not start.trusted(program)
     good.chmod(0o1777)
     assert start.trusted(program), "nobody renames root's file in a sticky folder"
+    for name in ("nope", "nope/below", "new/../nope"):
+        assert start.untrusted_part(good / name) == str(good), "a stranger makes it a moment later"
+    (gone := tmp_path / "gone").symlink_to(good / "nope")
+    assert start.untrusted_part(gone) == str(good)
+    good.chmod(0o755)
+    assert start.trusted(good / "nope" / "below"), "only root makes it"
+    assert start.trusted(gone)
     good.chmod(0o775)
     os.chown(good, 0, 1000)
     assert not start.trusted(program), "a group's folder"
