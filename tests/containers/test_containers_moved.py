@@ -387,6 +387,44 @@ def test_what_a_container_has_put_there_leads_nowhere(runc: Any, runtime: Path, 
     one.goes_on()
 
 
+@pytest.mark.parametrize("cgroups", [one for one in cgroup_layouts() if one == "v1"], indirect=True)
+@pytest.mark.parametrize("gpus", [(0,), (0, 1)], ids=["one", "two"])
+def test_a_job_on_a_gpu_that_its_container_may_not_open_any_more_is_refused(
+    cgroups: str, box: Any, gpus: tuple[int, ...]
+) -> None:
+    """Nothing is done to it, and nobody is told that it is where it is not. What version 2 denies cannot be seen."""
+    one = box("/job", 16, 20, name=TRAIN, gpus=gpus)
+    one.goes_on()
+    path = next(line.split(":", 2)[2] for line in read(f"/proc/{one.pid}/cgroup") if ":devices:" in line)
+    rule = f"c {os.major(numbers(box.node)['nvidia0'])}:0 rwm"
+
+    def change(file: str) -> None:
+        Path(f"/sys/fs/cgroup/devices{path}/devices.{file}").write_text(rule)
+
+    change("deny")
+    for verb in ("move", "plan move"):
+        said = says(box, 13, *verb.split(), "--container", TRAIN, "--to", 1)
+        error = said["error"] if verb == "move" else said["reasons"][0]
+        text = error["message" if verb == "move" else "text"]
+        assert (error["id"], "is on GPU 0 and cannot open it" in text) == ("container-devices", True)
+        assert "device cgroup" in error["hint"]
+    assert gpus_of(jobs(box)[TRAIN]) == [0]
+    one.goes_on()
+    change("allow")
+    says(box, 0, "move", "--container", TRAIN, "--to", 1)
+    assert gpus_of(jobs(box)[TRAIN]) == [1]
+    one.goes_on()
+
+
+def read(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def numbers(node: Any) -> dict[str, int]:
+    """The machine's own GPU nodes."""
+    return {one: os.stat(f"/proc/{node.pid}/root/dev/{one}").st_rdev for one in ("nvidia0", "nvidia1")}
+
+
 def test_a_container_whose_dev_is_the_machines_is_not_changed(runc: Any, runtime: Path) -> None:
     """Bound into it, the machine's own nodes would be removed."""
     config = bundle_config(TRAIN, runc.parent, ["/job", "16", "20"], (0,))

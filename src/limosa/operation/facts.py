@@ -85,7 +85,8 @@ def gather(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock) -> Facts:
         facts.inventory = ask.inventory or driver.inventory()
         try:
             unknown = place(members, which.root, facts.inventory, ask.where, only_back=verb.takes_back)
-            facts.unknown = unknown if facts.claim is None else []  # it is Limosa that has left it so
+            # Of a job with a claim it is Limosa that has left it so.
+            facts.unknown = [r for r in unknown if r.refuses or facts.claim is None]
         except (InvalidMap, UsageError) as error:  # what the job is does not depend on where it is to go
             facts.nowhere = error
         if not facts.busy:  # its shims listen to whoever works on it

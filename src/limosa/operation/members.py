@@ -136,8 +136,9 @@ def place(
 ) -> list[Reason]:
     """Completes a job's members: what they hold, which GPUs they can open, where they go.
 
-    ``only_back``: a map that changes nothing is none: each goes where it was. Returns warnings: of which it is not
-    known how much they hold. Raises InvalidMap, UnknownGpu, UsageError (the source is not clear).
+    ``only_back``: a map that changes nothing is none: each goes where it was. Returns warnings, of which it is not
+    known how much they hold, and refusals: which cannot leave their GPU. Raises InvalidMap, UnknownGpu, UsageError (the
+    source is not clear).
     """
     unknown: list[Reason] = []
     record = records.SuspendRecord.of(root, whole=True)
@@ -179,7 +180,30 @@ def place(
                 member.boxed = member.boxed and not set(member.map.values()) <= {
                     g.uuid for g in gpu.openable(inventory, member.pid)
                 }
+        unknown += _kept_from(member, changes, inventory)
     return unknown
+
+
+def _kept_from(member: Member, changes: Mapping[str, str], inventory: gpu.Inventory) -> list[Reason]:
+    """That it holds memory on a GPU which it is to leave and cannot open: it has no way from there.
+
+    The driver takes a map of those that it can open, so what was wanted would be left out, and the job stay.
+    """
+    if member.moved:
+        return []  # its map is of where it was led since
+    held = {a for a, b in changes.items() if a != b and member.held.get(a) and a not in member.home}
+    is_ = "was" if member.was == gpu.State.CHECKPOINTED else "is"
+    return [
+        Reason(
+            id="container-devices",
+            text=f"process {member.pid} {is_} on GPU {one.index} and cannot open it any more",
+            exit_code=13,
+            hint="its device cgroup, and the nodes in its /dev, must let it have that GPU again",
+            pid=member.pid,
+        )
+        for one in inventory.gpus
+        if one.uuid in held
+    ]
 
 
 def _apart(members: Sequence[Member]) -> bool:

@@ -144,7 +144,7 @@ def look(which: Job, ask: Ask, driver: gpu.Driver, clock: Clock | None = None) -
         small=facts.parked.small,
         comms=facts.comms,
         busy=facts.busy,
-        nowhere=facts.nowhere is not None,
+        nowhere=facts.nowhere is not None or any(r.refuses for r in facts.unknown),
     )
 
 
