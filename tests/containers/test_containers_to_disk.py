@@ -704,6 +704,33 @@ def test_a_clone_with_the_machines_network_is_refused_where_the_port_is_taken(de
     until(lambda: _answers(port))
 
 
+PORTS = """
+import sys
+opened = []
+sys.addaudithook(lambda event, args: event == "open" and opened.append(str(args[0])))
+from limosa.image import ContainerRecord
+from limosa.operation.container_plan import return_reasons
+record = ContainerRecord(runtime="runc", id="x", name="x", ports=list(range(int(sys.argv[1]), 65536)))
+found = [r.text for r in return_reasons(record, None, None) if r.id == "port-taken"]
+print(sum(name.endswith(("/net/tcp", "/net/tcp6")) for name in opened), len(found), found)
+"""
+
+
+def test_an_image_with_every_port_does_not_have_the_tables_read_for_each(desk_of: Callable[[str], Desk]) -> None:
+    desk = desk_of("runc")
+    with contextlib.ExitStack() as held:
+        ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(20)]
+        ports += [held.enter_context(socket.create_server(("::1", 0), family=socket.AF_INET6)).getsockname()[1]]
+
+        def told(first: int) -> list[str]:
+            argv = [sys.executable, "-c", PORTS, first]
+            return str(desk.node.run(argv, env=desk.runtime.environment()).stdout).split(" ", 2)
+
+        assert told(0)[:2] == ["2", "16"]
+        for port in (max(ports), ports[-1]):
+            assert f"port {port} of" in told(port)[2]
+
+
 def _answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         socket.create_connection(("127.0.0.1", port), 5).close()

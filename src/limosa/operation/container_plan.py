@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -19,12 +20,16 @@ from limosa.operation.journal import Member
 from limosa.process.identity import Identity
 from limosa.process.namespaces import is_ours
 from limosa.process.observation import FdObservation, JobObservation, ProcessObservation
+from limosa.process.slurp import lines
 from limosa.process.tree import descendants, job_tree, snapshot
 
 # What is so of every container, or what its runtime sees to.
 _RUNTIMES_OWN = {"mount-namespace", "pid-namespace", "session", "session-outside", "terminal", "pty-outside"}
 _STANDARD = (0, 1, 2)
 _DRIVERS = "/dev/nvidia"
+_LISTENS = b"0A"
+_MOST_SOCKETS = 1 << 20  # of a table; those that listen come first in it
+_MOST_SAID = 16  # ports
 
 
 class Boxed(NamedTuple):
@@ -134,10 +139,9 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
     found = [Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in against]
     if os.geteuid():
         found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
-    for port in record.ports:
-        if _is_taken(port):
-            text = f"the container listened on port {port} of the machine, and somebody has that"
-            found.append(Reason(id="port-taken", text=text, exit_code=23, hint="end who has it (ss -ltnp)"))
+    for port in sorted(listened_on(record.ports))[:_MOST_SAID]:
+        text = f"the container listened on port {port} of the machine, and somebody has that"
+        found.append(Reason(id="port-taken", text=text, exit_code=23, hint="end who has it (ss -ltnp)"))
     return found
 
 
@@ -155,16 +159,22 @@ def record_stays(record: ContainerRecord, name: str | None, members: Collection[
     return [Reason(id="container-record", text=text + "started again, it gets those")]
 
 
-def _is_taken(port: int) -> bool:
-    """Whether somebody listens on a TCP port of the machine."""
-    ending = f":{port:04X}".encode()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with contextlib.suppress(OSError), open(table, "rb") as lines:
-            for line in lines:
+def listened_on(ports: Collection[int]) -> set[int]:
+    """Return those of some TCP ports on which somebody listens on the machine.
+
+    An image may name every port that there is: the kernel's tables are read once, for all of them.
+
+    Args:
+        ports: the ports.
+    """
+    wanted, found = set(ports), set[int]()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6") if wanted else ():
+        with contextlib.suppress(OSError):
+            for line in itertools.islice(lines(table), _MOST_SOCKETS):
                 fields = line.split()
-                if len(fields) > 3 and fields[1].endswith(ending) and fields[3] == b"0A":
-                    return True
-    return False
+                if len(fields) > 3 and fields[3] == _LISTENS and (port := int(fields[1][-4:], 16)) in wanted:
+                    found.add(port)
+    return found
 
 
 def _refused(id_: str, text: str, hint: str, root: Identity) -> Reason:
