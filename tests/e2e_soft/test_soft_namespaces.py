@@ -192,6 +192,61 @@ def test_limosa_inside_and_limosa_outside_do_not_work_on_a_job_at_once(parked: A
     job.finish()
 
 
+# Takes what Limosa in the container takes, as whoever it is by then, and keeps it.
+HOLDS = """
+import fcntl, os, struct, sys, time
+ids = [int(word) for word in sys.argv[1:]]
+fd = os.open("/proc/self/ns/pid", os.O_RDONLY)
+os.setgroups([])
+os.setresuid(*ids)
+fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", fcntl.F_RDLCK, 0, 0, 0, 0))
+print("LOCKED", flush=True)
+time.sleep(600)
+"""
+NOBODY = 65534
+
+
+@pytest.mark.parametrize("user", [0, SUBUID], ids=["root", "user-namespace"])
+def test_a_stranger_in_the_namespace_does_not_keep_root_outside_off(parked: Any, user: int) -> None:
+    """He opens the file as his own; only a lock of one who may work on the job counts."""
+    folder = open_folder(parked)
+    ways = ["--user", str(user)] if user else []
+    below = ["/bin/sh", "-c", '"$@" & wait', "sh", sys.executable, str(JOB), str(folder), "--mib", "16"]
+    job = Job(parked, folder, [sys.executable, str(IN_NAMESPACES), *ways, "--", *below])
+    job.wait_for("READY")
+    first = inside_of(job.pid)
+    job.pid = int(Path(f"/proc/{first}/task/{first}/children").read_text())
+    job.goes_on(2)
+    ours = [] if user else ["--mount", "--net", "--ipc", "--uts"]
+    enter = ["nsenter", "--target", job.pid, "--pid", *ours, sys.executable, "-c", HOLDS]
+
+    def holder(*ids: int) -> Any:
+        process = parked.popen([*enter, *ids], stdout=-1, text=True)
+        assert process.stdout.readline() == "LOCKED\n"
+        return process
+
+    def ended(process: Any) -> None:
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        process.wait(timeout=20)
+
+    # The second one is a set-uid program that a stranger has started and that has inherited the descriptor
+    for ids in ((NOBODY,) * 3, (NOBODY, 0, 0)):
+        stranger = holder(*ids)
+        parked.says(0, "", "move", job.pid, "--to", 1)
+        parked.says(0, "", "suspend", job.pid)
+        parked.says(0, "", "resume", job.pid, "--to", 0)
+        job.goes_on(2)
+        for believed in {0, user}:
+            other = holder(*(believed,) * 3)
+            assert parked.says(19, "", "suspend", job.pid)["error"]["id"] == "busy"
+            ended(other)
+        ended(stranger)
+    parked.says(0, "", "suspend", job.pid)
+    parked.says(0, "", "resume", job.pid)
+    job.finish()
+
+
 @pytest.mark.parametrize("step", ["lock done", "checkpoint done", "restore begin"])
 def test_what_a_killed_operation_left_is_recovered(slow: Any, step: str) -> None:
     job = start(slow, "--mib", 16, env=UNDER)

@@ -20,7 +20,7 @@ from limosa.containers.state import State, read, states
 from limosa.errors import NoSuchProcess, UsageError
 from limosa.process.cgroups import cgroup_mounts
 from limosa.process.identity import Identity
-from limosa.process.namespaces import namespace_of, pid_namespaces
+from limosa.process.namespaces import namespace_of, namespaces_above
 from limosa.process.slurp import slurp
 
 RUNTIMES = ("podman", "docker", "containerd", "cri-o", "runc", "crun")
@@ -236,7 +236,7 @@ def _living_of(noted: Sequence[Container]) -> list[Container]:
 
 def _told_apart(several: Sequence[Container], pid: int) -> list[Container]:
     """Those of several containers whose pid namespace a process is in: with the innermost that is one's."""
-    for namespace in pid_namespaces(pid):
+    for namespace in namespaces_above(pid, "pid"):
         found = [c for c in several if c.init is not None and namespace_of(c.init.pid, "pid") == namespace]
         if found:
             return found

@@ -3,11 +3,15 @@
 Claims are files, and a container's are its own: neither sees the other's. What both can open is the job's pid
 namespace itself (``/proc/PID/ns/pid``), which is one file of the kernel's. Each takes a shared lock on a byte of it,
 which says from how far above it looks at the namespace, and then asks whether anybody has another byte. Both may see
-each other and give way. Those of one namespace share the byte: claims are between them.
+each other and give way. Those of one namespace share the byte: claims are between them. The kernel takes a lock away
+with whoever has it. It is asked for only where a job, or the caller, is in a pid namespace that is not the machine's
+first.
 
-The kernel lets nobody open that file who may not trace the process, so nobody holds up another user; and it takes the
-lock away with whoever has it. It is asked for only where a job, or the caller, is in a pid namespace that is not the
-machine's first.
+Everybody in that namespace can open the file, as his own, and take a lock on it, also who may not touch the job. The
+kernel does not say who has a lock of this kind. Root in the first namespace sees every process, and finds out whether
+one of those has it who may work on the job (:func:`_has_a_say`): a stranger's counts for nothing. All others see too
+little for that, and give way to any lock: so a stranger in the container can keep off Limosa in there, and that of
+other users than root outside. Where the job is the whole container nobody in there is a stranger: he owns a part of it.
 """
 
 from __future__ import annotations
@@ -19,15 +23,21 @@ import random
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeAlias
 
 from limosa.errors import Busy
 from limosa.process.identity import Identity
-from limosa.process.namespaces import level_of, namespace_of
+from limosa.process.namespaces import level_of, namespace_of, namespaces_above
+from limosa.process.slurp import slurp
+from limosa.process.status import effective_capabilities, uids_of
 
 _FIRST = 0xEFFFFFFC  # the inode of the machine's first pid namespace (PROC_PID_INIT_INO)
+_Namespace: TypeAlias = "tuple[int, int] | None"
 _FLOCK = "hhqqi0q"  # struct flock
 _PATIENCE = 1.0
+_CAP_SYS_PTRACE = 1 << 19
+_MOST_FDS = 1 << 17
 _held: dict[str, list[int]] = {}
 _changing = threading.Lock()
 
@@ -81,11 +91,13 @@ def _take(processes: Iterable[Identity]) -> tuple[list[int], int]:
     first = namespace_of("self", "pid")
     if first is not None and first[1] == _FIRST:
         seen.add(first)
+    inside: dict[_Namespace, list[Identity]] = {}
     for identity in processes:
-        namespace = namespace_of(identity.pid, "pid")
+        inside.setdefault(namespace_of(identity.pid, "pid"), []).append(identity)
+    for namespace, job in inside.items():
         if namespace in seen:
             continue
-        seen.add(namespace)
+        identity = job[0]
         level = level_of(identity.pid)
         try:
             fd = os.open(f"/proc/{identity.pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
@@ -93,9 +105,67 @@ def _take(processes: Iterable[Identity]) -> tuple[list[int], int]:
             continue  # it has gone, or is not the caller's to work on
         taken.append(fd)
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _lock(fcntl.F_RDLCK, level, 1))
-        if _is_taken(fd, 0, level) or _is_taken(fd, level + 1, 0):
+        if not _is_taken(fd, 0, level) and not _is_taken(fd, level + 1, 0):
+            continue
+        if os.geteuid() != 0 or first is None or first[1] != _FIRST or _is_believed(fd, level, job):
             return taken, identity.pid
     return taken, 0
+
+
+def _is_believed(fd: int, level: int, job: Iterable[Identity]) -> bool:
+    """Whether somebody who may work on a job has a lock of another level; who cannot be looked at has one."""
+    inode, users, above = os.fstat(fd).st_ino, {0}, set[_Namespace]()
+    within: set[_Namespace] = set()
+    for identity in job:
+        within |= set(namespaces_above(identity.pid, "pid"))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            users.add(uids_of(identity.pid)[1])
+            above |= set(namespaces_above(identity.pid, "user"))
+    within -= {namespace_of("self", "pid")}
+    for name in os.listdir("/proc"):
+        # A Limosa of another level sees the job, and is not in our namespace.
+        if not name.isdigit() or level_of(int(name)) < 2 or namespace_of(int(name), "pid") not in {None, *within}:
+            continue
+        try:
+            if _has_a_say(int(name), users, above) and _has_lock(name, inode, level):
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has gone, and its lock with it
+        except OSError:
+            return True
+    return False
+
+
+def _has_a_say(pid: int, users: Collection[int], above: Collection[_Namespace]) -> bool:
+    """Whether a process may work on a job: it is root's or the job's user's, or may trace what is in a container.
+
+    All its ids count: of a program that is set-uid, whoever has started it can have opened what it has open.
+
+    Args:
+        pid: the process.
+        users: root, and whose the job's processes are.
+        above: the user namespaces that those are in, and those above.
+    """
+    own = set(uids_of(pid))
+    if own <= set(users):
+        return True
+    return len(own) == 1 and bool(effective_capabilities(pid) & _CAP_SYS_PTRACE) and namespace_of(pid, "user") in above
+
+
+def _has_lock(pid: str, inode: int, level: int) -> bool:
+    """Whether a process has a lock of another level on the namespace's file."""
+    for number, fd in enumerate(os.listdir(f"/proc/{pid}/fd")):
+        if number > _MOST_FDS:
+            return True  # whoever has so many is the job's user, or root: it is theirs to say
+        with contextlib.suppress(FileNotFoundError):
+            if os.readlink(f"/proc/{pid}/fd/{fd}") != f"pid:[{inode}]":
+                continue
+            for line in slurp(f"/proc/{pid}/fdinfo/{fd}").split(b"\n"):
+                # lock: 1: OFDLCK ADVISORY READ -1 00:04:4026532271 2 2
+                words = line.split()
+                if words[:1] == [b"lock:"] and words[-2:] != [b"%d" % level] * 2:
+                    return True
+    return False
 
 
 def _is_taken(fd: int, begin: int, length: int) -> bool:

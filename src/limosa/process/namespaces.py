@@ -56,11 +56,16 @@ def level_of(pid: int) -> int:
     return len(_numbers(pid))
 
 
-def pid_namespaces(pid: int) -> list[tuple[int, int]]:
-    """Return what names the pid namespace of a process and those above it, as far as the caller may see them."""
+def namespaces_above(pid: int, kind: str) -> list[tuple[int, int]]:
+    """Return what names a namespace of a process and those above that, as far as the caller may see them.
+
+    Args:
+        pid: the process.
+        kind: "pid" or "user".
+    """
     found = []
     with contextlib.suppress(OSError):
-        fd = os.open(f"/proc/{pid}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
         for _ in range(_MOST_LEVELS):
             with closing(fd):
                 info = os.fstat(fd)
@@ -134,7 +139,7 @@ class Pids:
 
     def _is_in(self, pid: int) -> bool:
         """Whether a process is in the namespace, or in one that was made in it."""
-        return self._namespace in pid_namespaces(pid)
+        return self._namespace in namespaces_above(pid, "pid")
 
 
 def _numbers(pid: int) -> list[int]:
