@@ -556,7 +556,6 @@ static int guarded_open(int at, const char *path, int flags, mode_t mode)
 	bool follow = !(flags & O_NOFOLLOW) && (flags & (O_CREAT | O_EXCL)) != (O_CREAT | O_EXCL);
 	struct place place;
 	struct stat info;
-	char link[64];
 	int fd, found;
 	bool pipe;
 
