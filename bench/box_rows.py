@@ -1,8 +1,9 @@
 """The rows of ``gpu.py`` about jobs in containers that have the nodes of one GPU, and about jobs that see one only.
 
-The containers are runc's, with this machine's own root folder (``tests/gpu/boxes.py``). Pauses are by the job's own
-clock, as in all rows. A restored job's clock is another (CRIU gives it a time namespace), so how long a checkpoint and
-a restore take is by ours: from the command to the first step after it.
+The containers are runc's, with this machine's own root folder (``tests/gpu/boxes.py``); each has a parent that reaps
+what ends in it, as conmon is one (until 2026-11-27 that was the machine's first process, in its own time). Pauses are
+by the job's own clock, as in all rows. A restored job's clock is another (CRIU gives it a time namespace), so how long
+a checkpoint and a restore take is by ours: from the command to the first step after it.
 """
 
 from __future__ import annotations

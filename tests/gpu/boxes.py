@@ -83,6 +83,19 @@ class Box(Job):
         self.boxes.remove(self)
 
 
+_MONITOR = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+print(subprocess.run(sys.argv[1:], stdout=2).returncode, flush=True)
+try:
+    while True:
+        os.wait()
+except ChildProcessError:
+    pass
+"""
+"""A container's parent, which reaps what ends in it at once, as podman's conmon and containerd's shim do."""
+
+
 class Boxes:
     """A place for containers: a tmpfs with runc, what it notes, and the bundles; a context manager.
 
@@ -95,6 +108,7 @@ class Boxes:
         self.before = {name: os.environ.get(name) for name in _OURS}
         self.boxes: list[Box] = []
         self._mounted: list[Path] = []
+        self._monitors: list[subprocess.Popen[str]] = []
         self.parent = f"/limosa-boxes-{secrets.token_hex(4)}"
         self.place = Path(tempfile.mkdtemp(prefix="limosa-boxes-", dir=base))
         self._cdi_was_there = Path("/usr/local/lib/limosa").exists()
@@ -185,10 +199,13 @@ class Boxes:
         log, pid = bundle / "runc.log", bundle / "pid"
         with open(log, "w") as out:
             run = self._runc("run", "--detach", "--bundle", str(bundle), "--pid-file", str(pid), name)
-            done = subprocess.run(
-                run, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd="/", timeout=_LIMIT, check=False
-            )
-        assert done.returncode == 0, f"runc run: {log.read_text()}"
+            monitor = subprocess.Popen(
+                [sys.executable, "-I", "-c", _MONITOR, *run],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=out, cwd="/", text=True,
+            )  # fmt: skip
+        self._monitors.append(monitor)
+        assert monitor.stdout is not None
+        assert monitor.stdout.readline() == "0\n", f"runc run: {log.read_text()}"
         return self._known(name, bundle, int(pid.read_text()), argv)
 
     def same_bundle(self, box: Box, name: str) -> Path:
@@ -244,6 +261,9 @@ class Boxes:
                 subprocess.run(self._runc("delete", "--force", name), capture_output=True, timeout=_LIMIT, check=False)
         self.boxes.clear()
         clear_cgroups(self.parent)
+        for monitor in self._monitors:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                monitor.communicate(timeout=_LIMIT)
         for place in reversed(self._mounted):
             # A moment later: who has just ended may still have it.
             for lazy in ([], [], [], ["--lazy"]):
