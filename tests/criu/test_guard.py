@@ -441,3 +441,24 @@ os.open(R + "/none", os.O_RDONLY)
     assert guarded(code) == {"error": "ENOENT"}
     link = "os.symlink(R, M + '/to'); os.lchown(M + '/to', 4242, 4242)\n"
     assert guarded(link + code.replace('R + "/file", flags', "M + '/to/file', flags")) == {"error": "ELOOP"}
+
+
+def test_what_a_container_has_at_proc_leads_nowhere_else(guarded: Callable[[str], dict]) -> None:
+    """A folder of links to one of root's files, under every descriptor's name."""
+    code = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+mounts = (b"none", b"/", None, 0x44000, None), (b"t", b"/proc", b"tmpfs", 0, None)
+if libc.unshare(0x20000) or any(libc.mount(*one) for one in mounts):
+    raise OSError(ctypes.get_errno(), "mount")
+with open(M + "/own", "w") as file:
+    file.write("own")
+os.makedirs("/proc/self/fd")
+for number in range(64):
+    os.symlink(R + "/file", f"/proc/self/fd/{number}")
+with open(M + "/own") as file:
+    assert file.read() == "own"
+os.close(os.open(M + "/made", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+os.chmod(M + "/made", 0o666)
+"""
+    assert guarded(code) == {"error": "ENOENT"}

@@ -117,13 +117,6 @@ static int raw_open(int folder, const char *name, int flags, mode_t mode)
 	return (int)syscall(SYS_openat, folder, name, flags, mode);
 }
 
-static bool there_is(const char *path)
-{
-	struct stat info;
-
-	return !syscall(SYS_newfstatat, AT_FDCWD, path, &info, AT_SYMLINK_NOFOLLOW);
-}
-
 /* fstat(2), without the C library, whose own is a new one (2.33). */
 static int look_at(int fd, struct stat *info)
 {
@@ -136,6 +129,29 @@ static void drop(int fd)
 
 	close(fd);
 	errno = kept;
+}
+
+/*
+ * The name of a descriptor's file below /proc. False where that leads elsewhere: what is at /proc in a container is the
+ * container's to choose, and while its mounts are put together there is nothing.
+ */
+static bool by_proc(int fd, char *link, size_t room)
+{
+	int folder = raw_open(AT_FDCWD, "/proc/self/fd", O_PATH | O_DIRECTORY | O_CLOEXEC, 0);
+	struct stat own, there;
+	struct statfs info;
+	bool real;
+
+	if (folder < 0)
+		return false;
+	real = !fstatfs(folder, &info) && info.f_type == PROC_MAGIC;
+	drop(folder);
+	snprintf(link, room, "/proc/self/fd/%d", fd);
+	if (real && !look_at(fd, &own) && !syscall(SYS_newfstatat, AT_FDCWD, link, &there, 0) &&
+	    own.st_dev == there.st_dev && own.st_ino == there.st_ino)
+		return true;
+	errno = ENOENT;
+	return false;
 }
 
 static void blame(const char *path, const char *what)
@@ -529,20 +545,15 @@ static int open_of_kernel(int at, const char *path, int flags, mode_t mode)
 	return -1;
 }
 
-/*
- * Opens what was found once more. While CRIU puts a container's mounts together there is no /proc to do it by; then the
- * name is taken again, and it must be the same.
- */
+/* Opens what was found once more; where that is not to be had by /proc, by its name, and it must be the same. */
 static int open_found(int found, const struct place *place, const struct stat *info, int flags)
 {
 	struct stat again;
 	char link[64];
 	int fd;
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", found);
-	fd = raw_open(AT_FDCWD, link, flags, 0);
-	if (fd >= 0 || errno != ENOENT || there_is("/proc/self"))
-		return fd;
+	if (by_proc(found, link, sizeof(link)))
+		return raw_open(AT_FDCWD, link, flags, 0);
 	fd = raw_open(place->folder, place->name, flags | O_NOFOLLOW, 0);
 	if (fd < 0 || (!look_at(fd, &again) && again.st_dev == info->st_dev && again.st_ino == info->st_ino))
 		return fd;
@@ -934,8 +945,7 @@ EXPORT int fchmodat(int at, const char *path, mode_t mode, int flags)
 	fd = open_made(at, path, 0, mode | S_IFMT);
 	if (fd < 0)
 		return -1;
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-	done = (int)syscall(SYS_fchmodat, AT_FDCWD, link, mode);
+	done = by_proc(fd, link, sizeof(link)) ? (int)syscall(SYS_fchmodat, AT_FDCWD, link, mode) : -1;
 	drop(fd);
 	return done;
 }
@@ -1013,8 +1023,7 @@ static void take_away(int file)
 	char link[64], name[PATH_MAX];
 	ssize_t size;
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", file);
-	size = readlinkat(AT_FDCWD, link, name, sizeof(name) - 1);
+	size = by_proc(file, link, sizeof(link)) ? readlinkat(AT_FDCWD, link, name, sizeof(name) - 1) : -1;
 	if (size <= 0)
 		return;
 	name[size] = 0;
@@ -1084,8 +1093,9 @@ EXPORT int connect(int fd, const struct sockaddr *address, socklen_t length)
 		blame(path, "is a symbolic link now");
 		return -1;
 	}
-	snprintf(name.sun_path, sizeof(name.sun_path), "/proc/self/fd/%d", found);
-	done = (int)syscall(SYS_connect, fd, (struct sockaddr *)&name, sizeof(name));
+	done = by_proc(found, name.sun_path, sizeof(name.sun_path))
+		       ? (int)syscall(SYS_connect, fd, (struct sockaddr *)&name, sizeof(name))
+		       : -1;
 	drop(found);
 	return done;
 }
