@@ -64,9 +64,9 @@ def test_the_record_of_a_job_that_was_killed_while_suspended_is_removed(runtime:
 
 
 def test_whoever_names_a_job_is_told_that_recover_takes_none(runtime: Path, tmp_path: Path) -> None:
-    with subprocess.Popen(["true"]) as job:
+    with subprocess.Popen(["sleep", "100"]) as job:
         path = SuspendRecord(root=Identity.of(job.pid)).save()
-        job.wait(10)
+        job.kill()
     with pytest.raises(UsageError) as caught:
         operation.recover([tmp_path, tmp_path / "train"])
     assert str(caught.value) == f"there is no folder {tmp_path / 'train'}"
