@@ -23,7 +23,16 @@ import pytest
 from containers.engines import Engines
 from containers.engines import engines as fetch
 from containers.images import make_image, make_rootfs
-from containers.runtimes import Container, Containerd, Podman, Runc, Runtime, cgroup_layouts, lay_out_cgroups
+from containers.runtimes import (
+    Container,
+    Containerd,
+    Podman,
+    Runc,
+    Runtime,
+    cgroup_layouts,
+    lay_out_cgroups,
+    own_cgroups,
+)
 from soft_node import Node, several
 
 from limosa_softgpu.build import SOFTGPU
@@ -61,11 +70,12 @@ def node(new_node: Callable[..., Node]) -> Node:
 
 
 @pytest.fixture
-def cgroups(node: Node, request: pytest.FixtureRequest) -> str:
+def cgroups(node: Node, request: pytest.FixtureRequest) -> Iterator[str]:
     """The version of cgroups that the node shows; a test asks for one by ``indirect`` (cgroup_layouts())."""
     layout = str(getattr(request, "param", cgroup_layouts()[0]))
-    lay_out_cgroups(node, layout)
-    return layout
+    with own_cgroups() if layout == "v2" else contextlib.nullcontext():
+        lay_out_cgroups(node, layout)
+        yield layout
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -745,6 +745,39 @@ def clear_cgroups(parent: str) -> None:
                 break
             else:
                 raise AssertionError(f"{folder} cannot be taken away")
+
+
+@contextlib.contextmanager
+def own_cgroups() -> Iterator[None]:
+    """Has this process, and all that it starts, in cgroups of its own in every hierarchy.
+
+    Where a runtime makes none (of version 1, where the node shows version 2), CRIU notes the one that a container's
+    processes have, with all that is below. At the top that is whatever others make and take away meanwhile, and a
+    restore fails that meets such a one in its middle ("bad cgroup path").
+    """
+    name, before = f"limosa-tests-{os.getpid()}", {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        number, kinds, path = line.split(":", 2)
+        before["unified" if number == "0" else kinds] = path
+    for hierarchy in _hierarchies():
+        kind = os.path.basename(hierarchy)
+        found = next((path for kinds, path in before.items() if kind in kinds.replace("name=", "").split(",")), None)
+        if found is None:
+            continue
+        made = Path(f"{hierarchy}{found}") / name
+        made.mkdir(exist_ok=True)
+        for file in ("cpuset.cpus", "cpuset.mems"):
+            if (made / file).exists() and not (made / file).read_text().strip():
+                (made / file).write_text((made.parent / file).read_text())
+        (made / "cgroup.procs").write_text(str(os.getpid()))
+    yield
+    for hierarchy in _hierarchies():
+        for made in Path(hierarchy).glob(f"**/{name}"):
+            for pid in (made / "cgroup.procs").read_text().split():
+                with contextlib.suppress(OSError):
+                    (made.parent / "cgroup.procs").write_text(pid)
+            with contextlib.suppress(OSError):
+                made.rmdir()
 
 
 def _hierarchies() -> list[str]:
