@@ -14,8 +14,8 @@ What a container has bound in is opened by CRIU without following a link at its 
 configuration does: Debian's ``/usr/libexec/podman/catatonit`` (``podman run --init``) is one. Here it is named by where
 that leads. A link of another user's on the way, who may have put it there since, is no way at all: there will be no
 CRIU. CRIU goes that way once more, and somebody may be quick: so what was found is held open, and when CRIU says that
-all is mounted, that, and nothing else, must be there. (CRIU cannot be given the descriptor: what it
-mounts must be of its own mount namespace.)
+all is mounted, that, and nothing else, must be there. (CRIU cannot be given the descriptor: what it mounts must be of
+its own mount namespace.)
 
 CRIU opens what a container's processes had open by the names that it had, while it has folders of the machine open
 itself. A link in the container's file system that was put there since would lead there (``/proc/self/fd/…``). So CRIU
