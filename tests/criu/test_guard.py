@@ -425,19 +425,26 @@ if libc.mkdtemp(ctypes.create_string_buffer(os.fsencode(M + "/made"))):
     assert os.listdir(places[1]) == ["file"]
 
 
-def test_names_are_found_where_there_is_no_proc(guarded: Callable[[str], dict]) -> None:
-    """While the mounts of a container are put together."""
-    code = """
+_EMPTY_PROC = """
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 mounts = (b"none", b"/", None, 0x44000, None), (b"t", b"/proc", b"tmpfs", 0, None)
 if libc.unshare(0x20000) or any(libc.mount(*one) for one in mounts):
     raise OSError(ctypes.get_errno(), "mount")
+"""
+
+
+def test_names_are_found_where_there_is_no_proc(guarded: Callable[[str], dict]) -> None:
+    """While the mounts of a container are put together."""
+    code = (
+        _EMPTY_PROC
+        + """
 for flags in (os.O_PATH, os.O_RDONLY):
     assert os.path.samestat(os.fstat(os.open(R + "/file", flags)), os.stat(R + "/file"))
 os.open(R, os.O_RDONLY | os.O_DIRECTORY)
 os.open(R + "/none", os.O_RDONLY)
 """
+    )
     assert guarded(code) == {"error": "ENOENT"}
     link = "os.symlink(R, M + '/to'); os.lchown(M + '/to', 4242, 4242)\n"
     assert guarded(link + code.replace('R + "/file", flags', "M + '/to/file', flags")) == {"error": "ELOOP"}
@@ -445,12 +452,9 @@ os.open(R + "/none", os.O_RDONLY)
 
 def test_what_a_container_has_at_proc_leads_nowhere_else(guarded: Callable[[str], dict]) -> None:
     """A folder of links to one of root's files, under every descriptor's name."""
-    code = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-mounts = (b"none", b"/", None, 0x44000, None), (b"t", b"/proc", b"tmpfs", 0, None)
-if libc.unshare(0x20000) or any(libc.mount(*one) for one in mounts):
-    raise OSError(ctypes.get_errno(), "mount")
+    code = (
+        _EMPTY_PROC
+        + """
 with open(M + "/own", "w") as file:
     file.write("own")
 os.makedirs("/proc/self/fd")
@@ -461,4 +465,23 @@ with open(M + "/own") as file:
 os.close(os.open(M + "/made", os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 os.chmod(M + "/made", 0o666)
 """
+    )
     assert guarded(code) == {"error": "ENOENT"}
+
+
+def test_nothing_stays_open(guarded: Callable[[str], dict]) -> None:
+    """A job that comes back would have it."""
+    code = """
+listens = socket.socket(socket.AF_UNIX)
+listens.bind(M + "/socket")
+listens.listen()
+asks = socket.socket(socket.AF_UNIX)
+with open(M + "/own", "w"):
+    pass
+before = os.listdir("/proc/self/fd")
+asks.connect(M + "/socket")
+os.close(os.open(M + "/own", os.O_RDONLY))
+os.chmod(M + "/own", 0o644)
+said["more"] = len(os.listdir("/proc/self/fd")) - len(before)
+"""
+    assert guarded(code) == {"more": 0, "done": True}

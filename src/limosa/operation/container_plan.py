@@ -52,7 +52,8 @@ def boxed(root: Identity, *, leave_running: bool) -> tuple[Boxed | None, list[Re
     """
     if is_ours(root.pid, "mnt"):
         return None, []
-    container = Containers().of(root.pid)
+    containers = Containers()
+    container = containers.of(root.pid)
     if container is None:
         return None, []
     if container.init != root:
@@ -64,13 +65,14 @@ def boxed(root: Identity, *, leave_running: bool) -> tuple[Boxed | None, list[Re
     except LimosaError as error:
         return None, [_refused("container-runtime", str(error), error.hint, root)]
     freezer = freezer_of(root, container)
-    against = [*_shared_cgroup(root, container), *_against(root, contained, freezer, leave_running)]
+    sharing = containers.sharing(root.pid)
+    against = [*_shared_cgroup(root, container, sharing), *_against(root, contained, freezer, leave_running)]
     return Boxed(runtime, container, contained, freezer), against
 
 
-def _shared_cgroup(root: Identity, container: Container) -> list[Reason]:
+def _shared_cgroup(root: Identity, container: Container, sharing: Sequence[Container]) -> list[Reason]:
     """Held still by its cgroup, another would be as well."""
-    others = [one.called for one in Containers().sharing(root.pid) if one.init != root]
+    others = [one.called for one in sharing if one.init != root]
     text = f"container {container.called} has its control group together with {', '.join(others)}"
     return [_refused(SHARES, text, "start them with different linux.cgroupsPath", root)] if others else []
 

@@ -1082,13 +1082,11 @@ EXPORT int connect(int fd, const struct sockaddr *address, socklen_t length)
 	if (!walk(AT_FDCWD, path, true, &place))
 		return -1;
 	found = raw_open(place.folder, place.name, O_PATH | O_NOFOLLOW | O_CLOEXEC, 0);
-	if (found < 0) {
-		drop(place.folder);
+	drop(place.folder);
+	if (found < 0)
 		return -1;
-	}
 	if (look_at(found, &info) || S_ISLNK(info.st_mode)) {
 		drop(found);
-		drop(place.folder);
 		errno = ELOOP;
 		blame(path, "is a symbolic link now");
 		return -1;

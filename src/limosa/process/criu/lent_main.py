@@ -190,12 +190,11 @@ def _relay(
 def has_empty_network(request: bytes) -> bool:
     """Return whether a request to CRIU is for a restore whose network namespace comes back empty."""
     try:
-        fields = list(_fields(request))
-        opts = [content for number, content, _ in fields if number == _OPTS and isinstance(content, bytes)]
+        opts = [content for number, content, _ in _fields(request) if number == _OPTS and isinstance(content, bytes)]
         asked = [c for one in opts for number, c, _ in _fields(one) if number == _EMPTY_NS and isinstance(c, int)]
     except (IndexError, ValueError):
         return False
-    return (_TYPE, _RESTORE) in {(n, c) for n, c, _ in fields} and any(kinds & _NEWNET for kinds in asked)
+    return is_restore(request) and any(kinds & _NEWNET for kinds in asked)
 
 
 def notified(answer: bytes) -> tuple[bytes, int]:
@@ -320,7 +319,7 @@ def adjusted(request: bytes, cgroup: str, switches: Sequence[int] = (), binds: d
     try:
         fields = list(_fields(request))
         opts = next((content for number, content, _ in fields if number == _OPTS and isinstance(content, bytes)), None)
-        if (_TYPE, _RESTORE) not in {(n, c) for n, c, _ in fields} or opts is None:
+        if opts is None or not is_restore(request):
             return request
         named = any(number == _CG_ROOT for number, _, _ in _fields(opts))
         opts = b"".join(
