@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from containers.engines import Engines
 from containers.images import make_image, make_rootfs
-from containers.runtimes import Container, Podman, Runc, cgroup_layouts, clear_cgroups, lay_out_cgroups, steps_of
+from containers.runtimes import (
+    Container,
+    Podman,
+    Runc,
+    cgroup_layouts,
+    clear_cgroups,
+    lay_out_cgroups,
+    own_cgroups,
+    steps_of,
+)
 from support import stat_of
 
 from campaign.ground import ROOM
@@ -59,6 +68,8 @@ class Boxes:
         from limosa_softgpu.build import SOFTGPU
 
         self.rootfs = make_rootfs(self.base / "rootfs", self.engines, SOFTGPU / "libcuda.so.1")
+        self._closing = contextlib.ExitStack()
+        self._closing.enter_context(own_cgroups(f"limosa-room-{os.environ.get(ROOM) or os.getpid()}"))
         lay_out_cgroups(here, cgroup_layouts()[0])  # type: ignore[arg-type]
         os.makedirs("/run/runc", exist_ok=True)  # its notes of podman's containers are gone with the room
         here.run(["mount", "-t", "tmpfs", "-o", "mode=711", "tmpfs", "/run/runc"])
@@ -180,6 +191,7 @@ class Boxes:
                 runtime.close()
         with contextlib.suppress(AssertionError):
             clear_cgroups(self.parent)
+        self._closing.close()
 
 
 class BoxJob:

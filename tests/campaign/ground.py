@@ -147,6 +147,7 @@ def clear_cgroups(token: str) -> None:
     from containers.runtimes import clear_cgroups as clear
 
     clear(f"/limosa-test-{token}")
+    clear(f"/limosa-room-{token}")
 
 
 def here() -> Ground:

@@ -73,7 +73,7 @@ def node(new_node: Callable[..., Node]) -> Node:
 def cgroups(node: Node, request: pytest.FixtureRequest) -> Iterator[str]:
     """The version of cgroups that the node shows; a test asks for one by ``indirect`` (cgroup_layouts())."""
     layout = str(getattr(request, "param", cgroup_layouts()[0]))
-    with own_cgroups() if layout == "v2" else contextlib.nullcontext():
+    with own_cgroups(f"limosa-tests-{os.getpid()}"):
         lay_out_cgroups(node, layout)
         yield layout
 

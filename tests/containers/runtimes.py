@@ -724,12 +724,10 @@ def lay_out_cgroups(node: Node, layout: str) -> None:
 
 
 def clear_cgroups(parent: str) -> None:
-    """Ends what is left in the cgroups below one, and takes them away in every hierarchy."""
+    """Ends what is left in the cgroups below one of that name, and takes them away in every hierarchy."""
     for hierarchy in _hierarchies():
-        top = Path(f"{hierarchy}{parent}")
-        if not top.is_dir():
-            continue
-        for folder in sorted([top, *(p for p in top.rglob("*") if p.is_dir())], reverse=True):
+        tops = list(Path(hierarchy).glob(f"**{parent}"))
+        for folder in sorted([*tops, *(p for top in tops for p in top.rglob("*") if p.is_dir())], reverse=True):
             end = time.monotonic() + 10
             while time.monotonic() < end:
                 with contextlib.suppress(FileNotFoundError):
@@ -748,14 +746,14 @@ def clear_cgroups(parent: str) -> None:
 
 
 @contextlib.contextmanager
-def own_cgroups() -> Iterator[None]:
+def own_cgroups(name: str) -> Iterator[None]:
     """Has this process, and all that it starts, in cgroups of its own in every hierarchy.
 
-    Where a runtime makes none (of version 1, where the node shows version 2), CRIU notes the one that a container's
+    Where a runtime makes none (of the version that the node does not show), CRIU notes the one that a container's
     processes have, with all that is below. At the top that is whatever others make and take away meanwhile, and a
     restore fails that meets such a one in its middle ("bad cgroup path").
     """
-    name, before = f"limosa-tests-{os.getpid()}", {}
+    before = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         number, kinds, path = line.split(":", 2)
         before["unified" if number == "0" else kinds] = path

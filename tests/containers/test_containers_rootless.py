@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from containers.engines import Engines
 from containers.runtimes import Container, Podman
-from soft_node import Answer, Node, let_all_reach
+from soft_node import Answer, Node, let_all_reach, make_the_folder_of_all
+from support import open_the_way_to
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(240)]
 UID = 1001
@@ -55,9 +56,8 @@ def rootless(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Rootless]:
     let_all_reach(node, Path(sys.base_prefix))
-    node.limosa("ps")  # root makes the folder in which users have theirs
-    for closed in (tmp_path, *tmp_path.parents, runtime, *runtime.parents):  # pytest's own folder is closed, too
-        closed.chmod(closed.stat().st_mode | 0o055)
+    make_the_folder_of_all(node)
+    open_the_way_to(tmp_path / "any", runtime / "any")
     with contextlib.closing(Rootless(node, engines, tmp_path / "rootless")) as made:
         shutil.copy(image, made.place / "image.tar")
         os.chown(made.place / "image.tar", UID, UID)

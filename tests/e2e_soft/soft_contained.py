@@ -11,7 +11,7 @@ from typing import Any
 
 from soft_job import JOB, Job
 from soft_node import let_all_reach
-from support import VICTIMS
+from support import VICTIMS, open_the_way_to
 
 from limosa.process.namespaces import is_ours
 
@@ -37,9 +37,7 @@ def open_folder(node: Any) -> Path:
     node.n_jobs += 1
     folder.mkdir()
     folder.chmod(0o777)
-    for place in (folder, Path(os.environ["LIMOSA_RUNTIME_DIR"])):  # pytest's folders are for their owner alone
-        for above in place.parents[:3]:
-            above.chmod(above.stat().st_mode | 0o055)
+    open_the_way_to(folder, Path(os.environ["LIMOSA_RUNTIME_DIR"]))
     return folder
 
 

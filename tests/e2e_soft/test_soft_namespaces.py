@@ -14,6 +14,7 @@ import pytest
 from soft_command import UNDER, importer_of
 from soft_contained import IN_NAMESPACES, inside_of, open_folder, start
 from soft_job import JOB, Job
+from soft_node import make_the_folder_of_all
 from soft_ranks import Ranks
 
 from limosa.parking import LIBRARY
@@ -72,7 +73,7 @@ def test_every_verb_from_outside(parked: Any, env: dict[str, str], user: int) ->
 def test_a_user_works_on_his_own_job_in_a_user_namespace(parked: Any) -> None:
     """As with rootless containers: he may enter namespaces of his own, by a process made for that."""
     as_user = ["setpriv", "--reuid", 1001, "--regid", 1001, "--clear-groups"]
-    parked.limosa("ps")  # root makes the folder in which users have theirs
+    make_the_folder_of_all(parked)
     folder = open_folder(parked)
     inside = ["env", f"LD_PRELOAD={LIBRARY}", sys.executable, str(JOB), str(folder), "--mib", "16"]
     argv = [*as_user, "unshare", "-Unp", "--map-root-user", "--fork", "--kill-child", *inside]

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support import open_the_way_to
 
 from limosa.errors import FailedUndone, LimosaError
 from limosa.ipc import messages as packets
@@ -591,8 +592,7 @@ def test_a_vault_answers_its_user_and_root_and_nobody_else(place: Path, monkeypa
         vault.put(KEY, [0], b"")
         path = resident.socket_path("vault", os.geteuid())
         os.chmod(path, 0o666)
-        for folder in path.parents:
-            folder.chmod(folder.stat().st_mode | 0o055)  # no less than it was: /var/tmp may be one of them
+        open_the_way_to(path)
         asks = (
             "import msgspec, socket, sys\n"
             "s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.settimeout(10); s.connect(sys.argv[1])\n"

@@ -21,6 +21,7 @@ from limosa.errors import (
     DriverError,
     DriverHung,
     DriverTimeout,
+    IllegalState,
     LeftSuspended,
     LimosaError,
     NoCudaState,
@@ -59,6 +60,8 @@ TellFn = Callable[[Reason], object]
 _REFUSED_MAP = "CUDA_ERROR_INVALID_VALUE"
 
 _ONE_AT_A_TIME = threading.Lock()  # members share a file
+
+_SURPRISES = 3  # how often a process may be in another state than it was a moment before, on its way back
 
 _PATIENCE = 900.0  # seconds: a driver call under way ends some time, or the machine needs looking at
 
@@ -257,12 +260,15 @@ def bring_back(
     afterwards is not what it was). One that ends meanwhile needs nothing, and keeps no other from being led home.
     """
     living = [m for m in members if m.identity.alive()]
+    surprises = 0
     while True:
         try:
             return _bring_back(driver, living, journal, operation_id, progress, shims)
-        except LimosaError:
+        except LimosaError as error:
+            # The worker of a killed limosa may have been in a call: where all stands is asked anew.
+            surprises += isinstance(error, IllegalState)
             before, living = len(living), [m for m in living if not has_gone(m.pid)]
-            if len(living) == before:
+            if len(living) == before and not (isinstance(error, IllegalState) and surprises <= _SURPRISES):
                 raise
 
 
@@ -304,9 +310,8 @@ def _bring_back(
         if journal is not None:
             journal.try_note(Noted.RESTORE_HOME, Phase.BEGIN, member.pid)
     failed = _try_each(back, lambda m: _restore_home(driver, m, m in away, told))
-    for member in back:
-        if journal is not None and member.pid not in failed:
-            journal.try_note(Noted.RESTORE_HOME, Phase.DONE, member.pid)
+    if journal is not None:
+        _note_home(journal, back, failed)
     _tell_where(alive, [m for m in away if m not in back or m.pid in failed], operation_id, shims)
     # Of a job that is not whole nothing goes on; another job of the same operation has nothing to do with that.
     broken = {m.root for m in back if m.pid in failed}
@@ -330,6 +335,15 @@ def _bring_back(
         raise UndoFailed(
             what="bringing the job back", detail="see above", undo_detail=now_is, job_state=JobState.UNKNOWN
         )
+
+
+def _note_home(journal: Journal, members: Sequence[Member], failed: Mapping[int, BaseException]) -> None:
+    """Notes which were restored home, and of which the driver would hear nothing: those are where they were."""
+    for member in members:
+        if member.pid not in failed:
+            journal.try_note(Noted.RESTORE_HOME, Phase.DONE, member.pid)
+        elif isinstance(failed[member.pid], IllegalState):
+            journal.try_note(Noted.RESTORE_HOME, Phase.FAILED, member.pid, refused=True)
 
 
 def _restore_home(driver: gpu.Driver, member: Member, away: bool, tell: TellFn) -> None:
@@ -370,13 +384,17 @@ def is_away(member: Member, state: str, journal: Journal | None) -> bool:
     """Whether the driver knows the process on its destination rather than where it was."""
     if journal is None or not member.changes_gpu:
         return False
-    away, open_step = False, None
+    away, open_step, before = False, None, None
     for record in journal.records:
         if record.pid != member.pid or record.step not in (Noted.RESTORE, Noted.RESTORE_HOME):
             continue
         if record.phase == Phase.DONE:
             away, open_step = record.step == Noted.RESTORE, None
+        elif record.data.get("refused"):  # it has done nothing: what was open before it still is
+            open_step = before
         else:  # begun, or failed: a call that was given up on may have been done later
+            if record.phase == Phase.BEGIN:
+                before = open_step
             open_step = Noted(record.step)
     if open_step and state in (gpu.State.LOCKED, gpu.State.RUNNING):
         away = open_step == Noted.RESTORE
