@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
     option("--name", metavar="NAME", help="A container: call it so, not as it was called."),
     option("--bundle", metavar="DIR", type=folder(), help="A container of runc: use this bundle of its own."),
+    option("--publish", metavar="PORTS", multiple=True, help="A container of podman: HOST:CONTAINER; may be repeated."),
     option("--log", metavar="FILE", type=folder(), help="A container of runc: append its output here."),
     option("--cgroup", metavar="PATH", help="Put the job here instead of the caller's cgroup."),
     *CRIU_RESTORE,

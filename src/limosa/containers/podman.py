@@ -13,6 +13,7 @@ from limosa.containers import calls
 from limosa.containers.runtime import (
     MACHINES,
     NAME,
+    PRIVATE,
     SHARES,
     Contained,
     Kept,
@@ -21,6 +22,7 @@ from limosa.containers.runtime import (
     check_name,
     criu_said,
     flags,
+    is_port,
     living,
 )
 from limosa.errors import FailedUndone
@@ -34,6 +36,7 @@ ARCHIVE = "container.tar"
 """What podman's archive of a container is called among an image's files."""
 
 _NETWORKS = (MACHINES, "none")
+_TAKEN = "is already allocated"  # an address, as netavark says it
 _SHARED = ("container:", "ns:")
 _MOST_ARGUMENTS = 1 << 16
 _ROOT_CHANGES = "rootfs-diff.tar"  # podman puts together what goes into its archive
@@ -51,12 +54,17 @@ class _Log(msgspec.Struct, rename="pascal"):
     path: str = ""
 
 
+class _Binding(msgspec.Struct, rename="pascal"):
+    host_port: str = ""
+
+
 class _Host(msgspec.Struct, rename={"uts": "UTSMode"}):
     network: str = msgspec.field(default="", name="NetworkMode")
     pid: str = msgspec.field(default="", name="PidMode")
     ipc: str = msgspec.field(default="", name="IpcMode")
     uts: str = msgspec.field(default="", name="UTSMode")
     user: str = msgspec.field(default="", name="UsernsMode")
+    ports: dict[str, list[_Binding] | None] | None = msgspec.field(default=None, name="PortBindings")
     log: _Log = msgspec.field(default_factory=_Log, name="LogConfig")
 
 
@@ -120,7 +128,8 @@ class Podman(Runtime):
             image=one.image_name,
             image_id=one.image,
             bundle=one.static_dir,
-            network=host.network if host.network in _NETWORKS else "private",
+            network=host.network if host.network in _NETWORKS else PRIVATE,
+            published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             log=host.log.path,
             restored=one.state.restored_at if one.state.restored else "",
@@ -168,9 +177,11 @@ class Podman(Runtime):
             found.append(
                 ("container-bundle", "podman makes the bundles of its containers itself", "leave out --bundle")
             )
-        if self._run("container", "exists", "--", name).rc == 0:
-            hint = f"another name with --name, or podman rm {name}"
-            found.append(("container-name", f"podman has a container {name} already", hint))
+        for word in (name, record.id) if _keeps_id(record, name) else (name,):
+            if self._run("container", "exists", "--", word).rc == 0:
+                hint = f"another name with --name, or podman rm {word}"
+                found.append(("container-name", f"podman has a container {word} already", hint))
+                break
         if not self._image(record):
             text = f"podman does not have the image {record.image} ({record.image_id[:12]}) that it was made of"
             found.append(("container-image", text, "podman pull, or podman load"))
@@ -195,9 +206,14 @@ class Podman(Runtime):
         return made, [*used, *(f"volume {v}" for v in there)]
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
-        options = [f"--import=/proc/self/fd/{kept.images_fd}/{ARCHIVE}", f"--name={check_name(name)}"]
-        if name != record.name:  # those are the other one's
-            options += ["--ignore-static-ip", "--ignore-static-mac"]
+        options = [f"--import=/proc/self/fd/{kept.images_fd}/{ARCHIVE}"]
+        if name != record.id:
+            options += [f"--name={check_name(name)}"]
+            if not kept.own_name:  # those are the other one's
+                options += ["--ignore-static-ip", "--ignore-static-mac"]
+            # Which podman would refuse together with a name. CRIU is told without it.
+            kept = msgspec.structs.replace(kept, tcp_established=False)
+        options += [f"--publish={one}" for one in kept.publish]
         if self._volumes(record):
             options.append("--ignore-volumes")
         said = self._run(
@@ -207,13 +223,18 @@ class Podman(Runtime):
         found = self.find(name)
         if said.rc or found is None or found.init is None:
             why = (criu_said(os.path.join(found.bundle, "restore.log")) if found is not None else "") or said.why
-            raise FailedUndone(what="podman container restore", detail=why)
+            hint = "--name: under another name it gets another address" if _TAKEN in why else ""
+            raise FailedUndone(what="podman container restore", detail=why, hint=hint)
         return msgspec.structs.replace(found, stats=_restore_stats_of_podman(said.out) if kept.stats else {})
 
     def made_as(self, name: str, operation: str, record: ContainerRecord) -> str:
+        if _keeps_id(record, name):
+            return record.id
         return f"{name[:60]}-{operation}"  # nobody else's: so what is left of a failure is known
 
     def rename(self, contained: Contained, name: str) -> None:
+        if contained.name == name:
+            return
         said = self._run("rename", "--", contained.id, name)
         if said.rc:
             raise FailedUndone(what=f"naming the container {name}", detail=said.why)
@@ -227,6 +248,17 @@ class Podman(Runtime):
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
         if said.rc and self._run("container", "exists", "--", id_).rc == 0:
             raise FailedUndone(what="podman rm", detail=said.why)
+
+
+def _keeps_id(record: ContainerRecord, name: str) -> bool:
+    """Whether a container is to have the address that it had: podman brings it back with its id and its name alone."""
+    return name == record.name and record.network == PRIVATE
+
+
+def _published(host: _Host) -> tuple[int, ...]:
+    """TCP ports of the machine that lead to a container ("80/tcp" → those)."""
+    bindings = [one for inside, them in (host.ports or {}).items() if inside.endswith("/tcp") for one in them or []]
+    return tuple(int(one.host_port) for one in bindings if is_port(one.host_port))
 
 
 def _print_stats(kept: Kept) -> list[str]:

@@ -28,8 +28,12 @@ from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Identity
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}", re.ASCII)
+_PORT = re.compile(r"[1-9][0-9]{0,4}", re.ASCII)
 MACHINES = "host"
 """What the network, and any other namespace, of a container is called that has the machine's."""
+
+PRIVATE = "private"
+"""What a network is called that is the container's own."""
 
 SHARES = "container-shares"
 _MOST_PORTS = 2000
@@ -52,6 +56,7 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     image_id: str = ""
     bundle: str = ""
     network: str = ""  # "host", "none", "private"
+    published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
     volumes: tuple[Volume, ...] = ()
     log: str = ""  # the file that its output goes to
     namespace: str = ""  # of containerd's
@@ -79,6 +84,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         tcp_established, file_locks, ext_unix_sk: as CRIU has them.
         stats: whether CRIU's statistics are wanted.
         output: a descriptor of where the output of a container goes that has no place of its runtime's for that.
+        own_name: whether it comes back under the name that it had, and so with the address that it had.
+        publish: ports of the machine that are to lead to it, as podman's ``--publish`` has them; none: those that did.
         on_start: told who the runtime's program is, before it begins.
         tick: called while it works; raises to have it stopped.
     """
@@ -91,8 +98,15 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     ext_unix_sk: bool = False
     stats: bool = False
     output: int = subprocess.DEVNULL
+    own_name: bool = False
+    publish: tuple[str, ...] = ()
     on_start: Callable[[Identity], None] = calls.nobody
     tick: Callable[[], None] = lambda: None
+
+
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a port."""
+    return _PORT.fullmatch(text) is not None and int(text) < 1 << 16
 
 
 def check_name(name: str) -> str:

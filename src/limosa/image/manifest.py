@@ -267,7 +267,8 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
         bundle: its OCI bundle.
         folder: where the runtime kept its state, for runc.
         network: "host", "none" or "private".
-        ports: TCP ports of the machine that it listened on, where its network was the machine's.
+        ports: TCP ports of the machine that it listened on, where its network was the machine's, else those that its
+            runtime led to it.
         volumes: its named volumes.
         log: the file that its output went to.
         namespace, snapshotter: of containerd's.

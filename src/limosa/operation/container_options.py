@@ -5,13 +5,20 @@ What a container's runtime sees to by itself, and what nothing could be done wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
-from limosa.containers.runtime import Runtime
-from limosa.errors import Reason
+import msgspec
+
+from limosa.containers.runtime import PRIVATE, Runtime, is_port
+from limosa.errors import InvalidArgument, Reason
 from limosa.image import ContainerRecord
 from limosa.operation import dump_options, restore_options
 
+_PUBLISH = re.compile(
+    r"(([0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):)?(?P<host>[0-9]{1,5}):(?P<inside>[0-9]{1,5})(/(?P<protocol>tcp|udp|sctp))?",
+    re.ASCII,
+)
 _TERMINAL = "its runtime gives it its terminal"
 _PODMAN = "podman has no such option"
 
@@ -46,18 +53,41 @@ def of_restore(options: restore_options.Options, record: ContainerRecord | None)
             ("--name", options.name is not None),
             ("--bundle", options.bundle is not None),
             ("--log", options.log is not None),
+            ("--publish", bool(options.publish)),
         ]
         return [
             Reason(id="container-option", text=text.format(name), exit_code=2) for name, is_given in given if is_given
         ]
+    no_ports = "" if record.network == PRIVATE else "it has no network that ports could be led to"
+    no_ports = no_ports if record.runtime == "podman" else "its runtime publishes none"
     against = [
         ("--attach", options.adopt, f"its output and its end are its runtime's ({_follow(record)})"),
         ("--rewind-files", options.rewind_files, "its files come back as its runtime brings them"),
         ("--cgroup", options.cgroup is not None, "its runtime makes its control group"),
         ("--shell-job", options.shell_job, _TERMINAL),
         ("--log", options.log is not None and record.runtime == "podman", "podman keeps its output (podman logs)"),
+        ("--publish", bool(options.publish and no_ports), no_ports),
     ]
     return _refused(against)
+
+
+def as_asked(record: ContainerRecord, options: restore_options.Options) -> ContainerRecord:
+    """Return a container's record with the ports of the machine that it is to have.
+
+    Raises:
+        InvalidArgument: one of ``--publish`` cannot be understood.
+    """
+    if not options.publish:
+        return record
+    return msgspec.structs.replace(record, ports=sorted({port for one in options.publish for port in _tcp_port(one)}))
+
+
+def _tcp_port(publish: str) -> list[int]:
+    found = _PUBLISH.fullmatch(publish)
+    if found is None or not is_port(found["host"]) or not is_port(found["inside"]):
+        text = f"--publish {publish!r} cannot be understood"
+        raise InvalidArgument(detail=text, hint="HOST:CONTAINER, such as 8081:80, 127.0.0.1:8081:80 or 5353:53/udp")
+    return [int(found["host"])] if found["protocol"] in (None, "tcp") else []
 
 
 def _follow(record: ContainerRecord) -> str:

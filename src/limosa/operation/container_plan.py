@@ -12,7 +12,7 @@ import msgspec
 
 from limosa.containers import Container, Containers
 from limosa.containers.freezer import cannot_be_traced, freezer_of
-from limosa.containers.runtime import SHARES, Contained, Runtime, check_name
+from limosa.containers.runtime import PRIVATE, SHARES, Contained, Runtime, check_name
 from limosa.containers.runtimes import known, runtime_of
 from limosa.errors import InvalidArgument, LimosaError, Reason
 from limosa.image import ContainerRecord
@@ -142,8 +142,9 @@ def return_reasons(record: ContainerRecord, name: str | None, bundle: str | None
     if os.geteuid():
         found.append(Reason(id="permission", text="only root can bring a container back", exit_code=11, hint="sudo"))
     for port in sorted(listened_on(record.ports))[:_MOST_SAID]:
-        text = f"the container listened on port {port} of the machine, and somebody has that"
-        found.append(Reason(id="port-taken", text=text, exit_code=23, hint="end who has it (ss -ltnp)"))
+        text = f"port {port} of the machine is the container's, and somebody has it"
+        hint = "end who has it (ss -ltnp)" + (", or name another (--publish)" if record.network == PRIVATE else "")
+        found.append(Reason(id="port-taken", text=text, exit_code=23, hint=hint))
     return found
 
 

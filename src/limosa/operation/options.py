@@ -191,6 +191,7 @@ class RestoreOptions(CriuOptions, WhereOptions, total=False):
     rewind_files: bool
     name: str | None
     bundle: str | None
+    publish: Collection[str]
     log: str | os.PathLike[str] | None
     cgroup: str | None
     adopt: bool

@@ -31,6 +31,7 @@ class Options(msgspec.Struct, kw_only=True, frozen=True):
     bundle: str | None = None  # of runc: the bundle of a container; None: the one that it had
     # of runc: the file that a container's output is appended to; None: nowhere
     log: str | os.PathLike[str] | None = None
+    publish: Collection[str] = ()  # of podman: ports of the machine for a container, "8081:80"; none: those that it had
     cgroup: str | None = None  # control group for the job; None for the caller's
     # this and the next three as CRIU's; what the image was made with is taken by itself
     tcp_established: bool = False

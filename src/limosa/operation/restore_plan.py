@@ -73,7 +73,8 @@ def look(manifest: Manifest, options: Options, *, stop: Callable[[], bool] | Non
         reasons.append(Reason(id="gpus-not-hidden", text=text))
     reasons += container_options.of_restore(options, manifest.container)
     if manifest.container is not None:
-        reasons += container_plan.return_reasons(manifest.container, options.name, options.bundle)
+        record = container_options.as_asked(manifest.container, options)
+        reasons += container_plan.return_reasons(record, options.name, options.bundle)
     else:
         reasons += _of_processes(facts, options, stop)
     reasons += _host_reasons(facts, options)

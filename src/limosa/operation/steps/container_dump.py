@@ -28,6 +28,7 @@ from limosa.operation.prepare import Prepared
 from limosa.operation.step import HOME, Verb
 from limosa.operation.steps.dumping import Dumping
 from limosa.operation.work import Work
+from limosa.process.criu import network
 from limosa.process.criu.lent import lent
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Handle, Identity
@@ -170,7 +171,7 @@ class ContainerDumping(Dumping):
             bundle=contained.bundle,
             folder=folder_of(contained),
             network=contained.network,
-            ports=sorted(ports) if contained.network == MACHINES else [],
+            ports=sorted(ports if contained.network == MACHINES else set(contained.published)),
             volumes=[volume.name for volume in contained.volumes],
             log=contained.log,
             namespace=contained.namespace,
@@ -191,17 +192,32 @@ class ContainerDumping(Dumping):
         """
         others = [i for i in self.job.tree if i != self.root]
         _signal(others, signal.SIGSTOP)
+        if self.dump_options.tcp_established:
+            self._keep_connections()
         try:
             self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
         except LimosaError as error:
             if has_ended(self.root):
                 end_rest(self.job.tree)
                 return
+            self._let_connections_go_on()
             _signal(others, signal.SIGCONT)
             self._forget_ended()
             text = f"{error}; the image was committed all the same: {self.dest}"
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
+
+    def _keep_connections(self) -> None:
+        """The peers do not hear that their connections end: they go on when the container is back."""
+        for identity in self.job.tree:
+            with contextlib.suppress(LimosaError):  # then its peers hear it, and the image is whole all the same
+                network.enter_repair(identity.pid)
+
+    def _let_connections_go_on(self) -> None:
+        if self.dump_options.tcp_established:
+            for identity in self.job.tree:
+                with contextlib.suppress(LimosaError):
+                    network.leave_repair(identity.pid)
 
 
 def _signal(processes: Sequence[Identity], number: int) -> None:

@@ -20,6 +20,7 @@ from limosa.containers.runtimes import runtime_of
 from limosa.errors import FailedUndone, LimosaError, NoWorkingCriu, Reason, Refused, UndoFailed
 from limosa.image import Image
 from limosa.operation import container_gpus
+from limosa.operation.container_options import as_asked
 from limosa.operation.journal import Noted, Phase
 from limosa.operation.leftovers import keep_log
 from limosa.operation.restore_options import ImageFacts, Options
@@ -43,7 +44,7 @@ class ContainerReturning(Returning):
     ):
         super().__init__(work, verb, image, facts, options, program, checked)
         assert self.manifest.container is not None
-        self.record = self.manifest.container
+        self.record = as_asked(self.manifest.container, options)
         self.runtime = runtime_of(self.record.runtime)
         self.called = options.name if options.name is not None else self.record.name
         self.bundle = self.runtime.bundle_of(self.record, options.bundle or "")
@@ -102,6 +103,8 @@ class ContainerReturning(Returning):
                     ext_unix_sk=bool(chosen["--ext-unix-sk"]),
                     stats=self.options.print_stats,
                     output=output if output is not None else subprocess.DEVNULL,
+                    own_name=self.called == self.record.name,
+                    publish=tuple(self.options.publish),
                     on_start=self._started,
                     tick=work.check,
                 )

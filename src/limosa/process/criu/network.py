@@ -103,6 +103,25 @@ def leave_repair(pid: int) -> int:
         NoSuchProcess: it is gone.
         PermissionDenied: no right to take its descriptors (ptrace) or to change them (CAP_NET_ADMIN).
     """
+    return _set_repair(pid, wanted=False)
+
+
+def enter_repair(pid: int) -> int:
+    """Put every connected TCP socket of a living process into repair mode: closed in that, it tells its peer nothing.
+
+    Args:
+        pid: the process. It must be held still: it would see EPERM.
+
+    Returns:
+        How many sockets were put there.
+
+    Raises:
+        NoSuchProcess, PermissionDenied: as :func:`leave_repair`.
+    """
+    return _set_repair(pid, wanted=True)
+
+
+def _set_repair(pid: int, *, wanted: bool) -> int:
     Identity.of(pid)
     count = 0
     try:
@@ -123,20 +142,21 @@ def leave_repair(pid: int) -> int:
                 if error.errno == errno.EBADF:  # closed since
                     continue
                 raise
-            count += _off(fd, uid)
+            count += _switch(fd, uid, wanted)
     except FileNotFoundError:
         raise NoSuchProcess(pid=pid) from None
     except ProcessLookupError:
         raise NoSuchProcess(pid=pid) from None
     except PermissionError as error:
-        raise PermissionDenied(detail=f"taking the sockets of process {pid} out of repair mode: {error}") from None
+        what = "putting the sockets of process {} into repair mode" if wanted else "taking them out of it ({})"
+        raise PermissionDenied(detail=f"{what.format(pid)}: {error}") from None
     finally:
         os.close(pidfd)
     return count
 
 
-def _off(fd: int, uid: int) -> bool:
-    """Take one of its sockets out of repair mode and let go of it; False where it was not in it.
+def _switch(fd: int, uid: int, wanted: bool) -> bool:
+    """Put one of its sockets into repair mode, or take it out, and let go of it; False where there was nothing to do.
 
     The process may have put anything in its place. Whatever it is, nobody waits until it is closed: that may be never,
     where it is on a file system of its user's (FUSE) or lingers (SO_LINGER).
@@ -147,9 +167,11 @@ def _off(fd: int, uid: int) -> bool:
             return False
         if _option(fd, socket.SOL_SOCKET, socket.SO_PROTOCOL) != socket.IPPROTO_TCP:
             return False
-        if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) != 1:
+        if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) == wanted:
             return False
-        if _libc.setsockopt(fd, socket.IPPROTO_TCP, TCP_REPAIR, ctypes.byref(ctypes.c_int(0)), 4):
+        if wanted and _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens, and has no peer
+            return False
+        if _libc.setsockopt(fd, socket.IPPROTO_TCP, TCP_REPAIR, ctypes.byref(ctypes.c_int(wanted)), 4):
             raise last_error()
         return True
     finally:

@@ -1,0 +1,153 @@
+"""Containers on podman's bridge, which is what it gives where nobody asks for another network."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from containers.runtimes import Container, own_folders
+from containers.test_containers_to_disk import Desk, as_undisturbed, desk_of, until
+from support import own_network
+
+from limosa_softgpu import kernel
+
+__all__ = ["desk_of"]  # a fixture
+pytestmark = [pytest.mark.root, pytest.mark.criu, pytest.mark.timeout(240)]
+BRIDGE = ["--network", "podman"]
+WEB = ("/bin/busybox", "httpd", "-f", "-p", "80")
+ECHO = ("/bin/busybox", "nc", "-ll", "-p", "80", "-e", "/bin/busybox", "cat")
+
+
+@pytest.fixture
+def bridged(desk_of: Callable[[str], Desk]) -> Iterator[Desk]:
+    """podman in a network of the test's own, in which its bridge and its rules are."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    own_network()
+    try:
+        desk = desk_of("podman")
+        own_folders(desk.node, "/run/containers")  # where podman notes which addresses it has given
+        with contextlib.closing(desk.runtime):
+            yield desk
+    finally:
+        kernel.setns(before, 0x40000000)  # CLONE_NEWNET
+        os.close(before)
+
+
+def address(desk: Desk, one: Container) -> str:
+    (found,) = desk.runtime("container", "inspect", one.id).json
+    return str(found["NetworkSettings"]["Networks"]["podman"]["IPAddress"])
+
+
+def answers(at: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((at, port), 5).close()
+        return True
+    return False
+
+
+def serves(desk: Desk, name: str, port: int) -> Container:
+    """A server that the machine's port leads to."""
+    options = [*BRIDGE, "--publish", f"{port}:80"]
+    one = desk.runtime.start(*WEB, gpus=None, name=desk.name(name), options=options)
+    until(lambda: answers("127.0.0.1", port))
+    return one
+
+
+def test_a_clone_has_an_address_of_its_own_and_who_comes_back_has_the_old_one(bridged: Desk, rootfs: Path) -> None:
+    one = bridged.job(options=BRIDGE)
+    one.goes_on()
+    had = address(bridged, one)
+    bridged.checkpoint(one, "--leave-running")
+    bridged.restore("--to", 1, name="clone")
+    clone = bridged.back("clone")
+    as_undisturbed(bridged, rootfs, clone)
+    assert address(bridged, clone) != had
+    assert address(bridged, one) == had
+    one.remove()
+    bridged.restore()
+    again = bridged.back()
+    as_undisturbed(bridged, rootfs, again)
+    assert address(bridged, again) == had
+    bridged.says(0, "move", bridged.called(again), "--to", 1)
+    as_undisturbed(bridged, rootfs, again)
+
+
+def test_a_published_port_is_one_containers_and_a_clone_may_have_another(bridged: Desk) -> None:
+    one = serves(bridged, "web", 8080)
+    had = address(bridged, one)
+    bridged.checkpoint(one, "--leave-running", image="web")
+    error = bridged.restore(image="web", name="clone", rc=23)["error"]
+    assert error["id"] == "port-taken"
+    assert "port 8080 of the machine" in error["message"]
+    bridged.restore("--publish", "127.0.0.1:8081:80", image="web", name="clone")
+    clone = address(bridged, bridged.back("clone"))
+    assert all(answers(*at) for at in (("127.0.0.1", 8080), ("127.0.0.1", 8081), (had, 80), (clone, 80)))
+    one.remove()
+    bridged.restore(image="web")
+    assert address(bridged, bridged.back("web")) == had
+    assert all(answers("127.0.0.1", port) for port in (8080, 8081))
+
+
+@pytest.mark.parametrize("words", ["80", "0:80", "8081:99999", "8081:80/icmp", "--privileged", "a:80"])
+def test_what_is_no_port_is_refused_before_anything(bridged: Desk, words: str) -> None:
+    one = serves(bridged, "web", 8080)
+    bridged.checkpoint(one, "--leave-running", image="web")
+    error = bridged.restore(f"--publish={words}", image="web", name="clone", rc=2)["error"]
+    assert "--publish" in error["message"]
+
+
+def test_ports_are_led_to_what_has_a_network_of_podmans(bridged: Desk, rootfs: Path) -> None:
+    one = bridged.job()  # without a network
+    bridged.checkpoint(one)
+    assert bridged.restore("--publish", "8081:80", rc=2)["error"]["id"] == "container-option"
+
+
+def test_a_connection_outlives_the_way_to_disk_and_back(bridged: Desk) -> None:
+    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
+    at = address(bridged, one)
+    until(lambda: answers(at, 80))
+    with socket.create_connection((at, 80), 5) as client:
+        client.settimeout(20)
+        client.sendall(b"before")
+        assert client.recv(100) == b"before"
+        bridged.checkpoint(one, "--tcp-established", image="echo")
+        bridged.restore(image="echo")
+        assert address(bridged, bridged.back("echo")) == at
+        client.sendall(b"after")
+        assert client.recv(100) == b"after"
+
+
+def test_an_original_that_runs_under_another_name_is_in_the_way_and_stays(bridged: Desk, rootfs: Path) -> None:
+    """With its address comes its id, and what has that already is not what the restore has made."""
+    one = bridged.job(options=BRIDGE)
+    one.goes_on()
+    bridged.checkpoint(one, "--leave-running")
+    bridged.runtime("rename", one.id, bridged.name("renamed"))
+    assert bridged.restore(rc=23)["error"]["id"] == "container-name"
+    as_undisturbed(bridged, rootfs, one)
+
+
+@pytest.mark.parametrize("after", [0.2, 0.5, 0.8, 1.1])
+def test_a_killed_restore_leaves_it_running_or_nothing(bridged: Desk, rootfs: Path, after: float) -> None:
+    one = bridged.job(options=BRIDGE)
+    one.goes_on()
+    had = address(bridged, one)
+    bridged.checkpoint(one)
+    environment = bridged.runtime.environment()
+    process = bridged.node.popen([sys.executable, "-m", "limosa", "restore", bridged.image()], env=environment)
+    time.sleep(after)
+    process.kill()
+    process.wait(20)
+    until(lambda: bridged.limosa("recover", rc=None).rc == 0)
+    if not bridged.runtime.has(one.name):
+        assert one.id not in bridged.runtime("ps", "--all", "--no-trunc", "--format", "{{.ID}}").stdout
+        bridged.restore()
+    again = bridged.back()
+    assert address(bridged, again) == had
+    as_undisturbed(bridged, rootfs, again)
