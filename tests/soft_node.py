@@ -19,6 +19,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import pytest
+import warm
 
 from limosa.cli.options import parse_size
 from limosa_softgpu.faults import Switches
@@ -122,8 +124,16 @@ def several(make: Callable[..., N]) -> Iterator[Callable[..., N]]:
         yield lambda **options: nodes.enter_context(make(**options))
 
 
+def network() -> str:
+    """The network that a program would be in which this thread starts."""
+    return os.readlink("/proc/thread-self/ns/net")
+
+
 class Node:
     """Starts at once; ``close`` ends every process in it."""
+
+    warm = False  # whether command lines are forked from a process that has imported Limosa (``warm.py``)
+    _network = network()  # where those are
 
     def __init__(
         self,
@@ -204,7 +214,28 @@ class Node:
 
     def limosa(self, *arguments: object, **options: Any) -> Answer:
         """Runs the command line in the node."""
+        if self.warm and self._network == network() and not options.keys() - {"env", "rc", "limit"}:
+            return self._warm_limosa(arguments, **options)
         return self.run([sys.executable, "-m", "limosa", *arguments], **{"limit": 60, **options})
+
+    def _warm_limosa(
+        self, arguments: Sequence[object], *, env: dict[str, str] | None = None, rc: int | None = 0, limit: float = 60
+    ) -> Answer:
+        begin = time.monotonic()
+        with tempfile.TemporaryFile("w+") as stderr:
+            whole = self.environment(env)
+            process = warm.limosa(arguments, env=whole, cwd=os.getcwd(), node=self.pid, stderr=stderr)
+            try:
+                stdout, _ = process.communicate(limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                stderr.seek(0)
+                raise AssertionError(f"{arguments} did not end within {limit} s:\n{stderr.read()}") from None
+            stderr.seek(0)
+            said = stderr.read()
+        answer = Answer(list(process.args), process.wait(), stdout, said, time.monotonic() - begin)
+        assert rc is None or answer.rc == rc, answer
+        return answer
 
     # --- the node itself -------------------------------------------------------------------------------------
 

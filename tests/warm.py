@@ -30,6 +30,8 @@ from typing import Any
 STATUS = struct.Struct("i")
 _OWN = "LIMOSA_RUNTIME_DIR"
 """Says whose a process is (``support.end_marked``): the warm one is nobody's."""
+_READ_LATE = (_OWN, "LIMOSA_CONTAINER_STATE")
+"""What Limosa reads when it needs it, and not when it is imported."""
 _LIBRARIES = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
@@ -110,7 +112,7 @@ class Warm:
     @classmethod
     def of(cls, env: Mapping[str, str], program: str = __file__) -> Warm:
         """The one for an environment, of a program that calls :func:`serve`."""
-        read = {k: v for k, v in env.items() if (k.startswith("LIMOSA_") and k != _OWN) or k in _LIBRARIES}
+        read = {k: v for k, v in env.items() if (k.startswith("LIMOSA_") and k not in _READ_LATE) or k in _LIBRARIES}
         key = (program, *sorted(read.items()))
         found = cls._all.get(key)
         if found is None or found.process.poll() is not None:
@@ -137,6 +139,11 @@ class Warm:
         told = ours.recv(STATUS.size)
         assert told, "the warm process forks nothing"
         return STATUS.unpack(told)[0], ours
+
+
+def pids() -> list[int]:
+    """The warm processes that there are."""
+    return [one.process.pid for one in Warm._all.values() if one.process.poll() is None]
 
 
 def limosa(

@@ -66,7 +66,9 @@ def new_node() -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(new_node: Callable[..., Node]) -> Node:
     """A node of two GPUs."""
-    return new_node(gpus=2, memory="256MiB")
+    made = new_node(gpus=2, memory="256MiB")
+    made.warm = True
+    return made
 
 
 @pytest.fixture

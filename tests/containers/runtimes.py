@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import warm
 from containers.engines import Engines
 from containers.images import NAME, library_folder
 from soft_node import Answer, Node
@@ -747,7 +748,7 @@ def clear_cgroups(parent: str) -> None:
 
 @contextlib.contextmanager
 def own_cgroups(name: str) -> Iterator[None]:
-    """Has this process, and all that it starts, in cgroups of its own in every hierarchy.
+    """Has this process and its warm ones, and all that they start, in cgroups of its own in every hierarchy.
 
     Where a runtime makes none (of the version that the node does not show), CRIU notes the one that a container's
     processes have, with all that is below. At the top that is whatever others make and take away meanwhile, and a
@@ -767,7 +768,8 @@ def own_cgroups(name: str) -> Iterator[None]:
         for file in ("cpuset.cpus", "cpuset.mems"):
             if (made / file).exists() and not (made / file).read_text().strip():
                 (made / file).write_text((made.parent / file).read_text())
-        (made / "cgroup.procs").write_text(str(os.getpid()))
+        for pid in (os.getpid(), *warm.pids()):
+            (made / "cgroup.procs").write_text(str(pid))
     yield
     for hierarchy in _hierarchies():
         for made in Path(hierarchy).glob(f"**/{name}"):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from containers.runtimes import Container, own_folders
-from containers.test_containers_to_disk import Desk, as_undisturbed, desk_of, until
+from containers.test_containers_to_disk import Desk, as_undisturbed, desk_of, is_frozen, until
 from support import own_network
 
 from limosa_softgpu import kernel
@@ -94,7 +96,9 @@ def test_a_published_port_is_one_containers_and_a_clone_may_have_another(bridged
     assert all(answers("127.0.0.1", port) for port in (8080, 8081))
 
 
-@pytest.mark.parametrize("words", ["80", "0:80", "8081:99999", "8081:80/icmp", "--privileged", "a:80"])
+@pytest.mark.parametrize(
+    "words", ["80", "0:80", "8081:99999", "8081:80/icmp", "--privileged", "a:80", "999.999.9.9:8081:80"]
+)
 def test_what_is_no_port_is_refused_before_anything(bridged: Desk, words: str) -> None:
     one = serves(bridged, "web", 8080)
     bridged.checkpoint(one, "--leave-running", image="web")
@@ -108,19 +112,90 @@ def test_ports_are_led_to_what_has_a_network_of_podmans(bridged: Desk, rootfs: P
     assert bridged.restore("--publish", "8081:80", rc=2)["error"]["id"] == "container-option"
 
 
-def test_a_connection_outlives_the_way_to_disk_and_back(bridged: Desk) -> None:
+def test_a_connection_outlives_the_way_to_disk_and_back_while_its_peer_talks(bridged: Desk) -> None:
+    """What the kernel of a frozen container took from a peer, and the image had not, would be lost for ever."""
     one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
     at = address(bridged, one)
     until(lambda: answers(at, 80))
     with socket.create_connection((at, 80), 5) as client:
         client.settimeout(20)
-        client.sendall(b"before")
-        assert client.recv(100) == b"before"
+        sent, stop = [0], threading.Event()
+
+        def talk() -> None:
+            while not stop.wait(0.005):
+                client.sendall(b"%06d " % sent[0])
+                sent[0] += 1
+
+        talker = threading.Thread(target=talk)
+        talker.start()
         bridged.checkpoint(one, "--tcp-established", image="echo")
+        assert not one.lives()
         bridged.restore(image="echo")
         assert address(bridged, bridged.back("echo")) == at
+        time.sleep(0.5)
+        stop.set()
+        talker.join()
+        wanted = b"".join(b"%06d " % n for n in range(sent[0]))
+        heard = b""
+        while len(heard) < len(wanted):
+            chunk = client.recv(1 << 16)
+            assert chunk, "the connection has ended"
+            heard += chunk
+        assert heard == wanted
+
+
+def test_a_checkpoint_that_fails_leaves_connections_as_they_were(bridged: Desk) -> None:
+    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
+    at = address(bridged, one)
+    until(lambda: answers(at, 80))
+    with socket.create_connection((at, 80), 5) as client:
+        client.settimeout(20)
+        words = ["--output", bridged.image(), "--tcp-established"]
+        argv = [sys.executable, "-m", "limosa", "checkpoint", bridged.called(one), *words]
+        process = bridged.node.popen(argv, env=bridged.runtime.environment())
+        until(lambda: is_frozen(one) or process.poll() is not None)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 22
         client.sendall(b"after")
         assert client.recv(100) == b"after"
+        assert answers(at, 80)
+
+
+def test_connections_with_the_machines_network_are_refused_where_the_container_ends(bridged: Desk) -> None:
+    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=["--network", "host"])
+    assert bridged.checkpoint(one, "--tcp-established", rc=2)["error"]["id"] == "container-option"
+    assert one.lives()
+
+
+def test_two_images_of_one_container_do_not_come_back_at_the_same_moment(bridged: Desk, rootfs: Path) -> None:
+    """They would have one id, and what the loser takes away again would be the winner's."""
+    one = bridged.job(options=BRIDGE)
+    one.goes_on()
+    bridged.checkpoint(one, "--leave-running", image="first")
+    renamed = bridged.name("renamed")
+    bridged.runtime("rename", one.id, renamed)
+    bridged.says(0, "checkpoint", f"podman:{renamed}", "--output", bridged.image("second"))
+    environment = bridged.runtime.environment()
+    both = [
+        bridged.node.popen([sys.executable, "-m", "limosa", "restore", bridged.image(word)], env=environment)
+        for word in ("first", "second")
+    ]
+    codes = sorted(process.wait(60) for process in both)
+    assert codes[0] == 0
+    assert codes[1] in (19, 23), codes
+    (name,) = bridged.runtime.names()
+    as_undisturbed(bridged, rootfs, bridged.runtime.known(name))
+
+
+def test_a_port_of_one_address_is_not_taken_by_another_address(bridged: Desk) -> None:
+    bridged.node.run(["sh", "-c", "ip addr add 127.0.0.2/8 dev lo 2>/dev/null || true"])
+    for number in (1, 2):
+        options = [*BRIDGE, "--publish", f"127.0.0.{number}:8080:80"]
+        bridged.runtime.start(*WEB, gpus=None, name=bridged.name(f"web{number}"), options=options)
+    first = bridged.back("web1")
+    bridged.checkpoint(first)
+    bridged.restore()
+    assert all(answers(f"127.0.0.{number}", 8080) for number in (1, 2))
 
 
 def test_an_original_that_runs_under_another_name_is_in_the_way_and_stays(bridged: Desk, rootfs: Path) -> None:

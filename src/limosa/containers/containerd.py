@@ -263,7 +263,7 @@ class Containerd(Runtime):
 
     # --- away -----------------------------------------------------------------------------------------------
 
-    def remove_made(self, word: str, bundle: str) -> None:
+    def remove_made(self, word: str, bundle: str, operation: str) -> None:
         made = _Word.of(word)
         if made is None or not made.operation:
             return  # that word of the operation's says all

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -36,7 +37,12 @@ ARCHIVE = "container.tar"
 """What podman's archive of a container is called among an image's files."""
 
 _NETWORKS = (MACHINES, "none")
-_TAKEN = "is already allocated"  # an address, as netavark says it
+_ID = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_NEVER_RAN = ("created", "configured", "initialized")
+_IN_USE = "already in use"  # a name, or an id
+_NO_ADDRESS = ("is already allocated", "not in any subnet")  # as netavark and podman say it
+_HINT = "--name: under another name it gets another address"
+_ANY_ADDRESS = ("", "0.0.0.0", "::", "[::]")  # noqa: S104 - what podman notes
 _SHARED = ("container:", "ns:")
 _MOST_ARGUMENTS = 1 << 16
 _ROOT_CHANGES = "rootfs-diff.tar"  # podman puts together what goes into its archive
@@ -56,6 +62,7 @@ class _Log(msgspec.Struct, rename="pascal"):
 
 class _Binding(msgspec.Struct, rename="pascal"):
     host_port: str = ""
+    host_address: str = msgspec.field(default="", name="HostIp")
 
 
 class _Host(msgspec.Struct, rename={"uts": "UTSMode"}):
@@ -100,6 +107,10 @@ class Podman(Runtime):
 
     name = "podman"
 
+    def __init__(self, program: str, configured: Mapping[str, str], notes: Sequence[str]):
+        super().__init__(program, configured, notes)
+        self._makes: set[str] = set()  # ids that were nobody's right before
+
     def find(self, word: str) -> Contained | None:
         said = self._run("container", "inspect", "--", word)
         if said.rc:
@@ -129,6 +140,8 @@ class Podman(Runtime):
             image_id=one.image,
             bundle=one.static_dir,
             network=host.network if host.network in _NETWORKS else PRIVATE,
+            monitor=one.state.conmon_pid,
+            ran=one.state.status not in _NEVER_RAN,
             published=_published(host),
             volumes=tuple(Volume(m.name, m.destination) for m in one.mounts if m.type == "volume" and m.name),
             log=host.log.path,
@@ -177,11 +190,7 @@ class Podman(Runtime):
             found.append(
                 ("container-bundle", "podman makes the bundles of its containers itself", "leave out --bundle")
             )
-        for word in (name, record.id) if _keeps_id(record, name) else (name,):
-            if self._run("container", "exists", "--", word).rc == 0:
-                hint = f"another name with --name, or podman rm {word}"
-                found.append(("container-name", f"podman has a container {word} already", hint))
-                break
+        found += self.taken_since(record, name, bundle)
         if not self._image(record):
             text = f"podman does not have the image {record.image} ({record.image_id[:12]}) that it was made of"
             found.append(("container-image", text, "podman pull, or podman load"))
@@ -199,15 +208,29 @@ class Podman(Runtime):
         """Those of a container's volumes that are there."""
         return [v for v in record.volumes if NAME.fullmatch(v) and not self._run("volume", "exists", "--", v).rc]
 
+    def taken_since(self, record: ContainerRecord, name: str, bundle: str) -> list[tuple[str, str, str]]:
+        del bundle
+        for word in (name, record.id) if _keeps_id(record, name) else (name,):
+            if self._run("container", "exists", "--", word).rc == 0:
+                hint = f"another name with --name, or podman rm {word}"
+                return [("container-name", f"podman has a container {word} already", hint)]
+        return []
+
     def alone(self, record: ContainerRecord, name: str, bundle: str) -> tuple[list[str], list[str]]:
         made, used = super().alone(record, name, bundle)
+        if _keeps_id(record, name):
+            made.append(f"container {self.name}:{record.id}")
         there = self._volumes(record)
         made += [f"volume {v}" for v in record.volumes if v not in there]
         return made, [*used, *(f"volume {v}" for v in there)]
 
     def bring_back(self, record: ContainerRecord, name: str, bundle: str, kept: Kept) -> Contained:
         options = [f"--import=/proc/self/fd/{kept.images_fd}/{ARCHIVE}"]
-        if name != record.id:
+        if name == record.id:
+            if since := self.taken_since(record, record.name, bundle):
+                raise FailedUndone(what="podman container restore", detail=since[0][1], hint=since[0][2])
+            self._makes.add(record.id)
+        else:
             options += [f"--name={check_name(name)}"]
             if not kept.own_name:  # those are the other one's
                 options += ["--ignore-static-ip", "--ignore-static-mac"]
@@ -221,9 +244,13 @@ class Podman(Runtime):
             criu_folder=kept.criu_folder, pass_fds=[kept.images_fd], on_start=kept.on_start, tick=kept.tick,
         )  # fmt: skip
         found = self.find(name)
+        if found is None and not said.rc:  # its archive calls itself otherwise than the image says
+            self._remove_what_was_made(said.out)
+        if _IN_USE in said.why:
+            self._makes.discard(record.id)
         if said.rc or found is None or found.init is None:
             why = (criu_said(os.path.join(found.bundle, "restore.log")) if found is not None else "") or said.why
-            hint = "--name: under another name it gets another address" if _TAKEN in why else ""
+            hint = _HINT if any(words in why for words in _NO_ADDRESS) else ""
             raise FailedUndone(what="podman container restore", detail=why, hint=hint)
         return msgspec.structs.replace(found, stats=_restore_stats_of_podman(said.out) if kept.stats else {})
 
@@ -239,10 +266,30 @@ class Podman(Runtime):
         if said.rc:
             raise FailedUndone(what=f"naming the container {name}", detail=said.why)
 
-    def remove_made(self, word: str, bundle: str) -> None:
+    def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
-        if found is not None:
+        if found is not None and (not _ID.fullmatch(word) or self._has_made(found, operation)):
             self.remove(found.id)
+
+    def _has_made(self, found: Contained, operation: str) -> bool:
+        """Whether an operation has made a container whose id it has not chosen: others may have made one since.
+
+        Its monitor keeps the PATH with the CRIU that was lent to that operation.
+        """
+        if found.id in self._makes or not found.ran:
+            return True
+        if found.monitor <= 0:
+            return False
+        with contextlib.suppress(OSError):
+            variables = head(f"/proc/{found.monitor}/environ", _MOST_ARGUMENTS).split(b"\0")
+            wanted = b"/criu-%b-" % os.fsencode(operation)
+            return any(one.startswith(b"PATH=") and wanted in one for one in variables)
+        return False
+
+    def _remove_what_was_made(self, said: bytes) -> None:
+        for word in said.decode(errors="replace").split():
+            if _ID.fullmatch(word.strip('",')):
+                self.remove(word.strip('",'))
 
     def remove(self, id_: str, on_start: Callable[[Identity], None] = calls.nobody) -> None:
         said = self._run("rm", "--force", "--time=0", "--", id_, on_start=on_start)
@@ -252,13 +299,14 @@ class Podman(Runtime):
 
 def _keeps_id(record: ContainerRecord, name: str) -> bool:
     """Whether a container is to have the address that it had: podman brings it back with its id and its name alone."""
-    return name == record.name and record.network == PRIVATE
+    return name == record.name and record.network == PRIVATE and _ID.fullmatch(record.id) is not None
 
 
 def _published(host: _Host) -> tuple[int, ...]:
-    """TCP ports of the machine that lead to a container ("80/tcp" → those)."""
+    """TCP ports of all of the machine's addresses that lead to a container ("80/tcp" → those)."""
     bindings = [one for inside, them in (host.ports or {}).items() if inside.endswith("/tcp") for one in them or []]
-    return tuple(int(one.host_port) for one in bindings if is_port(one.host_port))
+    ports = [one.host_port for one in bindings if one.host_address in _ANY_ADDRESS]
+    return tuple(int(port) for port in ports if is_port(port))
 
 
 def _print_stats(kept: Kept) -> list[str]:

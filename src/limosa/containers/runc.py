@@ -162,7 +162,7 @@ class Runc(Runtime):
     def rename(self, contained: Contained, name: str) -> None:
         """It has it."""
 
-    def remove_made(self, word: str, bundle: str) -> None:
+    def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
         if found is not None and os.path.realpath(found.bundle) == os.path.realpath(bundle):
             self.remove(found.id)

@@ -56,6 +56,8 @@ class Contained(msgspec.Struct, frozen=True, kw_only=True):
     image_id: str = ""
     bundle: str = ""
     network: str = ""  # "host", "none", "private"
+    monitor: int = 0  # the pid of podman's monitor of it
+    ran: bool = True  # whether it runs, or has
     published: tuple[int, ...] = ()  # TCP ports of the machine that its runtime leads to it
     volumes: tuple[Volume, ...] = ()
     log: str = ""  # the file that its output goes to
@@ -207,12 +209,13 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def remove_made(self, word: str, bundle: str) -> None:
+    def remove_made(self, word: str, bundle: str, operation: str) -> None:
         """Take a container away that an operation has begun to make, if it is there.
 
         Args:
             word: its id, or what :meth:`made_as` has said.
             bundle: its bundle.
+            operation: the operation's id.
 
         Raises:
             FailedUndone: it is still there.

@@ -70,7 +70,8 @@ def look_at(
         of_any = {"mount-namespace", "pid-namespace"}
         prepared.reasons = [*against, *(r for r in prepared.reasons if r.id not in of_any)]
     if box is not None:
-        prepared.reasons = [*container_options.of_checkpoint(options, box.runtime, which.root.pid), *prepared.reasons]
+        of_options = container_options.of_checkpoint(options, box.runtime, box.contained.network, which.root.pid)
+        prepared.reasons = [*of_options, *prepared.reasons]
     prepared.rate, prepared.output = options.rate, os.fspath(options.output)
     extra = [*_destination_reasons(options, prepared), *_no_effect(options, prepared)]
     extra += pause_reasons(CHECKPOINT.estimate(prepared.shape), options.max_pause)

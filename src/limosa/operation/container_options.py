@@ -5,30 +5,33 @@ What a container's runtime sees to by itself, and what nothing could be done wit
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
-from limosa.containers.runtime import PRIVATE, Runtime, is_port
+from limosa.containers.runtime import MACHINES, PRIVATE, Runtime, is_port
 from limosa.errors import InvalidArgument, Reason
 from limosa.image import ContainerRecord
 from limosa.operation import dump_options, restore_options
 
 _PUBLISH = re.compile(
-    r"(([0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):)?(?P<host>[0-9]{1,5}):(?P<inside>[0-9]{1,5})(/(?P<protocol>tcp|udp|sctp))?",
+    r"((?P<address>[0-9.]{7,15}|\[[0-9a-fA-F:.]{2,45}\]):)?(?P<host>[0-9]{1,5}):(?P<inside>[0-9]{1,5})(/(?P<protocol>tcp|udp|sctp))?",
     re.ASCII,
 )
 _TERMINAL = "its runtime gives it its terminal"
 _PODMAN = "podman has no such option"
 
 
-def of_checkpoint(options: dump_options.Options, runtime: Runtime, pid: int) -> list[Reason]:
+def of_checkpoint(options: dump_options.Options, runtime: Runtime, network: str, pid: int) -> list[Reason]:
     """Return a refusal for each option of ``checkpoint`` that has no effect on a container.
 
     Args:
         options: what was asked for.
         runtime: the container's.
+        network: what it has of one.
         pid: its first process.
     """
     against = [
@@ -36,6 +39,11 @@ def of_checkpoint(options: dump_options.Options, runtime: Runtime, pid: int) -> 
         # CRIU takes such names away at once where what it has dumped runs on, as a container does until the commit.
         ("--link-remap", options.link_remap, "its runtime lets it run on until the image is committed"),
         ("--ext-unix-sk", options.ext_unix_sk and runtime.name == "podman", _PODMAN),
+        (
+            "--tcp-established",
+            options.tcp_established and not options.leave_running and network == MACHINES,
+            "its network is the machine's, which tells its peers that it has gone",
+        ),
     ]
     return _refused(against, pid)
 
@@ -79,15 +87,33 @@ def as_asked(record: ContainerRecord, options: restore_options.Options) -> Conta
     """
     if not options.publish:
         return record
-    return msgspec.structs.replace(record, ports=sorted({port for one in options.publish for port in _tcp_port(one)}))
+    published = [_published(one) for one in options.publish]
+    for one in published:
+        if published.count(one) > 1:
+            raise InvalidArgument(detail=f"--publish names port {one.port}/{one.protocol} of the machine twice")
+    # One of an address of the machine is the runtime's to look at: others may have the same port of other addresses.
+    ports = {one.port for one in published if one.protocol == "tcp" and not one.address}
+    return msgspec.structs.replace(record, ports=sorted(ports))
 
 
-def _tcp_port(publish: str) -> list[int]:
-    found = _PUBLISH.fullmatch(publish)
-    if found is None or not is_port(found["host"]) or not is_port(found["inside"]):
-        text = f"--publish {publish!r} cannot be understood"
-        raise InvalidArgument(detail=text, hint="HOST:CONTAINER, such as 8081:80, 127.0.0.1:8081:80 or 5353:53/udp")
-    return [int(found["host"])] if found["protocol"] in (None, "tcp") else []
+class _Published(NamedTuple):
+    address: str
+    port: int
+    protocol: str
+
+
+def _published(word: str) -> _Published:
+    found = _PUBLISH.fullmatch(word)
+    address = found["address"] or "" if found is not None else ""
+    try:
+        if address:
+            ipaddress.ip_address(address.strip("[]"))
+        if found is not None and is_port(found["host"]) and is_port(found["inside"]):
+            return _Published(address, int(found["host"]), found["protocol"] or "tcp")
+    except ValueError:
+        pass
+    text = f"--publish {word!r} cannot be understood"
+    raise InvalidArgument(detail=text, hint="HOST:CONTAINER, such as 8081:80, 127.0.0.1:8081:80 or 5353:53/udp")
 
 
 def _follow(record: ContainerRecord) -> str:

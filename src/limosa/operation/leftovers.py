@@ -43,6 +43,22 @@ def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: 
                 network.leave_repair(identity.pid)
 
 
+def connections_go_on(tree: Iterable[Identity], criu: Criu | None = None) -> None:
+    """Gives a container that lives, and has a network of its own, its connections back; harmless where it has them.
+
+    It must still be held: what runs sees EPERM on a socket in repair mode.
+    """
+    for identity in tree:
+        if identity.alive():
+            with contextlib.suppress(LimosaError, OSError):
+                network.leave_repair(identity.pid)
+    for identity in tree:
+        if identity.alive():
+            with contextlib.suppress(LimosaError, OSError):
+                network.open_again(criu or find_criu(), identity.pid)
+            break
+
+
 def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:
     """Copies a log of a failed dump into the caller's ``logs`` under the operation's id; keeps the newest twenty.
 

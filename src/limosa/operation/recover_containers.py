@@ -18,7 +18,7 @@ from limosa.containers.runtimes import runtime_of
 from limosa.errors import CannotBeMoved, LimosaError
 from limosa.operation import container_gpus, driver_steps, recover_images
 from limosa.operation.journal import Journal, Noted, Phase
-from limosa.operation.leftovers import has_ended, let_go_on
+from limosa.operation.leftovers import connections_go_on, has_ended, let_go_on
 from limosa.operation.parked.gates import gate_was_opened
 from limosa.operation.recover_images import CRIU_PATIENCE, criu_of, entry_of, finish, is_committed, still_an_image
 from limosa.operation.restored import end_tree
@@ -58,6 +58,7 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         _wait_for_runtime(dead, Noted.DUMP, progress)
         root = dead.header.roots[0]
         if root.alive() and not _is_ending(dead):
+            connections_go_on(job_tree(root))
             let_go_on(job_tree(root))
             thaw(str(frozen.data.get("folder")))
     entry = recover_images.recover_checkpoint(dead, driver, progress)
@@ -65,7 +66,10 @@ def recover_checkpoint(dead: Journal, driver: gpu.Driver, progress: ProgressFn) 
         written = msgspec.convert(frozen.data, ready(_Written))
         if written.runtime:  # which may have been told to end it, and not yet to take it away
             args = written.runtime, written.program, written.configured, written.notes
-            runtime_of(*args).remove(written.container)
+            runtime = runtime_of(*args)
+            found = runtime.find(written.container)
+            if found is not None and found.init in (None, dead.header.roots[0]):  # else it was restored since
+                runtime.remove(written.container)
     return entry
 
 
@@ -114,7 +118,7 @@ def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
     """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
     for record in dead.records:
         if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
-            runtime.remove_made(word, made.bundle)
+            runtime.remove_made(word, made.bundle, dead.header.id)
 
 
 def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from limosa.containers.freezer import cannot_be_traced, freeze, thaw
-from limosa.containers.runtime import MACHINES, Kept
+from limosa.containers.runtime import MACHINES, PRIVATE, Kept
 from limosa.containers.runtimes import folder_of
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError, NoSuchProcess
 from limosa.image import ContainerRecord, DeviceMemory, Manifest, TreeProcess
@@ -23,7 +23,7 @@ from limosa.operation.container_plan import stopped_words
 from limosa.operation.dump_options import Options
 from limosa.operation.frozen import tree_and_files
 from limosa.operation.journal import Noted, Phase, added_up
-from limosa.operation.leftovers import end_rest, has_ended, let_go_on
+from limosa.operation.leftovers import connections_go_on, end_rest, has_ended, let_go_on
 from limosa.operation.prepare import Prepared
 from limosa.operation.step import HOME, Verb
 from limosa.operation.steps.dumping import Dumping
@@ -75,6 +75,8 @@ class ContainerDumping(Dumping):
         )
         freeze(self.box.freezer)
         self._refuse_stopped()
+        if self._keeps_connections:
+            network.shut(self.program, self.root.pid, f"limosa-{work.id}")
         self._write()
         self._note_down()
         if self.leave_running:
@@ -94,7 +96,14 @@ class ContainerDumping(Dumping):
             text, hint = stopped_words(identity)
             raise CannotBeMoved(detail=text, hint=hint)
 
+    @property
+    def _keeps_connections(self) -> bool:
+        """Whether its peers are not to hear that it ends: they go on when it is back."""
+        return self.dump_options.tcp_established and not self.leave_running and self.box.contained.network == PRIVATE
+
     def _go_on(self) -> None:
+        if self._keeps_connections:
+            connections_go_on(self.job.tree, self.program)
         let_go_on(self.job.tree)
         thaw(self.box.freezer)
 
@@ -192,32 +201,20 @@ class ContainerDumping(Dumping):
         """
         others = [i for i in self.job.tree if i != self.root]
         _signal(others, signal.SIGSTOP)
-        if self.dump_options.tcp_established:
-            self._keep_connections()
+        for identity in self.job.tree if self._keeps_connections else ():
+            with contextlib.suppress(LimosaError, OSError):  # its peers hear it then, and the image is whole
+                network.enter_repair(identity.pid)
         try:
             self.box.runtime.remove(self.box.runtime.word_of(self.box.contained), self._started)
         except LimosaError as error:
             if has_ended(self.root):
                 end_rest(self.job.tree)
                 return
-            self._let_connections_go_on()
             _signal(others, signal.SIGCONT)
             self._forget_ended()
             text = f"{error}; the image was committed all the same: {self.dest}"
             raise FailedUndone(text, image=str(self.dest)) from error
         end_rest(self.job.tree)
-
-    def _keep_connections(self) -> None:
-        """The peers do not hear that their connections end: they go on when the container is back."""
-        for identity in self.job.tree:
-            with contextlib.suppress(LimosaError):  # then its peers hear it, and the image is whole all the same
-                network.enter_repair(identity.pid)
-
-    def _let_connections_go_on(self) -> None:
-        if self.dump_options.tcp_established:
-            for identity in self.job.tree:
-                with contextlib.suppress(LimosaError):
-                    network.leave_repair(identity.pid)
 
 
 def _signal(processes: Sequence[Identity], number: int) -> None:

@@ -194,7 +194,7 @@ class ContainerReturning(Returning):
             failed = error  # its runtime may still do it
         if self.loading is None or not self.loading.opened:
             for word in dict.fromkeys([self.made_as, *([self.contained.id] if self.contained is not None else [])]):
-                self.runtime.remove_made(word, self.bundle)
+                self.runtime.remove_made(word, self.bundle, self.work.id)
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 

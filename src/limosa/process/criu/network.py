@@ -7,6 +7,7 @@ reset the connection), and a CRIU that is killed leaves both; a socket in repair
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -14,6 +15,7 @@ import os
 import re
 import socket
 import subprocess
+from collections.abc import Iterator
 
 from limosa import start
 from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
@@ -25,6 +27,9 @@ from limosa.process.openat import last_error, taken_from
 
 TCP_REPAIR = 19  # linux/tcp.h
 _libc = ctypes.CDLL(None, use_errno=True)
+_MOST_SAID = 1 << 20
+_CLONE_NEWNET = 0x40000000
+_OURS = re.compile(r"inet limosa-[0-9A-Za-z-]{1,60}")
 _TABLE = re.compile(r"inet CRIU-[0-9A-Za-z-]{1,40}")
 
 
@@ -44,9 +49,15 @@ def tables(criu: Criu) -> list[str]:
         NetworkError: there is no ``nft``, or it failed.
         PermissionDenied: it may not look.
     """
-    found = json.loads(_nft(criu, "--json", "list", "tables"))["nftables"]
-    names = [f"{entry['table']['family']} {entry['table']['name']}" for entry in found if "table" in entry]
-    return [name for name in names if _TABLE.fullmatch(name)]
+    return [name for name in _all_tables(criu) if _TABLE.fullmatch(name)]
+
+
+def _all_tables(criu: Criu) -> list[str]:
+    said = _nft(criu, "--json", "list", "tables")
+    if len(said) > _MOST_SAID:  # in a container's network they are whose it is
+        raise NetworkError(detail="there are too many tables")
+    tables = [entry["table"] for entry in json.loads(said)["nftables"] if "table" in entry]
+    return [f"{table['family']} {table['name']}" for table in tables]
 
 
 def remove_table(criu: Criu, name: str) -> bool:
@@ -69,6 +80,76 @@ def remove_table(criu: Criu, name: str) -> bool:
         return False
     _nft(criu, "delete", "table", *name.split(" "))
     return True
+
+
+def shut(criu: Criu, pid: int, name: str) -> None:
+    """Let no packet in or out of a process's network, by a table there, until it goes or :func:`open_again`.
+
+    A process that is held still answers nothing, but the kernel goes on telling its peers that it has their bytes.
+
+    Args:
+        criu: whose ``nft`` to use.
+        pid: the process. The network must be its own, not the machine's.
+        name: of the table: "limosa-" and what tells it from others.
+
+    Raises:
+        NetworkError, PermissionDenied: it cannot be done; nothing is there.
+    """
+    if not _OURS.fullmatch(f"inet {name}"):
+        raise NetworkError(detail=f"{name!r} is not the name of a table of Limosa's")
+    chains = "".join(
+        f"chain {way} {{ type filter hook {way} priority -400; policy drop; }}; "
+        for way in ("input", "output", "forward")
+    )
+    with _inside_of(pid):
+        _nft(criu, f"add table inet {name} {{ {chains}}}")
+
+
+def open_again(criu: Criu, pid: int) -> None:
+    """Remove what :func:`shut`, or a CRIU that was killed, has left in a process's own network.
+
+    Args:
+        criu: whose ``nft`` to use.
+        pid: the process.
+
+    Raises:
+        NetworkError, PermissionDenied: as :func:`tables`.
+    """
+    with _inside_of(pid):
+        for name in _all_tables(criu):
+            if _TABLE.fullmatch(name) or _OURS.fullmatch(name):
+                _nft(criu, "delete", "table", *name.split(" "))
+
+
+@contextlib.contextmanager
+def _inside_of(pid: int) -> Iterator[None]:
+    """This thread, and the programs that it starts, are in a process's network.
+
+    Raises:
+        NetworkError: it has gone, or has the caller's own network.
+    """
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        its = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.path.samestat(os.fstat(own), os.fstat(its)):
+                raise NetworkError(detail=f"process {pid} has no network of its own")
+            _enter(its)
+        finally:
+            os.close(its)
+        try:
+            yield
+        finally:
+            _enter(own)
+    except OSError as error:
+        raise NetworkError(detail=f"the network of process {pid} cannot be entered: {error.strerror}") from error
+    finally:
+        os.close(own)
+
+
+def _enter(network: int) -> None:
+    if _libc.setns(network, _CLONE_NEWNET):
+        raise last_error()
 
 
 def _nft(criu: Criu, *arguments: str) -> str:
@@ -148,8 +229,8 @@ def _set_repair(pid: int, *, wanted: bool) -> int:
     except ProcessLookupError:
         raise NoSuchProcess(pid=pid) from None
     except PermissionError as error:
-        what = "putting the sockets of process {} into repair mode" if wanted else "taking them out of it ({})"
-        raise PermissionDenied(detail=f"{what.format(pid)}: {error}") from None
+        what = f"putting the sockets of process {pid} into" if wanted else f"taking the sockets of process {pid} out of"
+        raise PermissionDenied(detail=f"{what} repair mode: {error}") from None
     finally:
         os.close(pidfd)
     return count
@@ -167,7 +248,7 @@ def _switch(fd: int, uid: int, wanted: bool) -> bool:
             return False
         if _option(fd, socket.SOL_SOCKET, socket.SO_PROTOCOL) != socket.IPPROTO_TCP:
             return False
-        if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) == wanted:
+        if _option(fd, socket.IPPROTO_TCP, TCP_REPAIR) != (not wanted):
             return False
         if wanted and _option(fd, socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens, and has no peer
             return False
