@@ -727,8 +727,7 @@ def lay_out_cgroups(node: Node, layout: str) -> None:
 def clear_cgroups(parent: str) -> None:
     """Ends what is left in the cgroups below one of that name, and takes them away in every hierarchy."""
     for hierarchy in _hierarchies():
-        tops = list(Path(hierarchy).glob(f"**{parent}"))
-        for folder in sorted([*tops, *(p for top in tops for p in top.rglob("*") if p.is_dir())], reverse=True):
+        for folder in [Path(one) for top in _called(parent, hierarchy) for one, _, _ in os.walk(top, topdown=False)]:
             end = time.monotonic() + 10
             while time.monotonic() < end:
                 with contextlib.suppress(FileNotFoundError):
@@ -772,12 +771,17 @@ def own_cgroups(name: str) -> Iterator[None]:
             (made / "cgroup.procs").write_text(str(pid))
     yield
     for hierarchy in _hierarchies():
-        for made in Path(hierarchy).glob(f"**/{name}"):
+        for made in _called(name, hierarchy):
             for pid in (made / "cgroup.procs").read_text().split():
                 with contextlib.suppress(OSError):
                     (made.parent / "cgroup.procs").write_text(pid)
             with contextlib.suppress(OSError):
                 made.rmdir()
+
+
+def _called(name: str, hierarchy: str) -> list[Path]:
+    """The cgroups of a name, wherever they are; others come and go meanwhile."""
+    return [Path(folder) for folder, _, _ in os.walk(hierarchy) if os.path.basename(folder) == name.lstrip("/")]
 
 
 def _hierarchies() -> list[str]:
