@@ -98,8 +98,8 @@ class ContainerDumping(Dumping):
 
     @property
     def _keeps_connections(self) -> bool:
-        """Whether its peers are not to hear that it ends: they go on when it is back."""
-        return self.dump_options.tcp_established and not self.leave_running and self.box.contained.network == PRIVATE
+        """Whether its peers are not to hear that it ends: they go on when it is back. It is its own peer otherwise."""
+        return self.options.tcp_established and not self.leave_running and self.box.contained.network == PRIVATE
 
     def _go_on(self) -> None:
         if self._keeps_connections:
