@@ -53,6 +53,12 @@ def answers(at: str, port: int) -> bool:
     return False
 
 
+def echoed(client: socket.socket, words: bytes) -> bytes:
+    """What comes back of what was sent, all at once."""
+    client.sendall(words)
+    return client.recv(100)
+
+
 def serves(desk: Desk, name: str, port: int) -> Container:
     """A server that the machine's port leads to."""
     options = [*BRIDGE, "--publish", f"{port}:80"]
@@ -159,6 +165,22 @@ def test_a_checkpoint_that_fails_leaves_connections_as_they_were(bridged: Desk) 
         client.sendall(b"after")
         assert client.recv(100) == b"after"
         assert answers(at, 80)
+
+
+def test_a_server_with_clients_is_cloned_and_they_stay_with_the_original(bridged: Desk) -> None:
+    options = [*BRIDGE, "--publish", "8080:80"]
+    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=options)
+    until(lambda: answers("127.0.0.1", 8080))
+    with socket.create_connection(("127.0.0.1", 8080), 5) as client:
+        client.settimeout(20)
+        assert echoed(client, b"before") == b"before"
+        assert bridged.checkpoint(one, "-R", rc=13)["error"]["id"] == "tcp-outside"
+        bridged.checkpoint(one, "-R", "--tcp-close")
+        bridged.restore("--publish", "8081:80", name="clone")
+        assert echoed(client, b"after") == b"after"
+        with socket.create_connection(("127.0.0.1", 8081), 5) as other:
+            other.settimeout(20)
+            assert echoed(other, b"of the clone") == b"of the clone"
 
 
 def test_connections_with_the_machines_network_are_refused_where_the_container_ends(bridged: Desk) -> None:
