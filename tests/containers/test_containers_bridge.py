@@ -14,7 +14,16 @@ from pathlib import Path
 
 import pytest
 from containers.runtimes import Container, own_folders
-from containers.test_containers_to_disk import Desk, as_undisturbed, desk_of, is_frozen, until
+from containers.test_containers_to_disk import (
+    Desk,
+    as_undisturbed,
+    begin,
+    desk_of,
+    is_frozen,
+    recovered,
+    started_by,
+    until,
+)
 from support import own_network
 
 from limosa_softgpu import kernel
@@ -181,6 +190,29 @@ def test_a_server_with_clients_is_cloned_and_they_stay_with_the_original(bridged
         with socket.create_connection(("127.0.0.1", 8081), 5) as other:
             other.settimeout(20)
             assert echoed(other, b"of the clone") == b"of the clone"
+
+
+@pytest.mark.parametrize("who", ["criu", "limosa"])
+def test_whoever_is_killed_while_it_is_written_connections_go_on(bridged: Desk, who: str) -> None:
+    """CRIU leaves a table in the container's network, and sockets in repair mode; so does Limosa."""
+    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
+    at = address(bridged, one)
+    until(lambda: answers(at, 80))
+    with socket.create_connection((at, 80), 5) as client:
+        client.settimeout(20)
+        assert echoed(client, b"before") == b"before"
+        limosa = begin(bridged, "checkpoint", bridged.called(one), "--output", bridged.image(), "--tcp-established")
+        until(lambda: is_frozen(one) and started_by(bridged, limosa, "swrk"))
+        if who == "limosa":
+            limosa.kill()
+        while limosa.poll() is None:  # runc starts CRIU more than once
+            for pid in started_by(bridged, limosa, "swrk"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        assert limosa.wait(0) == (21 if who == "criu" else -signal.SIGKILL)
+        recovered(bridged)
+        assert echoed(client, b"after") == b"after"
+        assert answers(at, 80)
 
 
 def test_connections_with_the_machines_network_are_refused_where_the_container_ends(bridged: Desk) -> None:

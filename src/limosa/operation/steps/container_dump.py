@@ -131,6 +131,8 @@ class ContainerDumping(Dumping):
                 self.stats = self.box.runtime.write(self.box.contained, kept)
         except BaseException as error:
             work.try_note(Noted.DUMP, Phase.FAILED, self.root.pid)
+            if self.dump_options.tcp_established:  # a CRIU that was killed has left them shut
+                connections_go_on(self.job.tree, self.program)
             if not self.root.alive():
                 text = f"container {self.box.container.called} ended while it was written ({error})"
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
