@@ -56,7 +56,7 @@ if sys.argv[2] == "memory":
         print(error, flush=True)
 else:
     _, fds, _, _ = socket.recv_fds(connection, 100, 3)
-    print([network._off(fd, int(sys.argv[3])) for fd in fds], flush=True)
+    print([network._switch(fd, int(sys.argv[3]), False) for fd in fds], flush=True)
 """
 
 
@@ -186,5 +186,5 @@ def test_a_socket_that_lingers_holds_nobody_up() -> None:
         with contextlib.suppress(BlockingIOError):
             while theirs.send(bytes(1 << 16)):
                 pass
-        assert not network._off(theirs.detach(), USER)  # the last descriptor of it
+        assert not network._switch(theirs.detach(), USER, False)  # the last descriptor of it
         ours.close()
