@@ -268,7 +268,7 @@ class Podman(Runtime):
 
     def remove_made(self, word: str, bundle: str, operation: str) -> None:
         found = self.find(word)
-        if found is not None and (not _ID.fullmatch(word) or self._has_made(found, operation)):
+        if found is not None and (not operation or not _ID.fullmatch(word) or self._has_made(found, operation)):
             self.remove(found.id)
 
     def _has_made(self, found: Contained, operation: str) -> bool:

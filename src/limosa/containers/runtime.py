@@ -215,7 +215,7 @@ class Runtime(ABC):
         Args:
             word: its id, or what :meth:`made_as` has said.
             bundle: its bundle.
-            operation: the operation's id.
+            operation: the operation's id; "" where the runtime has told that it made a container of that id.
 
         Raises:
             FailedUndone: it is still there.

@@ -118,7 +118,7 @@ def _take_away(dead: Journal, runtime: Runtime, made: _Made) -> None:
     """Takes away what was made under the operation's own name, or under the id that the runtime had said."""
     for record in dead.records:
         if record.step == Noted.CRIU_RESTORE and isinstance(word := record.data.get("made"), str):
-            runtime.remove_made(word, made.bundle, dead.header.id)
+            runtime.remove_made(word, made.bundle, dead.header.id if record.phase == Phase.BEGIN else "")
 
 
 def _wait_for_runtime(dead: Journal, step: Noted, progress: ProgressFn) -> None:

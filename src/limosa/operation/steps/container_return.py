@@ -193,8 +193,9 @@ class ContainerReturning(Returning):
         except UndoFailed as error:
             failed = error  # its runtime may still do it
         if self.loading is None or not self.loading.opened:
-            for word in dict.fromkeys([self.made_as, *([self.contained.id] if self.contained is not None else [])]):
-                self.runtime.remove_made(word, self.bundle, self.work.id)
+            self.runtime.remove_made(self.made_as, self.bundle, self.work.id)
+            if self.contained is not None and self.contained.id != self.made_as:
+                self.runtime.remove_made(self.contained.id, self.bundle, "")
         if failed is not None and self.root is not None and self.root.alive():
             raise failed
 
