@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import pytest
 from containers.runtimes import Container, own_folders
 from containers.test_containers_to_disk import (
     Desk,
+    answers,
     as_undisturbed,
     begin,
     desk_of,
@@ -55,13 +55,6 @@ def address(desk: Desk, one: Container) -> str:
     return str(found["NetworkSettings"]["Networks"]["podman"]["IPAddress"])
 
 
-def answers(at: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((at, port), 5).close()
-        return True
-    return False
-
-
 @contextlib.contextmanager
 def unreachable(desk: Desk, at: str) -> Iterator[None]:
     """Lets nothing from here reach an address."""
@@ -75,6 +68,14 @@ def echoed(client: socket.socket, words: bytes) -> bytes:
     """What comes back of what was sent, all at once."""
     client.sendall(words)
     return client.recv(100)
+
+
+def echoes(desk: Desk) -> tuple[Container, str]:
+    """A server that sends back what it gets, and its address."""
+    one = desk.runtime.start(*ECHO, gpus=None, name=desk.name("echo"), options=BRIDGE)
+    at = address(desk, one)
+    until(lambda: answers(at, 80))
+    return one, at
 
 
 def serves(desk: Desk, name: str, port: int) -> Container:
@@ -138,9 +139,7 @@ def test_ports_are_led_to_what_has_a_network_of_podmans(bridged: Desk, rootfs: P
 
 def test_a_connection_outlives_the_way_to_disk_and_back_while_its_peer_talks(bridged: Desk) -> None:
     """What the kernel of a frozen container took from a peer, and the image had not, would be lost for ever."""
-    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
-    at = address(bridged, one)
-    until(lambda: answers(at, 80))
+    one, at = echoes(bridged)
     with socket.create_connection((at, 80), 5) as client:
         client.settimeout(20)
         sent, stop = [0], threading.Event()
@@ -170,19 +169,14 @@ def test_a_connection_outlives_the_way_to_disk_and_back_while_its_peer_talks(bri
 
 
 def test_a_checkpoint_that_fails_leaves_connections_as_they_were(bridged: Desk) -> None:
-    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
-    at = address(bridged, one)
-    until(lambda: answers(at, 80))
+    one, at = echoes(bridged)
     with socket.create_connection((at, 80), 5) as client:
         client.settimeout(20)
-        words = ["--output", bridged.image(), "--tcp-established"]
-        argv = [sys.executable, "-m", "limosa", "checkpoint", bridged.called(one), *words]
-        process = bridged.node.popen(argv, env=bridged.runtime.environment())
+        process = begin(bridged, "checkpoint", bridged.called(one), "--output", bridged.image(), "--tcp-established")
         until(lambda: is_frozen(one) or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 22
-        client.sendall(b"after")
-        assert client.recv(100) == b"after"
+        assert echoed(client, b"after") == b"after"
         assert answers(at, 80)
 
 
@@ -205,9 +199,7 @@ def test_a_server_with_clients_is_cloned_and_they_stay_with_the_original(bridged
 @pytest.mark.parametrize("who", ["criu", "limosa"])
 def test_whoever_is_killed_while_it_is_written_connections_go_on(bridged: Desk, who: str) -> None:
     """CRIU leaves a table in the container's network, and sockets in repair mode; so does Limosa."""
-    one = bridged.runtime.start(*ECHO, gpus=None, name=bridged.name("echo"), options=BRIDGE)
-    at = address(bridged, one)
-    until(lambda: answers(at, 80))
+    one, at = echoes(bridged)
     with socket.create_connection((at, 80), 5) as client:
         client.settimeout(20)
         assert echoed(client, b"before") == b"before"
@@ -239,11 +231,7 @@ def test_two_images_of_one_container_do_not_come_back_at_the_same_moment(bridged
     renamed = bridged.name("renamed")
     bridged.runtime("rename", one.id, renamed)
     bridged.says(0, "checkpoint", f"podman:{renamed}", "--output", bridged.image("second"))
-    environment = bridged.runtime.environment()
-    both = [
-        bridged.node.popen([sys.executable, "-m", "limosa", "restore", bridged.image(word)], env=environment)
-        for word in ("first", "second")
-    ]
+    both = [begin(bridged, "restore", bridged.image(word)) for word in ("first", "second")]
     codes = sorted(process.wait(60) for process in both)
     assert codes[0] == 0
     assert codes[1] in (19, 23), codes
@@ -278,12 +266,11 @@ def test_a_killed_restore_leaves_it_running_or_nothing(bridged: Desk, rootfs: Pa
     one.goes_on()
     had = address(bridged, one)
     bridged.checkpoint(one)
-    environment = bridged.runtime.environment()
-    process = bridged.node.popen([sys.executable, "-m", "limosa", "restore", bridged.image()], env=environment)
+    process = begin(bridged, "restore", bridged.image())
     time.sleep(after)
     process.kill()
     process.wait(20)
-    until(lambda: bridged.limosa("recover", rc=None).rc == 0)
+    recovered(bridged)
     if not bridged.runtime.has(one.name):
         assert one.id not in bridged.runtime("ps", "--all", "--no-trunc", "--format", "{{.ID}}").stdout
         bridged.restore()

@@ -695,13 +695,13 @@ def test_a_clone_with_the_machines_network_is_refused_where_the_port_is_taken(de
         port = free.getsockname()[1]
     listen = ["/bin/busybox", "httpd", "-f", "-p", f"127.0.0.1:{port}"]
     one = desk.runtime.start(*listen, gpus=None, name=desk.name(), options=["--network", "host"])
-    until(lambda: _answers(port))
+    until(lambda: answers("127.0.0.1", port))
     desk.checkpoint(one, "--leave-running")
     assert desk.restore(name="clone", rc=23)["error"]["id"] == "port-taken"
     one.remove()
     desk.restore(name="clone")
     desk.back("clone")
-    until(lambda: _answers(port))
+    until(lambda: answers("127.0.0.1", port))
 
 
 PORTS = """
@@ -731,9 +731,10 @@ def test_an_image_with_every_port_does_not_have_the_tables_read_for_each(desk_of
             assert f"port {port} of" in told(port)[2]
 
 
-def _answers(port: int) -> bool:
+def answers(at: str, port: int) -> bool:
+    """Whether somebody listens there."""
     with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), 5).close()
+        socket.create_connection((at, port), 5).close()
         return True
     return False
 

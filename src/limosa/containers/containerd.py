@@ -27,15 +27,25 @@ from limosa.containers import calls, grpc
 from limosa.containers.containerd_api import OPTIONS, Api, Layer, Record, address
 from limosa.containers.protobuf import Malformed, Message, message
 from limosa.containers.runc import Spec, joined_namespaces, write_by_runc
-from limosa.containers.runtime import SHARES, Contained, Kept, Runtime, alive, check_name, criu_said_in
+from limosa.containers.runtime import (
+    MACHINES,
+    PRIVATE,
+    SHARES,
+    Contained,
+    Kept,
+    Runtime,
+    alive,
+    check_name,
+    criu_said_in,
+)
 from limosa.containers.state import OF_CONTAINERD, State, states
 from limosa.errors import CannotBeMoved, FailedUndone, LimosaError
 from limosa.image import ContainerRecord
-from limosa.process.criu.lent import kept_places
+from limosa.process.criu.lent import kept_places, was_lent
 from limosa.process.criu.stats import DumpStats, restore_stats
 from limosa.process.identity import Handle, Identity
 from limosa.process.openat import closing, open_in
-from limosa.process.slurp import head, slurp
+from limosa.process.slurp import head
 from limosa.structs import ready
 
 DIFF, MADE_OF = "rootfs-diff.tar", "containerd.json"
@@ -134,7 +144,7 @@ class Containerd(Runtime):
             image=record.image,
             image_id=parent,
             bundle=state.bundle if state is not None else "",
-            network="private" if "network" in _namespaces(record) else "host",
+            network=PRIVATE if "network" in _namespaces(record) else MACHINES,
             log=stdout.removeprefix("file://") if stdout.startswith("file:///") else "",
             namespace=api.namespace,
             snapshotter=record.snapshotter,
@@ -356,8 +366,7 @@ def _shims(namespace: str, id_: str) -> Iterator[int]:
 def _end_shim(pid: int, operation: str) -> None:
     """End a shim, if it has the CRIU on its PATH that was lent to that operation."""
     with contextlib.suppress(OSError, LimosaError), Handle(Identity.of(pid)) as handle:
-        variables = slurp(f"/proc/{pid}/environ").split(b"\0")
-        if any(one.startswith(b"PATH=") and b"/criu-%b-" % os.fsencode(operation) in one for one in variables):
+        if was_lent(pid, operation):
             handle.signal(_SIGKILL)
 
 

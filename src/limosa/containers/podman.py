@@ -28,6 +28,7 @@ from limosa.containers.runtime import (
 )
 from limosa.errors import FailedUndone
 from limosa.image import ContainerRecord
+from limosa.process.criu.lent import was_lent
 from limosa.process.criu.stats import DumpStats
 from limosa.process.identity import Identity
 from limosa.process.slurp import head
@@ -278,13 +279,7 @@ class Podman(Runtime):
         """
         if found.id in self._makes or not found.ran:
             return True
-        if found.monitor <= 0:
-            return False
-        with contextlib.suppress(OSError):
-            variables = head(f"/proc/{found.monitor}/environ", _MOST_ARGUMENTS).split(b"\0")
-            wanted = b"/criu-%b-" % os.fsencode(operation)
-            return any(one.startswith(b"PATH=") and wanted in one for one in variables)
-        return False
+        return found.monitor > 0 and was_lent(found.monitor, operation)
 
     def _remove_what_was_made(self, said: bytes) -> None:
         for word in said.decode(errors="replace").split():

@@ -11,6 +11,8 @@ from limosa.containers import calls
 from limosa.containers.calls import Said
 from limosa.containers.find import in_hierarchy
 from limosa.containers.runtime import (
+    MACHINES,
+    PRIVATE,
     SHARES,
     Contained,
     Kept,
@@ -78,7 +80,7 @@ class Runc(Runtime):
             name=state.id,
             init=alive(Identity(state.pid, state.start_time)),
             bundle=state.bundle,
-            network="private" if "network" in namespaces else "host",
+            network=PRIVATE if "network" in namespaces else MACHINES,
             against=tuple(against),
         )
 

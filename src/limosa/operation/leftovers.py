@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from limosa.errors import LimosaError
@@ -37,26 +37,25 @@ def release_network(tree: Iterable[Identity], log_fd: int, root_pid: int, criu: 
     """
     for table in tables_of(log_fd, root_pid, criu):
         remove_table(table, criu)
+    _leave_repair(tree)
+
+
+def _leave_repair(tree: Iterable[Identity]) -> None:
     for identity in tree:
         if identity.alive():
             with contextlib.suppress(LimosaError, OSError):
                 network.leave_repair(identity.pid)
 
 
-def connections_go_on(tree: Iterable[Identity], criu: Criu | None = None) -> None:
+def connections_go_on(tree: Sequence[Identity], criu: Criu | None = None) -> None:
     """Gives a container that lives, and has a network of its own, its connections back; harmless where it has them.
 
     It must still be held: what runs sees EPERM on a socket in repair mode.
     """
-    for identity in tree:
-        if identity.alive():
-            with contextlib.suppress(LimosaError, OSError):
-                network.leave_repair(identity.pid)
-    for identity in tree:
-        if identity.alive():
-            with contextlib.suppress(LimosaError, OSError):
-                network.open_again(criu or find_criu(), identity.pid)
-            break
+    _leave_repair(tree)
+    if (living := next((identity for identity in tree if identity.alive()), None)) is not None:
+        with contextlib.suppress(LimosaError, OSError):
+            network.open_again(criu or find_criu(), living.pid)
 
 
 def keep_log(folder_fd: int, name: str, operation_id: str) -> Path:

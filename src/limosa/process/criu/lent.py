@@ -23,6 +23,7 @@ from limosa import start
 from limosa.errors import PermissionDenied
 from limosa.process.criu.program import Criu
 from limosa.process.places import own_folder
+from limosa.process.slurp import slurp
 
 _OLD_SECONDS = 24 * 3600.0  # longer than any dump: whoever made it has died
 _KEPT = Path("/var/lib/limosa")
@@ -85,6 +86,20 @@ def work_folder(folder: str) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+def was_lent(pid: int, operation: str) -> bool:
+    """Return whether a process has the CRIU on its PATH that was lent to an operation: what that has started keeps it.
+
+    Args:
+        pid: the process.
+        operation: the operation's id.
+    """
+    with contextlib.suppress(OSError):
+        wanted = b"/criu-%b-" % os.fsencode(operation)
+        variables = slurp(f"/proc/{pid}/environ").split(b"\0")
+        return any(one.startswith(b"PATH=") and wanted in one for one in variables)
+    return False
 
 
 def forget(operation: str) -> None:

@@ -7,7 +7,6 @@ reset the connection), and a CRIU that is killed leaves both; a socket in repair
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import json
@@ -15,7 +14,7 @@ import os
 import re
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 
 from limosa import start
 from limosa.errors import LimosaError, NoSuchProcess, PermissionDenied
@@ -23,6 +22,7 @@ from limosa.ipc import packet
 from limosa.process.belief import owners_of
 from limosa.process.criu.program import Criu
 from limosa.process.identity import Identity
+from limosa.process.namespaces import enter, in_a_thread
 from limosa.process.openat import last_error, taken_from
 
 TCP_REPAIR = 19  # linux/tcp.h
@@ -56,8 +56,8 @@ def _all_tables(criu: Criu) -> list[str]:
     said = _nft(criu, "--json", "list", "tables")
     if len(said) > _MOST_SAID:  # in a container's network they are whose it is
         raise NetworkError(detail="there are too many tables")
-    tables = [entry["table"] for entry in json.loads(said)["nftables"] if "table" in entry]
-    return [f"{table['family']} {table['name']}" for table in tables]
+    found = [entry["table"] for entry in json.loads(said)["nftables"] if "table" in entry]
+    return [f"{table['family']} {table['name']}" for table in found]
 
 
 def remove_table(criu: Criu, name: str) -> bool:
@@ -101,8 +101,11 @@ def shut(criu: Criu, pid: int, name: str) -> None:
         f"chain {way} {{ type filter hook {way} priority -400; policy drop; }}; "
         for way in ("input", "output", "forward")
     )
-    with _inside_of(pid):
+
+    def add() -> None:
         _nft(criu, f"add table inet {name} {{ {chains}}}")
+
+    _inside_of(pid, add)
 
 
 def open_again(criu: Criu, pid: int) -> None:
@@ -115,41 +118,34 @@ def open_again(criu: Criu, pid: int) -> None:
     Raises:
         NetworkError, PermissionDenied: as :func:`tables`.
     """
-    with _inside_of(pid):
+
+    def remove() -> None:
         for name in _all_tables(criu):
             if _TABLE.fullmatch(name) or _OURS.fullmatch(name):
                 _nft(criu, "delete", "table", *name.split(" "))
 
+    _inside_of(pid, remove)
 
-@contextlib.contextmanager
-def _inside_of(pid: int) -> Iterator[None]:
-    """This thread, and the programs that it starts, are in a process's network.
+
+def _inside_of(pid: int, call: Callable[[], None]) -> None:
+    """Make a call in a process's network; the programs that it starts are there, too.
 
     Raises:
         NetworkError: it has gone, or has the caller's own network.
     """
-    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        its = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.path.samestat(os.fstat(own), os.fstat(its)):
+
+    def inside() -> None:
+        own = os.stat("/proc/thread-self/ns/net")
+        with open(f"/proc/{pid}/ns/net", "rb") as its:
+            if os.path.samestat(own, os.fstat(its.fileno())):
                 raise NetworkError(detail=f"process {pid} has no network of its own")
-            _enter(its)
-        finally:
-            os.close(its)
-        try:
-            yield
-        finally:
-            _enter(own)
+            enter(its.fileno(), _CLONE_NEWNET)
+        call()
+
+    try:
+        in_a_thread(inside)
     except OSError as error:
         raise NetworkError(detail=f"the network of process {pid} cannot be entered: {error.strerror}") from error
-    finally:
-        os.close(own)
-
-
-def _enter(network: int) -> None:
-    if _libc.setns(network, _CLONE_NEWNET):
-        raise last_error()
 
 
 def _nft(criu: Criu, *arguments: str) -> str:
