@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "gpu")]
 
+import msgspec  # noqa: E402
 from jobs import VICTIM, Job  # noqa: E402
 from rows import Bench, Limit, Row, median, parked, steps_of  # noqa: E402
 
@@ -200,7 +201,16 @@ def to_disk(bench: Bench) -> Iterator[Row]:
         took = time.monotonic() - since
         both = (("out", written.timings), ("in", back.timings))
         timings = {f"{verb}: {k}": v for verb, t in both for k, v in t.items()}
-        bench.note(what="box-disk", wall=took, ended=ended, way=written.way, bytes=written.bytes, timings=timings)
+        rounds = [msgspec.to_builtins(one) for one in written.rounds]
+        bench.note(
+            what="box-disk",
+            wall=took,
+            ended=ended,
+            way=written.way,
+            bytes=written.bytes,
+            rounds=rounds,
+            timings=timings,
+        )
         text = f"{took:.2f} s: ended after {ended:.2f} s, {written.bytes / 1e9:.1f} GB{parked({'way': written.way})}"
         shown = {k: v for k, v in timings.items() if v >= 0.001 and not k.endswith(("total", "pause_seconds"))}
         yield LIMITS["box-disk"].of(took, text, steps=shown)

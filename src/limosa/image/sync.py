@@ -127,6 +127,7 @@ def sync_chunks(
     """
     with Chunks(chunks_fd, files) as chunks:
         chunks.keep(wanted)
+        at_once = len(wanted) > MANY and syncs_whole(chunks_fd)
 
         def sync(name: str) -> None:
             stop_if(cancel)
@@ -137,10 +138,16 @@ def sync_chunks(
             try:
                 if os.fstat(fd).st_size != wanted[name]:
                     raise FailedUndone(what=WHAT, detail=f"{chunk_path(name)} has not {wanted[name]} bytes")
-                files.fsync(fd)
+                if not at_once:
+                    files.fsync(fd)
             finally:
                 os.close(fd)
 
+        if at_once:
+            for name in wanted:
+                sync(name)
+            files.syncfs(chunks_fd)
+            return
         with ThreadPoolExecutor(threads, thread_name_prefix="limosa-fsync") as pool:
             for done in [pool.submit(sync, name) for name in wanted]:
                 done.result()

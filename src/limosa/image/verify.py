@@ -23,6 +23,7 @@ from limosa.image.read import MARKER_NAME, Image, open_image
 from limosa.progress import Progress, ProgressFn, silent
 
 _WHAT = "verifying the image"
+_LOOKING = 4  # threads that look for chunks
 _OURS = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME, CRIU_NAME, LOG_NAME})
 
 Kind = Literal["damaged", "missing", "extra", "swapped", "truncated"]
@@ -242,14 +243,21 @@ def _chunks(
     """What is wrong with chunks, by name; without a hasher only whether they are there, with their sizes."""
     if not wanted:
         return {}
+    names = list(wanted)
+    # To look takes microseconds, and many threads would wait for each other; or a millisecond over a network.
+    parts = [[name] for name in names] if hasher is not None else [names[n::_LOOKING] for n in range(_LOOKING)]
+
+    def look(part: list[str]) -> dict[str, Problem | None]:
+        return {name: _chunk(chunks, name, wanted[name], wanted, hasher) for name in part}
+
     with Chunks(image.chunks_fd) as chunks, ThreadPoolExecutor(threads, thread_name_prefix="limosa-verify") as pool:
-        looks = {name: pool.submit(_chunk, chunks, name, size, wanted, hasher) for name, size in wanted.items()}
+        looks = [pool.submit(look, part) for part in parts]
         try:
-            found = {name: look.result() for name, look in looks.items()}
+            found = {name: problem for one in looks for name, problem in one.result().items()}
         finally:
-            for look in looks.values():
-                look.cancel()
-    return {name: problem for name, problem in found.items() if problem is not None}
+            for one in looks:
+                one.cancel()
+    return {name: problem for name in names if (problem := found[name]) is not None}
 
 
 def _chunk(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from limosa.gpu.vmm import Contexts, Piece, call
 from limosa.image.chunks import chunk_path, name_of
-from limosa.parking.crew import Crew, Hand, Place, default_threads
+from limosa.parking.crew import ALL, Crew, Hand, Place, default_threads
 from limosa.parking.mover_chunks import Staging, begin, of, only, read_whole
 from limosa.parking.mover_memory import made
 from limosa.parking.mover_protocol import LoadDrop, LoadMake, LoadMove, LoadOpen, LoadStart, LoadTake, LoadWant
@@ -83,7 +83,7 @@ class Load(Staging):
     def start(self, asked: LoadStart, fds: Sequence[int]) -> None:
         """Begin to read what is wanted since the last time."""
         self.stop()
-        threads = default_threads(beside=False)
+        threads = default_threads(ALL)
         if not self._pieces:
             return
         tasks = [((name, size, places), size * len(places)) for name, (size, places) in self._wanted.items()]

@@ -161,11 +161,12 @@ class SaveDiffer(Request, tag="save-differ"):
 
 
 class SaveStart(Request, tag="save-start"):
-    """Copy what is marked into files, what has changed into memory, or that into files."""
+    """Copy what is marked into files, what has changed into memory, or that into files; whether the job is to end."""
 
     what: Literal["copy", "keep", "write"]
     rate: Speed = 0.0
     nice: Annotated[int, msgspec.Meta(ge=0, le=19)] = 0
+    ends: bool = False
 
 
 class SaveNames(Request, tag="save-names"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from limosa.errors import FailedUndone
 from limosa.gpu.vmm import Contexts, Piece
 from limosa.parking import mover_protocol as protocol
-from limosa.parking.crew import Crew, Hand, Pinned, Slot, default_threads
+from limosa.parking.crew import ALL, BESIDE, ENDING, Crew, Hand, Pinned, Slot, default_threads
 from limosa.parking.hashes import GpuHash, Key, host
 from limosa.parking.mover_chunks import Staging, begin, of, only, read_whole
 from limosa.parking.mover_session import Reply, Session, Verb
@@ -132,8 +132,10 @@ class Save(Staging):
         Only one at a time.
         """
         self.stop()
-        most = default_threads(beside=False)
-        threads = most if asked.what == "keep" else default_threads()  # that is in the pause
+        most = default_threads(ALL)
+        threads = default_threads(ENDING if asked.ends else BESIDE)
+        if asked.what == "keep":  # that is in the pause
+            threads = most
         hands = self._hands(max(threads, most))
         if asked.rate != self._rate.bytes_per_second:  # else round after round counts as one
             self._rate = Rate(asked.rate)

@@ -20,7 +20,7 @@ from limosa.parking.vault_protocol import CALL_SECONDS
 
 STALL_SECONDS = 300.0
 """After so long in which not one more chunk was read or written a driver call hangs; a slow disk gets on."""
-MOST_THREADS = 16
+MOST_THREADS = 32
 """How many chunks may be under way at a time, at most, where a rate is to be kept."""
 NICE = 10
 """What the threads that work beside a running job give way by."""
@@ -104,13 +104,15 @@ class Saver(_Staging):
         stop: Callable[[], bool] = lambda: False,
         rate: float = 0.0,
         nice: int = 0,
+        ends: bool = False,
     ) -> Done:
         """Copy what is marked into files ("copy"), what has changed into memory ("keep"), or that into files ("write").
 
         ``stop`` is asked from time to time: then what was begun is left. ``rate`` is in bytes a second, 0: as fast as
-        it goes. Raises OSError: the disk said no; FailedUndone: something else did.
+        it goes. ``ends``: the job does, so that more of the processors may be taken from it. Raises OSError: the disk
+        said no; FailedUndone: something else did.
         """
-        self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice))
+        self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice, ends=ends))
         limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
         return _wait(self._mover, told, stop, limit)
 

@@ -82,6 +82,21 @@ class _Suspended(_Part):
         self.let_go = False
 
 
+class Pace(msgspec.Struct, frozen=True):
+    """How what a running job has is copied.
+
+    Attributes:
+        rounds: how often what has changed is copied again while the job runs, at most; None: for as long as it becomes
+            less; 0: everything is copied in the pause.
+        rate: bytes a second, for copies made while the job runs; 0: as fast as it goes.
+        ends: whether the job is to end: then the copies may take more of the processors from it.
+    """
+
+    rounds: int | None = None
+    rate: float = 0.0
+    ends: bool = False
+
+
 class Saving(Beside[_Part]):
     """The parked part of one checkpoint.
 
@@ -89,9 +104,7 @@ class Saving(Beside[_Part]):
         work: the operation.
         awake, asleep: members that run under the shim, and those whose memory is in arenas, with connections to them.
         folder, chunk: the descriptor of the image's folder of chunks; bytes of a chunk.
-        rounds: how often what has changed is copied again while the job runs, at most; None: for as long as it becomes
-            less; 0: everything is copied in the pause.
-        rate: bytes a second, for copies made while the job runs; 0: as fast as it goes.
+        pace: how what a running job has is copied.
     """
 
     def __init__(
@@ -102,12 +115,11 @@ class Saving(Beside[_Part]):
         *,
         folder: int,
         chunk: int = USUAL_CHUNK,
-        rounds: int | None = None,
-        rate: float = 0.0,
+        pace: Pace | None = None,
     ):
         super().__init__(work)
-        self._folder, self._chunk, self._rate = folder, chunk, rate
-        self._limit = MOST_ROUNDS if rounds is None else rounds
+        self._folder, self._chunk, self._pace = folder, chunk, pace or Pace()
+        self._limit = MOST_ROUNDS if self._pace.rounds is None else self._pace.rounds
         self._maybe_saver: Saver | None = None
         self.rounds: list[Round] = []
         self.device: list[DeviceMemory] = []
@@ -197,7 +209,8 @@ class Saving(Beside[_Part]):
             work.progress(Progress("copy", done=done, total=total, message=f"round {number}, while the job runs"))
 
         with work.timed("copy", "device memory → image, while the job runs", total=self.bytes or None):
-            done = self._saver.run("copy", told=told, stop=work.stop_asked, rate=self._rate, nice=NICE)
+            pace = self._pace
+            done = self._saver.run("copy", told=told, stop=work.stop_asked, rate=pace.rate, nice=NICE, ends=pace.ends)
         work.check()
         self.rounds.append(Round(chunks=done.chunks, bytes=done.bytes, seconds=done.seconds, hash_seconds=hashing))
         return done.bytes
@@ -270,7 +283,8 @@ class Saving(Beside[_Part]):
 
     def arrive(self) -> None:
         saver = self._saver
-        saver.run("write", told=lambda done, total: self._work.progress(Progress("write", done=done, total=total)))
+        told = lambda done, total: self._work.progress(Progress("write", done=done, total=total))  # noqa: E731
+        saver.run("write", told=told, ends=self._pace.ends)
         found = []
         numbers = {0: 0}  # the processes' own numbers of what they share are of 64 bits, and mean nothing elsewhere
         for share in (share for part in self._parts for share in part.share.values()):

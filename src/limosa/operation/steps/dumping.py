@@ -52,7 +52,7 @@ from limosa.operation.frozen import shared_outside, tree_and_files
 from limosa.operation.holding import refuse_stale
 from limosa.operation.journal import Member, Noted, Phase, added_up
 from limosa.operation.leftovers import end_rest, has_ended, keep_log, release_network
-from limosa.operation.parked.saving import Saving, look_for
+from limosa.operation.parked.saving import Pace, Saving, look_for
 from limosa.operation.prepare import Prepared
 from limosa.operation.results import CheckpointResult
 from limosa.operation.step import BACK, HOME, Verb, run
@@ -224,8 +224,7 @@ class Dumping(OnGpus):
                 found.asleep,
                 folder=folder,
                 chunk=options.chunk_bytes,
-                rounds=options.rounds,
-                rate=options.rate or 0.0,
+                pace=Pace(options.rounds, options.rate or 0.0, ends=not options.leave_running),
             )
             self.saving.prepare()
         except (CancelledUndone, TimedOutUndone, NoRoomOnHost):
