@@ -22,6 +22,7 @@ import msgspec
 from limosa.errors import DestinationExists, FailedUndone, UsageError
 from limosa.image.chunks import CHUNKS_NAME
 from limosa.image.files import Files, clear_folder, copy_sparse, open_folder, remove_tree, typed_errors
+from limosa.image.following import Following
 from limosa.image.hashing import Cancel
 from limosa.image.manifest import (
     CRIU_NAME,
@@ -61,6 +62,7 @@ class Draft:
         self.fd = self.criu_fd = self.log_fd = self.chunks_fd = -1
         self._name = name
         self._id = ""
+        self._following: Following | None = None
         self._parent_fd = parent_fd
         self._files = files
 
@@ -154,12 +156,23 @@ class Draft:
             finally:
                 os.close(target)
 
+    def follow(self) -> None:
+        """Begin to hash what CRIU writes, beside it: from now on until the commit, or until this is closed."""
+        self._stop_following()
+        self._following = Following(self.criu_fd)
+
+    def _stop_following(self) -> None:
+        following, self._following = self._following, None
+        if following is not None:
+            following.close()
+
     def empty_criu(self) -> None:
         """Remove what a dump that failed has left in ``criu/``: the next one is another.
 
         Raises:
             OSError: it could not be removed.
         """
+        self._stop_following()
         for name in os.listdir(self.criu_fd):
             self._files.unlink(name, self.criu_fd)
 
@@ -211,11 +224,15 @@ class Draft:
         Raises: as ``commit``, all with nothing committed.
         """
         with typed_errors(WHAT):
+            begun = self._following.stop() if self._following is not None else {}
             with ThreadPoolExecutor(1, thread_name_prefix="limosa-chunks") as beside:
                 chunks = beside.submit(self._sync_chunks, manifest, cancel)
-                files, self.timings = hash_and_sync(self.criu_fd, self._files, progress, cancel=cancel, threads=threads)
+                files, self.timings = hash_and_sync(
+                    self.criu_fd, self._files, progress, cancel=cancel, threads=threads, begun=begun
+                )
                 self._files.fsync(self.criu_fd)
                 chunks.result()
+            self._stop_following()
             self._manifest = msgspec.structs.replace(manifest, files=files)
             try:
                 data = encode(self._manifest)
@@ -301,6 +318,7 @@ class Draft:
         try:
             if self.committed or self._parent_fd < 0:
                 return 0
+            self._stop_following()
             freed = clear_folder(self.fd, self._files) if self.fd >= 0 else 0
             # By name, and an empty folder only: whatever stands there now, no more than that can be lost.
             try:
@@ -317,6 +335,7 @@ class Draft:
 
     def close(self) -> None:
         """Close the descriptors; a second time does nothing."""
+        self._stop_following()
         for name in ("chunks_fd", "criu_fd", "log_fd", "fd", "_parent_fd"):
             fd = getattr(self, name)
             setattr(self, name, -1)

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import blake3
 
@@ -51,6 +51,7 @@ def hash_fd(
     threads: int | None = None,
     advance: Callable[[int], None] | None = None,
     cancel: Cancel | None = None,
+    begun: tuple[int, Any] | None = None,
 ) -> tuple[str, int]:
     """BLAKE3 of an open file from its beginning to its end.
 
@@ -59,6 +60,7 @@ def hash_fd(
         threads: how many to use; None for ``threads_here()``.
         advance: called with the bytes of each part that is done.
         cancel: looked at between parts.
+        begun: how many bytes of it somebody has hashed already, and the hash object that has.
 
     Returns:
         64 hexadecimal digits, and the bytes that were read.
@@ -77,9 +79,10 @@ def hash_fd(
         return blake3.blake3(data).hexdigest(), len(data)
     if size <= _BUFFER_ONE:
         threads = 1
-    hasher = blake3.blake3(max_threads=threads)
-    done = 0
-    with contextlib.closing(_parts(fd) if threads == 1 else _parts_read_ahead(fd)) as parts:
+    done, hasher = begun or (0, blake3.blake3(max_threads=threads))
+    if done and advance is not None:
+        advance(done)
+    with contextlib.closing(_parts(fd, done) if threads == 1 else _parts_read_ahead(fd, done)) as parts:
         for part in parts:
             if cancel is not None and cancel.is_set():
                 raise Stopped
@@ -90,24 +93,24 @@ def hash_fd(
     return hasher.hexdigest(), done
 
 
-def _parts(fd: int) -> Generator[memoryview, None, None]:
-    """Yield what is in a file, part after part, each valid until the next."""
-    buffer, done = memoryview(mmap.mmap(-1, _BUFFER_ONE)), 0
+def _parts(fd: int, done: int) -> Generator[memoryview, None, None]:
+    """Yield what is in a file from there on, part after part, each valid until the next."""
+    buffer = memoryview(mmap.mmap(-1, _BUFFER_ONE))
     while got := os.preadv(fd, [buffer], done):
         yield buffer[:got]
         done += got
 
 
-def _parts_read_ahead(fd: int) -> Generator[memoryview, None, None]:
+def _parts_read_ahead(fd: int, done: int) -> Generator[memoryview, None, None]:
     """The same; threads read the next one meanwhile."""
     now, ahead = (memoryview(mmap.mmap(-1, _BUFFER_MANY)) for _ in range(2))
-    places, done = range(0, _BUFFER_MANY, _PART), 0
+    places = range(0, _BUFFER_MANY, _PART)
     with ThreadPoolExecutor(len(places), thread_name_prefix="limosa-read") as pool:
 
         def read(buffer: memoryview, begin: int) -> list[Future[int]]:
             return [pool.submit(os.preadv, fd, [buffer[at : at + _PART]], begin + at) for at in places]
 
-        reads = read(now, 0)
+        reads = read(now, done)
         while got := _unbroken([one.result() for one in reads]):
             reads = read(ahead, done + got)
             yield now[:got]

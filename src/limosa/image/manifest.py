@@ -45,6 +45,7 @@ MANIFEST_LIMIT = 64 << 20
 _FILE_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,199}"
 _FILE_PATH = rf"^{CRIU_NAME}/{_FILE_NAME}\Z"
 _FILE_PATH_RE = re.compile(_FILE_PATH)
+_PAGES_RE = re.compile(r"pages-[0-9]+\.img\Z")
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Pid = Annotated[int, msgspec.Meta(ge=1, le=2**22)]
@@ -383,6 +384,11 @@ def now() -> str:
 def is_file_name(name: str) -> bool:
     """Whether ``name`` may stand behind ``criu/`` in an image."""
     return _FILE_PATH_RE.match(f"{CRIU_NAME}/{name}") is not None
+
+
+def is_pages(name: str) -> bool:
+    """Whether a file of ``criu/`` has pages of memory, and nothing else: CRIU's largest, and no word to CRIU itself."""
+    return _PAGES_RE.match(name) is not None
 
 
 def encode(manifest: Manifest) -> bytes:

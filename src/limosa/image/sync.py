@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import msgspec
 
 from limosa.errors import CancelledUndone, FailedUndone
 from limosa.image.chunks import Chunks, chunk_path
 from limosa.image.files import FILE_MODE, FOLDER_MODE, Files, open_file, syncs_whole
+from limosa.image.following import Begun
 from limosa.image.hashing import Cancel, Stopped, files_at_once, hash_fd
 from limosa.image.manifest import CRIU_NAME, ImageFile, is_file_name
 from limosa.progress import Progress, ProgressFn
@@ -42,7 +44,13 @@ class CommitTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def hash_and_sync(
-    criu_fd: int, files: Files, progress: ProgressFn, *, cancel: Cancel | None = None, threads: int | None = None
+    criu_fd: int,
+    files: Files,
+    progress: ProgressFn,
+    *,
+    cancel: Cancel | None = None,
+    threads: int | None = None,
+    begun: Mapping[str, Begun] = MappingProxyType({}),
 ) -> tuple[list[ImageFile], CommitTimings]:
     """Hash every file of ``criu/`` while other threads give it mode 0600 and fsync it.
 
@@ -52,6 +60,7 @@ def hash_and_sync(
         progress: told of the step "hash" in bytes.
         cancel: looked at between parts of files.
         threads: for hashing; None for as many as there are processors, at most eight.
+        begun: what of them is hashed already.
 
     Returns:
         What the manifest is to say of them, in the order of their names; and how long it took (``total`` left 0).
@@ -76,7 +85,9 @@ def hash_and_sync(
         stop_if(cancel)
         fd = open_file(name, criu_fd)
         try:
-            digest, size = hash_fd(fd, threads=threads, advance=advance, cancel=cancel)
+            some = begun.get(name)
+            already = (some.done, some.hasher) if some is not None and some.part_of(fd) else None
+            digest, size = hash_fd(fd, threads=threads, advance=advance, cancel=cancel, begun=already)
         finally:
             os.close(fd)
         return ImageFile(path=f"{CRIU_NAME}/{name}", size=size, blake3=digest)

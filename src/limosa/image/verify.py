@@ -18,7 +18,7 @@ from limosa.errors import CancelledUndone, DamagedImage
 from limosa.image.chunks import CHUNKS_NAME, Chunks, chunk_path
 from limosa.image.files import open_file, typed_errors
 from limosa.image.hashing import Cancel, Stopped, files_at_once, hash_fd, threads_here
-from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile
+from limosa.image.manifest import CRIU_NAME, DIGEST_NAME, LOG_NAME, MANIFEST_NAME, ImageFile, is_pages
 from limosa.image.read import MARKER_NAME, Image, open_image
 from limosa.progress import Progress, ProgressFn, silent
 
@@ -26,6 +26,8 @@ _WHAT = "verifying the image"
 _LOOKING = 4  # threads that look for chunks
 _OURS = frozenset({MANIFEST_NAME, DIGEST_NAME, MARKER_NAME, CRIU_NAME, LOG_NAME})
 
+Part = Literal["all", "pages", "rest"]
+"""Pages of memory are nearly all that there is in ``criu/``, and nothing that CRIU goes by."""
 Kind = Literal["damaged", "missing", "extra", "swapped", "truncated"]
 
 
@@ -108,6 +110,7 @@ def verify(
     cancel: Cancel | None = None,
     threads: int | None = None,
     read_chunks: bool = True,
+    part: Part = "all",
 ) -> VerifyResult:
     """Compare every file with the manifest.
 
@@ -118,6 +121,7 @@ def verify(
         threads: for hashing; None for as many as there are processors, at most eight.
         read_chunks: False where whoever reads the chunks hashes them himself: they are only looked for, with their
             sizes.
+        part: CRIU's pages of memory alone; or all but these, which are only looked for, with their sizes.
 
     Returns:
         What was found; damage is a result, never an exception (``VerifyResult.check`` makes it one).
@@ -129,11 +133,12 @@ def verify(
     """
     if not isinstance(image, Image):
         with open_image(image, trust=False) as opened:
-            return verify(opened, progress, cancel=cancel, threads=threads, read_chunks=read_chunks)
+            return verify(opened, progress, cancel=cancel, threads=threads, read_chunks=read_chunks, part=part)
     begin = time.monotonic()
-    wanted = image.manifest.files
-    chunks = image.manifest.chunk_sizes()
-    total, done = image.manifest.host_bytes + (sum(chunks.values()) if read_chunks else 0), 0
+    wanted = [f for f in image.manifest.files if part != "pages" or _is_pages(f)]
+    chunks = image.manifest.chunk_sizes() if part != "pages" else {}
+    read = sum(f.size for f in wanted if part != "rest" or not _is_pages(f))
+    total, done = read + (sum(chunks.values()) if read_chunks else 0), 0
     lock = threading.Lock()
 
     def advance(count: int) -> None:
@@ -145,10 +150,10 @@ def verify(
     hasher = functools.partial(hash_fd, threads=threads, advance=advance, cancel=cancel)
     try:
         with typed_errors(_WHAT):
-            found = _files(wanted, image.criu_fd, hasher, threads, cancel)
+            found = _files(wanted, image.criu_fd, hasher, threads, cancel, read_pages=part != "rest")
             one = functools.partial(hash_fd, threads=1, advance=advance, cancel=cancel) if read_chunks else None
             wrong = _chunks(image, chunks, one, threads or threads_here())
-            extra = _extra(image, chunks)
+            extra = _extra(image, chunks) if part != "pages" else []
     except Stopped:
         raise CancelledUndone(what=_WHAT)
     _name_problems(wanted, found)
@@ -165,12 +170,18 @@ def verify(
     )
 
 
+def _is_pages(file: ImageFile) -> bool:
+    return is_pages(file.path.removeprefix(f"{CRIU_NAME}/"))
+
+
 def _files(
     wanted: Sequence[ImageFile],
     criu_fd: int,
     hasher: Callable[[int], tuple[str, int]],
     threads: int | None,
     cancel: Cancel | None,
+    *,
+    read_pages: bool,
 ) -> dict[str, _Found]:
     """What each file of ``criu/`` is, the largest begun first."""
     sizes = {f.size for f in wanted}
@@ -178,6 +189,8 @@ def _files(
     def look(file: ImageFile) -> _Found:
         if cancel is not None and cancel.is_set():
             raise Stopped
+        if not read_pages and _is_pages(file):
+            return _look(file, {file.size}, criu_fd, lambda fd: (file.blake3, os.fstat(fd).st_size))
         return _look(file, sizes, criu_fd, hasher)
 
     with ThreadPoolExecutor(files_at_once(threads), thread_name_prefix="limosa-verify") as pool:

@@ -69,7 +69,7 @@ def restore(
         if not contained:
             ports.free(work, opened.criu_fd)
         if not opened.manifest.device:
-            checked.wait()
+            checked.wait_for_rest()
         kind = ContainerReturning if contained else Returning
         result = kind(work, RESTORE, opened, facts, chosen, program, checked).run()
     result.timings = work.timings

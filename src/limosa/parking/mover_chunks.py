@@ -15,7 +15,7 @@ import msgspec
 from limosa.errors import LimosaError
 from limosa.gpu.vmm import Contexts
 from limosa.image.chunks import Chunks
-from limosa.parking.crew import Crew, Hand, Pinned
+from limosa.parking.crew import Crew, Hand, Ring
 from limosa.parking.mover_protocol import Close, Failed, Poll, Progress, Stop
 from limosa.parking.mover_session import Reply, Session, Verb
 from limosa.parking.vault_protocol import Request
@@ -31,7 +31,7 @@ class Staging:
     def __init__(self, contexts: Contexts, folder: int, chunk: int):
         self._contexts, self._chunk = contexts, chunk
         self._chunks = Chunks(folder)
-        self._ring: Pinned | None = None
+        self._ring = Ring(chunk)
         self._crew: Crew | None = None
 
     def poll(self, asked: Poll, fds: Sequence[int]) -> dict[str, Any]:
@@ -54,21 +54,15 @@ class Staging:
         """Let go of all of it; files stay, and memory that somebody has a descriptor of."""
         self.stop()
         with contextlib.suppress(LimosaError):
-            if self._ring is not None:
-                self._any_context()
+            self._any_context()
         self._close_pieces()
-        if self._ring is not None:
-            self._ring.close()
-            self._ring = None
+        self._ring.close()
         self._chunks.close()
 
-    def _hands(self, threads: int) -> Callable[[int], Hand]:
-        """Who works with a slot of pinned memory each; it is kept for the next time."""
-        if self._ring is None or self._ring.slots < threads:
-            self._any_context()
-            self._ring = Pinned(threads, self._chunk)
-        ring = self._ring
-        return lambda n: Hand(self._contexts, ring.slot(n))
+    def _hand(self, n: int) -> Hand:
+        """What the n-th thread works with: its pinned memory is kept for the next time."""
+        self._any_context()
+        return Hand(self._contexts, self._ring.slot(n))
 
     def _any_context(self) -> None:
         """Pinning needs a context: any GPU's will do."""

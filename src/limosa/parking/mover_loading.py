@@ -88,7 +88,7 @@ class Load(Staging):
             return
         tasks = [((name, size, places), size * len(places)) for name, (size, places) in self._wanted.items()]
         self._wanted = {}
-        self._crew = Crew(tasks, self._read, self._hands(threads), threads=threads)
+        self._crew = Crew(tasks, self._read, self._hand, threads=threads)
 
     def _gpus(self) -> set[str]:
         return {gpu for _, gpu in self._pieces.values()}

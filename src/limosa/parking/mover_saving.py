@@ -110,6 +110,10 @@ class Save(Staging):
             if self._key is not None:
                 chunks = sum(len(piece.names) for piece in pieces)
                 self._hash(gpu).prepare(self._key, self._chunk, chunks)
+        self._any_context()
+        chunks = sum(len(piece.names) for piece in self._pieces.values())
+        for n in range(min(chunks, default_threads(ALL))):
+            self._ring.slot(n)
         slots = -(-asked.hold // self._chunk)
         if slots > (self._kept.slots if self._kept is not None else 0):
             if self._kept is not None:
@@ -132,21 +136,17 @@ class Save(Staging):
         Only one at a time.
         """
         self.stop()
-        most = default_threads(ALL)
         threads = default_threads(ENDING if asked.ends else BESIDE)
-        if asked.what == "keep":  # that is in the pause
-            threads = most
-        hands = self._hands(max(threads, most))
         if asked.rate != self._rate.bytes_per_second:  # else round after round counts as one
             self._rate = Rate(asked.rate)
         if asked.what == "copy":
-            self._crew = Crew(self._marked(), self._copy, hands, threads=threads, nice=asked.nice)
+            self._crew = Crew(self._marked(), self._copy, self._hand, threads=threads, nice=asked.nice)
         elif asked.what == "keep":
-            self._crew = Crew([], self._keep, hands, threads=threads, first=self._mark)
+            self._crew = Crew([], self._keep, self._hand, threads=default_threads(ALL), first=self._mark)
         else:
             kept = [_Spot(piece, i) for piece in self._pieces.values() for i in sorted(piece.held)]
             held = [(spot, self._size(*spot)) for spot in kept]
-            self._crew = Crew(held, self._write, hands, threads=threads, nice=asked.nice)
+            self._crew = Crew(held, self._write, self._hand, threads=threads, nice=asked.nice)
 
     def names(self, asked: protocol.SaveNames, fds: Sequence[int]) -> dict[str, Any]:
         """The names of chunks, 32 bytes each."""

@@ -115,6 +115,7 @@ class ContainerDumping(Dumping):
             extra.append("--tcp-close")
         if given.skip_in_flight:
             extra.append("--skip-in-flight")
+        self.draft.follow()
         try:
             with lent(self.program, extra, operation=work.id) as folder:
                 kept = Kept(

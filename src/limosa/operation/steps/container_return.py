@@ -63,6 +63,10 @@ class ContainerReturning(Returning):
         if since := self.runtime.taken_since(self.record, self.called, self.bundle):
             raise Refused([Reason(id=id_, text=text, exit_code=23, hint=hint) for id_, text, hint in since])
 
+    def verified(self) -> None:
+        """All of it: what CRIU has restored is running when the runtime has ended."""
+        self.checked.wait()
+
     def criu(self) -> None:
         work, given = self.work, self.manifest.options
         if self.program.plugin_dir is None:

@@ -273,6 +273,7 @@ class Dumping(OnGpus):
     def _dump(self) -> DumpStats:
         work = self.work
         work.note(Noted.DUMP, Phase.BEGIN, self.root.pid)
+        self.draft.follow()
         try:
             stats = dump(
                 self.program,

@@ -84,7 +84,7 @@ class Load(_OfChunks):
 
 
 class Verified(_Returned):
-    """What CRIU reads is compared with the image's hashes.
+    """What CRIU goes by is compared with the image's hashes; pages of memory are while CRIU copies them.
 
     It changes nothing.
     """
@@ -98,7 +98,7 @@ class Verified(_Returned):
         return (shape.host_bytes + shape.beside) / estimate.HASH_RATE
 
     def do(self, op: Returning) -> None:
-        op.checked.wait()
+        op.verified()
 
 
 class Names(_Returned):

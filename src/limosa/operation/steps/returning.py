@@ -23,7 +23,7 @@ from limosa.errors import (
     Refused,
 )
 from limosa.image import Image, open_image
-from limosa.image.verify import VerifyResult
+from limosa.image.verify import Part
 from limosa.image.verify import verify as verify_image
 from limosa.operation import driver_steps, idle, locks, ports, room, shm
 from limosa.operation.background import Background
@@ -58,21 +58,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Checked:
     """CRIU's files compared with the manifest, beside what is done before CRIU is started.
 
-    Chunks are only looked for, with their sizes: they are read once, on their way to the GPU, and compared there.
+    Pages of memory, which CRIU only copies, are compared last, and may be so while it works: nothing runs before they
+    are. Chunks are only looked for, with their sizes: they are read once, on their way to the GPU, and compared there.
     """
 
     def __init__(self, work: Work, image: Image, asked_for: bool):
         self._work, self._image = work, image
         self._stop = threading.Event()
-        self._result: VerifyResult | None = None
         self._asked_for = asked_for
-        self._comparing = Background("limosa-verify")
+        self._rest, self._pages = Background("limosa-verify"), Background("limosa-verify-pages")
+
+    def wait_for_rest(self) -> None:
+        """Waits until all but pages of memory is compared; DamagedImage: it is not what was committed."""
+        self._rest.wait()
+        self._work.check()
 
     def wait(self) -> None:
         """Waits until all is compared; DamagedImage: it is not what was committed."""
-        self._comparing.wait()
-        if self._result is not None:
-            self._result.check()
+        self._rest.wait()
+        self._pages.wait()
         self._work.check()
 
     def is_set(self) -> bool:
@@ -81,16 +85,21 @@ class Checked:
 
     def __enter__(self) -> Checked:
         if self._asked_for:
-            self._comparing.start(self._run)
+            self._rest.start(self._compare_rest)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._comparing.settle()
+        self._rest.settle()
+        self._pages.settle()
 
-    def _run(self) -> None:
+    def _compare_rest(self) -> None:
+        self._compare("rest")
+        self._pages.start(lambda: self._compare("pages"))
+
+    def _compare(self, part: Part) -> None:
         with self._work.timed("verify", "verifying", total=self._image.manifest.host_bytes):
-            self._result = verify_image(self._image, self._work.progress, cancel=self, read_chunks=False)
+            verify_image(self._image, self._work.progress, cancel=self, read_chunks=False, part=part).check()
 
 
 class Returning(Op):
@@ -170,6 +179,10 @@ class Returning(Op):
                 self.work.warnings.append(Reason(id="gpus-not-hidden", text=f"{text}: it sees all of them"))
         except OSError as error:
             raise PermissionDenied(detail=f"{text}: {error.strerror}") from error
+
+    def verified(self) -> None:
+        """Waits for what has to be compared before CRIU is started."""
+        self.checked.wait_for_rest()
 
     def hide_gpus(self) -> None:
         if self.noted:
@@ -265,7 +278,7 @@ class Returning(Op):
                 user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
             )
         except CriuFailed as error:
-            work.check()
+            self.checked.wait()  # what it could not read may not be what was committed
             told = self._in_words(error)
             if told is error:
                 raise
@@ -330,6 +343,7 @@ class Returning(Op):
         """What is looked at in CRIU's steps: nothing runs yet; at "pre-resume" it does not ask any more."""
         if action == "post-restore" and self.looked is not None:
             self.looked.check()
+            self.checked.wait()
         if action == "pre-resume":
             locks.see_all_there(self.manifest, self.criu_process)
         return True
