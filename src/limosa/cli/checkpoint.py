@@ -87,10 +87,12 @@ def command(  # noqa: PLR0913 - what is typed
         "force": check_force(force),
     }
     output = output.absolute()  # said at once where we are nowhere
+    from limosa.gpu import nvml
     from limosa.process.criu.find import warm
 
     if options["criu"] is None:
         warm()
+    nvml.warm()
     from limosa import operation
     from limosa.cli.on_jobs import print_plans, refused
     from limosa.cli.signals import cancelling

@@ -104,10 +104,12 @@ def _plan(report: Report, image: Path, options: dict[str, Any]) -> None:
 
 
 def _restore(report: Report, image: Path, options: dict[str, Any], timeout: float | None, attach: bool) -> None:
+    from limosa.gpu import nvml
     from limosa.process.criu.find import warm
 
     if options["criu"] is None:
         warm()
+    nvml.warm()
     from limosa import operation
     from limosa.cli.signals import cancelling
 

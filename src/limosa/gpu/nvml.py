@@ -6,6 +6,7 @@ on a GPU and is therefore not among its processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -65,6 +66,16 @@ def inventory() -> Inventory:
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
+
+
+def warm() -> None:
+    """Begin to load NVML without waiting for it, which takes a tenth of a second; :func:`inventory` says what fails."""
+
+    def look() -> None:
+        with contextlib.suppress(Exception):
+            inventory()
+
+    threading.Thread(target=look, name="limosa-nvml", daemon=True).start()
 
 
 def _inventory() -> Inventory:

@@ -15,6 +15,7 @@ import stat
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -30,6 +31,7 @@ from limosa.structs import ready
 
 _MOST_FILES = 2000
 NO_KEPT = 60.0  # seconds that a "does not work" is kept: its cause may be mended without a trace in the key
+_begun: Future[Criu] | None = None
 ROOT_CACHE = Path("/var/cache")  # for root where its home is another user's (sudo)
 
 
@@ -57,6 +59,12 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
         CriuNotPermitted: none can: the caller lacks the right.
         UsageError: a settings file is broken.
     """
+    if explicit is None and use_cache and _begun is not None:
+        return _begun.result()
+    return _find(explicit, use_cache=use_cache)
+
+
+def _find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
     reasons: list[str] = []
     permitted = True
     for name, place in _candidates(explicit):
@@ -86,13 +94,18 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
 def warm() -> None:
     """Begin to look for a CRIU without waiting for it: it has to be started once to be asked which it is.
 
-    Not one that somebody names: that is started once everything else is found to be in order. What is wrong
-    :func:`find` says later.
+    Not one that somebody names: that is started once everything else is found to be in order. From now on :func:`find`
+    says what was found, or what is wrong: for a process that ends with its verb.
     """
+    global _begun
+    found: Future[Criu] = Future()
+    _begun = found
 
     def look() -> None:
-        with contextlib.suppress(Exception):
-            find()
+        try:
+            found.set_result(_find())
+        except BaseException as error:
+            found.set_exception(error)
 
     threading.Thread(target=look, name="limosa-criu", daemon=True).start()
 
