@@ -267,37 +267,36 @@ static int issue(struct step *step)
     if (result == NCCL_IN_PROGRESS)
         atomic_store(&step->comm->busy, true);
     comms_leave();
-    free(step->more);
+    if (step->more)
+        free(step->more);
     return result;
 }
 
-static word operation(int place, const void *caller, const word w[WORDS])
+static word operation(int place, const void *caller, struct step *step)
 {
-    struct call *call = &calls[place];
-    struct step step = {.call = call};
+    struct call *call = step->call;
+    const word *w = step->words;
     void *real = nccl_real(place);
 
     if (UNLIKELY(!real))
         return NCCL_SYSTEM_ERROR;
-    if (UNLIKELY(nccl_is_own(caller)) || !(step.comm = comms_find((void *)(uintptr_t)w[call->comm])))
+    if (UNLIKELY(nccl_is_own(caller)) || !(step->comm = comms_find((void *)(uintptr_t)w[call->comm])))
         return ((call12 *)real)(w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11]);
     if (call->what == CONFIG && group.depth) /* what is behind the pointer may be gone at the group's end */
-        atomic_store(&step.comm->strange, call->symbol);
-    memcpy(step.words, w, sizeof step.words);
-    return (word)issue(&step);
+        atomic_store(&step->comm->strange, call->symbol);
+    return (word)issue(step);
 }
 
 /* Not counted: nothing of it is in flight between ranks. */
-static struct two question(int place, const void *caller, const word w[WORDS])
+static struct two question(int place, const void *caller, struct step *step)
 {
-    struct call *call = &calls[place];
+    struct call *call = step->call;
     void *real = nccl_real(place);
-    word mine[WORDS];
+    word *mine = step->words;
 
     if (UNLIKELY(!real))
         return (struct two){NCCL_SYSTEM_ERROR, 0};
-    memcpy(mine, w, sizeof mine);
-    struct comm *comm = nccl_is_own(caller) ? NULL : comms_find((void *)(uintptr_t)w[call->comm]);
+    struct comm *comm = nccl_is_own(caller) ? NULL : comms_find((void *)(uintptr_t)mine[call->comm]);
     if (comm) {
         if (call->what == STRANGE)
             atomic_store(&comm->strange, call->symbol);
@@ -321,7 +320,8 @@ static struct two question(int place, const void *caller, const word w[WORDS])
     EXPORT type symbol(TWELVE);                                                                                        \
     type symbol(TWELVE)                                                                                                \
     {                                                                                                                  \
-        return how(AT_##symbol, __builtin_return_address(0), (word[WORDS]){a, b, c, d, e, f, g, h, i, j, k, l});       \
+        return how(AT_##symbol, __builtin_return_address(0),                                                           \
+                   &(struct step){.call = &calls[AT_##symbol], .words = {a, b, c, d, e, f, g, h, i, j, k, l}});        \
     }
 #define HOOK_COLLECTIVE(symbol) HOOK(symbol, word, operation)
 #define HOOK_SEND(symbol) HOOK(symbol, word, operation)
