@@ -166,6 +166,18 @@ def test_while_the_communicators_are_being_made(two: Any, delay: float) -> None:
     job.finish()
 
 
+def test_a_rank_that_has_not_begun_to_use_its_gpu_is_not_left_behind(two: Any) -> None:
+    """It would begin on the GPU that the other one is on by then."""
+    job = Ranks(two, "--late", 6, ready=False)
+    waits_for(two, lambda: sum(map(len, job.gpus())) == 1)
+    error = two.says(13, "rank-to-come", "move", job.pid, *SWAP)["error"]
+    assert "(rank 1)" in error["message"]
+    job.goes_on()
+    two.says(0, "", "move", job.pid, *SWAP)
+    job.goes_on()
+    job.finish()
+
+
 def test_slow_communicators_are_waited_for(two: Any) -> None:
     two.switches.add("function=step:nccl-init delay=0.3 every=1")
     job = Ranks(two, ready=False)

@@ -410,3 +410,29 @@ def test_the_host_is_looked_at_again_only_when_asked_to():
     assert hazards.memory_hazards(obs, 16 * GIB, probe=True, grow=grow) == []
     assert asked == [40 * GIB]
     assert hazards.memory_hazards(obs, 0) == []
+
+
+# --- ranks that have not begun -----------------------------------------------------------------------------------
+
+
+def rank(pid: int, number: int, **more: Any) -> ProcessObservation:
+    return process(pid, env={"RANK": str(number), "WORLD_SIZE": "2"}, **more)
+
+
+LAUNCHED = [process(100), rank(101, 0), rank(102, 1), rank(103, 0, ppid=101), rank(104, 1, ppid=102)]
+"""An agent, two ranks, and a worker of each, which has inherited the environment."""
+
+
+@pytest.mark.parametrize(
+    ("cuda_pids", "late"),
+    [((), []), ((101,), [102]), ((103,), [102]), ((101, 102), []), ((101, 104), []), ((100,), [])],
+    ids=["none", "one", "a worker of one", "both", "both, one by its worker", "the agent"],
+)
+def test_a_rank_that_has_not_begun_is_found_where_others_have(cuda_pids: tuple[int, ...], late: list[int]) -> None:
+    assert [one.pid for one in hazards.late_ranks(job(*LAUNCHED), cuda_pids)] == late
+
+
+def test_who_has_ended_or_is_alone_is_no_late_rank() -> None:
+    ended = job(process(100), rank(101, 0), rank(102, 1, state="Z"))
+    alone = job(process(100), cuda(101, env={"RANK": "0", "WORLD_SIZE": "1"}), process(102, env={"RANK": "1"}))
+    assert hazards.late_ranks(ended, [101]) == hazards.late_ranks(alone, [101]) == []

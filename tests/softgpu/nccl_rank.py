@@ -90,6 +90,8 @@ class Rank:
         self.device = int(os.environ["LOCAL_RANK"])
         self.store = Client(int(os.environ["MASTER_PORT"]))
         self.watchdog = Watchdog() if options.watchdog else None
+        if self.rank and options.late:
+            time.sleep(options.late)
         nccl.device(self.device)
 
     def world(self, key: str) -> int:
@@ -244,6 +246,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--elements", type=int, default=1 << 19)
     parser.add_argument("--barrier-every", type=int, default=0)
     parser.add_argument("--skew", type=float, default=0)
+    parser.add_argument("--late", type=float, default=0, help="seconds after which all but rank 0 begin")
     for name in ("p2p", "groups", "threads", "nonblocking", "capture", "operators", "watchdog"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()

@@ -48,6 +48,7 @@ FORCEABLE = frozenset(
         "mps-server",
         "nccl-ranks",
         "nccl-beside",
+        "rank-to-come",
         "nested-namespace",
         "peer-access",
         "pid-namespace",

@@ -94,6 +94,19 @@ def ranks_beside(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     return beside.in_the_way(facts.inventory, facts.members)
 
 
+def ranks_to_come(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
+    """Its ranks are to change GPUs, and some have not begun to use one: they would, on the one that they were told."""
+    if not ask.verb.comes or not any(m.changes_gpu for m in facts.members):
+        return []
+    late = hazards.late_ranks(facts.observation, {m.pid for m in facts.members})
+    if not late:
+        return []
+    names = ", ".join(f"{p.title} (rank {p.env['RANK']})" for p in late[:5])
+    text = f"{names} has not begun to use a GPU: it would, on the one that it was told, with the others moved elsewhere"
+    hint = "try again when all ranks compute; --force=rank-to-come if these never use one"
+    return [Reason(id="rank-to-come", text=text, exit_code=13, hint=hint, pid=late[0].pid, forceable=True)]
+
+
 def arenas(facts: Facts, ask: Ask, clock: Clock) -> Sequence[Reason]:
     """What goes into an arena, or lies in one."""
     return facts.arena.reasons
@@ -201,6 +214,7 @@ _MEMORY: tuple[Rule, ...] = (
     what_shims_say,
     communicators,
     ranks_beside,
+    ranks_to_come,
     arenas,
 )
 _DRIVER: tuple[Rule, ...] = (gpus_and_driver, seen_from_outside)

@@ -5,7 +5,7 @@ from outside, or that will be different afterwards.
 """
 
 from limosa.process.hazards.common import common_hazards
-from limosa.process.hazards.cuda import asks_on, cuda_hazards, has_nccl, is_rank
+from limosa.process.hazards.cuda import asks_on, cuda_hazards, has_nccl, is_rank, late_ranks
 from limosa.process.hazards.descriptors import SEMAPHORE_LIMIT, renamed_files
 from limosa.process.hazards.dump import GHOST_LIMIT, CheckpointNeeds, checkpoint_hazards, checkpoint_needs
 from limosa.process.memory import memory_hazards
@@ -21,6 +21,7 @@ __all__ = [
     "cuda_hazards",
     "has_nccl",
     "is_rank",
+    "late_ranks",
     "memory_hazards",
     "renamed_files",
 ]

@@ -88,6 +88,25 @@ def is_rank(process: ProcessObservation) -> bool:
     )
 
 
+def late_ranks(obs: JobObservation, cuda_pids: Collection[int]) -> list[ProcessObservation]:
+    """Return the ranks that have not begun to use a GPU yet, where others of the job have.
+
+    A rank is what a launcher has started with RANK and WORLD_SIZE in its environment, as torchrun does, and not what
+    that starts itself: that inherits both.
+    """
+    parent = {process.pid: process.ppid for process in obs.processes}
+    named = {p.pid for p in obs.processes if "RANK" in p.env and p.env.get("WORLD_SIZE", "1") != "1"}
+    ranks = {pid for pid in named if parent[pid] not in named}
+    begun = set()
+    for pid in cuda_pids:
+        above = pid
+        while above in parent and above not in ranks:
+            above = parent[above]
+        begun.add(above)
+    late = [p for p in obs.processes if p.pid in ranks - begun and p.state not in ("Z", "X")]
+    return late if ranks & begun else []
+
+
 def _without_transports(process: ProcessObservation) -> bool:
     """Return whether peer-to-peer and shared memory are both off: that way NCCL was seen to survive."""
     return process.env.get("NCCL_P2P_DISABLE") == "1" and process.env.get("NCCL_SHM_DISABLE") == "1"
