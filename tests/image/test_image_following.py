@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from image_material import fill, manifest
 
 from limosa.errors import DamagedImage
 from limosa.image import Draft, open_image
-from limosa.image.following import Following
+from limosa.image.following import MOST_FILES, Following
 from limosa.image.verify import verify
 
 PART = 8 << 20
@@ -52,7 +53,51 @@ def test_what_is_small_or_of_another_name_is_left(tmp_path: Path, criu: int) -> 
     time.sleep(0.2)
     begun = following.stop()
     following.close()
-    assert {name: one.done for name, one in begun.items()} == {"pages-2.img": 0}
+    assert begun == {}
+
+
+def test_of_many_files_a_few_are_followed(tmp_path: Path, criu: int) -> None:
+    """A tree of a thousand processes has as many; each that is followed has a descriptor."""
+    for n in range(3 * MOST_FILES):
+        (tmp_path / f"pages-{n}.img").write_bytes(PAGES[: PART + n])
+    threads = threading.active_count()
+    following = Following(criu)
+    end = time.monotonic() + 10
+    while time.monotonic() < end and sum(one.done for one in list(following._begun.values())) < MOST_FILES * PART:
+        time.sleep(0.01)
+    assert threading.active_count() == threads + 1
+    assert len(following.stop()) == MOST_FILES
+    following.close()
+
+
+def test_one_that_becomes_shorter_is_left(tmp_path: Path, criu: int) -> None:
+    (tmp_path / "pages-1.img").write_bytes(PAGES)
+    following = Following(criu)
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not following._begun:
+        time.sleep(0.01)
+    os.truncate(tmp_path / "pages-1.img", 0)
+    time.sleep(0.2)
+    (tmp_path / "pages-1.img").write_bytes(PAGES[::-1])
+    time.sleep(0.2)
+    assert following.stop() == {}
+    following.close()
+
+
+def test_a_commit_after_one_that_failed_is_right(tmp_path: Path) -> None:
+    with Draft.create(tmp_path / "image", operation="op-1") as draft:
+        draft.follow()
+        fill(draft)
+        (draft.path / "criu" / "pages-7.img").write_bytes(PAGES)
+        time.sleep(0.3)
+        draft.followed()
+        (draft.path / "manifest.json").mkdir()
+        with pytest.raises(OSError, match="exists"):
+            draft.commit(manifest())
+        (draft.path / "manifest.json").rmdir()
+        draft.commit(manifest()).close()
+    with open_image(tmp_path / "image") as image:
+        verify(image).check()
 
 
 def grown(path: Path) -> None:

@@ -75,7 +75,8 @@ def warm() -> None:
         with contextlib.suppress(Exception):
             inventory()
 
-    threading.Thread(target=look, name="limosa-nvml", daemon=True).start()
+    if clean("LD_LIBRARY_PATH"):  # else :func:`inventory` asks a worker
+        threading.Thread(target=look, name="limosa-nvml", daemon=True).start()
 
 
 def _inventory() -> Inventory:

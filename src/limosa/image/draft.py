@@ -7,12 +7,13 @@ its marker tell to be unfinished, which ``unfinished()`` lists and ``remove()`` 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,14 @@ import msgspec
 from limosa.errors import DestinationExists, FailedUndone, UsageError
 from limosa.image.chunks import CHUNKS_NAME
 from limosa.image.files import Files, clear_folder, copy_sparse, open_folder, remove_tree, typed_errors
-from limosa.image.following import Following
+from limosa.image.following import Begun, Following
 from limosa.image.hashing import Cancel
 from limosa.image.manifest import (
     CRIU_NAME,
     DIGEST_NAME,
     LOG_NAME,
     MANIFEST_NAME,
+    ImageFile,
     Manifest,
     digest_line,
     digest_of,
@@ -157,11 +159,17 @@ class Draft:
                 os.close(target)
 
     def follow(self) -> None:
-        """Begin to hash what CRIU writes, beside it: from now on until the commit, or until this is closed."""
-        self._stop_following()
-        self._following = Following(self.criu_fd)
+        """Begin to hash what CRIU writes, beside it, until :meth:`followed`. It is no error if that cannot be."""
+        self._forget_followed()
+        with contextlib.suppress(RuntimeError, OSError, MemoryError):
+            self._following = Following(self.criu_fd)
 
-    def _stop_following(self) -> None:
+    def followed(self) -> None:
+        """CRIU has ended: what was hashed is kept for the commit."""
+        if self._following is not None:
+            self._following.stop()
+
+    def _forget_followed(self) -> None:
         following, self._following = self._following, None
         if following is not None:
             following.close()
@@ -172,7 +180,7 @@ class Draft:
         Raises:
             OSError: it could not be removed.
         """
-        self._stop_following()
+        self._forget_followed()
         for name in os.listdir(self.criu_fd):
             self._files.unlink(name, self.criu_fd)
 
@@ -224,15 +232,13 @@ class Draft:
         Raises: as ``commit``, all with nothing committed.
         """
         with typed_errors(WHAT):
-            begun = self._following.stop() if self._following is not None else {}
-            with ThreadPoolExecutor(1, thread_name_prefix="limosa-chunks") as beside:
-                chunks = beside.submit(self._sync_chunks, manifest, cancel)
-                files, self.timings = hash_and_sync(
-                    self.criu_fd, self._files, progress, cancel=cancel, threads=threads, begun=begun
-                )
-                self._files.fsync(self.criu_fd)
-                chunks.result()
-            self._stop_following()
+            following, self._following = self._following, None  # its hashers are of use once
+            try:
+                begun = following.stop() if following is not None else {}
+                files = self._hash(manifest, progress, cancel, threads, begun)
+            finally:
+                if following is not None:
+                    following.close()
             self._manifest = msgspec.structs.replace(manifest, files=files)
             try:
                 data = encode(self._manifest)
@@ -244,6 +250,23 @@ class Draft:
             secure_files(self.log_fd, self._files)
             self._files.fsync(self.fd)
             stop_if(cancel)
+
+    def _hash(
+        self,
+        manifest: Manifest,
+        progress: ProgressFn,
+        cancel: Cancel | None,
+        threads: int | None,
+        begun: Mapping[str, Begun],
+    ) -> list[ImageFile]:
+        with ThreadPoolExecutor(1, thread_name_prefix="limosa-chunks") as beside:
+            chunks = beside.submit(self._sync_chunks, manifest, cancel)
+            files, self.timings = hash_and_sync(
+                self.criu_fd, self._files, progress, cancel=cancel, threads=threads, begun=begun
+            )
+            self._files.fsync(self.criu_fd)
+            chunks.result()
+        return files
 
     def _sync_chunks(self, manifest: Manifest, cancel: Cancel | None) -> None:
         if self.chunks_fd >= 0:
@@ -318,7 +341,7 @@ class Draft:
         try:
             if self.committed or self._parent_fd < 0:
                 return 0
-            self._stop_following()
+            self._forget_followed()
             freed = clear_folder(self.fd, self._files) if self.fd >= 0 else 0
             # By name, and an empty folder only: whatever stands there now, no more than that can be lost.
             try:
@@ -335,7 +358,7 @@ class Draft:
 
     def close(self) -> None:
         """Close the descriptors; a second time does nothing."""
-        self._stop_following()
+        self._forget_followed()
         for name in ("chunks_fd", "criu_fd", "log_fd", "fd", "_parent_fd"):
             fd = getattr(self, name)
             setattr(self, name, -1)

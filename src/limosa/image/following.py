@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 import blake3
 
 from limosa.image.files import open_file
-from limosa.image.hashing import threads_here
 from limosa.image.manifest import is_pages
 
+MOST_FILES = 8
+"""Followed at a time, each with a descriptor: a tree has one for each process. The others are hashed in the end."""
 _PART = 8 << 20
 _LOOK_SECONDS = 0.02
 
@@ -39,14 +40,19 @@ class Begun(NamedTuple):
 
 
 class Following:
-    """Follows CRIU in ``criu/`` in a thread of its own; the descriptor stays the caller's."""
+    """Follows CRIU in ``criu/`` in a thread of its own; the descriptor stays the caller's.
+
+    What goes wrong is no error: it is hashed in the end.
+    """
 
     def __init__(self, criu_fd: int):
         self._criu_fd = criu_fd
         self._begun: dict[str, Begun] = {}
+        self._left: set[str] = set()  # what has become shorter, or could not be read
         self._stop = threading.Event()
         self._buffer = memoryview(mmap.mmap(-1, _PART))
-        self._thread = threading.Thread(target=self._run, name="limosa-follow")
+        # A daemon: an operation that cannot be undone ends all the same.
+        self._thread = threading.Thread(target=self._run, name="limosa-follow", daemon=True)
         self._thread.start()
 
     def stop(self) -> dict[str, Begun]:
@@ -57,28 +63,48 @@ class Following:
 
     def close(self) -> None:
         """End it, and forget all."""
-        for begun in self.stop().values():
-            os.close(begun.fd)
-        self._begun = {}
+        for name in list(self.stop()):
+            self._leave(name)
 
     def _run(self) -> None:
         pause = _LOOK_SECONDS
-        try:
-            while not self._stop.wait(pause):
-                begin = time.monotonic()
+        while not self._stop.wait(pause):
+            begin = time.monotonic()
+            try:
                 names = os.listdir(self._criu_fd)
-                pause = max(_LOOK_SECONDS, 20 * (time.monotonic() - begin))  # there may be tens of thousands
-                for name in filter(is_pages, names):
+            except OSError:
+                return
+            pause = max(_LOOK_SECONDS, 20 * (time.monotonic() - begin))  # there may be tens of thousands
+            for name in filter(is_pages, names):
+                if name in self._begun or (name not in self._left and len(self._begun) < MOST_FILES):
                     self._follow(name)
-        except OSError:  # the folder is being emptied; whoever commits hashes what is left
-            pass
 
     def _follow(self, name: str) -> None:
-        begun = self._begun.get(name)
-        if begun is None:
-            fd = open_file(name, self._criu_fd)
-            begun = self._begun[name] = Begun(fd, 0, blake3.blake3(max_threads=threads_here()))
-        while os.fstat(begun.fd).st_size - begun.done >= _PART and not self._stop.is_set():
-            got = os.preadv(begun.fd, [self._buffer], begun.done)
-            begun.hasher.update(self._buffer[:got])
-            begun = self._begun[name] = begun._replace(done=begun.done + got)
+        try:
+            if name not in self._begun:
+                if os.stat(name, dir_fd=self._criu_fd, follow_symlinks=False).st_size < _PART:
+                    return
+                # By one thread, which is faster than CRIU: with more, each would have its own for as long as it lives.
+                hasher = blake3.blake3(max_threads=1)
+                self._begun[name] = Begun(open_file(name, self._criu_fd), 0, hasher)
+            while not self._stop.is_set() and self._next_part(name):
+                pass
+        except Exception:
+            self._leave(name)
+
+    def _next_part(self, name: str) -> bool:
+        """Hash the next part of it, where all of that is there."""
+        begun = self._begun[name]
+        there = os.fstat(begun.fd).st_size - begun.done
+        if there < 0:
+            raise ValueError("it has become shorter")
+        if there < _PART or not (got := os.preadv(begun.fd, [self._buffer], begun.done)):
+            return False
+        begun.hasher.update(self._buffer[:got])
+        self._begun[name] = begun._replace(done=begun.done + got)
+        return True
+
+    def _leave(self, name: str) -> None:
+        self._left.add(name)
+        if name in self._begun:
+            os.close(self._begun.pop(name).fd)

@@ -152,7 +152,7 @@ def verify(
         with typed_errors(_WHAT):
             found = _files(wanted, image.criu_fd, hasher, threads, cancel, read_pages=part != "rest")
             one = functools.partial(hash_fd, threads=1, advance=advance, cancel=cancel) if read_chunks else None
-            wrong = _chunks(image, chunks, one, threads or threads_here())
+            wrong = _chunks(image, chunks, one, threads or threads_here(), cancel)
             extra = _extra(image, chunks) if part != "pages" else []
     except Stopped:
         raise CancelledUndone(what=_WHAT)
@@ -251,7 +251,11 @@ def _name_problems(wanted: list[ImageFile], found: dict[str, _Found]) -> None:
 
 
 def _chunks(
-    image: Image, wanted: dict[str, int], hasher: Callable[[int], tuple[str, int]] | None, threads: int
+    image: Image,
+    wanted: dict[str, int],
+    hasher: Callable[[int], tuple[str, int]] | None,
+    threads: int,
+    cancel: Cancel | None,
 ) -> dict[str, Problem]:
     """What is wrong with chunks, by name; without a hasher only whether they are there, with their sizes."""
     if not wanted:
@@ -261,7 +265,12 @@ def _chunks(
     parts = [[name] for name in names] if hasher is not None else [names[n::_LOOKING] for n in range(_LOOKING)]
 
     def look(part: list[str]) -> dict[str, Problem | None]:
-        return {name: _chunk(chunks, name, wanted[name], wanted, hasher) for name in part}
+        found: dict[str, Problem | None] = {}
+        for name in part:
+            if cancel is not None and cancel.is_set():
+                raise Stopped
+            found[name] = _chunk(chunks, name, wanted[name], wanted, hasher)
+        return found
 
     with Chunks(image.chunks_fd) as chunks, ThreadPoolExecutor(threads, thread_name_prefix="limosa-verify") as pool:
         looks = [pool.submit(look, part) for part in parts]

@@ -23,8 +23,9 @@ class Background:
             except BaseException as error:
                 self._failed = error
 
-        self._thread = threading.Thread(target=run, name=self._name)
-        self._thread.start()
+        thread = threading.Thread(target=run, name=self._name)
+        thread.start()  # one that cannot start is not waited for
+        self._thread = thread
 
     def settle(self) -> None:
         """Waits until it is over, whatever came of it: nothing is read or written any more."""

@@ -171,10 +171,15 @@ class Crew:
                 self.total += sum(size for _, size in more)
                 self._left.extend(more)
             count = max(1, min(threads, len(self._left)))
-            others = [threading.Thread(target=self._one, args=(n,), name=f"staging-{n}") for n in range(1, count)]
-            for other in others:
-                other.start()
-            self._one(0)
+            others: list[threading.Thread] = []
+            try:
+                for n in range(1, count):
+                    other = threading.Thread(target=self._one, args=(n,), name=f"staging-{n}")
+                    other.start()
+                    others.append(other)
+                self._one(0)
+            except BaseException as error:  # no more threads can be had: those that there are end first
+                self._fail(error)
             for other in others:
                 other.join()
         except BaseException as error:

@@ -13,8 +13,9 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Held for a few instructions, never across a call of NCCL's or the driver's: whoever finds it taken turns round for a
- * moment, and sleeps where its holder has lost the processor. A mutex of the C library costs twice as much. */
+/* Held for a few instructions (by the shim's own thread for longer: cut.c), never across a call of NCCL's or the driver's.
+ * Whoever finds it taken turns round for a moment, and then sleeps, again and again. A mutex of the C library costs twice
+ * as much. */
 static _Atomic bool taken;
 #define TURNS 200
 static struct comm *first, *last;

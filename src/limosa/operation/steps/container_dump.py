@@ -138,6 +138,8 @@ class ContainerDumping(Dumping):
                 text = f"container {self.box.container.called} ended while it was written ({error})"
                 raise NoSuchProcess(text, pid=self.root.pid, job_state="gone", hint="") from error
             raise
+        finally:
+            self.draft.followed()
         work.note(Noted.DUMP, Phase.DONE, self.root.pid)
 
     def _started(self, who: Identity) -> None:

@@ -316,6 +316,8 @@ class Dumping(OnGpus):
                 fields = {name: error.fields.get(name, "") for name in ("what", "reason", "kind")}
                 raise CriuFailed(log=kept, **fields) from error
             raise
+        finally:
+            self.draft.followed()
         if self.options.leave_running:
             work.note(Noted.DUMP, Phase.DONE, self.root.pid, nft_table=stats.nft_table)
         else:  # the job has ended and the image is whole: nothing that goes wrong from here on changes that

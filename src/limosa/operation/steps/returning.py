@@ -14,6 +14,7 @@ import msgspec
 from limosa import gpu
 from limosa.errors import (
     CriuFailed,
+    DamagedImage,
     FailedUndone,
     LimosaError,
     NoRoomOnGpu,
@@ -278,7 +279,9 @@ class Returning(Op):
                 user=(self.manifest.job.uid, groups_of(self.manifest.job.uid, self.manifest.job.gid)),
             )
         except CriuFailed as error:
-            self.checked.wait()  # what it could not read may not be what was committed
+            if error.fields.get("kind") in (None, "", "image-damaged"):
+                self._refuse_damaged()
+            work.check()
             told = self._in_words(error)
             if told is error:
                 raise
@@ -286,8 +289,18 @@ class Returning(Op):
         finally:
             self.stats = restore_stats(log_fd) if self.options.print_stats else {}
             os.close(log_fd)
+        self.checked.wait()  # where CRIU has not asked at the end
         work.armed()
         self._note_root(pid)
+
+    def _refuse_damaged(self) -> None:
+        """What CRIU could not read may not be what was committed: then that is what is told."""
+        try:
+            self.checked.wait()
+        except DamagedImage:
+            raise
+        except LimosaError:
+            pass
 
     def _in_words(self, error: CriuFailed) -> LimosaError:
         """What CRIU has failed for, where we know more of it than CRIU says."""

@@ -59,8 +59,10 @@ def find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
         CriuNotPermitted: none can: the caller lacks the right.
         UsageError: a settings file is broken.
     """
+    global _begun
     if explicit is None and use_cache and _begun is not None:
-        return _begun.result()
+        begun, _begun = _begun, None
+        return begun.result()
     return _find(explicit, use_cache=use_cache)
 
 
@@ -94,8 +96,8 @@ def _find(explicit: str | None = None, *, use_cache: bool = True) -> Criu:
 def warm() -> None:
     """Begin to look for a CRIU without waiting for it: it has to be started once to be asked which it is.
 
-    Not one that somebody names: that is started once everything else is found to be in order. From now on :func:`find`
-    says what was found, or what is wrong: for a process that ends with its verb.
+    Not one that somebody names: that is started once everything else is found to be in order. The next
+    :func:`find` says what was found, or what is wrong.
     """
     global _begun
     found: Future[Criu] = Future()
