@@ -11,7 +11,7 @@ import click
 from limosa.cli import words
 from limosa.cli.options import CRIU_DUMP, CRIU_PATH, ONE_JOB, PRINT_STATS, check_force, folder, how, parse_size
 from limosa.cli.output import Report
-from limosa.cli.verb import flag, option, verb
+from limosa.cli.verb import flag, look_ahead, option, verb
 from limosa.errors import LimosaError, UsageError
 from limosa.terms import JobState
 
@@ -87,12 +87,7 @@ def command(  # noqa: PLR0913 - what is typed
         "force": check_force(force),
     }
     output = output.absolute()  # said at once where we are nowhere
-    from limosa.gpu import nvml
-    from limosa.process.criu.find import warm
-
-    if options["criu"] is None:
-        warm()
-    nvml.warm()
+    look_ahead(options["criu"])
     from limosa import operation
     from limosa.cli.on_jobs import print_plans, refused
     from limosa.cli.signals import cancelling

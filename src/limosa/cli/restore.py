@@ -20,7 +20,7 @@ from limosa.cli.options import (
     folder,
 )
 from limosa.cli.output import Report
-from limosa.cli.verb import flag, option, verb
+from limosa.cli.verb import flag, look_ahead, option, verb
 from limosa.errors import LimosaError, UsageError
 
 if TYPE_CHECKING:
@@ -104,12 +104,7 @@ def _plan(report: Report, image: Path, options: dict[str, Any]) -> None:
 
 
 def _restore(report: Report, image: Path, options: dict[str, Any], timeout: float | None, attach: bool) -> None:
-    from limosa.gpu import nvml
-    from limosa.process.criu.find import warm
-
-    if options["criu"] is None:
-        warm()
-    nvml.warm()
+    look_ahead(options["criu"])
     from limosa import operation
     from limosa.cli.signals import cancelling
 

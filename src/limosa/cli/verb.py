@@ -97,3 +97,14 @@ def verb(*parameters: Parameter, settings: Mapping[str, Any] | None = None) -> C
         )
 
     return made
+
+
+def look_ahead(criu: str | None) -> None:
+    """Begin what takes a moment, while the rest is loaded: to find CRIU, unless that one is named, and to load NVML."""
+    from limosa.gpu import nvml
+    from limosa.process.criu import find
+
+    if criu is None:
+        find.warm()
+        click.get_current_context().call_on_close(find.forget)
+    nvml.warm()

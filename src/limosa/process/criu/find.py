@@ -112,6 +112,12 @@ def warm() -> None:
     threading.Thread(target=look, name="limosa-criu", daemon=True).start()
 
 
+def forget() -> None:
+    """Leave what :func:`warm` has begun: the next one is looked for anew."""
+    global _begun
+    _begun = None
+
+
 def _candidates(explicit: str | None) -> list[tuple[str, Path]]:
     """Return what to try, each with a name for messages."""
     chosen = explicit or settings.text("criu")
