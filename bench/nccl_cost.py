@@ -60,7 +60,8 @@ def training(kind: str, folder: str, quads: int, more: Sequence[str]) -> dict[st
     try:
         for name, run in (("with", ()), ("without", ("--no-shim",))):
             sides.append(Asked(f"{kind}-{name}", Path(folder), kind, run, more))
-        return compare(kind, sides, "3", 2 * quads)
+        # Of three steps each, one side differed from itself by 10 % (two H200, 2026-11-27).
+        return compare(kind, sides, "3" if "gloo" in more else "20", 2 * quads)
     finally:
         for side in sides:
             side.end()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     IMAGE,
     *WHERE,
     flag("--attach", help="Show its output, pass signals on and exit as it does, like limosa run."),
-    flag("--no-verify", help="Do not check the hashes first."),
+    flag("--no-verify", help="Do not check the hashes of CRIU's files."),
     flag("--rewind-files", help="Cut grown files back to their old size; keep the rest beside them."),
     option("--name", metavar="NAME", help="A container: call it so, not as it was called."),
     option("--bundle", metavar="DIR", type=folder(), help="A container of runc: use this bundle of its own."),
@@ -65,9 +65,9 @@ def command(  # noqa: PLR0913 - what is typed
 
     limosa restore /data/train-1 --to 5 --attach
 
-    Limosa verifies the image and checks everything else before it starts
-    anything. The image stays and can be restored again. Needs root or
-    capabilities, which limosa doctor names.
+    Limosa checks all that it can before it starts anything, and ends what it has
+    started if the image's bytes are not as they were written. The image stays and
+    can be restored again. Needs root or capabilities, which limosa doctor names.
     """
     if more["to"] is not None and more["gpu_map"] is not None:
         raise UsageError(detail="name a destination (--to) or a map (--map), not both")

@@ -42,8 +42,9 @@ def restore(
 ) -> RestoreResult:
     """Brings a job back from its image; see :class:`Options` for the rest of the arguments.
 
-    Returns once the job runs. Raises DamagedImage, UntrustedImage or Refused: nothing was started; NoRoomOnGpu: no room
-    once CRIU had restored it: the tree was ended again, the image is the copy; others with their exit codes.
+    Returns once the job runs. Raises UntrustedImage or Refused: nothing was started; DamagedImage: the same, or its
+    tree was ended again; NoRoomOnGpu: no room once CRIU had restored it: the tree was ended again, the image is the
+    copy; others with their exit codes.
     """
     check_names("restore", options, Keywords.__annotations__)
     check_seconds(timeout=timeout)

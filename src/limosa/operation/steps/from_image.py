@@ -84,7 +84,7 @@ class Load(_OfChunks):
 
 
 class Verified(_Returned):
-    """What CRIU goes by is compared with the image's hashes; pages of memory are while CRIU copies them.
+    """CRIU's files are compared with their hashes; pages of memory (a container's not) while CRIU copies them.
 
     It changes nothing.
     """
