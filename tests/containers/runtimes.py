@@ -258,8 +258,11 @@ runc = ["{engines["runc"]}"]
         words += [word for one in env for word in ("--env", one)]
         place = ["--name", name, *self.in_cgroups(), *([] if own_log else ["--log-opt", f"path={log}"])]
         id_ = self("run", "--detach", *place, *words, *options, image, *command).stdout.split()[-1]
-        pid = int(self("inspect", "--format", "{{.State.Pid}}", id_).stdout)
-        return self._started(id_, name, pid, log)
+        asked = self("inspect", "--format", "{{.State.Pid}}", id_, rc=None)
+        if "no such process" in asked.stderr:  # a short one ended while podman looked at it
+            asked = self("inspect", "--format", "{{.State.Pid}}", id_)
+        assert asked.rc == 0, asked
+        return self._started(id_, name, int(asked.stdout), log)
 
     def in_cgroups(self) -> list[str]:
         """The options that say in which cgroup a container is."""
