@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from limosa.gpu.vmm import Contexts, Piece, call
-
-MOST_THREADS = 32
+from limosa.parking.mover_protocol import MOST_THREADS
 
 
 class Pinned:

@@ -12,6 +12,8 @@ from limosa.parking.vault_protocol import Request
 
 MOST_NAMES = 1 << 13
 """Names of chunks, or ids of pieces, in one message."""
+MOST_THREADS = 32
+"""How many chunks the mover has under way at a time, at most."""
 _MOST_COPIES = 1 << 16
 
 Speed = Annotated[float, msgspec.Meta(ge=0, le=1e15)]

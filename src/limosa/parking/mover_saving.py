@@ -111,14 +111,13 @@ class Save(Staging):
                 chunks = sum(len(piece.names) for piece in pieces)
                 self._hash(gpu).prepare(self._key, self._chunk, chunks)
         self._any_context()
-        chunks = sum(len(piece.names) for piece in self._pieces.values())
-        for n in range(min(chunks, default_threads(ALL))):
+        total = sum(len(piece.names) for piece in self._pieces.values())
+        for n in range(min(total, default_threads(ALL))):
             self._ring.slot(n)
         slots = -(-asked.hold // self._chunk)
         if slots > (self._kept.slots if self._kept is not None else 0):
             if self._kept is not None:
                 self._kept.close()
-            self._any_context()
             self._free.clear()
             self._kept = Pinned(slots, self._chunk)
             self._free.extend(self._kept.slot(n) for n in range(slots))

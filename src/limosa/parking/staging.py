@@ -20,8 +20,6 @@ from limosa.parking.vault_protocol import CALL_SECONDS
 
 STALL_SECONDS = 300.0
 """After so long in which not one more chunk was read or written a driver call hangs; a slow disk gets on."""
-MOST_THREADS = 32
-"""How many chunks may be under way at a time, at most, where a rate is to be kept."""
 NICE = 10
 """What the threads that work beside a running job give way by."""
 _MOST_NAMES = 2000  # 64 KB of a packet
@@ -113,7 +111,7 @@ class Saver(_Staging):
         said no; FailedUndone: something else did.
         """
         self._mover.ask(protocol.SaveStart(what=what, rate=rate, nice=nice, ends=ends))
-        limit = STALL_SECONDS + (MOST_THREADS * self.chunk / rate if rate else 0.0)
+        limit = STALL_SECONDS + (protocol.MOST_THREADS * self.chunk / rate if rate else 0.0)
         return _wait(self._mover, told, stop, limit)
 
     def names(self, pieces: Sequence[tuple[int, int, int]]) -> list[list[str]]:

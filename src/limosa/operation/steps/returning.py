@@ -76,9 +76,13 @@ class Checked:
 
     def wait(self) -> None:
         """Waits until all is compared; DamagedImage: it is not what was committed."""
+        self.compared()
+        self._work.check()
+
+    def compared(self) -> None:
+        """The same where it is too late to cancel: what was compared and is right stays so."""
         self._rest.wait()
         self._pages.wait()
-        self._work.check()
 
     def is_set(self) -> bool:
         """Whether to stop: what verifying takes as ``cancel=``."""
@@ -289,7 +293,7 @@ class Returning(Op):
         finally:
             self.stats = restore_stats(log_fd) if self.options.print_stats else {}
             os.close(log_fd)
-        self.checked.wait()  # where CRIU has not asked at the end
+        self.checked.compared()  # where CRIU has not asked at the end
         work.armed()
         self._note_root(pid)
 
